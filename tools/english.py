@@ -33,10 +33,7 @@ NOT_YET = (
     "docs/launcher.md",
     "docs/unmodified.md",
     "echelon/analysis/activity/",
-    "echelon/launcher/attach/",
     "echelon/launcher/doctor/",
-    "echelon/launcher/limits/",
-    "echelon/launcher/node/sighting.py",
     "echelon/recorder/stall/watchdog.py",
     "tools/docs/",
 )

@@ -1,1 +1,1 @@
-"""Look at a job that another launcher started: find its ranks, look twice, and explain."""
+"""Attaching to a job of another launcher: find its ranks, look at them twice, and explain."""

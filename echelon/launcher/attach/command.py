@@ -1,6 +1,7 @@
 """`fr-analyze --attach`: explain a running job that another launcher started.
 
-Exit codes: 0 the job moves, 1 a finding, 2 no rank was found or the arguments are wrong.
+Exit codes: 0 if the job makes progress, 1 for a finding, 2 if no rank was found or the arguments
+are wrong.
 """
 
 from __future__ import annotations
@@ -49,29 +50,32 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fr-analyze",
-        description="Look at a running job from outside, twice, and say what keeps it. Nothing is "
-        "stopped or changed.",
-        epilog="Exit code: 0 the job moves, 1 a finding, 2 no rank was found.",
+        description="Look at a running job twice from outside and explain what blocks it. Nothing "
+        "is stopped or changed.",
+        epilog="Exit code: 0 the job makes progress, 1 a finding, 2 no rank was found.",
     )
     parser.add_argument(
         "--attach", nargs="*", type=int, metavar="PID",
-        help="a rank or a launcher of the job; none: the only job of this machine",
+        help="a rank or launcher of the job (default: the only job on this machine)",
     )  # fmt: skip
-    parser.add_argument("--pid", type=int, metavar="PID", help="look at this process alone")
+    parser.add_argument("--pid", type=int, metavar="PID", help="look at this process only")
     parser.add_argument(
         "--host", action="append", default=[], metavar="HOST[,HOST]",
-        help="look on these machines too, through ssh",
+        help="also look at these machines, through ssh",
     )  # fmt: skip
     parser.add_argument(
-        "--ssh", default="ssh -o BatchMode=yes", metavar="COMMAND", help="what reaches a host"
+        "--ssh",
+        default="ssh -o BatchMode=yes",
+        metavar="COMMAND",
+        help="command that reaches a host",
     )
     parser.add_argument(
-        "--wait", type=float, default=GAP_S, metavar="S", help="between the two looks (default 5)"
+        "--wait", type=float, default=GAP_S, metavar="S", help="time between looks (default 5)"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="keep what was seen there")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="keep the snapshot in DIR")
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
     parser.add_argument("--collect", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--job", help=argparse.SUPPRESS)  # which one, as another machine names it
+    parser.add_argument("--job", help=argparse.SUPPRESS)  # the job's key, sent by another machine
     parser.add_argument("--version", action="version", version=f"fr-analyze {__version__}")
     return parser
 
@@ -88,14 +92,14 @@ def _run(arguments: argparse.Namespace) -> int:
         folder = arguments.out or Path(scratch) / "incident"
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise ValueError(f"{folder}: not empty")
+            raise ValueError(f"{folder} is not empty")
         report = _report(ranks, sighting, world_size, folder)
     _show(report, as_json=arguments.json)
     return report.exit_code
 
 
 def _collect(ranks: Sequence[FoundRank], scratch: Path, gap_s: float) -> int:
-    """Send what is seen here to the machine that asked."""
+    """Send what this machine shows to the machine that asked."""
     from echelon.launcher.attach.hosts import pack
     from echelon.launcher.attach.look import look
 
@@ -108,7 +112,7 @@ def _collect(ranks: Sequence[FoundRank], scratch: Path, gap_s: float) -> int:
 def _look(
     ranks: Sequence[FoundRank], hosts: Sequence[str], arguments: argparse.Namespace, scratch: Path
 ) -> tuple[Sighting, int]:
-    """Look here and on the other machines at the same time."""
+    """Look at the ranks here and on the other machines at the same time."""
     import threading
 
     from echelon.launcher.attach.hosts import Answer, ask_all, merge
@@ -130,16 +134,16 @@ def _look(
     sighting = merge(here, answers)
     if not sighting.records:
         said = "; ".join(sighting.notes)
-        raise ValueError(f"no rank of a job was found on any machine: {said}")
+        raise ValueError(f"found no rank of a job on any machine: {said}")
     sizes = [one.world_size for one in ranks] + [one.world_size for one in answers]
     return sighting, max(sizes)
 
 
 def _chosen(arguments: argparse.Namespace, *, may_be_none: bool) -> tuple[FoundRank, ...]:
-    """Return the ranks of the one job that is asked for.
+    """Return the ranks of the one requested job.
 
     Raises:
-        ValueError: there is none, or more than one.
+        ValueError: there is no such job, or more than one.
     """
     if arguments.pid is not None:
         _check(arguments.pid)
@@ -161,7 +165,7 @@ def _chosen(arguments: argparse.Namespace, *, may_be_none: bool) -> tuple[FoundR
 
 
 def _key(one: FoundRank) -> str:
-    """Return the job of a rank as one text, equal on all its machines."""
+    """Return a text that identifies a rank's job and is equal on all its machines."""
     return "|".join(one.job)
 
 
@@ -175,14 +179,16 @@ def _only_job(search: Search, *, may_be_none: bool) -> tuple[FoundRank, ...]:
     if not jobs and may_be_none:
         return ()
     if not jobs:
-        denied = f"; {search.num_denied} processes may not be asked" if search.num_denied else ""
+        denied = f"; {search.num_denied} processes may not be examined" if search.num_denied else ""
         raise ValueError(
-            "no rank of a job runs on this machine: no process has RANK and WORLD_SIZE, or an "
-            f"MPI's or Slurm's, in its environment{denied}. Name its processes: --attach PID ..."
+            "no rank of a job runs on this machine: no process has RANK and WORLD_SIZE, or those "
+            f"of MPI or Slurm, in its environment{denied}. Name the processes: --attach PID ..."
         )
     if len(jobs) > 1:
         listed = ", ".join(f"{len(of)} ranks (pid {of[0].pid} ...)" for of in jobs.values())
-        raise ValueError(f"{len(jobs)} jobs run on this machine: {listed}. Choose: --attach PID")
+        raise ValueError(
+            f"{len(jobs)} jobs run on this machine: {listed}. Choose one: --attach PID"
+        )
     return tuple(next(iter(jobs.values())))
 
 

@@ -1,7 +1,7 @@
-"""Ranks that ended while they were looked at, and how, where the kernel still tells.
+"""Ranks that ended while they were being examined, and how they ended if the kernel still knows.
 
-An ended process keeps its exit status until its parent has asked for it. Afterwards it is gone, and
-only its launcher's output says how it ended.
+An ended process keeps its exit status until its parent waits for it. After that, only the output of
+its launcher shows how it ended.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from echelon.analysis.evidence.stacks import main_thread
 from echelon.host.procfs import read_text
 from echelon.launcher.attach.ranks import FoundRank, started_ticks
 
-_STATE, _STATUS = 0, 49  # fields of /proc/PID/stat behind the program's name
-_EXIT_S, _LOOK_S = 5.0, 0.1  # how long an interpreter that finalises may take, on a busy machine
+_STATE, _STATUS = 0, 49  # fields of /proc/PID/stat after the program's name
+_EXIT_S, _LOOK_S = 5.0, 0.1  # how long an interpreter may take to finalise on a busy machine
 
 
 def begun(ranks: Sequence[FoundRank]) -> dict[int, int]:
-    """Return when each rank's process began, in clock ticks; those that have ended are left out."""
+    """Return each rank's start time in clock ticks, without the ranks that have ended."""
     return {one.rank: started_ticks(one.pid) for one in ranks if not _has_ended(one.pid)}
 
 
 def endings(ranks: Sequence[FoundRank], before: Mapping[int, int]) -> dict[int, str]:
-    """Return the ranks whose process has ended since `begun`, and how: "" if that is not known."""
+    """Return how each rank ended whose process has ended since `begun`; "" if that is not known."""
     return {
         one.rank: _how(one.pid)
         for one in ranks
@@ -34,17 +34,17 @@ def endings(ranks: Sequence[FoundRank], before: Mapping[int, int]) -> dict[int, 
 
 
 def is_exiting(stacks: str, later_stacks: str) -> bool:
-    """Tell whether a main thread had no Python frame when it was seen last.
+    """Return whether a main thread had no Python frame when it was last seen.
 
-    An interpreter that finalises looks so, for good if a destructor hangs, and so may a torn look
-    at a process that runs: only its end proves it.
+    This is true of an interpreter that finalises, permanently if a destructor hangs. But a torn
+    read of a running process may look the same, so only the process's end proves it.
     """
     main = main_thread(later_stacks or stacks)
     return main is not None and not main.frames
 
 
 def wait_for_exits(pids: Sequence[int], idle: Callable[[float], None]) -> None:
-    """Let processes that seem to exit do so, for five seconds at most."""
+    """Give processes that seem to be exiting up to five seconds to do so."""
     for _ in range(int(_EXIT_S / _LOOK_S)):
         if all(_has_ended(pid) for pid in pids):
             return
@@ -61,7 +61,7 @@ def _how(pid: int) -> str:
     if len(fields) <= _STATUS or fields[_STATE] != "Z" or not fields[_STATUS].isdigit():
         return ""
     status = int(fields[_STATUS])
-    if not status:  # exit code 0, or not permitted to know
+    if not status:  # exit code 0, or not permitted to read it
         return ""
     if not os.WIFSIGNALED(status):
         return f"exit code {os.waitstatus_to_exitcode(status)}"

@@ -1,7 +1,7 @@
-"""The same look on other machines, through ssh: each sends back what it saw.
+"""The same look on other machines, through ssh; each returns what it saw.
 
 The remote side runs `fr-analyze --attach --collect`, which writes one msgpack map to standard
-output: what was seen, as dumps (never pickles), and nothing that is evaluated here.
+output. The map contains dumps (never pickles) and nothing that is evaluated here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from echelon.recorder.read.dump import pack_dump
 
 KIND = "echelon-sighting"
 _MAX_BYTES = 1 << 30
-_EXTRA_S = 60.0  # to log in, and to start Python there
+_EXTRA_S = 60.0  # for the login, and the start of Python
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class Answer:
 
 
 def pack(sighting: Sighting, world_size: int) -> bytes:
-    """Return what was seen on this machine, to be sent."""
+    """Return this machine's sighting as bytes to send."""
     data: bytes = msgpack.packb(
         {
             "kind": KIND,
@@ -56,7 +56,7 @@ def pack(sighting: Sighting, world_size: int) -> bytes:
 
 
 def unpack(host: str, data: bytes, folder: Path) -> Answer:
-    """Read what a machine sent; `folder` takes its dumps while they are read."""
+    """Read a machine's answer; `folder` holds its dumps while they are read."""
     try:
         values = msgpack.unpackb(data, raw=False, strict_map_key=True)
         if not isinstance(values, dict) or values.get("kind") != KIND:
@@ -78,18 +78,20 @@ def unpack(host: str, data: bytes, folder: Path) -> Answer:
         )
         return Answer(host=host, sighting=sighting, world_size=int(values["world_size"]))
     except (ValueError, TypeError, KeyError, DumpFormatError, msgpack.UnpackException) as err:
-        return Answer(host=host, problem=f"its answer cannot be read ({err})")
+        return Answer(host=host, problem=f"cannot read its answer ({err})")
 
 
 def ask_all(
     hosts: Sequence[str], command: Sequence[str], remote: str, gap_s: float, folder: Path
 ) -> list[Answer]:
-    """Look on several machines at once.
+    """Look at the ranks on several machines at once.
 
     Args:
-        command: what reaches a machine: `ssh` and its options; the host and `remote` are added.
+        command: the command that reaches a machine: `ssh` and its options; the host and `remote`
+            are
+            appended.
         remote: the command line to run there.
-        gap_s: between the two looks; each machine may take a minute longer.
+        gap_s: the time between the two looks; each machine may take a minute longer.
     """
     answers: list[Answer | None] = [None] * len(hosts)
 
@@ -110,7 +112,7 @@ def ask_all(
 
 
 def merge(here: Sighting | None, answers: Sequence[Answer]) -> Sighting:
-    """Put together what all machines saw; a rank that two of them report counts once."""
+    """Combine the sightings of all machines; a rank that two of them report counts once."""
     seen = [answer.sighting for answer in answers if answer.sighting is not None]
     parts = ([here] if here is not None else []) + seen
     records: dict[int, Any] = {}
@@ -124,7 +126,9 @@ def merge(here: Sighting | None, answers: Sequence[Answer]) -> Sighting:
         waiting=_joined(part.waiting for part in parts),
         went_on=_joined(part.went_on for part in parts),
         changed=_joined(part.changed for part in parts),
-        left=here.left if here is not None and not seen else (),  # told of one machine's ranks
+        left=here.left
+        if here is not None and not seen
+        else (),  # known only for one machine's ranks
         ended={rank: how for part in parts for rank, how in part.ended.items()},
         notes=(*(note for part in parts for note in part.notes), *problems),
         is_whole=any(part.is_whole for part in parts),

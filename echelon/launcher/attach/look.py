@@ -1,7 +1,7 @@
-"""Look at ranks twice, from outside, and keep what was seen as an incident's folder.
+"""Two looks at ranks from outside, kept as an incident's folder.
 
 Nothing is stopped, asked or changed: py-spy reads memory, the kernel's files are read, and torch's
-dumps are taken where they already are.
+dumps are read where they already exist.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ GAP_S = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sighting:
-    """What two looks at a job's ranks showed.
+    """The result of two looks at a job's ranks.
 
     Attributes:
         waiting: ranks that were inside a collective at the first look.
-        went_on: of those, the ones that went on in between.
-        changed: ranks whose main thread stood elsewhere at the second look.
-        left: of the ranks that wait, those that have left a loop which another one is in.
-        ended: ranks whose process ended between the two looks, and how: "" if that is not known.
+        went_on: those of them that continued between the two looks.
+        changed: ranks whose main thread was elsewhere at the second look.
+        left: the waiting ranks that have left a loop in which another rank still is.
+        ended: how each rank ended whose process ended between the two looks; "" if not known.
     """
 
     records: tuple[Record, ...]
@@ -53,12 +53,12 @@ class Sighting:
     left: tuple[Left, ...] = ()
     ended: Mapping[int, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    is_whole: bool = False  # every rank of the world was to be on this machine
+    is_whole: bool = False  # every rank of the world should be on this machine
     is_watched: bool = False  # by a launcher that ends the job when a rank fails
 
     @property
     def moves(self) -> bool:
-        """Whether the job is proved to move."""
+        """Whether the two looks prove that the job makes progress."""
         if self.ended:
             return False
         ranks = {record.identity.rank for record in self.records}
@@ -74,10 +74,10 @@ def look(
     gap_s: float = GAP_S,
     idle: Callable[[float], None] = time.sleep,
 ) -> Sighting:
-    """Look twice, `gap_s` apart, at processes of this machine.
+    """Look at processes of this machine twice, `gap_s` apart.
 
     Args:
-        folder: an empty one, for what the collection may write.
+        folder: an empty folder for the files that the collection may write.
     """
     first, living = {one.rank: wakes(one.pid) for one in ranks}, begun(ranks)
     began_s = time.monotonic()
@@ -137,9 +137,10 @@ def _collect(
 
 
 def ring_folder(one: FoundRank) -> Path | None:
-    """Return the folder of the ring that a rank itself keeps, None if it keeps none.
+    """Return the folder of the ring that a rank itself keeps; None if it keeps none.
 
-    The rank names it by a path of its own mounts: a container's are reached through /proc/PID/root.
+    The rank names the folder by a path in its own mount namespace, so a container's folder is
+    reached through /proc/PID/root.
     """
     folder = Path(one.environ.get("ECHELON_RANK_DIR", ""))
     if not folder.is_absolute():
@@ -156,9 +157,9 @@ def ring_folder(one: FoundRank) -> Path | None:
 
 
 def _in_root(root: str, folder: Path) -> Path:
-    """Return where a folder with a ring lies below another root; a link's target is below it too.
+    """Return a ring's folder as seen below another root; a link's target is below that root too.
 
-    Raises nothing: what cannot be read is found out by the reader of the ring.
+    It raises nothing: whether the path can be read is left to the reader of the ring.
     """
     inside = Path(root) / folder.relative_to("/")
     try:
@@ -169,7 +170,7 @@ def _in_root(root: str, folder: Path) -> Path:
 
 
 def keep(sighting: Sighting, folder: Path, world_size: int, reason: str) -> None:
-    """Write what was seen as an incident's folder, which `fr-analyze` reads.
+    """Write a sighting as an incident's folder, which `fr-analyze` reads.
 
     Raises:
         OSError: it cannot be written.
@@ -191,7 +192,7 @@ def keep(sighting: Sighting, folder: Path, world_size: int, reason: str) -> None
 
 
 def torch_dump(one: FoundRank) -> bytes:
-    """Return the dump that torch has written of this process, b"" if there is none."""
+    """Return the dump that torch has written of this process, or b"" if there is none."""
     path = dump_path(one.environ, one.rank)
     try:
         status = path.stat() if path is not None else None
@@ -203,7 +204,7 @@ def torch_dump(one: FoundRank) -> bytes:
 
 
 def _began_at(pid: int) -> float:
-    """Return the time of day at which a process began."""
+    """Return the wall-clock time at which a process started."""
     up_s = float(Path("/proc/uptime").read_text().split()[0])
     return time.time() - up_s + started_ticks(pid) / os.sysconf("SC_CLK_TCK")
 
@@ -220,7 +221,7 @@ def _waits(record: Record) -> bool:
 def _left(
     ranks: Sequence[FoundRank], records: Sequence[Record], waiting: Sequence[int]
 ) -> tuple[Left, ...]:
-    """Return the ranks that stand behind a loop which another one is in, where all of them wait."""
+    """Return the ranks that have left a loop in which another rank is, if all of them wait."""
     if len(waiting) != len(records):
         return ()
     pids = {one.rank: one.pid for one in ranks}
@@ -235,9 +236,10 @@ def _went_on(
     later: dict[int, Wakes | None],
     elapsed_s: float,
 ) -> bool:
-    """Return whether a rank inside a collective moved: by its black box, else by its wakes.
+    """Return whether a rank inside a collective moved, by its black box or else by its wake-ups.
 
-    echelon's own waits wake to look at their peers, as often as a rank does that moves.
+    echelon's own waits wake up to check their peers as often as a rank that moves, so wake-ups
+    prove nothing for a rank with a ring.
     """
     host, rank = record.host, record.identity.rank
     if record.has_ring and not record.identity.misses_operations and host.later_recorded >= 0:
@@ -248,7 +250,7 @@ def _went_on(
 def _changed(
     record: Record, first: dict[int, Wakes | None], later: dict[int, Wakes | None]
 ) -> bool:
-    """Return whether a rank that waited for no other moved or woke before the second look."""
+    """Return whether a rank that waited for no other rank moved or woke up between the looks."""
     host, rank = record.host, record.identity.rank
     if not host.alive or host.process_state in ("T", "t", "D"):
         return False
@@ -259,20 +261,22 @@ def _changed(
 
 
 def _notes(ranks: Sequence[FoundRank], records: Sequence[Record]) -> tuple[str, ...]:
-    """Say what could not be seen, and why."""
+    """Return notes on what could not be seen, with the reasons."""
     notes = []
     blind = [record.identity.rank for record in records if not record.host.stacks]
     if blind and not can_spy():
-        notes.append("no stacks: py-spy is not installed (pip install py-spy)")
+        notes.append("no stacks, because py-spy is not installed (pip install py-spy)")
     elif blind:
         listed = ", ".join(map(str, blind[:8]))
         notes.append(
-            f"no stacks of ranks {listed}: py-spy may not trace them (needs the same user and "
+            f"no stacks of ranks {listed}: py-spy may not trace them (it needs the same user and "
             "ptrace permission: CAP_SYS_PTRACE, or kernel.yama.ptrace_scope 0)"
         )
     if any(one.is_guessed for one in ranks) and len(ranks) > 1:
-        notes.append("ranks are numbered by their place: no environment names them")
+        notes.append(
+            "ranks are numbered in the order of their processes: no environment numbers them"
+        )
     denied = {name for record in records for name in record.host.not_permitted} - {TRACING}
     if denied:
-        notes.append(f"not permitted to read of some ranks: {', '.join(sorted(denied))}")
+        notes.append(f"not permitted to read for some ranks: {', '.join(sorted(denied))}")
     return tuple(notes)

@@ -1,8 +1,8 @@
-"""Which rank has left a loop that another one is still in, by the sources of their frames.
+"""Ranks that have left a loop in which another rank still is, by the sources of their frames.
 
-Where all ranks wait in collectives, a rank whose batches ran out stands behind the loop over them,
-and the others in it. Their stacks part in one function, often a framework's: there one line lies
-within a `for` or `while`, and the other behind its end. Sources are parsed, never run.
+If all ranks wait in collectives, a rank whose batches have run out is after the loop over them, and
+the others are inside it. Their stacks diverge in one function, often a framework's: one line lies
+within a `for` or `while` there, and the other after its end. Sources are parsed, never run.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from functools import lru_cache
 from echelon.analysis.evidence.stacks import Frame, file_name
 
 _MAX_SOURCE_BYTES = 2 << 20
-Read = Callable[[int, str], str]  # a rank and a file's path to its source, "" if it is not known
+Read = Callable[[int, str], str]  # from a rank and a path to the source, "" if it is not known
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """One rank is behind a loop, another in it."""
+    """One rank is after a loop, another one inside it."""
 
     rank: int
     behind: Frame
@@ -32,15 +32,16 @@ class Left:
 
     @property
     def loop(self) -> str:
-        """Show where the loop begins: `train.py:14`."""
+        """The place where the loop begins, such as `train.py:14`."""
         return f"{file_name(self.within.file)}:{self.first_line}"
 
 
 def find_left(stacks: Mapping[int, tuple[Frame, ...]], read: Read) -> tuple[Left, ...]:
-    """Return each rank that has left a loop in which another one stands, with one such other.
+    """Return each rank that has left a loop in which another rank is, with one such other rank.
 
     Args:
         stacks: the main thread's frames by rank, innermost first.
+        read: returns the source of a file as a rank sees it.
     """
     found: list[Left] = []
     for rank, frames in stacks.items():
@@ -54,7 +55,7 @@ def find_left(stacks: Mapping[int, tuple[Frame, ...]], read: Read) -> tuple[Left
 
 
 def _parting(one: tuple[Frame, ...], other: tuple[Frame, ...]) -> tuple[Frame, Frame] | None:
-    """Return the outermost frames in which two stacks differ, if they are of one function."""
+    """Return the outermost frames in which two stacks differ, if they belong to one function."""
     for mine, theirs in zip(reversed(one), reversed(other), strict=False):
         if mine != theirs:
             is_same = (mine.file, mine.function) == (theirs.file, theirs.function)
@@ -63,7 +64,10 @@ def _parting(one: tuple[Frame, ...], other: tuple[Frame, ...]) -> tuple[Frame, F
 
 
 def _loop_left(behind: Frame, within: Frame, source: str) -> int:
-    """Return the first line of the innermost loop that one is in and the other behind, or 0."""
+    """Return the first line of the innermost loop around `within` that ends before `behind`.
+
+    Return 0 if there is no such loop.
+    """
     tree = _parsed(source)
     scope = None if tree is None else _scope(tree, within)
     if tree is None or scope is None or _scope(tree, behind) is not scope:
@@ -77,7 +81,7 @@ def _loop_left(behind: Frame, within: Frame, source: str) -> int:
     return max(left, default=0)
 
 
-@lru_cache(maxsize=8)  # many pairs of ranks part in the same file
+@lru_cache(maxsize=8)  # many pairs of ranks diverge in the same file
 def _parsed(source: str) -> ast.Module | None:
     try:
         return ast.parse(source)
@@ -100,7 +104,7 @@ def _scope(tree: ast.Module, frame: Frame) -> ast.AST | None:
 
 
 def source_of(pid: int, path: str) -> str:
-    """Return a source file as a process sees it, "" if it cannot be read or is too long."""
+    """Return a source file as a process sees it, or "" if it cannot be read or is too long."""
     below = f"/proc/{pid}/root{path}" if path.startswith("/") else f"/proc/{pid}/cwd/{path}"
     try:
         file = os.open(below, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

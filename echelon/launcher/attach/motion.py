@@ -1,8 +1,8 @@
 """Whether an unrecorded job moves: did its waiting ranks continue between two looks?
 
-Two looks at a healthy job show ranks inside collectives too. What tells a rank that waits for ever
-from one that waits for the next moment is how often it woke: the kernel counts how often a thread
-gave its core up to wait. A rank that stands in one collective gives it up once.
+Two looks at a healthy job may also find its ranks inside collectives. A rank that waits
+indefinitely differs from one that waits briefly in how often it woke up: the kernel counts how
+often a thread gave up its core to wait. A rank that stays in one collective gives it up once.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from echelon.host.procfs import read_text
 
-_WAKES_PER_S = 2.0  # a wait that looks at its deadline wakes less often than a step's waits do
+_WAKES_PER_S = 2.0  # a wait that only checks its deadline wakes less often than a step's waits
 
 
 @dataclass(frozen=True, slots=True)
 class Wakes:
-    """How often a process's threads had waited, and the processor time they had used."""
+    """How often a process's main thread has waited, and the processor time it has used."""
 
     waits: int
     ticks: int
@@ -34,7 +34,7 @@ def wakes(pid: int) -> Wakes | None:
 
 
 def went_on(before: Wakes | None, after: Wakes | None, elapsed_s: float) -> bool:
-    """Tell whether a thread that waited at both looks went on in between."""
+    """Return whether a thread that waited at both looks continued between them."""
     if before is None or after is None:
         return False
     return after.waits - before.waits > max(2.0, _WAKES_PER_S * elapsed_s)

@@ -1,8 +1,8 @@
 """Find the ranks of jobs on this machine by the environment that their launcher gave them.
 
-torchrun, Slurm, MPI and a person's shell give a rank its number and the world's size through the
-environment, which the kernel keeps as it was when the program began. What a program set itself
-later (`torch.multiprocessing.spawn` and `os.environ`) is not there.
+torchrun, Slurm, MPI and a user's shell pass a rank its number and the world's size through the
+environment, which the kernel keeps as it was when the program started. Variables that a program set
+for itself later (`torch.multiprocessing.spawn` and `os.environ`) are not visible.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _WATCHERS = frozenset({"torchrun", "torch.distributed.run", "torch.distributed.l
 
 @dataclass(frozen=True, slots=True)
 class _Launcher:
-    """How one kind of launcher names a rank."""
+    """The variables by which one kind of launcher identifies a rank."""
 
     name: str
     rank: str
     size: str
     local_rank: str
-    job: tuple[str, ...]  # what tells jobs apart
+    job: tuple[str, ...]  # variables whose values differ between jobs
 
 
 _LAUNCHERS = (
@@ -57,18 +57,18 @@ class FoundRank:
     launcher: str
     job: tuple[str, ...]
     environ: Mapping[str, str] = field(default_factory=dict)
-    is_guessed: bool = False  # its number is its place among the processes, not its environment's
+    is_guessed: bool = False  # numbered by its place among the processes, not by its environment
 
     @property
     def is_whole_world_here(self) -> bool:
-        """Whether every rank of the world runs on this machine, by what the launcher says."""
+        """Whether every rank of the world runs on this machine, according to its launcher."""
         local = self.environ.get("LOCAL_WORLD_SIZE", "")
         return local.isdigit() and int(local) >= self.world_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Search:
-    """The ranks that were found, and how many processes could not be asked."""
+    """The ranks that were found, and the number of processes whose environment may not be read."""
 
     ranks: tuple[FoundRank, ...]
     num_denied: int = 0
@@ -82,7 +82,7 @@ class Search:
 
 
 def find_ranks(pids: Iterable[int] | None = None) -> Search:
-    """Find the ranks among some processes; None: among all of this machine."""
+    """Find the ranks among some processes; None means all processes of this machine."""
     denied: list[int] = []
     found: dict[int, FoundRank] = {}
     for pid in _all_processes() if pids is None else pids:
@@ -95,7 +95,7 @@ def find_ranks(pids: Iterable[int] | None = None) -> Search:
 
 
 def rank_of(pid: int, denied: list[int] | None = None) -> FoundRank | None:
-    """Return which rank a process is by its environment; None if it is not one."""
+    """Return the rank that a process is by its environment; None if it is not a rank."""
     refused: list[str] = []
     environ = environment(pid, refused)
     if refused and denied is not None:
@@ -122,7 +122,7 @@ def rank_of(pid: int, denied: list[int] | None = None) -> FoundRank | None:
 
 
 def _network(pid: int, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return what tells jobs apart that meet at the same loopback address, in two containers."""
+    """Return what separates two containers' jobs that meet at the same loopback address."""
     address = environ.get("MASTER_ADDR", "")
     if address in ("localhost", "::1") or address.startswith("127."):
         return (str(network_of(pid)),)
@@ -132,8 +132,9 @@ def _network(pid: int, environ: Mapping[str, str]) -> tuple[str, ...]:
 def ranks_below(pid: int) -> Search:
     """Return the ranks that a process is, belongs to, or started.
 
-    A rank leads to all ranks of its job, a launcher to those below it. The children of a process
-    that named them to nobody (`torch.multiprocessing.spawn`) are numbered by their pids.
+    A rank leads to all ranks of its job, a launcher to the ranks below it. If no environment
+    numbers them (`torch.multiprocessing.spawn`), the children of a process are numbered by their
+    pids.
     """
     own = rank_of(pid)
     if own is not None:
@@ -150,7 +151,7 @@ def ranks_below(pid: int) -> Search:
 
 
 def numbered(pids: Iterable[int]) -> tuple[FoundRank, ...]:
-    """Take processes whose environment names no rank for ranks, in the order given."""
+    """Treat processes whose environment names no rank as ranks, in the given order."""
     listed = list(pids)
     return tuple(
         FoundRank(
@@ -162,7 +163,7 @@ def numbered(pids: Iterable[int]) -> tuple[FoundRank, ...]:
 
 
 def environment(pid: int, denied: list[str]) -> dict[str, str]:
-    """Return the environment that a process was started with; {} if it may not be read."""
+    """Return the environment with which a process was started; {} if it may not be read."""
     text = read_text(f"/proc/{pid}/environ", "environ", denied)
     pairs = (entry.partition("=") for entry in text.split("\0"))
     return {name: value for name, equals, value in pairs if equals}
@@ -173,7 +174,7 @@ def _order(one: FoundRank) -> tuple[tuple[str, ...], int]:
 
 
 def _newest(ranks: list[FoundRank]) -> list[FoundRank]:
-    """Of two processes of one rank, an earlier attempt's and this one's, take the later."""
+    """Keep the latest process of each rank; an earlier one belongs to an earlier attempt."""
     latest: dict[tuple[tuple[str, ...], int], FoundRank] = {}
     for one in sorted(ranks, key=lambda one: (started_ticks(one.pid), one.pid)):
         latest[one.job, one.rank] = one
@@ -181,7 +182,7 @@ def _newest(ranks: list[FoundRank]) -> list[FoundRank]:
 
 
 def _is_helper(one: FoundRank, found: Mapping[int, FoundRank]) -> bool:
-    """Tell whether a process has a rank's environment because that rank started it."""
+    """Return whether a process has a rank's environment only because that rank started it."""
     return any(
         above in found and (found[above].job, found[above].rank) == (one.job, one.rank)
         and found[above].pid != one.pid
@@ -190,13 +191,13 @@ def _is_helper(one: FoundRank, found: Mapping[int, FoundRank]) -> bool:
 
 
 def _starts_ranks(one: FoundRank, others: list[FoundRank]) -> bool:
-    """Tell a scheduler's task that runs a launcher, whose ranks are the job's, from a rank."""
+    """Return whether a scheduler's task is not a rank, but runs the launcher of the ranks."""
     below = {other.pid for other in others if other.launcher != one.launcher}
     return bool(below) and not below.isdisjoint(descendants(one.pid))
 
 
 def ancestors(pid: int) -> list[int]:
-    """Return the processes above one, the nearest first."""
+    """Return the ancestors of a process, the nearest first."""
     above: list[int] = []
     while pid > 1 and len(above) < 256:
         fields = read_text(f"/proc/{pid}/stat", "stat", []).rpartition(")")[2].split()
@@ -208,18 +209,21 @@ def ancestors(pid: int) -> list[int]:
 
 
 def is_watched(pid: int) -> bool:
-    """Tell whether a launcher that ends the job when a rank fails is above a process."""
+    """Return whether an ancestor of a process is a launcher that ends the job if a rank fails."""
     commands = (read_text(f"/proc/{one}/cmdline", "cmdline", []) for one in ancestors(pid)[:4])
     return any(_runs_watcher(text.split("\0")) for text in commands)
 
 
 def _runs_watcher(argv: Sequence[str]) -> bool:
-    """Tell a launcher by its program or module, not by a folder's name that holds the same word."""
+    """Return whether a program or a module in a command line is such a launcher.
+
+    A folder whose name contains the same word does not count.
+    """
     return any(os.path.basename(word) in _WATCHERS for word in argv[:8])  # noqa: PTH119 -- any text
 
 
 def started_ticks(pid: int) -> int:
-    """Return when a process began, in clock ticks since the machine did; 0 if it is gone."""
+    """Return a process's start time, in clock ticks since boot; 0 if the process is gone."""
     fields = read_text(f"/proc/{pid}/stat", "stat", []).rpartition(")")[2].split()
     return int(fields[19]) if len(fields) > 19 else 0
 

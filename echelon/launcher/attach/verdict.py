@@ -1,8 +1,9 @@
-"""From what two looks showed to a verdict: the rules of `fr-analyze`, and what attaching adds.
+"""From two looks to a verdict: the rules of `fr-analyze`, and what attaching adds to them.
 
-The rules know incidents, where a launcher saw that nothing moved. Here a person asks, at any
-moment: so first whether the job moves, then which ranks are not on this machine, and no more
-confidence than two looks some seconds apart give.
+The rules expect incidents, in which a launcher has already seen that nothing moves. Here, a user
+may ask at any moment. So the first question is whether the job makes progress, the second is which
+ranks are not on this machine, and the confidence is limited to what two looks a few seconds apart
+can prove.
 """
 
 from __future__ import annotations
@@ -16,26 +17,28 @@ from echelon.launcher.attach.look import Sighting
 _LONG_GAP_S = 30.0
 _SEEN_DIRECTLY = frozenset({Cause.FROZEN_PROCESS, Cause.DEAD_PROCESS, Cause.GIL_HANG})
 
-_OPEN = frozenset({Cause.SKIPPED_COLLECTIVE, Cause.UNKNOWN})  # what stacks alone leave open
+_OPEN = frozenset(
+    {Cause.SKIPPED_COLLECTIVE, Cause.UNKNOWN}
+)  # causes that stacks alone cannot decide
 
 
 def judge(sighting: Sighting, folder: Path, world_size: int) -> Report:
-    """Explain what was seen.
+    """Explain a sighting.
 
     Args:
-        folder: where it was kept, see `look.keep`.
+        folder: where the sighting was kept; see `look.keep`.
 
     Raises:
-        DumpFormatError: what was kept cannot be read.
+        DumpFormatError: the kept files cannot be read.
     """
     present = tuple(sorted(record.identity.rank for record in sighting.records))
-    origin = f"{rank_list(present)} of {world_size}, seen twice, {seconds(sighting.gap_s)} apart"
+    origin = f"{rank_list(present)} of {world_size}, two looks {seconds(sighting.gap_s)} apart"
     if sighting.moves:
         return Report(
             world_size=world_size,
             ranks_present=present,
             findings=(),
-            origin=f"{origin}: the job moves",
+            origin=f"{origin}: the job makes progress",
             warnings=sighting.notes,
         )
     if sighting.ended:
@@ -65,7 +68,7 @@ def judge(sighting: Sighting, folder: Path, world_size: int) -> Report:
 
 
 def _ended(sighting: Sighting, present: tuple[int, ...]) -> Finding:
-    """Some ranks ended between the two looks: the job fails or finishes, so that no rank hangs."""
+    """Return the finding for ranks that ended between the two looks: the job fails or finishes."""
     ended = tuple(sorted(sighting.ended))
     left = tuple(rank for rank in present if rank not in sighting.ended)
     waiting = tuple(rank for rank in left if rank in sighting.waiting)
@@ -75,15 +78,15 @@ def _ended(sighting: Sighting, present: tuple[int, ...]) -> Finding:
     for rank in ended:
         ends.setdefault(sighting.ended[rank], []).append(rank)
     lines = tuple(f"{rank_list(ranks)}: {how}" for how, ranks in ends.items() if how)
-    rest = f"; {rank_list(left)} {'runs' if len(left) == 1 else 'run'} still" if left else ""
+    rest = f"; {rank_list(left)} still {'runs' if len(left) == 1 else 'run'}" if left else ""
     if is_dead:
         rest = f" and {rank_list(waiting)} {'waits' if len(left) == 1 else 'wait'} in a collective"
-    pronoun = "it was" if len(ended) == 1 else "they were"
+    pronoun = "it was being" if len(ended) == 1 else "they were being"
     return Finding(
         cause=Cause.DEAD_PROCESS if is_dead else Cause.UNKNOWN,
         culprit_ranks=ended if is_dead else (),
         confidence=Confidence.LIKELY if is_dead else Confidence.POSSIBLE,
-        summary=f"{who} ended while {pronoun} looked at{rest}",
+        summary=f"{who} ended while {pronoun} examined{rest}",
         evidence=lines,
         fallout_ranks=waiting if is_dead else (),
         would_settle=("the output of the job's launcher: which rank failed first, and how",),
@@ -92,7 +95,7 @@ def _ended(sighting: Sighting, present: tuple[int, ...]) -> Finding:
 
 
 def _left(sighting: Sighting, present: tuple[int, ...]) -> Finding:
-    """Some ranks wait in a collective behind a loop, the others within it: uneven batches."""
+    """Return the finding for uneven batches: some ranks wait after a loop, others inside it."""
     behind = tuple(sorted(one.rank for one in sighting.left))
     within = tuple(rank for rank in present if rank not in behind)
     first = sighting.left[0]
@@ -105,8 +108,8 @@ def _left(sighting: Sighting, present: tuple[int, ...]) -> Finding:
         f"{'waits' if len(behind) == 1 else 'wait'} in a collective at {first.behind}; "
         f"{rank_list(within)} {'is' if len(within) == 1 else 'are'} still in it",
         evidence=tuple(
-            f"rank {one.rank} is at {one.behind}, behind the loop at {one.loop}; rank {one.other} "
-            f"is within it, at {one.within}"
+            f"rank {one.rank} is at {one.behind}, after the loop at {one.loop}; rank {one.other} "
+            f"is inside it, at {one.within}"
             for one in sighting.left[:4]
         ),
         fallout_ranks=fallout,
@@ -116,7 +119,7 @@ def _left(sighting: Sighting, present: tuple[int, ...]) -> Finding:
 
 
 def _elsewhere(sighting: Sighting, present: tuple[int, ...], absent: tuple[int, ...]) -> Finding:
-    """All ranks that are seen wait in a collective: what they wait for is not among them."""
+    """Return the finding if all visible ranks wait in a collective: the cause is not among them."""
     who = rank_list(absent)
     waits = f"{rank_list(present)} in a collective at both looks, {seconds(sighting.gap_s)} apart"
     if not sighting.is_whole:
@@ -124,8 +127,8 @@ def _elsewhere(sighting: Sighting, present: tuple[int, ...], absent: tuple[int, 
             cause=Cause.UNKNOWN,
             culprit_ranks=(),
             confidence=Confidence.POSSIBLE,
-            summary=f"all ranks of this machine wait in a collective; {who}, which are not on it, "
-            "may keep them waiting",
+            summary="all ranks of this machine wait in a collective, perhaps for other machines: "
+            f"{who}",
             evidence=(waits, f"{who}: no process on this machine"),
             fallout_ranks=present,
             would_settle=(f"the same look at the machines of {who} (--host)",),
@@ -159,7 +162,7 @@ def _elsewhere(sighting: Sighting, present: tuple[int, ...], absent: tuple[int, 
 
 
 def _bounded(finding: Finding, sighting: Sighting, absent: tuple[int, ...]) -> Finding:
-    """Claim no more than two looks show: a long step looks like a hang for as long as it takes."""
+    """Limit the claim to what two looks prove: while it lasts, a long step looks like a hang."""
     if finding.cause in _SEEN_DIRECTLY or finding.info:
         return finding
     moved = [rank for rank in finding.culprit_ranks if rank in sighting.changed]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding: `ok` False means that something will not work as it should."""
+    """One finding; `ok` is False if something will not work as it should."""
 
     name: str
     text: str

@@ -1,7 +1,7 @@
-"""Checks of what a container takes away: shared memory, tracing, a user, memory, processes.
+"""Checks for what a container may deny: shared memory, tracing, a user, memory, processes.
 
-Each returns a `Check` and never raises. What a job does without is said with the option of the
-container that brings it back.
+Each check returns a `Check` and never raises. If something is missing, the text names the container
+option that provides it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PROGRAM = "print('ready', flush=True); input()"
 
 
 def tracing() -> Check:
-    """Whether the launcher may read stacks from the memory of its ranks, tried on a child."""
+    """Check whether the launcher may read stacks from its ranks' memory, with a child process."""
     try:
         with subprocess.Popen(
             [sys.executable, "-S", "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -69,7 +69,7 @@ def _yama_scope() -> int:
 
 
 def pid_namespace_check() -> Check:
-    """Whether pids mean the same here as on the host."""
+    """Check whether pids are the same here as on the host."""
     inode = pid_namespace()
     if not inode:
         return Check("pids", "not permitted to read which PID namespace this is")
@@ -83,7 +83,7 @@ def pid_namespace_check() -> Check:
 
 
 def limits_check() -> Check:
-    """What the control groups of this process leave it."""
+    """Check the limits that this process's control groups set."""
     denied: list[str] = []
     found = limits(os.getpid(), denied)
     if denied:
@@ -111,7 +111,7 @@ def _memory(found: Limits) -> tuple[list[str], bool]:
 
 
 def user() -> Check:
-    """Whether the user has a name and a home, which compilers and caches ask for."""
+    """Check that the user has a name and a home, which compilers and caches require."""
     uid = os.getuid()
     try:
         name = getpass.getuser()  # of USER and others, else of the user database
@@ -127,7 +127,7 @@ def user() -> Check:
 
 
 def user_name() -> str:
-    """Return the user's name, "" if the uid has none."""
+    """Return the user's name, or "" if the uid has none."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -142,7 +142,7 @@ def _home(uid: int) -> str:
 
 
 def temporary_folder() -> Check:
-    """Whether there is a folder for temporary files."""
+    """Check that there is a folder for temporary files."""
     try:
         folder = tempfile.gettempdir()
         free = shutil.disk_usage(folder).free

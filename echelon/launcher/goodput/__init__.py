@@ -1,1 +1,1 @@
-"""What each second of each rank went into."""
+"""The account of a job's time: how each second of each rank was spent."""

@@ -1,23 +1,23 @@
-"""Where each second of each rank went: pure, over recorded facts, and exact.
+"""The classification of each second of each rank. Pure, over recorded facts, and exact.
 
 Every rank's time from the job's begin to its end is cut into segments without gaps, and each
 segment into parts; the parts of a rank add up to the job's time to the nanosecond.
 
     start-up    until the first step of the first attempt
-    useful      steps that no earlier attempt had finished, less what follows
-    waiting     of such steps: standing still in collectives and messages
+    useful      steps that no earlier attempt had finished, without the following parts
+    waiting     of such steps: blocked in collectives and messages
     data        of such steps: waiting for the next batch
     checkpoint  saving and loading within or between steps
-    repeated    steps that an earlier attempt had finished already, whole
+    repeated    all of a step that an earlier attempt had already finished
     stall       from the last sign of progress until the stall cleared or the ranks were stopped
     restart     the step that a failure cut short, stopping, and all until the next first step
     idle        the rank had ended, or its world had no place for it
-    unmarked    the program ran and marked no steps
+    unmarked    the program ran but marked no steps
 
 [Note: numbers of steps after a restart] A program that marks steps by number continues where its
-checkpoint was. One that does not, as every unmodified program, counts from 0 again. Where an
-attempt has loaded a checkpoint and begins at 0 or 1, it is taken to continue from the step at
-which the newest checkpoint before it was saved.
+checkpoint was. A program that does not, such as any unmodified program, counts from 0 again. If an
+attempt has loaded a checkpoint and begins at step 0 or 1, it is assumed to continue from the step
+at which the newest earlier checkpoint was saved.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from echelon.launcher.goodput.facts import Attempt, Job, Lap, RankRun, Spent
 
 
 class Category(Enum):
-    """What a rank's time went into."""
+    """How a rank's time was spent."""
 
     USEFUL = "useful"
     WAITING = "waiting"
@@ -49,7 +49,7 @@ class Segment:
     """A stretch of one rank's time; `parts` add up to its length.
 
     Attributes:
-        blamed: index of the attempt whose failure cost this time; -1: none.
+        blamed: index of the attempt whose failure cost this time; -1 for none.
     """
 
     began_ns: int
@@ -60,7 +60,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class _Numbering:
-    """What an attempt's step numbers mean: `base` is added; those below `done` are repeated."""
+    """The meaning of an attempt's step numbers: add `base`; those below `done` are repeated."""
 
     base: int
     done: int
@@ -134,7 +134,7 @@ class _Cut:
         ]
 
     def segments(self) -> Iterator[Segment]:
-        """Return them in order: before the first step, the laps, the rest, the end."""
+        """Yield the segments in order: before the first step, the laps, the rest, the end."""
         at, run = self._began, self._run
         before = Category.RESTART if self._index else Category.START_UP
         if run.laps:
@@ -159,7 +159,7 @@ class _Cut:
         yield from _whole(self._stopped, self._ended, Category.IDLE)
 
     def _rest(self, at: int, before: Category) -> Iterator[Segment]:
-        """The time that no lap covers on a rank that did not fail: its last step, or all of it."""
+        """Yield the time after the last lap of a rank that did not fail, or all of it."""
         run = self._run
         if run.laps:
             step = run.laps[-1].end_step
@@ -189,12 +189,12 @@ class _Cut:
             yield Segment(began, ended, _nonzero(parts), self._index - 1)
 
     def _stalled(self, began: int, ended: int) -> int:
-        """How much of a time the attempt's stalls cover; they do not overlap each other."""
+        """Return how much of a period the attempt's stalls cover; they do not overlap."""
         return sum(max(0, min(ended, to) - max(began, since)) for since, to in self._stalls)
 
 
 def _parts(lap: Lap, left: int, stalled: int, numbering: _Numbering) -> dict[Category, int]:
-    """Divide a lap's time that was not a stall; who stood still in one was waiting until then."""
+    """Divide a lap's time outside stalls; what a rank spent while stalled is taken out first."""
     spent = _without(lap.spent, stalled)
     saving = min(spent.checkpoint_ns, left)
     left -= saving
@@ -215,7 +215,7 @@ def _parts(lap: Lap, left: int, stalled: int, numbering: _Numbering) -> dict[Cat
 
 
 def _without(spent: Spent, stalled: int) -> Spent:
-    """Take a stall's time from where the rank stood: mostly a collective."""
+    """Subtract a stall's time from what the rank spent then, which is usually a collective."""
     left = [spent.waited_ns, spent.checkpoint_ns, spent.data_ns]
     for i, ns in enumerate(left):
         left[i] = max(0, ns - stalled)

@@ -1,7 +1,7 @@
-"""The hosting node's book of a job's time: an observer that keeps the facts, and their file.
+"""The hosting node's account of a job's time: an observer that keeps the facts and their file.
 
-The file is written now and then while the job runs, so that a launcher that is killed leaves all
-but the last seconds, and once more at each end. What writing costs bounds how often it is done.
+The file is written repeatedly while the job runs, so that a killed launcher loses only the last
+seconds, and again at each end of an attempt. The cost of writing limits how often it is written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from echelon.launcher.goodput.writer import Writer
 
 _MAX_LAPS = 1 << 16  # of all ranks of an attempt
 _EVERY_S = 2.0
-_MAX_SHARE = 0.01  # of the time, for writing
+_MAX_SHARE = 0.01  # of the time may be spent on writing
 _CLOSE_S = 5.0
 
 
@@ -27,7 +27,7 @@ class Book:
     """The facts of one job.
 
     Args:
-        stall_timeout_s: after which a stall is noticed.
+        stall_timeout_s: how long the ranks must stand still before a stall is noticed.
         say: prints a line.
         now_ns: the monotonic clock.
     """
@@ -48,21 +48,23 @@ class Book:
         self._origin_ns = now_ns()
         self._due_ns = 0
         self._has_failed = False
-        self._lock = threading.Lock()  # for `snapshot`: all else is the launcher's own thread
+        self._lock = (
+            threading.Lock()
+        )  # for `snapshot`; all else happens on the launcher's own thread
 
     def now_ns(self) -> int:
-        """Return the time since the job's begin."""
+        """Return the time since the job began."""
         return self._clock() - self._origin_ns
 
     def __call__(self, happening: o.Happening) -> None:
-        """Take in what happened."""
+        """Record what happened."""
         with self._lock:
             now = self._take(happening)
         if not isinstance(happening, o.LapsReported | o.RankEnded) or now >= self._due_ns:
             self.write()
 
     def snapshot(self) -> Job:
-        """Return the facts as they are now, to be read by another thread."""
+        """Return a copy of the present facts, for another thread to read."""
         with self._lock:
             now = self.job.now_ns if self.job.ended_by else self.now_ns()
             attempts = [
@@ -91,7 +93,7 @@ class Book:
         return now
 
     def write(self) -> None:
-        """Have the file written; a disk that does not take it costs one line."""
+        """Request that the file be written; if the disk refuses it, one line reports that."""
         self._writer.put(self.snapshot())
         took_s = max(_EVERY_S, self._writer.took_s / _MAX_SHARE)
         self._due_ns = self.now_ns() + int(took_s * 1e9)
@@ -100,7 +102,7 @@ class Book:
     def close(self) -> None:
         """Wait until the file is written, for at most 5 s."""
         if not self._writer.flush(_CLOSE_S):
-            self._say("could not write the account of the job's time: the disk does not answer")
+            self._say("could not write the account of the job's time: the disk does not respond")
         self._say_error()
 
     def _say_error(self) -> None:
@@ -142,7 +144,7 @@ class Book:
             if run is None:
                 continue
             began, ended = now - 1000 * began_us, now - 1000 * ended_us
-            if run.laps:  # one follows the other; ages are as true as the network is fast
+            if run.laps:  # laps are contiguous, and network delays make ages inexact
                 began = run.laps[-1].ended_ns
             lap = Lap(
                 first_step=first, end_step=end, began_ns=began, ended_ns=max(began, ended),
@@ -158,7 +160,7 @@ class Book:
 
 
 def _begin_stall(attempt: Attempt, now: int, lasted_ns: int) -> None:
-    """Note a stall from the last sign of progress on, at least `lasted_ns` ago."""
+    """Record a stall from the last sign of progress on, but at least `lasted_ns` ago."""
     if attempt.stalls and attempt.stalls[-1][1] < 0:
         return
     seen = [run.progress_ns for run in attempt.runs.values() if run.progress_ns is not None]

@@ -1,6 +1,7 @@
-"""`echelon report [RUN]`: what each second of a job's ranks went into.
+"""`echelon report [RUN]`: how each second of a job's ranks was spent.
 
-Reads the run directory of the hosting node, while the job runs, after it, and where it was killed.
+It reads the run directory of the hosting node, and works while the job runs, after its end, and if
+it was killed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _RUNS = Path("runs")
 def main(argv: Sequence[str]) -> int:
     """Run the command; return 0, or 2 if the run does not exist."""
     parser = argparse.ArgumentParser(
-        prog="echelon report", description="Show what each second of a job's ranks went into."
+        prog="echelon report", description="Show how each second of a job's ranks was spent."
     )
     parser.add_argument("--version", action="version", version=f"echelon {__version__}")
     parser.add_argument(

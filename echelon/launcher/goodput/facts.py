@@ -1,8 +1,8 @@
-"""The recorded facts of a job's time: attempts, laps, stalls; and the file that holds them.
+"""The recorded facts of a job's time (attempts, laps, stalls), and the file that holds them.
 
-All stamps are nanoseconds on the hosting node's monotonic clock since the job's begin. A *lap* is
-one or more steps of a rank that ended one after the other, with what they spent on other things
-than computing. Nothing here classifies time: that is `accounting`.
+All stamps are nanoseconds since the job began, on the hosting node's monotonic clock. A *lap* is
+one or more consecutive steps of a rank, with the time that they spent on other things than
+computing. Nothing here classifies time; `accounting` does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_BYTES = 1 << 28
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spent:
-    """What part of a time went into waiting for other ranks, checkpoints and data."""
+    """How much of a period was spent on waiting for other ranks, on checkpoints and on data."""
 
     waited_ns: int = 0
     checkpoint_ns: int = 0
@@ -31,7 +31,7 @@ class Spent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lap:
-    """Steps [first_step, end_step) of one rank; where both are equal, none ended."""
+    """Steps [first_step, end_step) of one rank; if both are equal, no step ended."""
 
     first_step: int
     end_step: int
@@ -40,7 +40,7 @@ class Lap:
     spent: Spent = Spent()
 
     def joined(self, later: Lap) -> Lap:
-        """Return this lap and the one that follows it as one."""
+        """Return this lap combined with the one that follows it."""
         one, other = self.spent, later.spent
         return Lap(
             first_step=self.first_step,
@@ -62,14 +62,14 @@ class RankRun:
     host: str
     laps: list[Lap] = field(default_factory=list)
     ended_ns: int | None = None  # None: not known to have ended
-    unfinished: Spent = Spent()  # of the step that has not ended
-    step: int = -1  # the present one, -1: none
-    progress_ns: int | None = None  # when it last began or ended anything
-    saved_step: int = -1  # of its last checkpoint
-    num_loads: int = 0  # of checkpoints
+    unfinished: Spent = Spent()  # in the step that has not ended
+    step: int = -1  # the present step, -1: none
+    progress_ns: int | None = None  # when it last began or ended something
+    saved_step: int = -1  # the step of its last checkpoint
+    num_loads: int = 0  # how many checkpoints it has loaded
 
     def add(self, lap: Lap, max_laps: int) -> None:
-        """Take in the next lap; beyond `max_laps`, neighbours become one."""
+        """Add the next lap; beyond `max_laps`, neighbouring laps are combined."""
         self.laps.append(lap)
         if len(self.laps) <= max_laps:
             return
@@ -85,20 +85,20 @@ class Attempt:
     number: int
     began_ns: int
     failed_ns: int | None = None  # its first failure, or the signal that ended it
-    ended_ns: int | None = None  # nothing of its ranks is left
-    reason: str = ""  # of its end, in words
-    cause: str = ""  # as the verdict names it
+    ended_ns: int | None = None  # when nothing of its ranks was left
+    reason: str = ""  # why it ended, in words
+    cause: str = ""  # the verdict's cause
     runs: dict[int, RankRun] = field(default_factory=dict)
     stalls: list[list[int]] = field(default_factory=list)  # [began_ns, ended_ns; -1: it lasts]
 
 
 @dataclass(kw_only=True, slots=True)
 class Job:
-    """Everything that is known of a job's time."""
+    """All that is known of a job's time."""
 
     job_id: str
     now_ns: int = 0  # the job's end, or when this was written
-    ended_by: str = ""  # "": it runs, or its launcher was killed
+    ended_by: str = ""  # "" if it still runs, or if its launcher was killed
     exit_code: int | None = None
     attempts: list[Attempt] = field(default_factory=list)
 
@@ -109,7 +109,7 @@ class Job:
 
 
 def write_job(job: Job, run_dir: Path) -> None:
-    """Write the facts into a run directory, in one step.
+    """Write the facts into a run directory, atomically.
 
     Raises:
         OSError: they cannot be written.
@@ -118,7 +118,7 @@ def write_job(job: Job, run_dir: Path) -> None:
 
 
 def read_job(run_dir: Path) -> Job:
-    """Read what `write_job` wrote.
+    """Read the output of `write_job`.
 
     Raises:
         ValueError: the run has no such file, or it is damaged or of a newer format.
@@ -126,7 +126,9 @@ def read_job(run_dir: Path) -> Job:
     path = run_dir / ACCOUNT
     try:
         if path.stat().st_size > _MAX_BYTES:
-            raise ValueError(f"{path}: larger than any account of a job ({_MAX_BYTES} B)")
+            raise ValueError(
+                f"{path}: too large for the account of a job (more than {_MAX_BYTES} B)"
+            )
         top = json.loads(path.read_text())
     except OSError as err:
         raise ValueError(f"{path}: {err.strerror or err}") from err
@@ -134,7 +136,7 @@ def read_job(run_dir: Path) -> Job:
         raise ValueError(f"{path}: damaged ({err})") from err
     if not isinstance(top, dict) or top.get("format") != FORMAT:
         found = top.get("format") if isinstance(top, dict) else None
-        raise ValueError(f"{path}: format {found!r}, this echelon reads {FORMAT}")
+        raise ValueError(f"{path}: format {found!r}, but this echelon reads format {FORMAT}")
     try:
         return from_json(top)
     except (KeyError, TypeError, ValueError, AttributeError) as err:
@@ -186,10 +188,10 @@ def _of_spent(spent: Spent) -> list[int]:
 
 
 def from_json(top: Mapping[str, Any]) -> Job:
-    """Read what `to_json` made.
+    """Read the output of `to_json`.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError: it is something else.
+        KeyError, TypeError, ValueError, AttributeError: the input has another form.
     """
     return Job(
         job_id=_text(top["job_id"]),
@@ -248,5 +250,5 @@ def _maybe(value: object) -> int | None:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r:.50} is not a text")
+        raise TypeError(f"{value!r:.50} is not text")
     return value

@@ -1,8 +1,8 @@
-"""Laps of a rank, from its ring's live words as they are seen now and then. Pure.
+"""Laps of a rank, derived from successive looks at its ring's live words. Pure.
 
-A program stores the words one after the other while this reads them, so what a step has spent may
-be counted into the next one. The totals are right all the same: words only grow, and each lap has
-what was added since the last one.
+The program stores the words one after the other while this reads them, so time that one step spent
+may be counted for the next one. The totals are still right: words only grow, and each lap gets what
+was added since the last one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Odometer:
     """The laps of one rank, by the stamps of its own host.
 
     Attributes:
-        unfinished: what the step that has not ended has spent, as far as it is known.
-        step: the present one, -1: none.
+        unfinished: what the unfinished step has spent so far, as far as it is known.
+        step: the present step; -1 for none.
     """
 
     def __init__(self) -> None:
@@ -29,13 +29,15 @@ class Odometer:
         self._spent = (0, 0, 0)
 
     def read(self, words: Sequence[int]) -> list[Lap]:
-        """Take in the live words; return the laps that are new."""
+        """Read the live words; return the new laps."""
         first_ns = words[Live.FIRST_STEP_MONO_NS]
         self.step = words[Live.STEP] - 1
         if not first_ns or not words[Live.FIRST_STEP]:
             return []
         laps = []
-        if first_ns != self._first_ns:  # of the program, or of the rank's next program
+        if (
+            first_ns != self._first_ns
+        ):  # the first step of the program, or of the rank's next program
             self._first_ns = self._at_ns = first_ns
             self._step = words[Live.FIRST_STEP] - 1
             self._spent = (0, 0, 0)

@@ -1,4 +1,4 @@
-"""What a node reports about the time of its own ranks: laps, with ages in place of stamps."""
+"""A node's reports about the time of its own ranks: laps, with ages in place of stamps."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from echelon.launcher.goodput.odometer import Odometer
 from echelon.launcher.incident.worker import Worker
 from echelon.recorder.format.schema import Live
 
-_NODES_PER_S = 32  # that may report: a coordinator of thousands of ranks has other work
+_NODES_PER_S = 32  # nodes that may report: a coordinator of thousands of ranks has other work
 
 
 class LapReports:
     """The laps of one attempt's workers on this node.
 
     Args:
-        words: a rank's live words, None while it has no ring.
+        words: returns a rank's live words; None while it has no ring.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class LapReports:
         self._due_s = 0.0
 
     def look(self) -> m.Laps | None:
-        """Look at the ranks that live; return a report if one is due."""
+        """Look at the living ranks; return a report if one is due."""
         for worker in self._workers:
             if worker.alive:
                 self.read(worker)
         return self.report() if time.monotonic() >= self._due_s else None
 
     def read(self, worker: Worker) -> None:
-        """Look at one rank, also once more as it has ended."""
+        """Look at one rank; call it once more after the rank has ended."""
         words = self._words(worker)
         if words is None:
             return
@@ -58,7 +58,7 @@ class LapReports:
                 laps.append(lap)
 
     def report(self) -> m.Laps | None:
-        """Return what is new, None if no rank has a ring."""
+        """Return what is new; None if no rank has a ring."""
         if not self._last:
             return None
         self._due_s = time.monotonic() + self._every_s

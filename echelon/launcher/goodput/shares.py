@@ -1,4 +1,4 @@
-"""Totals of a job's time: per rank, over all ranks, and what each failure cost. Pure."""
+"""Totals of a job's time: per rank, over all ranks, and the cost of each failure. Pure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What one failed attempt cost, as the mean over all ranks.
+    """The cost of one failed attempt, as the mean over all ranks.
 
     Attributes:
-        restart_ns: from the failure, and the step that it cut short, to the next first step.
-        repeated_ns: steps that had to be done again.
+        restart_ns: from the failure (including the step that it cut short) to the next first step.
+        repeated_ns: steps that had to be repeated.
     """
 
     attempt: int
@@ -38,20 +38,20 @@ class Shares:
 
     @property
     def totals(self) -> dict[Category, int]:
-        """The ranks' times, added up."""
+        """The sum of the ranks' times, by category."""
         return {
             category: sum(of_rank.get(category, 0) for of_rank in self.ranks.values())
             for category in Category
         }
 
     def share(self, *categories: Category) -> float:
-        """Return the share of all ranks' time that these took; 0 if no time has passed."""
+        """Return these categories' share of all ranks' time; 0 if no time has passed."""
         totals = self.totals
         return _ratio(sum(totals[one] for one in categories), self.wall_ns * len(self.ranks))
 
     @property
     def goodput(self) -> float:
-        """The part of the time spent in steps that count: useful, and waiting within them."""
+        """The share of the time spent in steps that count: useful, and waiting within them."""
         return self.share(Category.USEFUL, Category.WAITING)
 
     def to_json(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class Shares:
 
 
 def shares(job: Job) -> Shares:
-    """Add up a job's time."""
+    """Return the totals of a job's time."""
     cut = segments(job)
     totals = {rank: _added(of_rank) for rank, of_rank in cut.items()}
     return Shares(job.now_ns, totals, _losses(job, cut))

@@ -1,4 +1,4 @@
-"""The account of a job's time as a text."""
+"""The account of a job's time as text."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from echelon.launcher.goodput.shares import Shares
 
 _MEANINGS = {
     Category.USEFUL: "steps that count",
-    Category.WAITING: "of such steps: standing still in communication",
-    Category.DATA: "of such steps: waiting for data",
+    Category.WAITING: "within such steps: blocked in communication",
+    Category.DATA: "within such steps: waiting for data",
     Category.CHECKPOINT: "saving and loading",
     Category.REPEATED: "steps that an earlier attempt had finished",
     Category.STALL: "no progress",
     Category.RESTART: "from a failure to the next first step",
     Category.START_UP: "until the first step",
-    Category.IDLE: "ended, or without a place in the world",
-    Category.UNMARKED: "ran, and marked no steps",
+    Category.IDLE: "ended, or not part of the world",
+    Category.UNMARKED: "running without marking steps",
 }
 _REASON_CHARS = 60
 
 
 def as_text(job: Job, account: Shares) -> str:
-    """Return the tables: time by category, and what failures cost."""
+    """Return the tables: the time by category, and the cost of failures."""
     return "\n".join([_title(job, account), "", *_categories(account), *_losses(account)]) + "\n"
 
 
@@ -69,7 +69,7 @@ def _losses(account: Shares) -> Iterator[str]:
 
 
 def duration(ns: int) -> str:
-    """Show a time as people read it: `12.3 s`, `4 min 05 s`, `2 h 07 min`."""
+    """Format a duration for people: `12.3 s`, `4 min 05 s`, `2 h 07 min`."""
     seconds = ns / 1e9
     if seconds < 99.95:
         return f"{seconds:.1f} s"

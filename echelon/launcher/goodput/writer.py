@@ -1,6 +1,6 @@
-"""Writing a job's account on a thread of its own: a file system that hangs holds up nothing else.
+"""A thread that writes a job's account, so that a hung file system blocks nothing else.
 
-Only the newest facts are worth writing, so those that wait are replaced, never queued.
+Only the newest facts are worth writing, so waiting facts are replaced, never queued.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from echelon.launcher.goodput.facts import Job, write_job
 
 
 class Writer:
-    """Writes what it was given last into a run directory.
+    """A writer of the latest facts into a run directory.
 
     Attributes:
-        took_s: what the last write took.
-        error: why the first write that failed did, "" while none has.
+        took_s: how long the last write took.
+        error: why the first failed write failed; "" if none has.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -30,7 +30,7 @@ class Writer:
         self._thread: threading.Thread | None = None
 
     def put(self, job: Job) -> None:
-        """Have these facts written, soon; never blocks on the disk."""
+        """Request that these facts be written soon; never blocks on the disk."""
         with self._changed:
             if self._thread is None:
                 thread = threading.Thread(target=self._serve, name="echelon-account", daemon=True)

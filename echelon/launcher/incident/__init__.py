@@ -1,1 +1,1 @@
-"""An incident: what the nodes collect of it, its analysis, and its story."""
+"""An incident: its collection from the nodes, its analysis, and the root cause's last output."""

@@ -1,7 +1,7 @@
-"""What a restart depends on beside the verdict: what was raised where, at which step, whose memory.
+"""The facts a restart depends on beside the verdict: the error, its place, the step, the memory.
 
-Read from one rank's dump: by the analysis's own process with the verdict, or by the launcher itself
-where the verdict is late.
+They are read from one rank's dump, either by the analysis process together with the verdict, or by
+the launcher itself if the verdict is late.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CAUSES = {
     Meaning.DEVICE: "device_stuck",
     Meaning.CONSEQUENCE: "",
 }
-# Errors of a client whose server or path failed: of the standard library, and of common clients.
+# Errors of clients whose server or path failed, in the standard library and in common clients.
 _OUTSIDE_TYPES = frozenset(
     {
         "ConnectionError",
@@ -67,21 +67,21 @@ _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _CAPACITY = re.compile(rf"total capacity of {_SIZE} of which {_SIZE} is free")
 _OWN_USE = re.compile(rf"this process has {_SIZE} memory in use")
 _TRIED = re.compile(rf"Tried to allocate {_SIZE}")
-_FOREIGN_SHARE = 0.1  # of a device, in use by other processes: more is not the job's own growth
-_NO_LIMIT = 1 << 60  # bytes; version 1 of cgroups shows a number where there is none
-_MAX_LOOKED_AT = 4  # ranks, where no verdict names one
+_FOREIGN_SHARE = 0.1  # of a device's memory, used by others: with more, the job is not at fault
+_NO_LIMIT = 1 << 60  # bytes; cgroup version 1 shows a number if there is no limit
+_MAX_LOOKED_AT = 4  # ranks, if no verdict names one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Circumstances:
-    """What one rank's dump says of its failure.
+    """The facts about its failure in one rank's dump.
 
     Attributes:
-        cause: by what it raised; "" if it raised nothing, or an error about another rank.
-        site: what was raised where; "" if nothing was.
-        is_outside: that error reports a network or a file system.
-        owns_memory: whether memory ran out by the job's own use; None: not known.
-        last_step: that it began, -1 if it recorded none.
+        cause: derived from what it raised; "" if it raised nothing, or an error about another rank.
+        site: what was raised and where; "" if nothing was.
+        is_outside: whether that error reports a network or a file system.
+        owns_memory: whether the job's own use exhausted memory; None if that is not known.
+        last_step: the last step that it began; -1 if it recorded none.
     """
 
     rank: int
@@ -92,20 +92,20 @@ class Circumstances:
     last_step: int = -1
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
+        """Return the fields as plain values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Circumstances:
-        """Return what `to_json` wrote."""
+        """Read the output of `to_json`."""
         return cls(**{one.name: values[one.name] for one in fields(cls) if one.name in values})
 
 
 def circumstances(incident: Path, ranks: Sequence[int]) -> Circumstances | None:
-    """Read the first rank that failed by itself, else the first one that has a dump.
+    """Return the facts of the first rank that failed by itself, or of the first one with a dump.
 
     Args:
-        ranks: the culprits; or, without a verdict, the ranks in the order of their ends.
+        ranks: the culprits; or, without a verdict, the ranks in the order in which they ended.
     """
     first = None
     for rank in ranks[:_MAX_LOOKED_AT]:
@@ -120,7 +120,7 @@ def circumstances(incident: Path, ranks: Sequence[int]) -> Circumstances | None:
 
 
 def circumstances_of(record: Record, rank: int) -> Circumstances:
-    """Return what a rank's record says of its failure."""
+    """Return the facts about its failure in a rank's record."""
     raised = _raised(record)
     step = int(record.live[Live.STEP]) - 1
     if raised is None:
@@ -166,7 +166,7 @@ def _is_outside(name: str, bases: Sequence[str], message: str) -> bool:
 
 
 def _owns_host_memory(record: Record) -> bool | None:
-    """Whether a kill for memory was for the limit of the rank's own cgroup."""
+    """Return whether a kill for memory was caused by the limit of the rank's own cgroup."""
     host = record.host
     if not host.oom_kill:
         return None
@@ -175,7 +175,7 @@ def _owns_host_memory(record: Record) -> bool | None:
 
 
 def _owns_device_memory(text: str) -> bool | None:
-    """Read torch's account of a device: other processes' use is not the job's own growth."""
+    """Return whether, by torch's account of a device, the job's own use exhausted it."""
     capacity, own = _CAPACITY.search(text), _OWN_USE.search(text)
     if capacity is None or own is None:
         return None

@@ -1,4 +1,4 @@
-"""One incident, while the nodes send what they have of it."""
+"""One incident while the nodes send their dumps."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from echelon.launcher.job.rundir import RunDirectory, write_json
 
 
 class Collection:
-    """Dumps on their way into a hidden folder, which is shown once it is complete.
+    """A hidden folder that receives dumps; it becomes visible once it is complete.
 
     Args:
-        nodes: who is to send.
-        deadline_s: monotonic; a node that has not sent by then is left out.
+        nodes: the nodes that will send dumps.
+        deadline_s: monotonic; a node that has not sent its dumps by then is left out.
 
     Attributes:
         waiting: the nodes that have not sent everything yet.
-        is_overtaken: ranks have made progress since it began.
+        is_overtaken: whether ranks have made progress since it began.
 
     Raises:
-        OSError: the folder cannot be made.
+        OSError: the folder cannot be created.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Collection:
         self._present: set[int] = set()  # ranks whose black box has arrived
 
     def keep(self, part: m.DumpPart) -> None:
-        """Write a piece of a dump.
+        """Write a part of a dump.
 
         Raises:
             OSError: it cannot be written.
@@ -71,7 +71,7 @@ class Collection:
             self.waiting.discard(node)
 
     def is_complete(self, now_s: float) -> bool:
-        """Whether there is nothing more to wait for."""
+        """Return whether there is nothing more to wait for."""
         return not self.waiting or now_s >= self.deadline_s
 
     def finish(
@@ -82,7 +82,7 @@ class Collection:
         ranks_lost: Sequence[int],
         ended: Iterable[Ended],
     ) -> Incident:
-        """Describe the incident in its folder, and show it.
+        """Describe the incident in its folder, and make the folder visible.
 
         Raises:
             OSError: it cannot be written.
@@ -113,7 +113,7 @@ class Collection:
         """Close the files.
 
         Raises:
-            OSError: what was written last did not reach the disk.
+            OSError: the last data written did not reach the disk.
         """
         while self._files:
             self._files.popitem()[1].close()

@@ -1,10 +1,9 @@
-"""Have an incident explained by `echelon.analysis` in a process of its own.
+"""The analysis of an incident by `echelon.analysis`, in a separate process.
 
-The job outlives its observers: an analysis may take a minute and gigabytes at thousands of ranks,
-and may fail. So it runs as a niced child with a memory limit of its own; the agent's loop
-continues, and a restart waits for it a few seconds at most. The child is started when an incident
-begins to be collected, so that it has imported what it needs by the time there is something to
-read.
+An analysis may take a minute and gigabytes at thousands of ranks, and it may fail; none of this may
+harm the job. So it runs as a niced child with its own memory limit. The agent's loop continues, and
+a restart waits for it a few seconds at most. The child is started when the collection of an
+incident begins, so that its imports are done by the time there is something to read.
 
     agent -> child   one line of JSON: {incident, shown, columns}
     child -> agent   one JSON object: {report, story, text, file_text, circumstances}
@@ -32,13 +31,13 @@ from echelon.launcher.job.rundir import write_json
 DEADLINE_S = 180.0
 _NICE = 10
 _LEAST_BYTES = 2 << 30
-_UNFOLDED_COLUMNS = 100_000  # a log is not a terminal: its lines are searched, not looked at
+_UNFOLDED_COLUMNS = 100_000  # the lines of a log are searched, not read on a terminal
 _FILE_COLUMNS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What became of an incident's analysis."""
+    """The result of an incident's analysis."""
 
     report: dict[str, Any] | None  # None: the analysis failed
     story: dict[str, Any] | None  # what the root cause said last
@@ -48,12 +47,12 @@ class Explanation:
 
     @property
     def verdict(self) -> dict[str, Any] | None:
-        """The root finding, None if there is none."""
+        """The root finding; None if there is none."""
         found = (self.report or {}).get("verdict")
         return found if isinstance(found, dict) else None
 
     def keep(self, incident: Path, line: str = "") -> None:
-        """Write verdict.json and verdict.txt beside the black boxes; `line` is added to the text.
+        """Write verdict.json and verdict.txt beside the black boxes, with `line` appended.
 
         Raises:
             OSError: they cannot be written.
@@ -86,22 +85,22 @@ class Analysis:
         self._deadline_s = float("inf")
 
     def begin(self, incident: Path, shown: Path, columns: int | None) -> None:
-        """Hand the incident over; `shown` is its path as the user knows it."""
+        """Pass the incident to the child; `shown` is its path as the user knows it."""
         self._shown = shown
         self._deadline_s = time.monotonic() + DEADLINE_S
         task = {"incident": str(incident), "shown": str(shown), "columns": columns}
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has failed: its answer will say so
+        with contextlib.suppress(OSError):  # the child has failed, which its answer will show
             self._process.stdin.write(json.dumps(task).encode() + b"\n")
             self._process.stdin.close()
 
     def fileno(self) -> int:
-        """Readable when more of the answer may have arrived."""
+        """Return a descriptor that is readable when more of the answer may have arrived."""
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
     def poll(self) -> Explanation | None:
-        """Return the explanation once it is complete, or once it is clear that there is none."""
+        """Return the explanation, or one that reports a failure; None while the analysis runs."""
         try:
             while data := os.read(self.fileno(), 1 << 16):
                 self._answer += data
@@ -120,7 +119,7 @@ class Analysis:
         return Explanation(**answer)
 
     def close(self) -> None:
-        """End the child, if it has not ended."""
+        """End the child if it still runs."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
@@ -130,14 +129,14 @@ class Analysis:
 
     def _failed(self, how: str) -> Explanation:
         text = (
-            f"echelon: the analysis {how}; the black boxes are in {self._shown}: "
+            f"echelon: the analysis {how}; the black boxes are in {self._shown}; "
             f"run fr-analyze {self._shown}\n"
         )
         return Explanation(None, None, text)
 
 
 def explain_now(incident: Path, shown: Path, columns: int | None) -> Explanation:
-    """Have an incident explained, and wait for it; for a node whose job is over anyway."""
+    """Have an incident explained and wait for it; for a node whose job is over anyway."""
     try:
         analysis = Analysis()
     except OSError as err:
@@ -182,7 +181,7 @@ def _rendered(report: Any, columns: int, *, colour: bool) -> str:
 
 
 def _limit_memory() -> None:
-    """Leave the training its memory: half of what is available now, and at least 2 GiB."""
+    """Limit this process to half of the available memory, but at least 2 GiB."""
     available = 0
     with contextlib.suppress(OSError, ValueError, IndexError):
         lines = Path("/proc/meminfo").read_text().splitlines()

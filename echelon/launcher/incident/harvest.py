@@ -1,21 +1,22 @@
 """Collect the black boxes of a node's ranks, and what the host knows of each process.
 
-    1. look at every living process once: its ring, /proc
-    2. read the stacks from outside, which nothing in the process notices, and look at the processes
-       below it: loader workers, compilers
-    3. ask by signal only those whose stacks could not be read, and give them a moment to answer
-    4. look again (the difference is their share of a core), read every ring
-    5. for a stall, two seconds later, once more: what has moved is slow, what has not is stuck
+    1. Look at every living process once: its ring, /proc.
+    2. Read the stacks from outside, which does not disturb the process. Also look at its
+       descendants, such as loader workers and compilers.
+    3. Send a signal only to those whose stacks could not be read, and briefly wait for the answer.
+    4. Look again (the difference gives their share of a core), and read every ring.
+    5. For a stall, repeat this two seconds later: what has moved is slow, what has not is stuck.
 
-Looking must not change what is looked at. A signal ends the system call that a thread waits in, and
-with it, often, the hang: a verdict on what was gone by then would be about nothing. So it is the
-last resort, and `HostFacts.stacks_from` says that it was used.
+Observing a process must not change it. A signal ends the system call in which a thread waits, and
+often the hang with it: the verdict would then describe a state that no longer exists. So a signal
+is the last resort, and `HostFacts.stacks_from` records that it was used.
 
-This is a generator that yields how long it wants to wait: the agent's loop continues between its
-steps, so that output keeps flowing, and a user who stops the job is obeyed at once.
+The collection is a generator that yields how long it wants to wait. The agent's loop runs between
+its steps, so that output keeps flowing and a user's stop takes effect at once.
 
-A rank that never opened a ring still gets a dump: its exit, its stderr, its stacks and what its
-threads wait for speak. If it is a torch program, torch's own recorder is asked for its dump.
+A rank that never opened a ring still gets a dump, with its exit code, its stderr, its stacks and
+the calls in which its threads wait. If it is a torch program, torch's own recorder is asked for a
+dump.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from echelon.launcher.incident.witness import Witness
 from echelon.launcher.incident.worker import Occasion, Worker
 from echelon.recorder.format.schema import Record
 
-_STACKS_S = 1.0  # a process stopped by a signal never answers
+_STACKS_S = 1.0  # a stopped process never answers
 _TORCH_S = 12.0  # its first dump with stacks loads hundreds of modules inside the hung process
 _SECOND_LOOK_S = 2.0
 _SPY_S, _BELOW_S, _SPIES = 5.0, 3.0, 8
-_SAMPLE_S = 0.3  # a share of a core takes so long to show, in ticks of 10 ms
+_SAMPLE_S = 0.3  # the shortest time for measuring the share of a core, in ticks of 10 ms
 
 Steps = Generator[float, None, list[Record]]
 Waits = Generator[float, None, None]
@@ -44,9 +45,9 @@ def harvest(
 ) -> list[Record]:
     """Collect the black boxes of this node's workers, in their order.
 
-    Takes about a second at most, twelve where torch is asked for dumps, and two more for a stall,
-    which is looked at twice: what has moved in between is slow, what has not is stuck.
-    `idle(seconds)` is called while ranks answer.
+    This takes about a second at most; twelve if torch is asked for dumps; and two more for a stall,
+    which is examined twice to separate slow ranks from stuck ones. `idle(seconds)` is called while
+    the ranks answer.
     """
     steps = harvest_steps(workers, occasion, lambda: False)
     while True:
@@ -64,11 +65,11 @@ def harvest_steps(
     is_urgent: Callable[[], bool],
     gap_s: float = _SECOND_LOOK_S,
 ) -> Steps:
-    """Do what `harvest` does, step by step: yields the seconds to wait, returns the records.
+    """Do the same as `harvest` in steps: yield the seconds to wait, and return the records.
 
     Args:
         is_urgent: once it returns True, no step waits any longer.
-        gap_s: how long after the first look at a stall the second one is made.
+        gap_s: the time between the first and the second look at a stall.
     """
     witnesses = [Witness(worker, occasion) for worker in workers]
     asked_s = time.monotonic()
@@ -97,7 +98,7 @@ def _wait_until(deadline_s: float, is_urgent: Callable[[], bool]) -> Waits:
 
 
 def _read_stacks(witnesses: Sequence[Witness], is_urgent: Callable[[], bool]) -> Waits:
-    """Read all stacks from outside; ask those by signal whose stacks cannot be read so."""
+    """Read all stacks from outside; ask by signal for those that cannot be read that way."""
     yield from _on_threads([witness.spy for witness in witnesses], _SPY_S, is_urgent)
     if is_urgent():
         return
@@ -117,9 +118,9 @@ def _wait_for_answers(witnesses: Sequence[Witness], is_urgent: Callable[[], bool
 def _on_threads(
     looks: Sequence[Callable[[], None]], limit_s: float, is_urgent: Callable[[], bool]
 ) -> Waits:
-    """Look at some processes at a time; what is not done after `limit_s` is left out.
+    """Run the looks on a few threads; those that are not done after `limit_s` are left out.
 
-    Where no thread can be started, nothing is looked at: ranks are asked by signal instead.
+    If no thread can be started, no look is taken, and the ranks are asked by signal instead.
     """
     if is_urgent() or not looks:
         return
@@ -127,7 +128,7 @@ def _on_threads(
     pool = concurrent.futures.ThreadPoolExecutor(_SPIES)
     begun: list[concurrent.futures.Future[None]] = []
     try:
-        with contextlib.suppress(RuntimeError):  # the limit of processes and threads is reached
+        with contextlib.suppress(RuntimeError):  # the limit on processes and threads is reached
             begun += (pool.submit(look) for look in looks)
         while not all(look.done() for look in begun) and time.monotonic() < deadline_s:
             if is_urgent():

@@ -1,7 +1,7 @@
-"""The stacks of one worker: read from outside, else asked for by a signal.
+"""The stacks of one worker: read from outside, or otherwise requested by a signal.
 
-A signal ends the system call that a thread waits in, and with it, often, the hang: it is the last
-resort, and `HostFacts.stacks_from` says that it was used.
+A signal ends the system call in which a thread waits, and often the hang with it. So it is the last
+resort, and `HostFacts.stacks_from` records that it was used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Stacks:
         self._seen = (0, 0.0)
 
     def ask(self) -> None:
-        """Ask by signal if they could not be read from outside."""
+        """Send the signal if the stacks could not be read from outside."""
         identity = self._identity
         if self._spied or not identity.stack_signal or not self._can_answer():
             return
@@ -44,9 +44,10 @@ class Stacks:
         self._asked = process.send(self._pid, identity.pid_start_ticks, identity.stack_signal)
 
     def _can_answer(self) -> bool:
-        """Return whether the handler's descriptor still is the file: a daemon closes them all.
+        """Return whether the handler's descriptor still refers to the file.
 
-        Else it would write stacks into whatever the program opened since.
+        A program that becomes a daemon closes all descriptors. The handler would then write stacks
+        into whichever file the program has opened since.
         """
         number = self._identity.settings.get("stacks_fd")
         try:
@@ -55,7 +56,7 @@ class Stacks:
             return False
 
     def have_arrived(self) -> bool:
-        """Return whether the answer is there and no longer grows, or will never arrive."""
+        """Return whether the answer is complete, or will never arrive."""
         if not self._asked:
             return True
         size, since = _size(self._path), self._seen[1]
@@ -65,7 +66,7 @@ class Stacks:
         return size > self._from and time.monotonic() - since > _SETTLED_S
 
     def spy(self) -> None:
-        """Read them from outside, where that is possible. May run on another thread."""
+        """Read the stacks from outside if possible. May run on another thread."""
         denied: list[str] = []
         self._spied = spy_stacks(self._pid, denied=denied)
         if self._wants_native:
@@ -73,11 +74,11 @@ class Stacks:
         self.not_permitted = (TRACING,) if denied else ()
 
     def text(self) -> str:
-        """Return what was read from outside, else what was answered."""
+        """Return the stacks that were read from outside, or otherwise the process's answer."""
         return self._spied or (_text_from(self._path, self._from) if self._asked else "")
 
     def origin(self) -> str:
-        """Return how they were read, see `HostFacts.stacks_from`."""
+        """Return how the stacks were read; see `HostFacts.stacks_from`."""
         if self._spied:
             return OUTSIDE
         return SIGNAL if self.text() else ""

@@ -1,8 +1,8 @@
-"""What the root cause said last: the part of a report that comes before the verdict.
+"""The root cause's last output: the part of a report that precedes the verdict.
 
-The traceback is the one that the program wrote to TORCHELASTIC_ERROR_FILE, else the last one in the
-rank's stderr, so user code needs no decorator; where there is none, the last lines stand in.
-Victims are one line, however many they are.
+The traceback is the one that the program wrote to TORCHELASTIC_ERROR_FILE, or otherwise the last
+one in the rank's stderr, so user code needs no decorator. If there is none, the last lines of
+stderr are shown instead. All victims together take one line.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]|\x1b\[[0-9;?]*[A-Za-z]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Story:
-    """What the root cause left on its stderr, for the terminal and for report.json."""
+    """The last output of the root cause on stderr, for the terminal and for report.json."""
 
     rank: int
     exit_code: int | None
@@ -38,9 +38,9 @@ class Story:
     last_lines: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """Return what the terminal shows; nothing for a rank whose words tell nothing of its end.
+        """Return the lines for the terminal; none if the rank's output says nothing about its end.
 
-        A rank that hangs, or was killed, had no last word: what it wrote before is old.
+        A rank that hangs, or was killed, had no time for last words: its output is older than that.
         """
         is_silent = self.exit_code is None or self.exit_code == -signal.SIGKILL
         said = self.traceback or (() if is_silent else self.last_lines)
@@ -50,7 +50,7 @@ class Story:
         return [f"rank {self.rank}, {what}:", *(f"  {line}" for line in said)]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what report.json holds."""
+        """Return the entry for report.json."""
         return {
             "rank": self.rank,
             "exit_code": self.exit_code,
@@ -60,7 +60,7 @@ class Story:
 
 
 def root_cause_story(incident: Path, verdict: Mapping[str, Any] | None) -> Story | None:
-    """Return what the first culprit wrote last; None without a culprit or a text."""
+    """Return the last output of the first culprit; None without a culprit or a record."""
     for rank in (verdict or {}).get("culprit_ranks", [])[:1]:
         try:
             record = read(incident / f"rank_{int(rank)}")
@@ -71,7 +71,7 @@ def root_cause_story(incident: Path, verdict: Mapping[str, Any] | None) -> Story
 
 
 def story_of(record: Record) -> Story:
-    """Return what one rank wrote last."""
+    """Return the last output of one rank."""
     lines = [_clean(line) for line in record.host.stderr_tail.splitlines()]
     block = last_traceback([_clean(line) for line in record.host.error_file.splitlines()])
     block = block or last_traceback(lines)
@@ -93,7 +93,7 @@ def _message(record: Record) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Victims:
-    """Who ended because of others, and how."""
+    """The ranks that ended because of others, and how they ended."""
 
     failed: tuple[int, ...]
     stopped: tuple[int, ...]  # by the launcher
@@ -109,7 +109,7 @@ class Victims:
         )
 
     def line(self) -> str:
-        """Return one line for all of them, "" if there are none."""
+        """Return one line for all of them, or "" if there are none."""
         parts = [
             f"{words}: {rank_list(ranks)}"
             for ranks, words in (
@@ -121,7 +121,7 @@ class Victims:
         return "; ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what report.json holds."""
+        """Return the entry for report.json."""
         return {"failed": list(self.failed), "stopped": list(self.stopped)}
 
 
@@ -146,5 +146,5 @@ def _shortened(block: list[str]) -> list[str]:
 
 
 def _clean(line: str) -> str:
-    """Take out what would control a terminal, and the rank that torch puts before its lines."""
+    """Remove control characters, and the rank with which torch prefixes its lines."""
     return _TORCHS_PREFIX.sub("", _CONTROL.sub("", line), count=1)[:_MAX_LINE_CHARS]

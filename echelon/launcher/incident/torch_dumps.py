@@ -1,9 +1,9 @@
 """torch's own flight recorder, in the workers of unmodified torch programs.
 
-torch writes a rank's dump to `<prefix><rank>` when its watchdog gives an operation up, and whenever
-something is written to the pipe `<prefix><rank>.pipe` that its NCCL or XCCL backend serves. The
-launcher chooses both prefixes, unless the user has, so that dumps are found and can be requested.
-The Gloo backend records too, but neither dumps of itself nor serves a pipe.
+torch writes a rank's dump to `<prefix><rank>` when its watchdog abandons an operation, and whenever
+data is written to the pipe `<prefix><rank>.pipe` that its NCCL or XCCL backend serves. The launcher
+chooses both prefixes, unless the user has, so that dumps can be found and requested. The Gloo
+backend also records, but it neither dumps by itself nor serves a pipe.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 MAX_DUMP_BYTES = 64 << 20
 _DUMP_NAMES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # the older one last
-_COMMS_DUMP = "TORCHCOMM_FR_DUMP_TEMP_FILE"  # torchcomms reads names of its own
+_COMMS_DUMP = "TORCHCOMM_FR_DUMP_TEMP_FILE"  # torchcomms uses its own names
 _PIPE_NAMES = ("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DEBUG_INFO_PIPE_FILE")  # XCCL's last
 _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _ON_TIMEOUT = ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT")
@@ -28,12 +28,12 @@ _DYNAMIC_NAMES = ("TORCH_FR_DUMP_DYNAMIC_FILE_NAME", "TORCHCOMM_FR_DUMP_DYNAMIC_
 _SIZE = "2000"
 _SINCE_FR_NAMES = (2, 9)
 _SINCE_FR_TIMEOUT = (2, 15)
-_SETTLED_S = 0.2  # a dump that has not grown for so long is complete
+_SETTLED_S = 0.2  # a dump that has not grown for this long is complete
 
 
 @functools.cache
 def installed_torch() -> tuple[int, ...]:
-    """Return the major and minor version of this interpreter's torch; () without one."""
+    """Return the major and minor version of this interpreter's torch; () if there is none."""
     try:
         text = importlib.metadata.version("torch")
     except (importlib.metadata.PackageNotFoundError, OSError, ValueError):
@@ -44,21 +44,22 @@ def installed_torch() -> tuple[int, ...]:
 def torch_environment(
     environ: Mapping[str, str], folder: Path, version: tuple[int, ...] | None = None
 ) -> dict[str, str]:
-    """Return what to set for a worker whose folder this is; what the user has set stays.
+    """Return the variables to set for the worker with this folder; the user's values are kept.
 
-    Names that a version of torch deprecates are not set for it: it would print a warning.
+    Names that a version of torch deprecates are not set for that version, because it would print a
+    warning.
 
     Args:
         environ: the worker's environment.
         folder: the worker's own folder.
-        version: torch's major and minor; None is the installed one, () an unknown one.
+        version: torch's major and minor version; None means the installed one, () an unknown one.
     """
     version = installed_torch() if version is None else version
     is_old = bool(version) and version < _SINCE_FR_NAMES
     chosen: dict[str, str] = {}
     prefix = f"{folder}/torch_dump_"
     if _is_dynamic(environ):
-        prefix += environ.get("RANK", "")  # torch then takes the name as it is
+        prefix += environ.get("RANK", "")  # torch then uses the name without adding the rank
     if not any(name in environ for name in _DUMP_NAMES):
         chosen |= {_DUMP_NAMES[0]: prefix, _COMMS_DUMP: prefix}
         chosen |= {_DUMP_NAMES[1]: prefix} if is_old else {}
@@ -66,16 +67,18 @@ def torch_environment(
         chosen[_SIZES[1] if is_old else _SIZES[0]] = _SIZE  # some backends record only if it is set
     if not any(name in environ for name in _ON_TIMEOUT):
         chosen[_ON_TIMEOUT[0] if version >= _SINCE_FR_TIMEOUT else _ON_TIMEOUT[1]] = "1"
-    if _takes_pipes(folder):  # else torch would not start: some network file systems have no pipes
+    if _takes_pipes(
+        folder
+    ):  # without this check torch might not start: some network file systems have no pipes
         chosen |= dict.fromkeys(_PIPE_NAMES, f"{folder}/torch_pipe_")
     return {name: value for name, value in chosen.items() if name not in environ}
 
 
 def dump_path(environ: Mapping[str, str], rank: int) -> Path | None:
-    """Return where torch writes a rank's dump; None where that is not known.
+    """Return the path of the dump that torch writes for a rank; None if it is not known.
 
-    With dynamic names torch takes the variable as it is when it dumps, and the program may change
-    it: then a file counts that the launcher chose, or whose name ends with this rank.
+    With dynamic names, torch uses the variable's value at the time of the dump, and the program may
+    change it. Then a path counts only if the launcher chose it, or if it ends with this rank.
     """
     names = (*_DUMP_NAMES, _COMMS_DUMP)
     prefix = next((environ[name] for name in names if environ.get(name)), "")
@@ -93,20 +96,20 @@ def _is_dynamic(environ: Mapping[str, str]) -> bool:
 
 
 class TorchDump:
-    """The dump of one worker: whether it exists, and how to get one."""
+    """The dump of one worker: whether it exists, and how to request it."""
 
     def __init__(self, environ: Mapping[str, str], rank: int) -> None:
         pipe = next((environ[name] for name in _PIPE_NAMES if environ.get(name)), "")
         self._path = dump_path(environ, rank)
         self._pipe = Path(f"{pipe}{rank}.pipe") if pipe else None
-        self._first = self._version()  # another job's, where the user chose the place
+        self._first = self._version()  # another job's dump, if the user chose the path
         self._noted = self._growing = self._asked = self._first
         self._seen = (self._first, time.monotonic())
-        self._owes = False  # it was asked, and the dump has not come yet
-        self.num_own = 0  # how many were written without our asking
+        self._owes = False  # whether a requested dump is still missing
+        self.num_own = 0  # how many dumps torch wrote without a request
 
     def look(self) -> None:
-        """Count a dump that has appeared, once it looks the same twice."""
+        """Count a dump that has appeared, once two looks find it unchanged."""
         version = self._version()
         if version[1] > 0 and version != self._noted and version == self._growing:
             self._noted = version
@@ -115,7 +118,7 @@ class TorchDump:
         self._growing = version
 
     def ask(self) -> bool:
-        """Ask for a dump; return whether anybody listens."""
+        """Request a dump; return whether a process received the request."""
         self._asked = self._noted = self._version()
         self._seen = (self._asked, time.monotonic())
         if self._pipe is None:
@@ -133,18 +136,18 @@ class TorchDump:
             os.close(fd)
 
     def has_come(self) -> bool:
-        """Whether the dump that was asked for exists, and no longer grows."""
+        """Return whether the requested dump exists and no longer grows."""
         version, now_s = self._version(), time.monotonic()
         if version != self._seen[0]:
             self._seen = (version, now_s)
         is_new = version[1] > 0 and version != self._asked
         if is_new and now_s - self._seen[1] > _SETTLED_S:
-            self._noted, self._owes = version, False  # ours, not the watchdog's
+            self._noted, self._owes = version, False  # the requested dump, not the watchdog's
             return True
         return False
 
     def read(self) -> bytes:
-        """Return the newest dump of this worker, b"" if there is none, or an absurd one."""
+        """Return this worker's newest dump, or b"" if there is none or it is far too large."""
         version = self._version()
         if self._path is None or version == self._first or version[1] > MAX_DUMP_BYTES:
             return b""
@@ -153,13 +156,13 @@ class TorchDump:
         return b""
 
     def clear_up(self) -> None:
-        """Remove the pipe that torch has left."""
+        """Remove the pipe that torch has left behind."""
         if self._pipe is not None and self._pipe.is_fifo():
             with contextlib.suppress(OSError):
                 self._pipe.unlink()
 
     def _version(self) -> tuple[int, int]:
-        """Return what changes with every dump; (0, 0) if there is none."""
+        """Return a value that changes with every dump; (0, 0) if there is none."""
         try:
             status = self._path.stat() if self._path is not None else None
         except OSError:

@@ -1,7 +1,8 @@
-"""The incidents whose analysis is under way, and what is shown when it is done.
+"""The incidents that are being analysed, and the display of their verdicts.
 
-A verdict of a stall is shown as soon as it is known, that of a failure once its attempt has ended:
-only then are its victims known. Progress withdraws the verdict of a stall that it overtakes.
+The verdict on a stall is shown as soon as it is known. The verdict on a failure is shown once its
+attempt has ended, because only then are its victims known. If ranks make progress before the
+verdict on their stall is shown, that verdict is withdrawn.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _POLL_S = 0.02
 
 @dataclass(slots=True)
 class _Open:
-    """An incident that is not explained yet.
+    """An incident that has not been explained yet.
 
     Attributes:
-        nodes: where its verdict is shown.
-        is_due: it may be shown.
+        nodes: the nodes on which its verdict is shown.
+        is_due: whether it may be shown.
     """
 
     incident: Incident
@@ -38,11 +39,11 @@ class _Open:
 
 
 class Verdicts:
-    """Analyses of one job.
+    """The analyses of one job.
 
     Args:
         show_others: shows a text on other nodes.
-        note: is told of each incident whose verdict is known.
+        note: called with each incident whose verdict is known.
     """
 
     def __init__(
@@ -62,11 +63,11 @@ class Verdicts:
 
     @property
     def num_open(self) -> int:
-        """How many incidents have no verdict yet."""
+        """The number of incidents without a verdict."""
         return len(self._open)
 
     def is_open(self, incident: Incident) -> bool:
-        """Whether an incident has no verdict yet."""
+        """Return whether an incident has no verdict yet."""
         return any(one.incident is incident for one in self._open)
 
     def expect(self) -> None:
@@ -84,25 +85,25 @@ class Verdicts:
             self._next = None
 
     def begin(self, incident: Incident, nodes: Sequence[str], *, is_due: bool) -> None:
-        """Have an incident explained; it is shown on `nodes` once it is due."""
+        """Have an incident explained; the verdict is shown on `nodes` once it is due."""
         analysis, self._next = self._next, None
         one = _Open(incident, list(nodes), analysis, is_due)
         shown = self._directory.shown / "dump" / incident.folder.name
         if analysis is None:
             why = self._why_none
-            text = f"echelon: no analysis could be started ({why}): run fr-analyze {shown}\n"
+            text = f"echelon: no analysis could be started ({why}); run fr-analyze {shown}\n"
             one.explanation = Explanation(None, None, text)
         else:
             analysis.begin(incident.folder, shown, self._terminal.error_columns)
         self._open.append(one)
 
     def withdraw(self, incident: Incident) -> None:
-        """Show no verdict of a stall that progress has overtaken."""
+        """Withdraw the verdict on a stall that has cleared."""
         if any(one.incident is incident for one in self._open):
             incident.withdrawn = True
 
     def release(self) -> None:
-        """Let all verdicts be shown: the attempt has ended."""
+        """Allow all verdicts to be shown: the attempt has ended."""
         for one in self._open:
             one.is_due = True
 
@@ -111,7 +112,7 @@ class Verdicts:
         return time.monotonic() + _POLL_S if self._open else float("inf")
 
     def poll(self) -> None:
-        """Show what is known and due."""
+        """Show the verdicts that are known and due."""
         for one in list(self._open):
             if one.explanation is None and one.analysis is not None:
                 one.explanation = one.analysis.poll()
@@ -122,7 +123,7 @@ class Verdicts:
                 self._show(one, one.explanation)
 
     def close(self) -> None:
-        """End what still runs."""
+        """End the analyses that still run."""
         self.expect_none()
         while self._open:
             analysis = self._open.pop().analysis
@@ -141,7 +142,9 @@ class Verdicts:
         line = f"  {line}\n" if line else ""
         if incident.withdrawn:
             folder = self._directory.shown / "dump" / incident.folder.name
-            self._terminal.say(f"the stall's verdict is withdrawn: ranks moved on; see {folder}")
+            self._terminal.say(
+                f"the stall's verdict is withdrawn because ranks made progress; see {folder}"
+            )
         else:
             self._terminal.write_error(explanation.text + line)
             self._show_others(one.nodes, explanation.text + line)

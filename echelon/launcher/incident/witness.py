@@ -1,4 +1,4 @@
-"""One worker during a collection: what its ring, /proc and its stacks show, put together."""
+"""One worker during a collection: its ring, /proc and its stacks, combined into a record."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _STDERR_TAIL_BYTES = 16 << 10
 
 
 class Witness:
-    """One worker during a harvest."""
+    """One worker during a collection."""
 
     def __init__(self, worker: Worker, occasion: Occasion) -> None:
         self.worker = worker
         self._occasion = occasion
         record = _read(worker)
         self._identity = record.identity
-        # The script may run below the program.
+        # The script may run in a child of the program.
         self._pid = _process_of(worker, record.identity)
         self._waits_for_torch = (
             worker.alive
@@ -54,46 +54,46 @@ class Witness:
         self._stacks = Stacks(folder, self._pid, self._identity, native=native) if alive else None
 
     def ask(self) -> None:
-        """See `Stacks.ask`."""
+        """Request the stacks; see `Stacks.ask`."""
         if self._stacks is not None and self.worker.may_signal:
             self._stacks.ask()
 
     @property
     def is_seen_from_outside(self) -> bool:
-        """Whether only its processor time will tell whether it is busy."""
+        """Whether only its processor time can show whether it is busy."""
         return self.worker.alive and not _tells_all(self.record)
 
     def has_answered(self) -> bool:
-        """Whether there is nothing more to wait for."""
+        """Return whether there is nothing more to wait for."""
         return self._stacks is None or self._stacks.have_arrived()
 
     def has_torch_answered(self) -> bool:
-        """Whether torch's dump has arrived, or will never arrive."""
+        """Return whether torch's dump has arrived, or will never arrive."""
         torch = self.worker.torch
         return not self._waits_for_torch or torch is None or torch.has_come()
 
     def spy(self) -> None:
-        """See `Stacks.spy`."""
+        """Read the stacks from outside; see `Stacks.spy`."""
         if self._stacks is not None:
             self._stacks.spy()
 
     @property
     def may_wait_below(self) -> bool:
-        """Whether it lives and may wait for a process of its own, not for its peers."""
+        """Whether it lives and may be waiting for one of its own children instead of its peers."""
         if self._stacks is None:
             return False
         activity = read_activity(self._stacks.text(), self._stacks.native)
         return activity.doing is not Doing.COLLECTIVE
 
     def look_below(self) -> None:
-        """Look at the processes below it. May run on another thread."""
+        """Look at the process's descendants. May run on another thread."""
         self._children, self._num_children = look_at_children(self._pid)
 
     def testify(self) -> None:
-        """Put together all that is known now."""
+        """Combine all that is known now into the record."""
         record = self.record
         if record.has_ring:
-            record = _read(self.worker)  # again: what it did since counts
+            record = _read(self.worker)  # read again, to include what it has done since
         identity = record.identity
         if not record.has_ring:
             identity = Identity(
@@ -107,7 +107,9 @@ class Witness:
                 wall_ns=time.time_ns(),
             )
         elif self.worker.alive and identity.pid:
-            identity = replace(identity, pid=self._pid)  # as its reader sees it, not its container
+            identity = replace(
+                identity, pid=self._pid
+            )  # the pid on this host, not in its container
         self.record = replace(
             record,
             identity=identity,
@@ -117,7 +119,7 @@ class Witness:
         )
 
     def testify_later(self, gap_s: float) -> None:
-        """Add what a second look shows: has it moved, and where does it stand now?"""
+        """Add the results of a second look: whether it has moved, and where it is now."""
         if not self.worker.alive:
             return
         now = _read(self.worker)
@@ -173,7 +175,10 @@ class Witness:
         return self._stacks.not_permitted
 
     def _was_killed_for_memory(self) -> bool | None:
-        """A SIGKILL that was not ours, while the cgroup counted a kill for memory."""
+        """Return whether the kernel killed it for memory; None if that is not known.
+
+        The signs are a SIGKILL that the launcher did not send, and a kill counted by the cgroup.
+        """
         before = self._occasion.oom_kills_before
         if self.worker.exit_code != -9 or self.worker.stopped_by_agent:
             return False if self.worker.exit_code is not None else None
@@ -182,7 +187,7 @@ class Witness:
 
 
 def _process_of(worker: Worker, identity: Identity) -> int:
-    """Return the process to look at: the one that records, else the worker's program."""
+    """Return the process to look at: the one that records, or otherwise the worker's program."""
     if not worker.alive:
         return identity.pid or worker.pid
     if not identity.pid:
@@ -194,7 +199,7 @@ def _process_of(worker: Worker, identity: Identity) -> int:
 
 
 def _activity(record: Record) -> int:
-    """Count what a rank has begun or ended so far."""
+    """Return how many operations, spans and steps a rank has begun or ended so far."""
     states = record.operations["state"]
     ended = int(((states == State.COMPLETED) | (states == State.FAILED)).sum())
     live = record.live
@@ -202,7 +207,7 @@ def _activity(record: Record) -> int:
 
 
 def _tells_all(record: Record) -> bool:
-    """Return whether a rank's ring holds its operations, and not only what surrounds them."""
+    """Return whether a rank's ring contains its operations, not only the spans around them."""
     return record.has_ring and not record.identity.misses_operations
 
 
@@ -216,5 +221,5 @@ def _read(worker: Worker) -> Record:
 
 
 def _named_frames(fault: Fault | None) -> Fault | None:
-    """Add the functions' names to the places that the dying process left."""
+    """Add the functions' names to the frames that the dying process recorded."""
     return None if fault is None else replace(fault, frames=tuple(map(named, fault.frames)))

@@ -1,4 +1,4 @@
-"""What an incident's collection knows of a worker before it looks, and why it looks."""
+"""The worker that an incident's collection examines, and the occasion for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Worker:
     stopped_by_agent: bool = False
     start_error: str = ""
     torch: TorchDump | None = None
-    may_signal: bool = True  # False: a process of another launcher's, which nothing may disturb
+    may_signal: bool = True  # False: another launcher's process, which must not be disturbed
 
     @property
     def alive(self) -> bool:
@@ -33,7 +33,7 @@ class Worker:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Occasion:
-    """Why an incident is collected."""
+    """The reason why an incident is collected."""
 
     kind: str  # "failure", "stall" or "signal"
     attempt: int

@@ -19,16 +19,16 @@ _NUM_SHOWN = 8
 
 
 class LimitsFile:
-    """Writes the rows of a node, each time on a short thread: a disk that hangs holds up no loop.
+    """A writer of a node's rows that uses a short-lived thread, so that a hung disk blocks no loop.
 
-    What cannot be written is left out: it only informs.
+    If a write fails, it is skipped, because the file is only informative.
     """
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
 
     def put(self, folder: Path, rows: Sequence[Row]) -> None:
-        """Write the most frequent rows, unless the last ones are still being written."""
+        """Write the most frequent rows, unless the previous write is still in progress."""
         if self._thread is not None and self._thread.is_alive():
             return
         self._thread = threading.Thread(
@@ -39,13 +39,13 @@ class LimitsFile:
 
 
 def write_limits(folder: Path, rows: Sequence[Row]) -> None:
-    """Write the most frequent rows; nothing where that is impossible."""
+    """Write the most frequent rows; do nothing if that fails."""
     with contextlib.suppress(OSError):
         write_json(folder / _NAME, {"format": 1, "rows": [asdict(row) for row in rows[:MAX_ROWS]]})
 
 
 def read_limits(folders: Iterable[Path]) -> list[Row]:
-    """Read what nodes have kept in their ranks' folders, joined; unreadable files are left out."""
+    """Read and join the rows that nodes kept in their ranks' folders; skip unreadable files."""
     rows: dict[tuple[str, str, bool], Row] = {}
     for folder in folders:
         path = folder / _NAME
@@ -60,7 +60,7 @@ def read_limits(folders: Iterable[Path]) -> list[Row]:
 
 
 def as_lines(rows: Sequence[Row]) -> list[str]:
-    """Return one line per call site or phase that is watched at a limit of its own."""
+    """Return one line per call site or phase that has its own limit, and a line for the rest."""
     watched = [row for row in rows if row.limit_s is not None]
     lines = [
         f"watched at {row.limit_s:.3g} s: {row.site or '?'} in "

@@ -1,7 +1,8 @@
-"""What this node's ranks have learned, and what of it the coordinator has to know.
+"""The learned limits of this node's ranks, and the summary that the coordinator needs.
 
-A rank shows that it works by its ring, and where that stands still, by processor time, output and
-bytes on its connections: `Activity`, asked only of ranks whose rings have been quiet for a while.
+A rank shows by its ring that it works. If the ring stands still, processor time, output and bytes
+on its connections show it. `Activity` collects these, only for ranks whose rings have been quiet
+for a while.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from echelon.recorder.read import LiveRing
 from echelon.recorder.read.tail import Key, Tail
 from echelon.recorder.stall.watchdog import Sight
 
-_QUIET_S = 2.0  # of a ring, after which its process is looked at
-_QUIET_INSIDE_S = 0.5  # of a process, after which its connections are
-_WAITS = frozenset({"data_wait", "store", "pipeline"})  # phases that end when others do something
+_QUIET_S = 2.0  # how long a ring must be quiet before its process is examined
+_QUIET_INSIDE_S = 0.5  # how long a process must be inactive before its connections are examined
+_WAITS = frozenset({"data_wait", "store", "pipeline"})  # phases that end when other processes act
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """What a node reports of its recording ranks; ages and durations in ms, -1: none."""
+    """A node's report on its recording ranks; ages and durations are in ms, -1 means none."""
 
-    worked_ms: int = -1  # since one of them did anything
-    is_excused: bool = True  # one is in a phase that may take its time, or before init
-    patience_ms: int = -1  # that the stall rule should still have
+    worked_ms: int = -1  # since one of them last worked
+    is_excused: bool = True  # whether a rank is in a phase that may take its time, or before init
+    patience_ms: int = -1  # how much longer the stall rule should wait
     late_rank: int = -1
     late_ms: int = -1
     limit_ms: int = -1
@@ -36,7 +37,7 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A call site or phase as the user reads it."""
+    """A call site or phase as shown to the user."""
 
     name: str
     site: str
@@ -61,9 +62,9 @@ class NodeLimits:
     """The histories of one attempt's ranks on this node.
 
     Args:
-        store_port: of the connections that do not count as work.
+        store_port: the port of the store, whose connections do not count as work.
         fixed_s: the stall rule's limit.
-        num_printed: how many bytes a rank has printed.
+        num_printed: returns how many bytes a rank has printed.
     """
 
     def __init__(self, store_port: int, fixed_s: float, num_printed: Callable[[int], int]) -> None:
@@ -83,7 +84,7 @@ class NodeLimits:
         """Look at one rank that records.
 
         Args:
-            age_s: how long ago a stamp was, by the time that this process has lived through.
+            age_s: returns a stamp's age by the clock that stops while this process does not run.
         """
         rank = self._ranks.get(worker.rank)
         if rank is None:
@@ -100,13 +101,15 @@ class NodeLimits:
             rank.activity = Activity(
                 worker.pid, self._store_port, _QUIET_INSIDE_S, now_ns, looks_inside=False
             )
-            rank.activity.rest(self._num_printed(worker.rank), now_ns)  # printed before
+            rank.activity.rest(
+                self._num_printed(worker.rank), now_ns
+            )  # earlier output does not count
         rank.activity.look(self._num_printed(worker.rank), now_ns)
         if rank.activity.num_signs:
             rank.worked_ns = max(rank.worked_ns, rank.activity.last_mono_ns)
 
     def sum_up(self, sights: list[Sight], age_s: Callable[[int], float]) -> Summary:
-        """Return what to report of the ranks that were just seen."""
+        """Return the summary of the ranks that were just seen."""
         seen = {s.rank: self._ranks[s.rank] for s in sights if s.rank in self._ranks}
         if not seen:
             return Summary()
@@ -122,7 +125,7 @@ class NodeLimits:
         return self._with_late(summary, late) if late else summary
 
     def rest(self, now_ns: int) -> None:
-        """Forget what an incident's own questions made ranks do: it is not their work."""
+        """Ignore the activity that an incident's requests caused in the ranks."""
         for number, rank in self._ranks.items():
             if rank.activity is not None:
                 rank.activity.rest(self._num_printed(number), now_ns)
@@ -172,7 +175,7 @@ def _words(ring: LiveRing, key: Key) -> tuple[str, str]:
 
 
 def joined(one: Row, other: Row) -> Row:
-    """Return the row of two ranks: the limit at which the later one is watched."""
+    """Return two ranks' rows combined: with the higher limit, or none if one of them has none."""
     has_limits = one.limit_s is not None and other.limit_s is not None
     return Row(
         name=one.name, site=one.site, is_span=one.is_span,

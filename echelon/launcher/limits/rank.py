@@ -1,9 +1,9 @@
-"""One rank's histories, and what they say about what it does now. Pure but for what is handed in.
+"""One rank's histories, and their judgement on what the rank does now. Pure.
 
-[Note: phases excuse] A rank whose innermost open phase has no limit of its own yet, or has not
-passed it, does something that is known to take its time: a checkpoint, a compile, an evaluation. No
-early look is due then on any rank, since the others may well wait for it. A phase in which
-collectives are called (an epoch, a step) is none of that kind.
+[Note: phases excuse] A rank whose innermost open phase has no limit of its own, or has not exceeded
+it, is doing something that may take its time: a checkpoint, a compilation, an evaluation. Then no
+early look is due on any rank, because the others may well be waiting for it. This does not apply to
+a phase in which collectives are called (an epoch, a step).
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from dataclasses import dataclass
 from echelon.launcher.limits.history import QUANTILE, History
 from echelon.recorder.read.tail import Key, News, Open
 
-MAX_KEYS = 128  # per rank; of more call sites, the first ones seen are watched
-_NUM_LONG = 2  # operations beyond the fixed limit that make it a habit
-_NUM_LONG_SPANS = 1  # a phase says what it is for
+MAX_KEYS = 128  # per rank; beyond this, only the call sites seen first are watched
+_NUM_LONG = 2  # operations beyond the fixed limit that make this normal
+_NUM_LONG_SPANS = 1  # one suffices, because a phase is named
 
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """Something that has taken longer than its history allows."""
+    """An operation or phase that has taken longer than its history allows."""
 
     key: Key
     age_s: float
     limit_s: float
     usual_s: float  # the 99.9th percentile
-    num: int  # samples behind it
+    num: int  # of samples in the history
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What a rank's histories say at one look."""
+    """The judgement of a rank's histories at one look."""
 
-    late: Late | None = None  # the one that is late for longest
-    is_excused: bool = False  # it is in a phase that may take its time
-    patience_s: float = 0.0  # that the stall rule should still have with it; 0: as with any
+    late: Late | None = None  # the one that has been late for the longest time
+    is_excused: bool = False  # whether the rank is in a phase that may take its time
+    patience_s: float = 0.0  # how much longer the stall rule should wait; 0: no longer than usual
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +44,19 @@ class Watched:
     """A call site or phase, with the limit at which it is watched."""
 
     key: Key
-    limit_s: float | None  # None: at the fixed one
+    limit_s: float | None  # None: only the fixed limit applies
     usual_s: float
     longest_s: float
     num: int
 
 
 class RankLimits:
-    """Learns from one rank.
+    """The limits learned from one rank.
 
     Args:
         fixed_s: the stall rule's limit.
-        may_be_long: whether a phase of this name may take longer than `fixed_s` once it has.
+        may_be_long: whether a phase of this name may take longer than `fixed_s` once it has done
+            so.
     """
 
     def __init__(self, fixed_s: float, may_be_long: Callable[[int], bool]) -> None:
@@ -64,7 +65,7 @@ class RankLimits:
         self._histories: dict[Key, History] = {}
 
     def learn(self, news: News, now_ns: int) -> None:
-        """Take in what has ended."""
+        """Add the operations and phases that have ended."""
         if news.is_other_ring:
             self._histories.clear()
         for key, lasted_ns in news.ended:
@@ -77,10 +78,10 @@ class RankLimits:
             history.add(lasted_ns, now_ns)
 
     def judge(self, news: News, age_s: Callable[[int], float]) -> Judged:
-        """Return what this rank's histories say now.
+        """Return the present judgement of this rank's histories.
 
         Args:
-            age_s: how long ago a stamp of the rank was.
+            age_s: returns the age of a stamp of the rank.
         """
         late: Late | None = None
         is_excused, patience_s = False, 0.0
@@ -106,7 +107,7 @@ class RankLimits:
 
 
 def _open(news: News) -> Iterator[tuple[Open, bool]]:
-    """Yield what is pending, and each phase without calls inside; True: it is a phase."""
+    """Yield each pending operation and each phase without calls inside; True marks a phase."""
     for one in news.pending:
         yield one, False
     for one in news.spans:

@@ -1,13 +1,15 @@
-"""When a job is worth a look before the stall rule's limit: pure, over what all nodes report.
+"""The rule for early looks, before the stall rule's limit. Pure, over what all nodes report.
 
-A look is due if something has taken longer than its own history allows, and if for as long as that
-limit no rank of the job has advanced, computed, printed or sent anything, and none is in a phase
-that may take its time. So a long evaluation, a checkpoint that is written or a compile raises none:
-some rank works. No look is taken before init, while a rank has no ring, or while a node's last
-report is too old: the stall rule with its fixed limit still applies.
+A look is due if an operation or phase has taken longer than its own history allows and, for the
+duration of that limit, no rank of the job has advanced, computed, printed or sent anything, and
+none is in a phase that may take its time. So a long evaluation, the writing of a checkpoint, or a
+compilation triggers no look, because some rank works. No look is taken before init, while a rank
+has no ring, or while a node's last report is too old; the stall rule with its fixed limit still
+applies.
 
-A look stops nothing. One that clears by itself was a false alarm; after `MAX_CLEARED` of them the
-job's history does not predict it, and no further ones are raised in this attempt.
+A look stops nothing. If the job then continues by itself, the look was a false alarm. After
+`MAX_CLEARED` false alarms the history is not a good predictor, and no further looks are taken in
+this attempt.
 """
 
 from __future__ import annotations
@@ -17,19 +19,19 @@ from dataclasses import dataclass
 
 MAX_CLEARED = 2
 DISARMED = (
-    f"{MAX_CLEARED} early looks have cleared by themselves: from here on --stall-timeout alone "
-    "counts in this attempt"
+    f"{MAX_CLEARED} early looks were false alarms: from now on, only --stall-timeout applies in "
+    "this attempt"
 )
-_FRESH_S = 4.0  # the age of a report that still counts, at least
-_SLACK_S = 2.0  # a rank's last sign of life may be somewhat younger than what waits for it
+_FRESH_S = 4.0  # the least age at which a report is too old
+_SLACK_S = 2.0  # a rank's last activity may be slightly later than the start of the late operation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class View:
-    """What one node reported last; stamps are ns of the coordinator's clock."""
+    """A node's last report; stamps are ns of the coordinator's clock."""
 
     seen_ns: int
-    worked_ns: int  # the last time at which one of its ranks did anything
+    worked_ns: int  # when one of its ranks last worked
     num_moves: int
     is_excused: bool  # a rank is in a phase that may take its time, has no ring, or is before init
     late_rank: int = -1  # -1: nothing is late
@@ -40,13 +42,13 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A look is due."""
+    """An early look is due."""
 
     reason: str
 
 
 class LimitRule:
-    """Decide from one look at all nodes to the next. Reads no clock.
+    """The decision on early looks. It reads no clock.
 
     Args:
         report_s: the longest time between two reports of a node.
@@ -64,14 +66,14 @@ class LimitRule:
 
     @property
     def is_disarmed(self) -> bool:
-        """Whether too many looks have cleared by themselves."""
+        """Whether too many looks were false alarms."""
         return self.num_cleared >= MAX_CLEARED
 
     def look(self, views: Sequence[View | None], now_ns: int) -> Look | None:
-        """Return a look that is due and was not reported yet.
+        """Return a look that is due and has not been reported yet.
 
         Args:
-            views: of each node that has not been lost; None: it has reported nothing.
+            views: one per node that has not been lost; None if the node has not reported anything.
         """
         known = [view for view in views if view is not None]
         moves = [view.num_moves for view in known]

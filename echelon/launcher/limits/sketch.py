@@ -1,8 +1,9 @@
-"""Quantiles of durations in bounded memory, to 5 % of their value. Pure.
+"""Quantiles of durations in bounded memory, within 5 % of their value. Pure.
 
 The sketch counts durations in buckets whose edges grow by a constant factor, as DDSketch does
 (Masson, Rim, Lee: "DDSketch: A Fast and Fully-Mergeable Quantile Sketch with Relative-Error
-Guarantees", VLDB 2019). From 1 us on, 256 buckets reach beyond a day: none is ever merged.
+Guarantees", VLDB 2019). Starting at 1 us, 256 buckets cover more than a day, so none is ever
+merged.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _UNIT_NS = 1000.0  # the upper edge of the first bucket
 
 
 class Sketch:
-    """Durations that were added, as counts per bucket."""
+    """Durations, counted in buckets."""
 
     __slots__ = ("_counts", "num")
 

@@ -1,1 +1,1 @@
-"""What a job tells the outside: notices to a command or a URL, and metrics."""
+"""A job's messages to the outside: notices to a command or a URL, and metrics."""

@@ -1,7 +1,7 @@
-"""Delivery of notices to commands and URLs: bounded, in order, and never at the job's expense.
+"""Delivery of notices to commands and URLs: bounded, in order, and without delaying the job.
 
-One thread per receiver takes notices from a short queue, so a receiver that hangs delays no other
-one and never the job. What cannot be delivered is one line.
+One thread per receiver takes notices from a short queue, so a receiver that hangs delays neither
+the others nor the job. One line reports what cannot be delivered.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from urllib.parse import unquote, urlsplit
 
 COMMAND_S = 30.0
 REQUEST_S = 10.0
-PAUSES_S = (1.0, 4.0)  # before the second and the third try of a request
+PAUSES_S = (1.0, 4.0)  # before the second and the third attempt of a request
 _MAX_WAITING = 64
 _TOO_MANY = 429
 _SERVER_ERROR = 500
@@ -32,17 +32,17 @@ _LINE_CHARS = 200
 
 
 class _Stay(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: it may lead to a host that is not to get the notice or the password."""
+    """A handler that follows no redirect, so that no other host gets the notice or the password."""
 
     def redirect_request(self, *_: Any) -> None:
-        """Refuse."""
+        """Refuse the redirect."""
 
 
 _opener = urllib.request.build_opener(_Stay)
 
 
 class DeliveryError(Exception):
-    """A notice was not delivered; `may_retry`: a later try may be."""
+    """A notice was not delivered; `may_retry` means that a later attempt may succeed."""
 
     def __init__(self, why: str, *, may_retry: bool = False) -> None:
         super().__init__(why)
@@ -50,19 +50,19 @@ class DeliveryError(Exception):
 
 
 def is_url(receiver: str) -> bool:
-    """Whether a receiver is a URL, and not a command."""
+    """Return whether a receiver is a URL rather than a command."""
     return receiver.lower().startswith(("http://", "https://"))
 
 
 class Delivery:
-    """Sends notices to one receiver.
+    """A sender of notices to one receiver.
 
     Args:
         receiver: a URL, or a command for /bin/sh that gets the notice on its stdin.
-        say: prints a line. Called from the receiver's own thread.
-        command_s: after which a command is killed, with its process group.
-        request_s: bounds each blocking step of a request.
-        pauses_s: before further tries of a request.
+        say: prints a line; called from the receiver's own thread.
+        command_s: after this time a command is killed, with its process group.
+        request_s: the time limit of each blocking step of a request.
+        pauses_s: the pauses before further attempts of a request.
     """
 
     def __init__(
@@ -83,25 +83,25 @@ class Delivery:
         self._thread.start()
 
     def send(self, notice: Mapping[str, Any]) -> None:
-        """Queue a notice; never blocks. Beyond 64 waiting ones it is dropped, with one line."""
+        """Queue a notice; never blocks. If 64 notices are waiting, it is dropped with one line."""
         try:
             self._waiting.put_nowait(json.dumps(notice).encode() + b"\n")
         except queue.Full:
             self._say(f"--notify {self.shown}: too slow; a notice ({notice['event']}) was dropped")
 
     def close(self, wait_s: float) -> None:
-        """Deliver what waits, for at most this long; then give up, with one line."""
+        """Deliver the waiting notices within `wait_s`; drop the rest and report it in one line."""
         with contextlib.suppress(queue.Full):
             self._waiting.put_nowait(None)
         self._thread.join(wait_s)
         if self._thread.is_alive():
             self._closing.set()
             self._end_command()
-            self._say(f"--notify {self.shown}: not done within {wait_s:g} s; given up")
+            self._say(f"--notify {self.shown}: not finished within {wait_s:g} s; abandoned")
 
     @property
     def shown(self) -> str:
-        """The receiver, without what a URL may hide."""
+        """The receiver, without the parts of a URL that may be secret."""
         if is_url(self._receiver):
             parts = urlsplit(self._receiver)
             return f"{parts.scheme}://{parts.hostname or ''}"
@@ -130,7 +130,7 @@ class Delivery:
                 return
 
     def _run(self, data: bytes) -> None:
-        """Run the command, in a session of its own.
+        """Run the command in its own session.
 
         Raises:
             DeliveryError: it cannot be started, failed, or took too long.
@@ -144,15 +144,15 @@ class Delivery:
                 start_new_session=True,
             )
         except OSError as err:
-            raise DeliveryError(f"cannot be started: {err.strerror or err}") from err
-        if self._closing.is_set():  # since before it was started
+            raise DeliveryError(f"cannot start: {err.strerror or err}") from err
+        if self._closing.is_set():  # set just before the command was started
             self._end_command()
         try:
             with contextlib.suppress(BrokenPipeError):  # a command need not read
                 running.communicate(data, timeout=self._command_s)
         except subprocess.TimeoutExpired:
             self._end_command()
-            raise DeliveryError(f"killed: not done within {self._command_s:g} s") from None
+            raise DeliveryError(f"killed: not finished within {self._command_s:g} s") from None
         finally:
             self._running = None
         if running.returncode:
@@ -185,16 +185,16 @@ class Delivery:
         except urllib.error.HTTPError as err:
             err.close()
             if err.code in _REDIRECTS:
-                why = "redirects are not followed; give the URL that they lead to"
+                why = "redirects are not followed; give the final URL"
                 raise DeliveryError(f"HTTP {err.code}: {why}") from err
             may_retry = err.code == _TOO_MANY or err.code >= _SERVER_ERROR
             raise DeliveryError(f"HTTP {err.code}", may_retry=may_retry) from err
         except urllib.error.URLError as err:
-            raise DeliveryError(f"not reached: {err.reason}", may_retry=True) from err
+            raise DeliveryError(f"cannot connect: {err.reason}", may_retry=True) from err
         except (OSError, http.client.HTTPException) as err:
-            raise DeliveryError(f"not reached: {type(err).__name__}", may_retry=True) from err
+            raise DeliveryError(f"cannot connect: {type(err).__name__}", may_retry=True) from err
         except ValueError as err:
-            raise DeliveryError(f"not a URL that can be reached: {err}") from err
+            raise DeliveryError(f"not a valid URL: {err}") from err
 
 
 def _without_user(url: str) -> tuple[str, str]:

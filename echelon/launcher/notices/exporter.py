@@ -13,16 +13,16 @@ from echelon import __version__
 from echelon.launcher.control.endpoint import join
 from echelon.launcher.notices.metrics import CONTENT_TYPE
 
-_IDLE_S = 10.0  # a client that sends nothing is let go
+_IDLE_S = 10.0  # a client that sends nothing is disconnected
 
 
 class Exporter:
-    """Serves a text at /metrics until it is closed.
+    """A server of a text at /metrics, until it is closed.
 
     Args:
-        address: to bind; an IPv6 one without brackets.
-        port: 0: any free one.
-        text: makes what is served; called on the server's own threads.
+        address: the address to bind; an IPv6 address has no brackets.
+        port: the port; 0 means any free port.
+        text: returns the text to serve; called on the server's own threads.
 
     Raises:
         OSError: the address cannot be bound.
@@ -35,12 +35,12 @@ class Exporter:
             block_on_close = False  # a client that hangs must not hold up the job's end
 
             def server_bind(self) -> None:
-                """Bind without asking the name service for this host's name, which may hang."""
+                """Bind without looking up this host's name, which may hang."""
                 TCPServer.server_bind(self)
                 self.server_name, self.server_port = address, self.server_address[1]
 
             def handle_error(self, request: object, client_address: object) -> None:
-                """Print nothing: a client that disconnected is not the job's business."""
+                """Print nothing: a disconnected client does not concern the job."""
 
         class _Handler(_Metrics):
             make = staticmethod(text)
@@ -76,4 +76,4 @@ class _Metrics(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Print nothing: the terminal is the job's."""
+        """Print nothing: the terminal belongs to the job."""

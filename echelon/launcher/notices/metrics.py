@@ -14,7 +14,7 @@ _Samples = Iterator[tuple[Mapping[str, object], float]]
 
 
 def as_metrics(job: Job) -> str:
-    """Return all samples of a job as it stands at `job.now_ns`."""
+    """Return all samples of a job in its state at `job.now_ns`."""
     account = shares(job)
     now = job.attempts[-1] if job.attempts else None
     running = {} if now is None else _running(now)
@@ -27,15 +27,15 @@ def as_metrics(job: Job) -> str:
 
     info = {"job_id": job.job_id, "version": __version__}
     add("job_info", "gauge", "The job; always 1.", iter([(info, 1)]))
-    add("job_running", "gauge", "1 until the job is over.", iter([({}, not job.ended_by)]))
+    add("job_running", "gauge", "1 until the job ends.", iter([({}, not job.ended_by)]))
     add("job_seconds", "gauge", "Time since the job began.", iter([({}, job.now_ns / 1e9)]))
-    add("ranks", "gauge", "Ranks that run.", iter([({}, len(running))]))
+    add("ranks", "gauge", "Number of running ranks.", iter([({}, len(running))]))
     add(
-        "restarts_total", "counter", "Attempts that failed and were followed by another, by cause.",
+        "restarts_total", "counter", "Failed attempts that were followed by another one, by cause.",
         (({"cause": cause}, num) for cause, num in sorted(_restarts(job).items())),
     )  # fmt: skip
     add(
-        "stalls_total", "counter", "Stalls that were noticed.",
+        "stalls_total", "counter", "Detected stalls.",
         iter([({}, sum(len(one.stalls) for one in job.attempts))]),
     )  # fmt: skip
     add(
@@ -43,26 +43,26 @@ def as_metrics(job: Job) -> str:
         iter([({}, account.goodput)]),
     )  # fmt: skip
     add(
-        "rank_seconds", "gauge", "Time of all ranks together, by what it went into.",
+        "rank_seconds", "gauge", "Total time of all ranks, by category.",
         (({"category": one.value}, ns / 1e9) for one, ns in account.totals.items()),
     )  # fmt: skip
     add(
-        "step", "gauge", "The step that a rank is in.",
+        "step", "gauge", "Current step of a rank.",
         (({"rank": rank}, run.step) for rank, run in running.items() if run.step >= 0),
     )  # fmt: skip
     add(
-        "step_seconds", "gauge", "Mean time of a rank's last steps.",
+        "step_seconds", "gauge", "Mean duration of a rank's last steps.",
         (({"rank": rank}, value) for rank, run in running.items()
          if (value := _step_s(run)) is not None),
     )  # fmt: skip
     add(
         "exposed_communication_ratio", "gauge",
-        "Share of a rank's last steps in which it stood still in communication.",
+        "Share of a rank's last steps in which it was blocked in communication.",
         (({"rank": rank}, value) for rank, run in running.items()
          if (value := _waiting(run)) is not None),
     )  # fmt: skip
     add(
-        "lag_seconds", "gauge", "Time since a rank last began or ended anything.",
+        "lag_seconds", "gauge", "Time since a rank last began or ended an operation, span or step.",
         (({"rank": rank}, max(0, job.now_ns - run.progress_ns) / 1e9)
          for rank, run in running.items() if run.progress_ns is not None),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What is sent about a job: one JSON object per incident, restart and end. Pure."""
+"""The notices of a job: one JSON object per incident, restart and end. Pure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ FORMAT = 1
 
 
 class Notices:
-    """Turns what happens in one job into notices.
+    """A converter of one job's events into notices.
 
     Args:
-        run_dir: as the user knows it.
-        host: of the hosting node.
-        wall_s: the time of day, in seconds since 1970.
+        run_dir: the run directory as the user knows it.
+        host: the name of the hosting node.
+        wall_s: returns the wall-clock time, in seconds since 1970.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Notices:
         self._restarts = 0
 
     def of(self, happening: o.Happening) -> dict[str, Any] | None:
-        """Return the notice about something that happened, None if there is none."""
+        """Return the notice about an event, or None if it needs no notice."""
         if isinstance(happening, o.VerdictKnown):
             return self._made("incident", **_of_incident(happening))
         if isinstance(happening, o.Restarting):

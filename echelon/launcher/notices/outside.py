@@ -1,7 +1,7 @@
-"""What the hosting node sends and serves about its job: an observer, with threads of its own.
+"""The notices and metrics of the hosting node: an observer with its own threads.
 
-Lines from those threads are printed here, on the launcher's thread: they wait for the next thing
-that happens, at most about a second.
+Lines from those threads are printed on the launcher's thread, at the next event, which is usually
+at most about a second later.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # loaded only where they are asked for
     from echelon.launcher.notices.delivery import Delivery
     from echelon.launcher.notices.exporter import Exporter
 
-CLOSE_S = 10.0  # for notices that wait at the job's end
+CLOSE_S = 10.0  # for notices that are waiting at the job's end
 
 
 class Outside:
@@ -28,9 +28,9 @@ class Outside:
 
     Args:
         notify: commands and URLs.
-        metrics: (address, port), None: no endpoint.
-        run_dir: as the user knows it.
-        say: prints a line; called on the thread of the caller only.
+        metrics: (address, port) of the endpoint, or None.
+        run_dir: the run directory as the user knows it.
+        say: prints a line; called only on the caller's thread.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Outside:
         self._exporter = None if metrics is None else self._export(*metrics, book)
 
     def __call__(self, happening: o.Happening) -> None:
-        """Queue a notice, where something is worth one."""
+        """Queue a notice if the event needs one."""
         notice = self._notices.of(happening) if self._deliveries else None
         if notice is not None:
             for delivery in self._deliveries:
@@ -56,7 +56,7 @@ class Outside:
         self._print()
 
     def close(self) -> None:
-        """Deliver what waits, for at most 10 s, and stop serving."""
+        """Deliver the waiting notices, for at most 10 s, and stop serving."""
         deadline_s = time.monotonic() + CLOSE_S
         for delivery in self._deliveries:
             delivery.close(max(0.1, deadline_s - time.monotonic()))

@@ -134,7 +134,7 @@ def test_a_disk_that_hangs_holds_up_neither_events_nor_the_end(book, clock, said
     _begin(book, clock)
     book(o.JobEnded(ended_by="worker", exit_code=0, error=""))
     book.close()
-    assert said == ["could not write the account of the job's time: the disk does not answer"]
+    assert said == ["could not write the account of the job's time: the disk does not respond"]
     answers.set()
 
 

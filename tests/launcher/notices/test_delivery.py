@@ -100,7 +100,7 @@ def test_a_command_that_hangs_is_killed_with_what_it_started(tmp_path, said):
     delivery = Delivery(command, said.append, command_s=0.3)
     delivery.send(NOTICE)
     delivery.close(60)
-    assert said == ["--notify (while: killed: not done within 0.3 s"]
+    assert said == ["--notify (while: killed: not finished within 0.3 s"]
     alive.unlink(missing_ok=True)
     time.sleep(0.1)  # its loop would have made it again
     assert not alive.exists()
@@ -112,7 +112,7 @@ def test_the_jobs_end_waits_for_a_receiver_no_longer_than_it_may(said):
     began_s = time.monotonic()
     delivery.close(0.2)
     assert time.monotonic() - began_s < 60
-    assert said == ["--notify sleep: not done within 0.2 s; given up"]
+    assert said == ["--notify sleep: not finished within 0.2 s; abandoned"]
 
 
 def test_a_receiver_that_is_too_slow_loses_notices_and_holds_up_nothing(said):
@@ -174,7 +174,7 @@ def test_a_server_that_is_not_there_is_one_line(said):
         delivery.send(NOTICE)
         delivery.close(60)
     (line,) = said
-    assert line.startswith("--notify http://127.0.0.1: not reached: ")
+    assert line.startswith("--notify http://127.0.0.1: cannot connect: ")
 
 
 def test_a_server_that_never_answers_is_given_up(said):

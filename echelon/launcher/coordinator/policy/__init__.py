@@ -1,1 +1,1 @@
-"""What follows a failed attempt: a table of causes, and pure functions over it."""
+"""The restart policy: a table of causes, and pure functions over it."""

@@ -1,4 +1,4 @@
-"""What is known of one failed attempt when it is decided what follows. Plain facts."""
+"""The facts of one failed attempt on which the policy decides."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ class Failure:
     """How one attempt failed.
 
     Attributes:
-        cause: the verdict's; where that is late, what exit codes and error files show.
-        is_likely: there is a verdict, and it calls itself `likely` or `certain`.
-        is_certain: it calls itself `certain`.
+        cause: the verdict's cause; if the verdict is late, derived from exit codes and error files.
+        is_likely: whether there is a verdict with the confidence `likely` or `certain`.
+        is_certain: whether its confidence is `certain`.
         said: one clause for people, such as "rank 2 raised ValueError: a corrupt batch".
         site: what failed where ("ValueError at train.py:88 in compute"); equal for repetitions.
-        culprit_ranks: the verdict's, or the first rank that failed.
+        culprit_ranks: the verdict's culprits, or the first rank that failed.
         nodes: names of the culprits' launchers, in rank order.
         hosts: those nodes' host names, in the same order.
         last_step: the last step that the culprit began, -1 if it recorded none.
-        is_killed: a signal ended the culprit, or its node was lost.
-        is_outside: what the culprit raised reports a network or a file system.
-        owns_memory: whether memory ran out by the job's own use; None: not known.
+        is_killed: whether a signal ended the culprit, or its node was lost.
+        is_outside: whether the culprit's error reports a network or a file system.
+        owns_memory: whether the job's own use exhausted memory; None if that is not known.
     """
 
     attempt: int
@@ -43,5 +43,5 @@ class Failure:
     owns_memory: bool | None = None
 
     def repeats(self, other: Failure) -> bool:
-        """Whether this is the same failure as an earlier one."""
+        """Return whether this is the same failure as an earlier one."""
         return self.cause == other.cause and self.site == other.site

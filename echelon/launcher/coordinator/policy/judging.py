@@ -1,7 +1,7 @@
-"""What is known of a failed attempt: by its world, its incident and, if there is one, the verdict.
+"""The facts of a failed attempt, from its world, its incident and, if there is one, the verdict.
 
-Where the verdict is late, the first rank that ended counts, by its exit code, and what it raised is
-read from its dump here: at most a few files, of which each is a rank's black box.
+If the verdict is late, the first rank that ended counts, with its exit code. Its error is then read
+here from its dump: at most a few files, each of them one rank's black box.
 """
 
 from __future__ import annotations
@@ -100,14 +100,14 @@ def _by_ends(world: World, incident: Incident | None) -> Failure:
 def _last_step(
     world: World, incident: Incident | None, rank: int, around: Circumstances | None
 ) -> int:
-    """Return a rank's last step; that of another one where its node, or its record, is lost."""
+    """Return a rank's last step, or another rank's if its node or its record is lost."""
     if around is None:
         around = _look(incident, [other for other in range(world.size) if other != rank])
     return -1 if around is None else around.last_step
 
 
 def _look(incident: Incident | None, ranks: Sequence[int]) -> Circumstances | None:
-    """Read what the first of these ranks to have a record raised."""
+    """Read the circumstances from the first of these ranks that has a record."""
     if incident is None:
         return None
     from echelon.launcher.incident.circumstances import circumstances  # only where it is needed

@@ -1,7 +1,7 @@
-"""What the policy knows of a job, as text: it travels to the nodes that may host the job next.
+"""The policy's knowledge of a job, as text that is sent to the nodes that may host the job next.
 
-Without it an error that repeats, or a node that fails each time, would have its restarts again
-after each failover.
+Without it, a repeating error or a repeatedly failing node would regain all its restarts after each
+failover.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Memory:
     Attributes:
         failures: oldest first.
         avoided: names of the nodes that worlds avoid.
-        decisions: as report.json holds them, oldest first.
+        decisions: entries of report.json, oldest first.
     """
 
     failures: tuple[Failure, ...] = ()
@@ -32,7 +32,7 @@ class Memory:
 
 
 def pack(memory: Memory) -> str:
-    """Return a memory as text; of failures and decisions the latest."""
+    """Return a memory as text, with only the latest failures and decisions."""
     kept = replace(
         memory,
         failures=memory.failures[-MOST_KEPT:],
@@ -61,7 +61,7 @@ def unpack(text: str) -> Memory:
 
 
 def _failure(values: dict[str, Any]) -> Failure:
-    """Hold every value against the type of its field."""
+    """Check every value against the type of its field, and return the failure."""
     read: dict[str, Any] = {name: _CHECKS[name](value) for name, value in values.items()}
     return Failure(**read)
 

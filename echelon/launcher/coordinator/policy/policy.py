@@ -1,9 +1,9 @@
-"""From a failure and the failures before it to a decision: one pure function over the table.
+"""From a failure and the earlier ones to a decision: one pure function over the table.
 
-A failure repeats another one if its cause and site are equal and no step was gained in between: an
-error at the same line five thousand steps later is another occurrence, which a restart got past.
-An error that repeats at another step than before is not sure to be deterministic, and gets one
-attempt more. Failures of other kinds in between do not reset the count; steps gained do.
+A failure repeats another one if cause and site are equal and no step was gained in between: an
+error at the same line five thousand steps later is another occurrence, which a restart got past. An
+error that repeats at a different step may not be deterministic, so it gets one more attempt.
+Failures of other kinds in between do not reset the count; gained steps do.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Decision:
 
     Attributes:
         reason: one clause.
-        pause_s: before the next attempt.
+        pause_s: the pause before the next attempt.
         exclude: names of nodes that the next worlds avoid.
     """
 
@@ -52,8 +52,8 @@ def decide(
 
     Args:
         history: the job's earlier failures, oldest first.
-        exclude_after: failures of a node's own after which worlds avoid it; 0: never.
-        can_replace: the job has enough other nodes.
+        exclude_after: avoid a node after this many failures of its own; 0: never.
+        can_replace: whether the job has enough other nodes.
     """
     row = row_for(failure)
     same = repeated(failure, history)
@@ -72,12 +72,12 @@ def decide(
 
 
 def repeated(failure: Failure, history: Sequence[Failure]) -> list[Failure]:
-    """Return the earlier occurrences of a failure since the last step that was gained."""
+    """Return the earlier occurrences of a failure since the last gained step."""
     return [one for one in _since_progress(failure, history) if failure.repeats(one)]
 
 
 def _since_progress(failure: Failure, history: Sequence[Failure]) -> list[Failure]:
-    """Return the failures from the one on that got the furthest; none if this one got further."""
+    """Return the failures since the one that got furthest; none if this one got further."""
     furthest, stuck = -1, 0
     for place, one in enumerate(history):
         if one.last_step > furthest:
@@ -120,5 +120,5 @@ def _about_nodes(
 
 
 def _blames(failure: Failure) -> bool:
-    """Whether a failure counts against its nodes: a healthy one is not to be lost to a guess."""
+    """Return whether a failure counts against its nodes: a guess must not cost a healthy one."""
     return row_for(failure).blames_node and (failure.is_certain or failure.is_killed)

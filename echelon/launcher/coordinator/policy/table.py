@@ -1,8 +1,8 @@
 """The policy's table: cause and evidence -> what follows. `docs/restarts.md` prints it.
 
-The first row that fits a failure holds. `repeats` is how often the same failure may be followed by
-another attempt although no step was gained in between: 0 stops at once, 1 at the second time, None
-leaves it to `--max-restarts`.
+The first row that fits a failure applies. `repeats` is how often the same failure may be followed
+by another attempt although no step was gained in between: 0 stops at once, 1 stops at the second
+occurrence, None leaves it to `--max-restarts`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PATIENCE = 3  # stall timeouts that a stall has to pass by itself, where it may
 
 
 class Evidence(Enum):
-    """What must be known beside the cause."""
+    """The evidence that is required beside the cause."""
 
     ANY = "any"
     LIKELY = "the verdict is at least `likely`"
@@ -50,9 +50,10 @@ class Row:
     """What follows some causes.
 
     Attributes:
-        causes: () for all others.
-        blames_node: failures count against the culprit's node (`--exclude-after`).
-        may_pass: a stall of this cause may end by itself: `--on-stall restart` waits first.
+        causes: the causes; () for all others.
+        blames_node: whether failures count against the culprit's node (`--exclude-after`).
+        may_pass: whether a stall of this cause may end by itself; `--on-stall restart` then waits
+            first.
         why: completes "no restart: ..." for people.
     """
 
@@ -65,7 +66,7 @@ class Row:
     why: str
 
     def fits(self, failure: Failure) -> bool:
-        """Whether it holds for a failure."""
+        """Return whether the row applies to a failure."""
         if self.causes and failure.cause not in self.causes:
             return False
         return {
@@ -157,12 +158,12 @@ TABLE = (
 
 
 def row_for(failure: Failure) -> Row:
-    """Return the row that holds."""
+    """Return the row that applies."""
     return next(row for row in TABLE if row.fits(failure))
 
 
 def may_pass(cause: str) -> bool:
-    """Whether a stall of this cause may end by itself."""
+    """Return whether a stall of this cause may end by itself."""
     return next((row for row in TABLE if cause in row.causes), TABLE[-1]).may_pass
 
 
