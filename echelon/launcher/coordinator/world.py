@@ -183,7 +183,7 @@ class World:
 
 
 def _folded(first_rank: int) -> int:
-    """Return the key of a node's folded row, which is no rank's number."""
+    """Return the key of a node's folded row, which never equals a rank's number."""
     return -1 - first_rank
 
 

@@ -120,7 +120,7 @@ class Succession:
             return ""
         electors = self.mandate.electors
         return (
-            f"no majority of the {len(electors)} electing nodes replies; "
+            f"no majority of the {len(electors)} electing nodes answers; "
             "they may continue without this node"
         )
 

@@ -206,7 +206,7 @@ def test_a_job_that_ends_during_the_look_is_said_to_have_ended(start, tmp_path):
     pids = start("waits", "waits")
     verdict = _ended_while(pids, list(pids), tmp_path, is_watched=False)
     assert (verdict.cause.value, verdict.culprit_ranks) == ("unknown", ())
-    assert verdict.summary.startswith("ranks 0 and 1 ended while they were looked at")
+    assert verdict.summary.startswith("ranks 0 and 1 ended while they were being examined")
     assert verdict.evidence == ("ranks 0 and 1: killed by SIGKILL",)
 
 
@@ -214,7 +214,7 @@ def test_under_a_launcher_that_stops_at_a_failure_no_rank_that_ends_is_blamed(st
     pids = start("waits", "waits", "waits")
     verdict = _ended_while(pids, pids[:2], tmp_path, is_watched=True)
     assert (verdict.cause.value, verdict.culprit_ranks) == ("unknown", ())
-    assert verdict.summary.startswith("ranks 0 and 1 ended while they were looked at")
+    assert verdict.summary.startswith("ranks 0 and 1 ended while they were being examined")
 
 
 def test_a_rank_that_ends_during_the_look_while_others_wait_is_dead(start, tmp_path):

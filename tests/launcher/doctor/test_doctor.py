@@ -160,7 +160,7 @@ def test_a_way_that_is_closed_is_named():
     ("argv", "said"),
     [
         (["--rdzv-endpoint", "127.0.0.1:x"], "is not HOST:PORT"),
-        (["--rdzv-endpoint", "127.0.0.1", "--rdzv-conf", "x=1"], "no setting 'x'"),
+        (["--rdzv-endpoint", "127.0.0.1", "--rdzv-conf", "x=1"], "unknown setting 'x'"),
     ],
 )
 def test_bad_usage_is_one_line(argv, said, capsys):

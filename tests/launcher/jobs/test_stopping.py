@@ -111,7 +111,7 @@ def test_ctrl_c_twice_is_one_persons_impatience_on_one_node(cluster, tmp_path):
     deadline = time.monotonic() + 60
     while first.process.poll() is None and time.monotonic() < deadline:
         first.process.send_signal(signal.SIGINT)  # counts from one second after the first on
-        if first.has("ending this node's workers now"):
+        if first.has("killing this node's workers now"):
             break
         time.sleep(0.2)
     (tmp_path / "gate").touch()

@@ -101,7 +101,7 @@ def test_one_person_who_asks_twice_on_the_only_node_does_not_wait(cluster):
         node.process.send_signal(signal.SIGINT)
         signal.sigtimedwait([], 0.1)
     assert node.end() == 130, job.told()
-    assert node.has("ending this node's workers now"), job.told()
+    assert node.has("killing this node's workers now"), job.told()
     assert not list(job.folder.glob("saved_*"))
 
 

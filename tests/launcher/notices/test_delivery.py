@@ -163,7 +163,7 @@ def test_a_notice_and_its_password_do_not_follow_a_redirect(code, receiver, said
     assert len(first.bodies) == 1
     assert other.users == []
     line = f"--notify http://127.0.0.1: HTTP {code}: redirects are not followed"
-    assert said == [f"{line}; give the URL that they lead to"]
+    assert said == [f"{line}; give the final URL"]
 
 
 def test_a_server_that_is_not_there_is_one_line(said):
@@ -186,4 +186,4 @@ def test_a_server_that_never_answers_is_given_up(said):
         delivery.send(NOTICE)
         delivery.close(60)
     (line,) = said
-    assert line.startswith("--notify http://127.0.0.1: not reached")
+    assert line.startswith("--notify http://127.0.0.1: cannot connect")

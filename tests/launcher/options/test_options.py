@@ -62,7 +62,7 @@ def test_a_module_and_a_program_need_no_file():
         (["--no-such-option", "1", "x.py"], "unrecognized arguments: --no-such-option"),
         (["--nproc-per-node", "2"], "no SCRIPT given"),
         (["-r", "10:4", "x.py"], "'4' is not 0 (none), 1 (stdout)"),
-        (["--rdzv-conf", "join_timout=3", "x.py"], "no setting 'join_timout'"),
+        (["--rdzv-conf", "join_timout=3", "x.py"], "unknown setting 'join_timout'"),
         (["--rdzv-conf", "is_host=perhaps", "x.py"], "is_host=perhaps: must be true or false"),
         (["--rdzv-conf", "lost_after=0.1", "x.py"], "must be at least 1 s"),
         (["--signals-to-handle", "SIGTERM,SIGFOO", "x.py"], "'SIGFOO' is not the name of a signal"),
@@ -70,7 +70,7 @@ def test_a_module_and_a_program_need_no_file():
         (["--numa-binding", "core", "x.py"], "invalid choice: 'core'"),
         (["--start-method", "threads", "x.py"], "invalid choice: 'threads'"),
         (["--rdzv-cert", "/no/such", "x.py"], "--rdzv-cert /no/such: No such file"),
-        (["--rdzv-cert", __file__, "x.py"], "is not a PEM file"),
+        (["--rdzv-cert", __file__, "x.py"], "not a PEM file"),
     ],
 )
 def test_bad_usage_is_one_line_and_code_2(argv, said, capsys):
