@@ -28,6 +28,7 @@ PACKAGES = (
     "echelon.dist.pipeline",
     "echelon.dist.parallel",
     "echelon.dist.checkpoint",
+    "echelon.dist.resilient",
     "echelon.recorder",
     "echelon.store",
     "echelon.analysis",

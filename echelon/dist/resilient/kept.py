@@ -17,7 +17,15 @@ from torch import nn
 
 
 class Stateful(Protocol):
-    """What has a state of its own: a schedule, an average of the weights, a sampler."""
+    """What has a state of its own: a schedule, an average of the weights, a sampler.
+
+    Example:
+        >>> schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        >>> prepare = lambda world: lambda step: (optimizer.step(), schedule.step())
+        >>> run(prepare, model, optimizer, total=2, also=[schedule])
+        >>> round(optimizer.param_groups[0]["lr"], 6)
+        0.00081
+    """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""

@@ -52,6 +52,13 @@ class World:
         group: of all of them; also `echelon.dist.world()`.
         epoch: 0 at the start, higher after each loss.
         lost: ranks that were lost so far, as the launcher numbers them.
+
+    Example:
+        >>> def prepare(world):
+        ...     print(f"epoch {world.epoch}, size {world.group.size}, lost: {list(world.lost)}")
+        ...     return lambda step: None
+        >>> run(prepare, model, optimizer, total=1)
+        epoch 0, size 1, lost: []
     """
 
     group: ProcessGroup
@@ -99,15 +106,21 @@ def run(
             too few ranks are left, or no rank has died.
 
     Example:
+        >>> from echelon.train.same_bits import SameBits
         >>> def prepare(world):
         ...     probes = world.epoch == 0
-        ...     same = SameBits(model, optimizer, micro_batches=24, seed=1, probe=probes)
+        ...     same = SameBits(model, optimizer, micro_batches=2, seed=1, probe=probes)
+        ...
         ...     def train_step(step):
-        ...         loss = same.backward(step, lambda n: loss_of(model, data.batch(step, n)))
+        ...         loss = same.backward(step, lambda number: loss_fn(model(tokens), targets))
         ...         optimizer.step()
         ...         return loss
+        ...
         ...     return train_step
-        >>> resilient.run(prepare, model, optimizer, total=1000)
+        >>> run(prepare, model, optimizer, total=3, on_commit=lambda step, loss: print(step))
+        0
+        1
+        2
     """
     group = runtime.world()
     _check_replicated(model)
