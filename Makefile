@@ -7,7 +7,7 @@ NPROC ?= 2
 WORKERS ?= 2
 ARGS ?=
 
-.PHONY: setup train test check docs docs-serve check-native wheels clean
+.PHONY: setup train test check docs docs-serve bench-docs check-native wheels clean
 
 setup: $(VENV)/.ready
 
@@ -49,6 +49,10 @@ docs: $(VENV)/.ready-docs
 
 docs-serve: $(VENV)/.ready-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+# The tables of docs/benchmarks, from the kept results in benchmarks/results.
+bench-docs: setup
+	$(BIN)/python -m tools.docs.bench
 
 # The C core under ThreadSanitizer, and on ARM64 under qemu. Needs a C compiler; not part of CI.
 check-native:

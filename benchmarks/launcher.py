@@ -12,13 +12,11 @@ torch only our column is measured.
 
 from __future__ import annotations
 
-import argparse
+import functools
 import importlib.util
 import itertools
 import json
 import math
-import os
-import platform
 import re
 import shutil
 import signal
@@ -29,13 +27,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import rendezvous
 from launched import Event, Job, job, seconds_until
+from runner.machine import Conditions
+from runner.options import finish, parser
+from runner.rounds import Case, Samples, measure
 from torch_agents import hostile_bytes
 
+COLUMNS = tuple((title, "left") for title in ("probe", "torchrun", "ours", "bar", "met"))
 LIMIT_S = 45.0  # how long a probe waits for a reaction
 GONE_LIMIT_S = 5.0
 CLOCK_OFF_S = 900  # a quarter of an hour
@@ -405,63 +406,54 @@ PROBES = (
 )  # fmt: skip
 
 
-def measure(probe: Probe, rounds: int | None, launchers: Sequence[str]) -> str:
-    """Run a probe under each launcher in turn; return its row."""
-    num = {
-        "ours": rounds or probe.rounds,
-        "torchrun": probe.rounds if probe.peer_rounds is None else probe.peer_rounds,
-    }
-    num["torchrun"] = min(num["torchrun"], num["ours"])
-    values: dict[str, list[float]] = {name: [] for name in launchers}
-    for index in range(max(num.values())):
-        for name in launchers:
-            if index < num[name]:
-                with job(name, index) as made:
-                    values[name].append(probe.run(made))
-                print(f"{probe.name} {name}: {values[name][-1]:.3g}", file=sys.stderr, flush=True)
-    shown = {name: probe.tell(found) if found else "-" for name, found in values.items()}
-    met = "yes" if probe.is_met(values["ours"], values.get("torchrun", ())) else "**no**"
-    peer = shown.get("torchrun", "-")
-    return f"| {probe.title} | {peer} | {shown['ours']} | {probe.bar} | {met} |"
+def as_case(probe: Probe, launchers: Sequence[str], rounds: int | None) -> Case:
+    """Return what the runner measures for a row: its probe under each launcher."""
+
+    def run(launcher: str, number: int) -> float:
+        with job(launcher, number) as made:
+            figure = probe.run(made)
+        print(f"{probe.name} {launcher}: {figure:.3g}", file=sys.stderr, flush=True)
+        return figure
+
+    peer = probe.rounds if probe.peer_rounds is None else probe.peer_rounds
+    return Case(
+        name=probe.name,
+        sides={launcher: functools.partial(run, launcher) for launcher in launchers},
+        rounds=rounds or probe.rounds,
+        side_rounds={"torchrun": peer},
+    )
+
+
+def row_of(probe: Probe, samples: Samples) -> list[str]:
+    """Return a row of the table."""
+    if missing := probe.needs():
+        return [probe.title, f"not run: needs {missing}", "", probe.bar, ""]
+    ours, peer = samples["ours"], samples.get("torchrun", [])
+    met = "yes" if probe.is_met(ours, peer) else "**no**"
+    return [probe.title, probe.tell(peer) if peer else "-", probe.tell(ours), probe.bar, met]
 
 
 def main() -> None:
     """Run the probes and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", default="", metavar="NAMES", help="these rows, with commas")
-    parser.add_argument("--rounds", type=int, help="rounds of every row (default: by row)")
-    parser.add_argument("--list", action="store_true", help="name the rows")
-    options = parser.parse_args()
-    if options.list:
+    arguments = parser(__doc__, rounds=None)
+    arguments.add_argument("--only", default="", metavar="NAMES", help="these rows, with commas")
+    arguments.add_argument("--list", action="store_true", help="name the rows")
+    args = arguments.parse_args()
+    if args.list:
         print("\n".join(f"{probe.name:18} {probe.title}" for probe in PROBES))
         return
-    wanted = set(filter(None, options.only.split(",")))
+    wanted = set(filter(None, args.only.split(",")))
     unknown = wanted - {probe.name for probe in PROBES}
     if unknown:
-        parser.error(f"no such row: {', '.join(sorted(unknown))}; see --list")
+        arguments.error(f"no such row: {', '.join(sorted(unknown))}; see --list")
     launchers = ["ours"] + (["torchrun"] if importlib.util.find_spec("torch") else [])
-    before = os.getloadavg()[0]
-    rows = ["| probe | torchrun | ours | bar | met |", "|---|---|---|---|---|"]
-    for probe in PROBES:
-        if wanted and probe.name not in wanted:
-            continue
-        missing = probe.needs()
-        rows.append(
-            f"| {probe.title} | not run: needs {missing} | | {probe.bar} | |"
-            if missing
-            else measure(probe, options.rounds, launchers)
-        )
-    print(conditions(before), "", *rows, sep="\n")
-
-
-def conditions(load_before: float) -> str:
-    """Return when and where the table was measured, and beside how much other work."""
-    torch = "torch " + version("torch") if importlib.util.find_spec("torch") else "no torch"
-    return (
-        f"{time.strftime('%Y-%m-%d')}, {torch}, Python {platform.python_version()}, "
-        f"{os.cpu_count()} processors; load {load_before:.1f} before, "
-        f"{os.getloadavg()[0]:.1f} after."
-    )
+    chosen = [probe for probe in PROBES if not wanted or probe.name in wanted]
+    cases = [as_case(one, launchers, args.rounds) for one in chosen if not one.needs()]
+    conditions = Conditions(("torch",))
+    num_rounds = max((case.rounds or 1 for case in cases), default=0)
+    samples = measure(cases, num_rounds, seed=args.seed)
+    rows = [row_of(probe, samples.get(probe.name, {})) for probe in chosen]
+    finish(args, conditions, COLUMNS, rows, samples)
 
 
 if __name__ == "__main__":

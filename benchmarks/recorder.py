@@ -24,18 +24,20 @@ import contextlib
 import functools
 import json
 import os
-import platform
-import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from runner.machine import Conditions
+from runner.options import finish, parser
+from runner.rounds import Case, Measure, fastest_tenth, measure, spread
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -55,6 +57,7 @@ NUM_ALL_REDUCES = 250
 MIN_ROUNDS = 5
 OPERATIONS_S = 20.0  # no further round after that, on a busy machine
 STEPS_S = 15.0
+COLUMNS = tuple((title, "left") for title in ("what", "measured", "target", "met"))
 STACKS = (1, 3, 10)  # frames of the user's
 TARGETS_US = {"C": 0.6, "Python": 2.5}
 TARGET_RING_MS = 20.0
@@ -138,6 +141,7 @@ class Row:
     value: str
     target: str = ""
     met: str = ""
+    samples: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -207,42 +211,42 @@ def on_stack(frames: int, work: Callable[[], None]) -> float:
 Costs = dict[tuple[str, int], list[float]]  # (writer, frames) -> one per round
 
 
-def stack_costs(recorder: Recorder, rounds: int) -> Costs:
+def stack_costs(recorder: Recorder, rounds: int, order: int | None) -> Costs:
     """Measure begin + completed of all recorders, in turn, on stacks of several depths."""
     writers = {"Python": Recorder(recorder._ring, in_c=False)}
     if recorder.is_in_c:
         writers["C"] = recorder
-    results: Costs = {}
 
-    def measure_ours(name: str, frames: int) -> float:
+    def measure_ours(name: str, frames: int, _: int) -> float:
         writer = writers[name]
         work = functools.partial(complete_many, writer, writer.group("world", range(8)), NUM_CALLS)
         return on_stack(frames, work) / NUM_CALLS * 1e6
 
-    cases: dict[tuple[str, int], Callable[[], float]] = {
-        (name, frames): functools.partial(measure_ours, name, frames)
-        for name in writers
-        for frames in STACKS
-    }
     both = {"torch on": Torch(NUM_SLOTS), "torch off": Torch(0)}
     try:
-        has_torch = [one.is_ready() for one in both.values()]
-        if all(has_torch):
-            cases |= {
-                (name, frames): functools.partial(one.cost_us, frames)
-                for name, one in both.items()
-                for frames in STACKS
+        are_ready = [one.is_ready() for one in both.values()]  # both start at the same time
+        has_torch = all(are_ready)
+        cases = []
+        for frames in STACKS:
+            sides: dict[str, Measure] = {
+                name: functools.partial(measure_ours, name, frames) for name in writers
             }
-        until_s = time.monotonic() + OPERATIONS_S
-        for number in range(rounds):
-            if number >= MIN_ROUNDS and time.monotonic() > until_s:
-                break
-            for key in random.sample(list(cases), len(cases)):
-                results.setdefault(key, []).append(cases[key]())
+            for name, one in both.items() if has_torch else ():
+                sides[name] = functools.partial(_torch_us, one, frames)
+            cases.append(Case(name=str(frames), sides=sides))
+        found = measure(cases, rounds, seed=order, limit_s=OPERATIONS_S, least_rounds=MIN_ROUNDS)
     finally:
         for one in both.values():
             one.close()
-    return results
+    return {
+        (side, int(frames)): values
+        for frames, samples in found.items()
+        for side, values in samples.items()
+    }
+
+
+def _torch_us(process: Torch, frames: int, _: int) -> float:
+    return process.cost_us(frames)
 
 
 def operation_costs(recorder: Recorder, rounds: int) -> dict[str, tuple[float, float]]:
@@ -321,6 +325,7 @@ def all_reduce_rows(_: Recorder, rounds: int) -> Iterator[Row]:
         f"{statistics.median(found[False]):.2f} us not",
         f"{TARGET_ALL_REDUCE_SHARE:.0%}",
         "yes" if share <= TARGET_ALL_REDUCE_SHARE else "no",
+        {"us recorded": found[True], "us not": found[False]},
     )
 
 
@@ -379,17 +384,6 @@ def step_costs_ms(recorder: Recorder, rounds: int) -> dict[str, Any]:
     return {"on": times[True], "off": times[False], "records": records}
 
 
-def spread(values: list[float]) -> str:
-    """Say median and quartiles."""
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
-
-
-def fastest_tenth(values: list[float]) -> float:
-    """Return what the fastest tenth stays below: other work only ever adds to a cost."""
-    return statistics.quantiles(values, n=10)[0]
-
-
 def torch_row(found: Costs, frames: int) -> Row:
     """Compare an all_reduce of torch with its recorder and without."""
     on, off = found["torch on", frames], found["torch off", frames]
@@ -399,12 +393,13 @@ def torch_row(found: Costs, frames: int) -> Row:
         f"{fastest_tenth(on) - fastest_tenth(off):.2f} us at the fastest tenth (all_reduce "
         f"{fastest_tenth(on):.2f} us with it, {fastest_tenth(off):.2f} us without); "
         f"median ratio of a round {spread(ratios)}",
+        samples={"us with it": on, "us without": off},
     )
 
 
-def operation_rows(recorder: Recorder, rounds: int) -> Iterator[Row]:
+def operation_rows(recorder: Recorder, rounds: int, order: int | None) -> Iterator[Row]:
     """Measure the recorder's own calls, and torch's beside them."""
-    found = stack_costs(recorder, 3 * rounds)
+    found = stack_costs(recorder, 3 * rounds, order)
     for frames in STACKS:
         if ("torch on", frames) in found:
             yield torch_row(found, frames)
@@ -417,6 +412,7 @@ def operation_rows(recorder: Recorder, rounds: int) -> Iterator[Row]:
                     f"{fastest_tenth(costs):.2f} us at the fastest tenth, {spread(costs)} us",
                     f"{target:g} us",
                     "yes" if median <= target else "no",
+                    {"us": costs},
                 )
     for name, (best, median) in operation_costs(recorder, 3 * rounds).items():
         yield Row(name, f"{best:.2f} us best, {median:.2f} us median")
@@ -446,48 +442,37 @@ def step_rows(recorder: Recorder, rounds: int) -> Iterator[Row]:
         "yes" if share <= TARGET_STEP_SHARE else "no",
     )
     on, off = statistics.median(found["on"]), statistics.median(found["off"])
-    yield Row("step, recorder on", f"{spread(found['on'])} ms, {len(found['on'])} runs")
-    yield Row("step, recorder off", f"{spread(found['off'])} ms, {len(found['off'])} runs")
+    for name in ("on", "off"):
+        value = f"{spread(found[name])} ms, {len(found[name])} runs"
+        yield Row(f"step, recorder {name}", value, samples={"ms": found[name]})
     yield Row("difference of the medians", f"{(on - off) / off:+.2%}")
-
-
-def markdown(rows: list[Row]) -> str:
-    """Write the table."""
-    lines = ["| what | measured | target | met |", "|---|---|---|---|"]
-    lines += [f"| {row.what} | {row.value} | {row.target} | {row.met} |" for row in rows]
-    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     """Run the cases and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--only", choices=("operation", "all_reduce", "ring", "step"))
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there too")
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    arguments = parser(__doc__, rounds=20)
+    arguments.add_argument("--only", choices=("operation", "all_reduce", "ring", "step"))
+    arguments.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    options = arguments.parse_args()
     if options.rank:
         be_a_rank(options.rounds)
         return
-    cases = {
-        "operation": operation_rows,
+    cases: dict[str, Callable[[Recorder, int], Iterator[Row]]] = {
+        "operation": functools.partial(operation_rows, order=options.seed),
         "all_reduce": all_reduce_rows,
         "ring": ring_rows,
         "step": step_rows,
     }
+    conditions = Conditions(("torch", "numpy"))
     rows: list[Row] = []
     with recording() as recorder:
         for name, case in cases.items():
             if options.only in (None, name):
                 for row in case(recorder, options.rounds):
                     rows.append(row)
-                    print(json.dumps(vars(row)), flush=True)
-    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-    python = f"Python {platform.python_version()}"
-    table = markdown(rows)
-    print(f"\n{machine}, {python}, load {os.getloadavg()[0]:.1f}\n\n{table}")
-    if options.markdown:
-        options.markdown.write_text(table)
+                    print(f"{row.what}: {row.value}", file=sys.stderr, flush=True)
+    cells = [[row.what, row.value, row.target, row.met] for row in rows]
+    finish(options, conditions, COLUMNS, cells, {row.what: row.samples for row in rows})
 
 
 if __name__ == "__main__":

@@ -12,12 +12,8 @@ compare our client on our server with torch's client on torch's.
 
 from __future__ import annotations
 
-import argparse
-import json
+import functools
 import os
-import platform
-import random
-import statistics
 import sys
 import tempfile
 import time
@@ -25,8 +21,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from runner.machine import CORES, Conditions, pin
+from runner.options import finish, parser
+from runner.rounds import Case, Samples, measure, middle, ratio
 from store_load import (
     Load,
     Server,
@@ -43,9 +41,19 @@ from store_load import (
 
 from echelon.store.wire import protocol as p
 
+COLUMNS = (
+    ("case", "left"),
+    ("ours", "right"),
+    ("torch", "right"),
+    ("ratio", "right"),
+    ("target", "right"),
+    ("server's processor time, torch / ours", "right"),
+)
+LATENCY = "one client: latency"
 
-@dataclass
-class Case:
+
+@dataclass(frozen=True)
+class Line:
     """One line of the table.
 
     Attributes:
@@ -64,28 +72,28 @@ class Case:
     measure: Callable[[str, Server, int], float | Load]
 
 
-def cases() -> list[Case]:
+def lines() -> list[Line]:
     """Return everything that is compared."""
     string = p.pack_string(b"/key/1")
     get, add = bytes((p.GET,)) + string, p.encode(p.ADD, b"/count", 1)
     return [
-        Case("64 connections, get", "1/s", 1.0, True,
+        Line("64 connections, get", "1/s", 1.0, True,
              lambda _, s, __: exchange(s, get, 13, 1)),
-        Case("64 connections, add", "1/s", 1.0, True,
+        Line("64 connections, add", "1/s", 1.0, True,
              lambda _, s, __: exchange(s, add, 8, 1)),
-        Case("64 connections, 16 gets a packet", "1/s", 6.0, True,
+        Line("64 connections, 16 gets a packet", "1/s", 6.0, True,
              lambda _, s, __: exchange(s, get * 16, 13 * 16, 16)),
-        Case("64 connections, sets without reply", "1/s", 0.6, True,
+        Line("64 connections, sets without reply", "1/s", 0.6, True,
              lambda _, s, __: flood_of_sets(s)),
-        Case("join + release, 256 clients", "ms", 1.0, False,
+        Line("join + release, 256 clients", "ms", 1.0, False,
              lambda _, s, n: 1000 * join_s(s, 256, n)),
-        Case("join + release, 2000 clients", "ms", 1.0, False,
+        Line("join + release, 2000 clients", "ms", 1.0, False,
              lambda _, s, n: 1000 * join_s(s, 2000, 1000 + n)),
-        Case("rendezvous of 256 ranks, raw sockets; torch: one multi_get", "ms", 5.0, False,
+        Line("rendezvous of 256 ranks, raw sockets; torch: one multi_get", "ms", 5.0, False,
              lambda k, s, n: 1000 * raw_rendezvous_s(k, s, 256, n)),
-        Case("rendezvous of 256 ranks, own client; torch: one multi_get", "ms", 5.0, False,
+        Line("rendezvous of 256 ranks, own client; torch: one multi_get", "ms", 5.0, False,
              lambda k, s, n: 1000 * rendezvous_s(k, s, 256, n)),
-        Case("rendezvous of 256 ranks, own client; torch: a get for each", "ms", 5.0, False,
+        Line("rendezvous of 256 ranks, own client; torch: a get for each", "ms", 5.0, False,
              lambda k, s, n: 1000 * rendezvous_s(k, s, 256, 100 + n, one_by_one=True)),
     ]  # fmt: skip
 
@@ -98,105 +106,102 @@ def seed(server: Server) -> None:
     connected.close()
 
 
-def pin(server: Server) -> None:
-    """Put the server on the first core and this process, with the load that it forks, on the rest.
-
-    Where the scheduler puts two processes that talk changes a round trip by a factor of 2 to 3.
-    """
-    if len(_CORES) > 1:
-        for task in Path(f"/proc/{server.process.pid}/task").iterdir():
-            os.sched_setaffinity(int(task.name), _CORES[:1])
-        os.sched_setaffinity(0, _CORES[1:])
-
-
-_CORES = sorted(os.sched_getaffinity(0))
-
-
-def compare(num_rounds: int, only: str) -> list[dict[str, Any]]:
-    """Run all cases on both servers in turn; return the rows of the table."""
-    samples: dict[str, dict[str, list[float]]] = {}
-    latencies: dict[str, dict[str, list[tuple[float, float]]]] = {}
+def compare(num_rounds: int, only: str, order: int | None) -> dict[str, Samples]:
+    """Measure all lines on both servers in turn; servers and load have cores of their own."""
     with ExitStack() as stack:
         servers = [start_server(name) for name in ("ours", "torch")]
         for server in servers:
             stack.callback(server.stop)
-            pin(server)
+            if len(CORES) > 1:
+                pin(server.process.pid, CORES[:1])
+                pin(0, CORES[1:])  # and with it the load that is forked here
             seed(server)
-        for number in range(num_rounds):
-            for case in random.sample(cases(), k=len(cases())):
-                if only in case.name:
-                    for server in random.sample(servers, k=len(servers)):
-                        before = server.cpu_s()
-                        load = case.measure(server.name, server, number)
-                        if not isinstance(load, Load):
-                            load = Load(load, server.cpu_s() - before)
-                        of_case = samples.setdefault(case.name, {})
-                        of_case.setdefault(server.name, []).append(load.rate)
-                        of_case.setdefault(f"{server.name} cpu", []).append(load.cpu_s)
-            if only in "one client: latency":
-                measure_latencies(servers, latencies)
-            print(f"round {number + 1} of {num_rounds} done", file=sys.stderr)
-    rows = [row_of(case, samples[case.name]) for case in cases() if case.name in samples]
-    return latency_rows(latencies) + rows
+        cases = [as_case(line, servers) for line in lines()] + [latency_case(*servers)]
+        return measure([one for one in cases if only in one.name], num_rounds, seed=order)
 
 
-def measure_latencies(
-    servers: list[Server], latencies: dict[str, dict[str, list[tuple[float, float]]]]
-) -> None:
+def as_case(line: Line, servers: list[Server]) -> Case:
+    """Return what the runner measures for a line."""
+
+    def load(server: Server, number: int) -> dict[str, float]:
+        before = server.cpu_s()
+        found = line.measure(server.name, server, number)
+        if not isinstance(found, Load):
+            found = Load(found, server.cpu_s() - before)
+        return {"": found.rate, "cpu": found.cpu_s}
+
+    return Case(
+        name=line.name,
+        sides={server.name: functools.partial(load, server) for server in servers},
+    )
+
+
+def latency_case(ours: Server, torch: Server) -> Case:
     """Measure one client's calls: our client on ours, torch's client on both."""
-    ours, torch = servers
-    for label, kind, server in (
-        ("ours", "ours", ours),
-        ("torch", "torch", torch),
-        ("torch's client on ours", "torch", ours),
-    ):
-        for name, pair in latencies_us(kind, server).items():
-            latencies.setdefault(name, {}).setdefault(label, []).append(pair)
+
+    def calls(kind: str, server: Server, _: int) -> dict[str, float]:
+        found = latencies_us(kind, server)
+        return {
+            f"{name} {which}": pair[place]
+            for name, pair in found.items()
+            for place, which in enumerate(("p50", "p99"))
+        }
+
+    return Case(
+        name=LATENCY,
+        sides={
+            "own client": functools.partial(calls, "ours", ours),
+            "torch's client": functools.partial(calls, "torch", ours),
+            "torch": functools.partial(calls, "torch", torch),
+        },
+    )
 
 
-def row_of(case: Case, samples: dict[str, list[float]]) -> dict[str, Any]:
-    """Return one line: medians and their ratio."""
-    ours, torch = statistics.median(samples["ours"]), statistics.median(samples["torch"])
-    ratio = ours / torch if case.higher_is_better else torch / ours
-    return {
-        "case": case.name,
-        "unit": case.unit,
-        "ours": ours,
-        "torch": torch,
-        "ratio": ratio,
-        "target": case.target,
-        "cpu_ratio": sum(samples["torch cpu"]) / max(0.01, sum(samples["ours cpu"])),
-        "samples": samples,
-    }
+def row_of(line: Line, samples: Samples) -> list[str]:
+    """Return one line of the table: medians and their ratio."""
+    ours, torch = samples["ours"], samples["torch"]
+    better = ratio(ours, torch, higher_is_better=line.higher_is_better)
+    cpu = sum(samples["torch cpu"]) / max(0.01, sum(samples["ours cpu"]))
+    return cells(
+        f"{line.name} ({line.unit})", middle(ours), middle(torch), better, line.target, cpu
+    )
 
 
-def latency_rows(
-    latencies: dict[str, dict[str, list[tuple[float, float]]]],
-) -> list[dict[str, Any]]:
+def latency_rows(samples: Samples) -> list[list[str]]:
     """Return the lines for one client's calls."""
     rows = []
-    for name, by_label in latencies.items():
-        middle = {
-            label: [statistics.median(pair[i] for pair in pairs) for i in (0, 1)]
-            for label, pairs in by_label.items()
-        }
-        for i, which in enumerate(("p50", "p99")):
-            for label, what, target in (
-                ("ours", "own client", 1.3 if name == "get" and i == 0 else None),
-                ("torch's client on ours", "torch's client", 1.0 if i == 0 else None),
-            ):
-                ours, torch = middle[label][i], middle["torch"][i]
-                rows.append(
-                    {
-                        "case": f"one client, {name} {which}, {what}",
-                        "unit": "us",
-                        "ours": ours,
-                        "torch": torch,
-                        "ratio": torch / ours,
-                        "target": target,
-                    }
-                )
+    calls = [key.removeprefix("torch ") for key in samples if key.startswith("torch ")]
+    for call in calls:
+        torch = samples[f"torch {call}"]
+        for client in ("own client", "torch's client"):
+            ours = samples[f"{client} {call}"]
+            target = {("own client", "get p50"): 1.3}.get((client, call))
+            if client == "torch's client" and call.endswith("p50"):
+                target = 1.0
+            better = ratio(ours, torch, higher_is_better=False)
+            name = f"one client, {call}, {client} (us)"
+            rows.append(cells(name, middle(ours), middle(torch), better, target))
     return rows
+
+
+def cells(
+    name: str,
+    ours: float,
+    torch: float,
+    better: float,
+    target: float | None,
+    cpu: float | None = None,
+) -> list[str]:
+    """Return a row's texts."""
+    missed = target is not None and better < target
+    return [
+        name,
+        f"{ours:,.1f}",
+        f"{torch:,.1f}",
+        f"{better:.2f}{' (short)' if missed else ''}",
+        "" if target is None else f">= {target:g}",
+        "" if cpu is None else f"{cpu:.2f}",
+    ]
 
 
 # Cost of many connections, and per joining rank.
@@ -264,26 +269,6 @@ def absolute(only: str) -> list[tuple[str, float, str]]:
     return found
 
 
-def show(rows: list[dict[str, Any]], figures: list[tuple[str, float, str]]) -> str:
-    """Return everything as Markdown."""
-    lines = [
-        "| case | ours | torch | ratio | target | server's processor time, torch / ours |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    for row in rows:
-        target = "" if row["target"] is None else f">= {row['target']:g}"
-        cpu = f"{row['cpu_ratio']:.2f}" if "cpu_ratio" in row else ""
-        missed = row["target"] is not None and row["ratio"] < row["target"]
-        lines.append(
-            f"| {row['case']} ({row['unit']}) | {row['ours']:,.1f} | {row['torch']:,.1f} "
-            f"| {row['ratio']:.2f}{' (short)' if missed else ''} | {target} | {cpu} |"
-        )
-    if figures:
-        lines += ["", "| our server alone | measured | target |", "|---|---:|---:|"]
-        lines += [f"| {name} | {figure:,.1f} | {target} |" for name, figure, target in figures]
-    return "\n".join(lines) + "\n"
-
-
 def without_dns() -> None:
     """Start this program over in a mount namespace in which names come from files alone."""
     rules = Path(tempfile.gettempdir()) / f"echelon-nsswitch-{os.getpid()}"
@@ -296,32 +281,26 @@ def without_dns() -> None:
 
 def main() -> int:
     """Measure and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="", help="only cases whose name contains this")
-    parser.add_argument(
+    options = parser(__doc__, rounds=5)
+    options.add_argument("--only", default="", help="only cases whose name contains this")
+    options.add_argument(
         "--dns",
         choices=("off", "on"),
         default="off",
         help="off (default, needs root): names are looked up in /etc/hosts alone, so that the "
         "reverse look-up that torch's server makes for each connection costs it nothing",
     )
-    parser.add_argument("--json", type=Path, help="write all samples there")
-    parser.add_argument("--markdown", type=Path, help="write the table there")
-    args = parser.parse_args()
+    args = options.parse_args()
     if args.dns == "off" and os.geteuid() == 0:
         without_dns()
-    rows, figures = compare(args.rounds, args.only), absolute(args.only)
-    load = os.getloadavg()[0]
-    text = show(rows, figures) + (
-        f"\n{args.rounds} rounds, {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, "
-        f"{platform.machine()}, Python {platform.python_version()}, load average {load:.1f}\n"
-    )
-    print(text)
-    if args.markdown:
-        args.markdown.write_text(text)
-    if args.json:
-        args.json.write_text(json.dumps({"rows": rows, "figures": figures}, indent=1))
+    conditions = Conditions(("torch", "uvloop"))
+    samples = compare(args.rounds, args.only, args.seed)
+    rows = latency_rows(samples[LATENCY]) if LATENCY in samples else []
+    rows += [row_of(line, samples[line.name]) for line in lines() if line.name in samples]
+    for name, figure, target in absolute(args.only):
+        samples[name] = {"ours": [figure]}
+        rows.append([f"our server alone: {name}", f"{figure:,.1f}", "", "", target, ""])
+    finish(args, conditions, COLUMNS, rows, samples)
     return 0
 
 

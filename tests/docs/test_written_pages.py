@@ -16,7 +16,7 @@ PAGE = (
 
 def test_only_what_stands_between_the_marks_is_replaced():
     page = blocks.replaced(PAGE, {"a": "new\n"})
-    assert page == PAGE.replace("old", "new")
+    assert page == PAGE.replace("old", "\nnew\n")
     assert blocks.replaced(page, {"a": "new"}) == page
     assert blocks.names(page) == ["a", "b"]
 

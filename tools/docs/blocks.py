@@ -20,6 +20,11 @@ def names(page: str) -> list[str]:
     return [match["name"] for match in _BLOCK.finditer(page)]
 
 
+def spans(page: str) -> list[tuple[int, int]]:
+    """Return where the written parts begin and end."""
+    return [match.span() for match in _BLOCK.finditer(page)]
+
+
 def replaced(page: str, parts: Mapping[str, str]) -> str:
     """Return a page with the given parts in their places; parts of other names stay.
 
@@ -32,6 +37,8 @@ def replaced(page: str, parts: Mapping[str, str]) -> str:
 
     def put(match: re.Match[str]) -> str:
         part = parts.get(match["name"])
-        return match[0] if part is None else f"{match['head']}{part.rstrip()}\n{match['tail']}"
+        if part is None:
+            return match[0]
+        return f"{match['head']}\n{part.strip()}\n\n{match['tail']}"
 
     return _BLOCK.sub(put, page)

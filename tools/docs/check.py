@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path, PurePosixPath
 
-from tools.docs import citations, incident, reference
+from tools.docs import bench, citations, incident, reference
 from tools.docs.links import ANCHOR_LINK, LINK, anchors, prose
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,11 +37,12 @@ def main() -> int:
 
 
 def stale_pages() -> list[str]:
-    """Return which page shows something else than the script that writes it."""
+    """Return which pages show something else than what scripts would write there."""
+    found = bench.stale()
     page = incident.PAGE.read_text()
-    if incident.written(page) == page:
-        return []
-    return [f"{incident.PAGE.name} is stale; run: python -m tools.docs.incident write"]
+    if incident.written(page) != page:
+        found.append(f"{incident.PAGE.name} is stale; run: python -m tools.docs.incident write")
+    return found
 
 
 def tracked_files(root: Path) -> frozenset[str]:

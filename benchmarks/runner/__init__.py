@@ -1,0 +1,1 @@
+"""What all benchmark scripts share: rounds in random order, conditions, results in one form."""

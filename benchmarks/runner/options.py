@@ -1,0 +1,73 @@
+"""The options that every benchmark script has, and where its results go."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from runner.machine import Conditions, sentence
+from runner.table import Table
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+
+
+def parser(doc: str | None, *, rounds: int | None) -> argparse.ArgumentParser:
+    """Return a parser with the options that all scripts share.
+
+    Args:
+        doc: the script's docstring, of which the first line is shown.
+        rounds: the default of `--rounds`.
+    """
+    made = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    made.add_argument("--rounds", type=int, default=rounds, help="how often each is measured")
+    made.add_argument("--seed", type=int, help="of the order (default: another one in each run)")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write table and samples there")
+    made.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there")
+    made.add_argument(
+        "--keep",
+        metavar="PAGE/NAME",
+        help="keep the result as benchmarks/results/PAGE/NAME.json; `make bench-docs` puts its "
+        "table into docs/benchmarks/PAGE.md where that has a place for NAME",
+    )
+    return made
+
+
+def _finite(value: Any) -> Any:
+    """Return samples as JSON can hold them: what was not reached within its limit is null."""
+    if isinstance(value, Mapping):
+        return {str(key): _finite(one) for key, one in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def finish(
+    options: argparse.Namespace,
+    conditions: Conditions,
+    columns: Sequence[tuple[str, str]],
+    rows: Sequence[Sequence[str]],
+    samples: Mapping[str, Any],
+) -> None:
+    """Print the table, and write it wherever the options ask for.
+
+    Args:
+        options: what `parser` parsed.
+        conditions: made before the first measurement.
+        columns: title and alignment of each.
+        rows: one text per column.
+        samples: everything that was measured; kept beside the table.
+    """
+    told = conditions.told()
+    about = {"conditions": told, "samples": _finite(samples)}
+    table = Table([title for title, _ in columns], [side for _, side in columns], rows, about)
+    text = f"{table.markdown()}\n\n{sentence(told)}\n"
+    print(text)
+    if options.markdown:
+        options.markdown.write_text(text)
+    if options.json:
+        table.save(options.json)
+    if options.keep:
+        table.save(RESULTS / f"{options.keep}.json")

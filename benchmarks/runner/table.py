@@ -1,0 +1,96 @@
+"""A table of results: kept as JSON, shown as Markdown. The JSON is the only source of the docs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_ALIGNMENTS = {"left": "---", "right": "---:", "center": ":---:", "first": ":---"}
+_CELLS = re.compile(r"(?<!\\)\|")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Titles, their alignment, and rows of text.
+
+    Attributes:
+        columns: titles.
+        alignments: one per column: "left", "right", "center", "first" (left, said explicitly).
+        rows: one text per column.
+        about: how it came about: command, conditions, samples; or that it was transcribed.
+    """
+
+    columns: Sequence[str]
+    alignments: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def markdown(self) -> str:
+        """Return the table as Markdown, without a newline at its end."""
+        rule = "|".join(_ALIGNMENTS[one] for one in self.alignments)
+        lines = [_line(self.columns), f"|{rule}|", *map(_line, self.rows)]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """Return the file's text: one line per row, so that a change is a small diff."""
+        parts = [
+            f'"columns": {_dumped(list(self.columns))}',
+            f'"alignments": {_dumped(list(self.alignments))}',
+            '"rows": [\n' + ",\n".join(f"  {_dumped(list(row))}" for row in self.rows) + "\n ]",
+        ]
+        parts += [f'"{key}": {_dumped(value)}' for key, value in self.about.items()]
+        return "{\n " + ",\n ".join(parts) + "\n}\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Table:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: it is something else, or a row has too few or too many cells.
+        """
+        found = json.loads(text)
+        try:
+            columns, alignments, rows = (found.pop(k) for k in ("columns", "alignments", "rows"))
+        except KeyError as missing:
+            raise ValueError(f"a table without {missing}") from None
+        if any(len(row) != len(columns) for row in (alignments, *rows)):
+            raise ValueError(f"rows of other lengths than the {len(columns)} columns")
+        return cls(columns, alignments, rows, found)
+
+    @classmethod
+    def from_markdown(cls, text: str, about: Mapping[str, Any]) -> Table:
+        """Read a table of a page.
+
+        Raises:
+            ValueError: a row has more cells than the table has columns, or the rule is unknown.
+        """
+        head, rule, *lines = text.strip().splitlines()
+        names = {mark: name for name, mark in _ALIGNMENTS.items()}
+        marks = [re.sub(r"-+", "---", cell) for cell in _cells(rule)]
+        columns = _cells(head)
+        rows = [_cells(line) for line in lines]
+        if len(marks) != len(columns) or any(len(row) > len(columns) for row in rows):
+            raise ValueError(f"rows of other lengths than the {len(columns)} columns: {head}")
+        padded = [[*row, *[""] * (len(columns) - len(row))] for row in rows]
+        return cls(columns, [names[mark] for mark in marks], padded, about)
+
+    def save(self, path: Path) -> None:
+        """Write the file, and its folder."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.to_json())
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|"
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in _CELLS.split(line.strip()[1:-1])]
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

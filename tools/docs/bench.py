@@ -1,0 +1,112 @@
+"""Write the tables of docs/benchmarks from the kept results: `make bench-docs`.
+
+    python -m tools.docs.bench                # puts each kept table into its place
+    python -m tools.docs.bench --transcribe   # keeps tables that were written by hand
+
+`make check` finds pages that are stale.
+
+A table's place in a page is between `<!-- NAME: benchmarks/results/PAGE/NAME.json -->` and `<!--
+end of NAME -->`. What stands around it is written by hand: why it was measured, and what it says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from tools.docs import blocks
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+from runner.table import Table  # noqa: E402 -- where it lies was not known before
+
+PAGES = ROOT / "docs" / "benchmarks"
+RESULTS = ROOT / "benchmarks" / "results"
+# Their scripts write them by themselves.
+OTHERS = ("campaign", "reference_models")
+_TABLE = re.compile(r"(?:^\|.*\n){2,}", re.MULTILINE)
+_FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+_HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+
+
+def pages() -> list[Path]:
+    """Return the pages whose tables are kept."""
+    return [page for page in sorted(PAGES.glob("*.md")) if page.stem not in OTHERS]
+
+
+def written(page: Path) -> str:
+    """Return a page with its tables as they are kept.
+
+    Raises:
+        FileNotFoundError: the page has a place for a table that is not kept.
+        ValueError: a kept table is damaged.
+    """
+    text = page.read_text()
+    tables = {}
+    for name in blocks.names(text):
+        kept = RESULTS / page.stem / f"{name}.json"
+        tables[name] = Table.from_json(kept.read_text()).markdown()
+    return blocks.replaced(text, tables)
+
+
+def stale() -> list[str]:
+    """Return the pages whose tables are not what is kept, and the tables that no script writes."""
+    found = []
+    for page in pages():
+        text = page.read_text()
+        if written(page) != text:
+            found.append(
+                f"{page.relative_to(ROOT)}: a table differs from the one that is kept in "
+                "benchmarks/results: change that one, then run: make bench-docs"
+            )
+        if _TABLE.search(blocks.replaced(text, dict.fromkeys(blocks.names(text), ""))):
+            found.append(
+                f"{page.relative_to(ROOT)} has a table that is written by hand: keep it as JSON "
+                "(python -m tools.docs.bench --transcribe)"
+            )
+    return found
+
+
+def transcribe(page: Path) -> str:
+    """Keep the tables of a page that were written by hand; return the page with their places."""
+    text = page.read_text()
+    taken = set(blocks.names(text))
+    parts, done = [], 0
+    for match in _TABLE.finditer(text):
+        if any(start <= match.start() < end for start, end in blocks.spans(text)):
+            continue
+        name = _name(text[: match.start()], taken)
+        taken.add(name)
+        about = {"origin": f"transcribed from docs/benchmarks/{page.name}"}
+        table = Table.from_markdown(match[0], about)
+        table.save(RESULTS / page.stem / f"{name}.json")
+        head = f"<!-- {name}: benchmarks/results/{page.stem}/{name}.json -->"
+        parts += [text[done : match.start()]]
+        parts += [f"{head}\n\n{table.markdown()}\n\n<!-- end of {name} -->\n"]
+        done = match.end()
+    return "".join(parts) + text[done:]
+
+
+def _name(before: str, taken: set[str]) -> str:
+    """Name a table after the heading above it."""
+    headings = _HEADING.findall(_FENCED.sub("", before))
+    words = re.findall(r"[a-z0-9]+", headings[-1].lower()) if headings else ["table"]
+    name = "-".join(words[:6])
+    numbers = (f"{name}-{number}" for number in range(2, 1000))
+    return name if name not in taken else next(one for one in numbers if one not in taken)
+
+
+def main() -> None:
+    """Do what the command line asks for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--transcribe", action="store_true", help="keep tables written by hand")
+    options = parser.parse_args()
+    for page in pages():
+        page.write_text(transcribe(page) if options.transcribe else written(page))
+
+
+if __name__ == "__main__":
+    main()
