@@ -31,6 +31,7 @@ from gpt.model.sample import generate
 from gpt.output.peak import find_peak
 from gpt.output.progress import Scale, with_unit
 from gpt.output.report import Report
+from gpt.output.writers import open_writers
 from gpt.text.bigram import bigram_loss
 from gpt.text.data import tokens_in_pieces, validation_windows
 from gpt.training.loop import Trainer
@@ -42,7 +43,7 @@ from echelon.dist.checkpoint import Keeper, SaveSchedule, peek
 from echelon.dist.checkpoint.disk.damage import DamagedError
 from echelon.errors import CheckpointError, TokenShardsError
 from echelon.train.models.hugging_face import save_pretrained
-from echelon.train.settings import to_toml
+from echelon.train.settings import to_dict, to_toml
 
 if TYPE_CHECKING:
     from echelon.dist.group import ProcessGroup
@@ -68,7 +69,13 @@ def build_report(job: Job, trainer: Trainer) -> Report:
     if world.rank == 0 and log:
         with contextlib.suppress(OSError):  # a full disk does not end a run, but the log reports it
             Path(log + ".toml").write_text(to_toml(job.settings), encoding="utf-8")
-    return Report(scale, first_step=trainer.step, log=log, world=world, device=trainer.device)
+    report, step, writers = job.settings.report, trainer.step, None
+    if report.tensorboard or report.wandb:
+        config = to_dict(job.settings)
+        writers = open_writers(report, first_step=step, config=config) if world.rank == 0 else []
+    return Report(
+        scale, first_step=step, log=log, writers=writers, world=world, device=trainer.device
+    )
 
 
 def introduce(job: Job, trainer: Trainer, report: Report, saved: dict[str, Any] | None) -> None:
@@ -275,6 +282,13 @@ def run(job: Job, trainer: Trainer, saved: dict[str, Any] | None) -> int:
     return 0
 
 
+def described(error: Exception) -> str:
+    """Return an error's text; of one of the system the file and the reason."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
 def main() -> None:
     """Read the command line, join the other ranks and train."""
     sys.stdout.reconfigure(errors="replace")  # a sample may contain what a terminal cannot show
@@ -283,7 +297,7 @@ def main() -> None:
     try:
         job = prepare(read_settings(parser))
     except (ValueError, TypeError, OSError, CheckpointError, TokenShardsError) as error:
-        parser.error(str(error))
+        parser.error(described(error))
     limit_threads()
     load_optimizers()
     try:
@@ -292,7 +306,7 @@ def main() -> None:
     except (ValueError, CheckpointError) as error:
         parser.error(str(error))
     except OSError as error:  # a file system or a store that may be available again later
-        parser.exit(1, f"{parser.prog}: error: {error}\n")
+        parser.exit(1, f"{parser.prog}: error: {described(error)}\n")
     try:
         code = run(job, trainer, saved)
     except CheckpointError as error:

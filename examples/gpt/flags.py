@@ -120,6 +120,12 @@ def add_machine(group: argparse._ArgumentGroup) -> None:
         help="divide each layer among N ranks, which divides heads and the number of ranks",
     )
     add(
+        "--sequence",
+        dest="machine.sequence",
+        action="store_true",
+        help="with --tp: divide norms and residuals too, by the positions of each sequence",
+    )
+    add(
         "--pipeline",
         dest="machine.pipeline",
         type=at_least_1,
@@ -213,6 +219,18 @@ def add_files(group: argparse._ArgumentGroup) -> None:
         help="where to write the trained model, as Hugging Face's transformers reads it",
     )
     add("--log", dest="report.log", metavar="FILE", help="one JSON line per step")
+    add(
+        "--tensorboard",
+        dest="report.tensorboard",
+        metavar="FOLDER",
+        help="the same figures for TensorBoard, if it is installed",
+    )
+    add(
+        "--wandb",
+        dest="report.wandb",
+        metavar="PROJECT",
+        help="the same for Weights & Biases, if it is installed: files to upload later",
+    )
     add("--eval-every", dest="report.eval_every", type=at_least_1, metavar="STEPS")
     add(
         "--eval-windows",

@@ -15,6 +15,7 @@ from echelon.train.models import llama as llama_model
 from echelon.train.models.hugging_face import read_config
 from echelon.train.settings import differences, to_dict
 from gpt.model.transformer import GPTConfig
+from gpt.output.writers import require_installed
 from gpt.settings import Settings
 from gpt.text.corpus import Corpus, load_corpus
 from gpt.training.loop import open_source
@@ -124,6 +125,8 @@ def prepare(settings: Settings) -> Job:
     training = training_settings(settings)
     if training.tp > 1 and config.heads % training.tp:
         raise ValueError(f"--tp {training.tp} does not divide {config.heads} heads")
+    if training.sequence and config.context % training.tp:
+        raise ValueError(f"--sequence: --tp {training.tp} does not divide {config.context} tokens")
     if training.pipeline > config.layers:
         raise ValueError(f"--pipeline {training.pipeline}: there are only {config.layers} layers")
     corpus.require_windows_of(config.context + 1)
@@ -152,6 +155,8 @@ def require_consistent(settings: Settings) -> None:
             require_folder_of(Path(path))
     if machine.microbatches and machine.microbatches > 1 and machine.pipeline == 1:
         raise ValueError("--microbatches needs --pipeline")
+    if machine.sequence and machine.tp == 1:
+        raise ValueError("--sequence needs --tp")
     if training.ema is not None and training.ema >= 1:
         raise ValueError(f"--ema {training.ema:g}: a decay is below 1")
     is_own = settings.model.kind == "gpt" and settings.model.init_from is None
@@ -164,6 +169,7 @@ def require_consistent(settings: Settings) -> None:
         if is_asked and is_own:
             raise ValueError(f"{flag} needs --model gpt2 or llama")
     require_composed(settings)
+    require_installed(settings.report)
 
 
 def require_composed(settings: Settings) -> None:
@@ -186,7 +192,6 @@ def require_composed(settings: Settings) -> None:
         ),
         ("--chunked-loss", "--pipeline", training.chunked_loss and machine.pipeline > 1),
         ("--chunked-loss", "--tp", training.chunked_loss and machine.tp > 1),
-        ("--optimizer muon", "--tp", training.optimizer == "muon" and machine.tp > 1),
     ):
         if is_asked:
             raise ValueError(f"{one} does not go together with {other}")
@@ -274,6 +279,7 @@ def training_settings(settings: Settings) -> TrainingSettings:
         fp16=machine.mixed_precision == "fp16",
         shard=machine.shard,
         tp=machine.tp,
+        sequence=machine.sequence,
         chunked_loss=training.chunked_loss,
         ema=training.ema,
         init_from=settings.model.init_from,

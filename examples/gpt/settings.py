@@ -73,6 +73,7 @@ class Machine:
 
     shard: bool = False
     tp: int = whole(1)
+    sequence: bool = False  # also what is outside of attention and feed-forward, by positions
     pipeline: int = whole(1)
     microbatches: int | None = maybe()
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
@@ -102,6 +103,8 @@ class Report:
     """What to report."""
 
     log: str | None = None
+    tensorboard: str | None = None  # a folder for event files
+    wandb: str | None = None  # a project of Weights & Biases, whose files stay here: offline
     eval_every: int = whole(400)
     eval_windows: int = whole(512)
 

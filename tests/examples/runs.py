@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,14 +54,14 @@ class Ended:
         return f"exit code {self.code}\n--- stdout ---\n{self.out}\n--- stderr ---\n{self.err}"
 
 
-def run(*arguments: str | Path) -> Ended:
+def run(*arguments: str | Path, environ: Mapping[str, str] | None = None) -> Ended:
     """Run Python with these arguments, free of any job that the tests run in."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(INHERITED)}
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         capture_output=True,
         text=True,
-        env=kept,
+        env={**kept, **(environ or {})},
         timeout=LIMIT_S,
         check=False,
     )

@@ -25,6 +25,9 @@ SLOW = [
     ("gpt2", 3, {"pipeline": 1, "shard": True, "chunked_loss": True, **MASKED}),
     ("llama", 3, {"chunked_loss": True, **MASKED}),
     ("llama", 2, {"pipeline": 2, "microbatches": 4, "shard": True}),
+    ("gpt2", 4, {"tp": 2, "shard": True, "sequence": True, **MASKED}),
+    ("llama", 4, {"tp": 2, "shard": True, "optimizer": "muon"}),
+    ("llama", 4, {"tp": 2, "pipeline": 2, "microbatches": 2, "optimizer": "muon"}),
 ]
 
 
@@ -45,7 +48,7 @@ def tokens(tmp_path_factory):
 def test_a_layout_trains_as_one_process_does_and_goes_on_there(
     tokens, tmp_path, kind, num_ranks, layout
 ):
-    kept = {name: layout[name] for name in ("mask_documents", "ema") if name in layout}
+    kept = {name: layout[name] for name in ("mask_documents", "ema", "optimizer") if name in layout}
     common = {"folder": str(tmp_path / "c")}
     there = _there(num_ranks, kind, tokens, layout, num_steps=3, resume=False, **common)
     alone = _alone(kind, tokens, kept, num_steps=3, resume=False, folder=str(tmp_path / "d"))

@@ -8,6 +8,8 @@ import re
 
 import pytest
 import torch
+from gpt import settings
+from gpt.output import writers
 from gpt.output.peak import Peak, find_peak
 from gpt.output.progress import ERASE_LINE, Progress, Scale, live_columns, with_unit
 from gpt.output.report import Report
@@ -184,3 +186,37 @@ def test_the_peak_is_stated_for_each_rank_or_measured_on_all():
     measured = find_peak(None, Together(), device, torch.float32)
     assert measured.origin == "measured"
     assert 1e8 < measured.flops_per_s < 1e14
+
+
+class Kept:
+    """A receiver of figures that keeps them."""
+
+    def __init__(self):
+        self.found, self.is_closed = {}, False
+
+    def write(self, step, figures):
+        self.found[step] = figures
+
+    def close(self):
+        self.is_closed = True
+
+
+def test_other_receivers_get_the_figures_with_and_without_a_log(tmp_path, make_trainer):
+    for log in (None, tmp_path / "log"):
+        kept, trainer = Kept(), make_trainer()
+        report = Report(SCALE, log=log, writers=[kept])
+        losses = []
+        for _ in range(2):
+            losses.append(trainer.train_step())
+            report.step(trainer, losses[-1])
+        report.close()
+        assert [kept.found[step]["loss"] for step in (1, 2)] == losses
+        assert kept.is_closed
+
+
+@pytest.mark.parametrize("library", ["tensorboard", "wandb"])
+def test_a_receiver_that_is_not_installed_is_said_before_training(library, monkeypatch):
+    monkeypatch.setattr(writers, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=rf"--{library} needs {library}: pip install 'echelon"):
+        writers.require_installed(settings.Report(**{library: "x"}))
+    writers.require_installed(settings.Report())

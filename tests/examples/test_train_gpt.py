@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ import train_gpt
 from gpt.job import unfit
 from gpt.training.settings import TrainingSettings
 
+from echelon.recorder.read import read_ring
 from echelon.tokens.prepare import prepare
 from echelon.tokens.tokenizer import make_tokenizer
 from tests.examples import runs
@@ -33,7 +35,8 @@ def text(tmp_path_factory):
 def alone(text, tmp_path_factory):
     """A run of twenty steps in one process, with what it wrote."""
     folder = tmp_path_factory.mktemp("alone")
-    ended = run(SCRIPT, *SMALL_MODEL, *every_twelve(folder), "--data", text)
+    options = (*SMALL_MODEL, *every_twelve(folder), "--data", text)
+    ended = run(SCRIPT, *options, environ={"ECHELON_RANK_DIR": str(folder / "rank")})
     assert ended.code == 0, ended.explain()
     return ended, folder
 
@@ -95,6 +98,28 @@ def test_a_run_ends_with_its_figures_and_a_sample(alone):
         r"^sample:\ndef ",
     ):
         assert re.search(line, ended.out, re.M), ended.explain()
+
+
+def spans_of(rank_dir):
+    ring = read_ring(rank_dir / "ring")
+    assert len(ring.open_spans) == 0
+    return Counter(ring.strings[name] for name in ring.spans["name"])
+
+
+def test_what_takes_long_beside_training_is_in_its_span(alone):
+    found = spans_of(alone[1] / "rank")
+    assert found["data_wait"] >= 20
+    assert found["evaluate"] == 1
+    assert found["checkpoint"] >= 2
+
+
+@pytest.mark.slow
+def test_a_compilation_is_in_its_span(text, tmp_path):
+    environ = {"ECHELON_RANK_DIR": str(tmp_path / "rank"), "TORCHDYNAMO_DISABLE": "1"}
+    options = (*SMALL_MODEL, "--steps=1", "--data", text, "--compile")
+    ended = run(SCRIPT, *options, environ=environ)
+    assert ended.code == 0, ended.explain()
+    assert spans_of(tmp_path / "rank")["compile"] == 1
 
 
 def test_a_resumed_run_goes_on_exactly(alone, text, tmp_path):
@@ -175,7 +200,7 @@ def test_a_finished_run_can_be_looked_at_again(alone, text):
         ("--pipeline 5", "--pipeline 5: there are only 4 layers"),
         ("--peak-tflops 0", "argument --peak-tflops: '0' is not a number above 0"),
         ("--heads 3", "width 128 does not split into 3 heads"),
-        ("--data /no/such/file", "No such file or directory: '/no/such/file'"),
+        ("--data /no/such/file", "/no/such/file: No such file or directory"),
         ("--data {empty}", "the text has 0 bytes"),
         ("--context 100000 --data {text}", "the text is too short"),
         ("--checkpoint /no/such/folder/gpt", "cannot write /no/such/folder/gpt"),
@@ -186,11 +211,16 @@ def test_a_finished_run_can_be_looked_at_again(alone, text):
         ("--save-every-s 5", "--save-every-s needs --checkpoint FOLDER"),
         ("--set training.lrr=3", "no setting training.lrr; did you mean training.lr?"),
         ("--set training.steps=many", "training.steps is 'many', not a whole number"),
-        ("--config /no/such.toml", "No such file or directory: '/no/such.toml'"),
+        ("--config /no/such.toml", "error: /no/such.toml: No such file or directory"),
         ("--checkpoint-activations some", "is 'some', not full, every=N, selective or none"),
         ("--mask-documents", "--mask-documents needs --model gpt2 or llama"),
         ("--pack-documents", "--pack-documents needs --model gpt2 or llama"),
         ("--tp 2", "--tp needs --model gpt2 or llama"),
+        ("--sequence", "--sequence needs --tp"),
+        (
+            "--model llama --tp 2 --context 31 --sequence --data {text}",
+            "--tp 2 does not divide 31 tokens",
+        ),
         ("--export-hf x", "--export-hf needs --model gpt2 or llama"),
         ("--model llama --tp 3 --data {text}", "--tp 3 does not divide 4 heads"),
         ("--ema 1", "--ema 1: a decay is below 1"),

@@ -36,7 +36,9 @@ def main(argv: Sequence[str]) -> int:
         plot(runs, out, title=args.title)
     except ImportError as err:
         parser.error(str(err))
-    except (ValueError, OSError) as err:
+    except OSError as err:
+        parser.error(f"{err.filename}: {err.strerror}" if err.filename else str(err))
+    except ValueError as err:
         parser.error(str(err))
     print(out)
     return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,16 +15,19 @@ if TYPE_CHECKING:
     import torch
 
     from echelon.dist.group import ProcessGroup
+    from echelon.train.figures.writers import Writer
     from gpt.training.loop import Trainer
 
 
 class Report:
-    """Progress for the user, and a log of figures if one is wanted.
+    """Progress for the user, and figures for a log and other receivers if they are wanted.
 
     Args:
         scale: the work in a step, and the number of steps.
         first_step: number of steps finished before (in a resumed run); the log continues there.
         log: a file for one JSON line per step.
+        writers: other receivers of the figures, all on rank 0; an empty list on other ranks.
+            None on all of them: the figures have none.
         world: the ranks, all of which make the same calls; rank 0 reports.
         device: the device on which they compute.
 
@@ -38,6 +41,7 @@ class Report:
         *,
         first_step: int = 0,
         log: str | Path | None = None,
+        writers: Sequence[Writer] | None = None,
         world: ProcessGroup | None = None,
         device: torch.device | None = None,
     ) -> None:
@@ -47,7 +51,8 @@ class Report:
         self.speaks = speaks
         self.figures: FigureLog | None = None
         on_host = device is None or device.type == "cpu"  # figures are compared in host memory
-        if log is not None and (speaks or on_host):
+        is_wanted = log is not None or writers is not None
+        if is_wanted and (speaks or on_host):
             self.figures = FigureLog(
                 log,
                 tokens_per_step=scale.tokens_per_step,
@@ -55,10 +60,11 @@ class Report:
                 peak_flops=scale.peak.flops_per_s if scale.peak else 0.0,
                 first_step=first_step,
                 group=world if on_host else None,
+                writers=writers or (),
             )
 
     def step(self, trainer: Trainer, loss: float) -> None:
-        """Record a finished step. Collective if there is a log."""
+        """Record a finished step. Collective if there are figures."""
         if self.speaks:
             self.progress.update(trainer.step, loss)
         if self.figures:
@@ -92,6 +98,6 @@ class Report:
             self.progress.forget_pause()
 
     def close(self) -> None:
-        """Close the log."""
+        """Close the log and what else receives figures."""
         if self.figures:
             self.figures.close()

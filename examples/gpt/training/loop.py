@@ -44,12 +44,13 @@ WEIGHT_DECAY = 0.1
 EVALUATION_SEQUENCES = 32
 
 
-def build_optimizer(model: torch.nn.Module, name: str, lr: float) -> torch.optim.Optimizer:
+def build_optimizer(parallel: Replicas | Divided, name: str, lr: float) -> torch.optim.Optimizer:
     """Return an optimizer that decays the matrices but not the gains and biases."""
     if name == "muon":
-        return Muon(model, lr=lr, weight_decay=WEIGHT_DECAY, betas=BETAS)
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+        return Muon(parallel.trained, lr=lr, weight_decay=WEIGHT_DECAY, betas=BETAS)
+    parameters = list(parallel.model.parameters())
+    matrices = [parameter for parameter in parameters if parameter.dim() > 1]
+    vectors = [parameter for parameter in parameters if parameter.dim() == 1]
     groups = [
         {"params": matrices, "weight_decay": WEIGHT_DECAY},
         {"params": vectors, "weight_decay": 0.0},
@@ -121,7 +122,7 @@ class Trainer:
         self.gradient_norm = 0.0  # of the last step, before clipping
         self.learning_rate = 0.0
         self.schedule = settings.make_schedule()
-        self.optimizer = build_optimizer(self.model, settings.optimizer, settings.lr)
+        self.optimizer = build_optimizer(parallel, settings.optimizer, settings.lr)
         self.average = (
             None if settings.ema is None else ExponentialMovingAverage(self.model, settings.ema)
         )

@@ -31,6 +31,7 @@ class Replicas:
 
     Attributes:
         flats: the gradient buffers that are yet to be averaged over the ranks.
+        trained: what the optimizer of whole matrices takes.
         data: (rank, size) that divides the batch.
         scaler: the loss scaler: float16 needs one, other dtypes do not.
     """
@@ -38,7 +39,7 @@ class Replicas:
     def __init__(
         self, model: GPT | Transformer, world: ProcessGroup, settings: TrainingSettings
     ) -> None:
-        self.model = model
+        self.model = self.trained = model
         self.data = (world.rank, world.size)
         self.scaler = GradScaler(over=world, enabled=settings.half is torch.float16)
         for parameter in model.parameters():  # all start from rank 0's weights
@@ -66,6 +67,7 @@ class Divided:
 
     Attributes:
         model: the part that this rank trains.
+        trained: the same with its mesh, which the optimizer of whole matrices takes.
         data: (rank, size) that divides the batch.
         scaler: the loss scaler; all ranks decide together.
     """
@@ -83,11 +85,12 @@ class Divided:
         across = "shard" if settings.shard else "replicate"
         mesh = DeviceMesh((stages, world.size // stages // slices, slices), ("pp", across, "tp"))
         precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
-        self.parallel = parallelize(
+        self.parallel = self.trained = parallelize(
             model,
             mesh,
             loss_fn=None if settings.chunked_loss else self.loss,
             num_microbatches=settings.num_parts,
+            sequence=settings.sequence,
             mp_policy=precision if half is not None else None,
         )
         self.model, self.data = self.parallel.model, self.parallel.data

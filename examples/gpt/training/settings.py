@@ -27,6 +27,7 @@ class TrainingSettings:
     fp16: bool = False  # compute in float16, with a scaled loss
     shard: bool = False  # divide the model among the ranks, rather than copy it
     tp: int = 1  # ranks that divide each layer
+    sequence: bool = False  # and, by positions, what is outside of the divided layers
     compile: bool = False  # each block, by torch.compile
     pipeline: int = 1  # stages, one after the other
     microbatches: int = 1  # into which a rank's share of the batch is split, in a pipeline

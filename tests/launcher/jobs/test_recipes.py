@@ -48,11 +48,19 @@ while True:
 """
 
 
+def _job_id() -> str:
+    """Return a job's number whose endpoint is a free port."""
+    port = free_port()
+    while not _FIRST_PORT <= port < _FIRST_PORT + _NUM_PORTS:
+        port = free_port()
+    return str(port - _FIRST_PORT + 3 * _NUM_PORTS)
+
+
 def _batch(
     folder: Path, how: str, *, srun: str = _SRUN, nodes: int = 1, **environ: str
 ) -> subprocess.Popen[str]:
     programs = folder / "bin"
-    programs.mkdir()
+    programs.mkdir(exist_ok=True)  # a job that is queued again has them
     for name, text in (
         ("echelon", f'#!/bin/sh\nexec "{sys.executable}" -m echelon "$@"\n'),
         ("srun", srun),
@@ -61,9 +69,6 @@ def _batch(
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     (folder / "train.py").write_text(_TRAIN)
-    port = free_port()
-    while not _FIRST_PORT <= port < _FIRST_PORT + _NUM_PORTS:
-        port = free_port()
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -75,7 +80,7 @@ def _batch(
         text=True, cwd=folder, start_new_session=True,
         env={
             **kept, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(_ROOT),
-            "SLURM_JOB_ID": str(port - _FIRST_PORT + 3 * _NUM_PORTS), "SLURM_NNODES": str(nodes),
+            "SLURM_JOB_ID": _job_id(), "SLURM_NNODES": str(nodes),
             "SLURM_NTASKS": str(nodes), "SLURM_GPUS_ON_NODE": "1",
             "SLURM_JOB_NODELIST": "localhost" + ",node-b" * (nodes - 1),
             "TRAIN": f"train.py {how}", **environ,
@@ -161,30 +166,82 @@ def _steps(log: Path) -> list[int]:
     return [step["step"] for step in map(json.loads, whole) if "loss" in step]
 
 
+class _Job:
+    """A training of two launchers, which stand for two nodes, under the batch script."""
+
+    def __init__(self, folder: Path, num_steps: int) -> None:
+        self.folder, self.num_steps, self.log = folder, num_steps, folder / "log"
+        self.job_id = _job_id()
+        text = folder / "text"
+        text.write_bytes(
+            b"".join(b"def f_%d(x):\n    return x + %d\n" % (n, n) for n in range(4000))
+        )
+        train = [str(_ROOT / "examples/train_gpt.py"), *SMALL_MODEL, f"--steps={num_steps}"]
+        train += [f"--data={text}", f"--log={self.log}", f"--checkpoint={folder}/gpt"]
+        self.train = " ".join([*train, "--checkpoint-every=5", "--resume=auto"])
+
+    def run(self, **environ: str) -> subprocess.Popen[str]:
+        return _batch(
+            self.folder,
+            "",
+            srun=_SRUN_OF_TWO,
+            nodes=2,
+            TRAIN=self.train,
+            SLURM_JOB_ID=self.job_id,
+            **environ,
+        )
+
+    def lose(self, batch: subprocess.Popen[str], node: int, *, after_step: int) -> None:
+        """Kill a launcher in training, and with it its rank."""
+        deadline_s = time.monotonic() + _LIMIT_S
+        while (_steps(self.log) or [0])[-1] < after_step:
+            assert batch.poll() is None, batch.communicate()[0]
+            assert time.monotonic() < deadline_s, f"too slow: no step {after_step}"
+            time.sleep(0.05)
+        os.kill(int((self.folder / f"node_{node}").read_text()), signal.SIGKILL)
+
+    def end(self, batch: subprocess.Popen[str]) -> str:
+        """Wait for the end; return what was printed. Nothing runs on after it."""
+        try:
+            return batch.communicate(timeout=_LIMIT_S)[0]
+        finally:
+            if batch.poll() is None:
+                os.killpg(batch.pid, signal.SIGKILL)
+                batch.communicate()
+
+    def expect_every_step_once(self) -> None:
+        assert _steps(self.log) == list(range(1, self.num_steps + 1))
+
+
 @pytest.mark.slow
 def test_a_job_that_loses_a_node_goes_on_without_it_from_its_newest_checkpoint(tmp_path):
-    """Two launchers stand for two nodes; the second is killed, and its rank with it."""
-    text, log = tmp_path / "text", tmp_path / "log"
-    text.write_bytes(b"".join(b"def f_%d(x):\n    return x + %d\n" % (n, n) for n in range(4000)))
-    train = [str(_ROOT / "examples/train_gpt.py"), *SMALL_MODEL, "--steps=60"]
-    train += [f"--data={text}", f"--log={log}", f"--checkpoint={tmp_path}/gpt"]
-    train += ["--checkpoint-every=5", "--resume=auto"]
-    batch = _batch(tmp_path, "", srun=_SRUN_OF_TWO, nodes=2, TRAIN=" ".join(train))
+    job = _Job(tmp_path, num_steps=60)
+    batch = job.run()
     try:
-        deadline_s = time.monotonic() + _LIMIT_S
-        while (_steps(log) or [0])[-1] < 12:
-            assert batch.poll() is None, batch.communicate()[0]
-            assert time.monotonic() < deadline_s, "too slow: no twelfth step"
-            time.sleep(0.05)
-        os.kill(int((tmp_path / "node_1").read_text()), signal.SIGKILL)
-        out, _ = batch.communicate(timeout=_LIMIT_S)
+        job.lose(batch, 1, after_step=12)
     finally:
-        if batch.poll() is None:
-            os.killpg(batch.pid, signal.SIGKILL)
-            batch.communicate()
+        out = job.end(batch)
     assert batch.returncode == 0, out
     resumed = re.findall(r"resumed .* after step (\d+)", out)
     assert len(resumed) == 1, out
     assert int(resumed[0]) in (5, 10, 15, 20), out
     assert "world: 1 ranks" in out, out
-    assert _steps(log) == list(range(1, 61))
+    job.expect_every_step_once()
+
+
+@pytest.mark.slow
+def test_a_job_that_loses_the_node_that_hosts_it_is_queued_again_and_goes_on(tmp_path):
+    job = _Job(tmp_path, num_steps=60)
+    batch = job.run()
+    try:
+        job.lose(batch, 0, after_step=12)
+    finally:
+        out = job.end(batch)
+    assert batch.returncode == 0, out
+    assert re.search(r"^scontrol requeue \d+$", out, re.MULTILINE), out
+    assert "resumed" not in out, out
+    out = job.end(again := job.run(SLURM_RESTART_COUNT="1"))
+    assert again.returncode == 0, out
+    assert len(re.findall(r"resumed .* after step (5|10|15|20)\n", out)) == 1, out
+    assert "world: 2 ranks" in out, out
+    job.expect_every_step_once()

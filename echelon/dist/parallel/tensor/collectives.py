@@ -12,7 +12,7 @@ every rank the gradient of what it put in:
 
 Bytes on the wire are those of the collectives of `group`: `enter` and `leave` move the features of
 a layer once in forward and once in backward. All block, at most for the group's timeout, and raise
-its `CollectiveError`s.
+its `CollectiveError`s. In a compiled module each splits the graph.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from echelon.dist.fsdp.uncompiled import uncompiled_call
 from echelon.dist.group import ProcessGroup
 
 POSITIONS = -2  # the dim of a sequence's positions: features are last
 
 
+@uncompiled_call
 def enter(x: Tensor, group: ProcessGroup, *, sequence: bool) -> Tensor:
     """Return what every rank of the divided part computes on: [..., T, C]."""
     if sequence:
@@ -35,6 +37,7 @@ def enter(x: Tensor, group: ProcessGroup, *, sequence: bool) -> Tensor:
     return cast(Tensor, _Enter.apply(x, group))  # type: ignore[no-untyped-call]
 
 
+@uncompiled_call
 def leave(x: Tensor, group: ProcessGroup, *, sequence: bool) -> Tensor:
     """Sum what the ranks computed; with `sequence` each rank gets its positions: [..., T / n, C].
 
@@ -46,11 +49,13 @@ def leave(x: Tensor, group: ProcessGroup, *, sequence: bool) -> Tensor:
     return cast(Tensor, _Leave.apply(x, group))  # type: ignore[no-untyped-call]
 
 
+@uncompiled_call
 def gather(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     """Put all ranks' parts together along a dim. What follows is computed alike on all ranks."""
     return cast(Tensor, _Gather.apply(x, group, dim))  # type: ignore[no-untyped-call]
 
 
+@uncompiled_call
 def own_positions(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return this rank's positions: [..., T, C] -> [..., T / n, C].
 
