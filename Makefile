@@ -7,7 +7,7 @@ NPROC ?= 2
 WORKERS ?= 2
 ARGS ?=
 
-.PHONY: setup train test check docs docs-serve bench-docs check-native wheels clean
+.PHONY: setup train test check docs docs-serve bench-docs pictures check-native wheels clean
 
 setup: $(VENV)/.ready
 
@@ -53,6 +53,10 @@ docs-serve: $(VENV)/.ready-docs
 # The tables of docs/benchmarks, from the kept results in benchmarks/results.
 bench-docs: setup
 	$(BIN)/python -m tools.docs.bench
+
+# The pictures of a verdict in README and docs, from the incident that the repository keeps.
+pictures: setup
+	$(BIN)/python -m tools.docs.pictures
 
 # The C core under ThreadSanitizer, and on ARM64 under qemu. Needs a C compiler; not part of CI.
 check-native:

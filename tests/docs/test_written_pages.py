@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from echelon.analysis import analyze
-from tools.docs import blocks, drawings, incident
+from tools.docs import blocks, drawings, incident, pictures
 
 PAGE = (
     "# Top\n<!-- a: by x -->\nold\n<!-- end of a -->\nkept\n<!-- b: by x -->\n<!-- end of b -->\n"
@@ -51,3 +51,23 @@ def test_a_drawing_is_what_its_script_draws(name):
     text = (drawings.IMAGES / f"{name}.svg").read_text()
     assert text == drawings.DRAWINGS[name]().svg(), "run: python -m tools.docs.drawings"
     assert ElementTree.fromstring(text).tag.endswith("svg")
+
+
+def test_a_terminals_picture_has_its_words_colors_and_places():
+    text = pictures.terminal(
+        "show <it>", "\x1b[1;37;48;5;88m BAD \x1b[0m\x1b[2m a & b\x1b[0m\nplain\n"
+    )
+    tree = ElementTree.fromstring(text)
+    words = {one.text: one for one in tree.iter("{http://www.w3.org/2000/svg}text")}
+    assert list(words) == ["$ show <it>", " BAD ", " a & b", "plain"]
+    grounds = [one.get("fill") for one in tree.iter("{http://www.w3.org/2000/svg}rect")]
+    assert "#870000" in grounds
+    assert words[" BAD "].get("font-weight") == "700"
+    assert words[" a & b"].get("fill") != words["plain"].get("fill")
+    assert float(words[" a & b"].get("x")) > float(words[" BAD "].get("x"))
+    assert float(words["plain"].get("y")) > float(words[" BAD "].get("y"))
+
+
+def test_a_command_is_run_on_a_terminal():
+    printed = pictures.on_a_terminal(("sh", "-c", "test -t 1 && printf '\\033[1mbold' && exit 1"))
+    assert printed == "\x1b[1mbold"
