@@ -100,7 +100,8 @@ def test_a_program_that_was_hooked_is_not_silent_while_it_prints(tmp_path: Path,
     ring = Ring(tmp_path / "ring", identity, num_operations=16, num_spans=16)
     recorder = Recorder(ring)
     recorder.mark_initialised()
-    ring.live[Live.PROGRESS_MONO_NS] = time.monotonic_ns() - 3_600_000_000_000
+    hour_ns = 3_600_000_000_000  # a machine that was just booted has less
+    ring.live[Live.PROGRESS_MONO_NS] = max(1, time.monotonic_ns() - hour_ns)
     worker = SimpleNamespace(alive=True, torch=None, rank=0, folder=tmp_path, pid=os.getpid())
     start = SimpleNamespace(attempt=0, master_port=1, stall_timeout_ms=60_000, sights_ms=0,
                             learns_limits=True)  # fmt: skip
