@@ -104,7 +104,7 @@ def report_of(picture: Picture) -> Report:
     return Report(
         world_size=evidence.world_size,
         ranks_present=tuple(evidence.ranks),
-        findings=findings,
+        findings=_with_probes(evidence, findings),
         origin=evidence.origin,
         warnings=evidence.warnings,
         stacks=() if is_healthy else merged_stacks(evidence),
@@ -119,6 +119,17 @@ def merged_stacks(evidence: Evidence) -> tuple[Branch, ...]:
         if thread is not None:
             shown[rank] = short_form(thread.frames)
     return merge(shown)
+
+
+def _with_probes(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """Add to the verdict what was measured of suspect nodes before the attempt began."""
+    root = next((place for place, finding in enumerate(findings) if not finding.info), None)
+    if root is None or not evidence.incident.probes:
+        return findings
+    changed = findings[root].changed(
+        evidence=(*findings[root].evidence, *evidence.incident.probes[:_MAX_NAMED])
+    )
+    return (*findings[:root], changed, *findings[root + 1 :])
 
 
 def _cautious(evidence: Evidence, finding: Finding) -> Finding:

@@ -413,6 +413,8 @@ class _Agent:
             self._terminal.write_error(command.text)
         elif isinstance(command, m.TellStatus):
             node.tell_status(command.visitor)
+        elif isinstance(command, m.Probe):
+            node.probes.begin(command)
         elif isinstance(command, m.Over):
             self.over = command
 

@@ -59,6 +59,7 @@ class Incident:
     lost: tuple[int, ...] = ()  # ranks of a lost node, if that loss was the first failure
     ended: tuple[int, ...] = ()  # ranks in the order in which the coordinator learned of their ends
     absent: Mapping[int, str] = field(default_factory=dict)  # rank -> why there is no dump of it
+    probes: tuple[str, ...] = ()  # what was measured of suspect nodes before the attempt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -178,7 +178,12 @@ def read_incident(path: Path) -> Incident:
         lost=_ranks(values.get("ranks_lost")),
         ended=_ended(values.get("ended")),
         absent=_reasons(values.get("ranks_absent")),
+        probes=_texts(values.get("probes")),
     )
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    return tuple(one for one in value if isinstance(one, str)) if isinstance(value, list) else ()
 
 
 def _ranks(value: Any) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ from echelon.launcher.coordinator.losses import Losses
 from echelon.launcher.coordinator.meeting import MeetingPlace
 from echelon.launcher.coordinator.membership import Membership
 from echelon.launcher.coordinator.observers import Observers
+from echelon.launcher.coordinator.probing import Probing
 from echelon.launcher.coordinator.restarting import Restarting
 from echelon.launcher.coordinator.roster import Node, Roster
 from echelon.launcher.coordinator.stalls import Stalls
@@ -111,6 +112,9 @@ class Coordinator:
         self._latest = -1  # the latest attempt of this job that began
         self._restarting = Restarting(options, self._roster, report, self._verdicts, terminal.say)
         self._restarts = self._restarting.restarts
+        self._probing = Probing(
+            options, self._roster, lambda: report.decisions, send, terminal.say, meeting.host
+        )
         self._run = directory.path
         self._search = Search(directory.path, options.checkpoint_dir, terminal.say)
         self._search.begin(time.monotonic())
@@ -145,6 +149,8 @@ class Coordinator:
                 return self._restarting.not_before_s
             if not self._search.is_over(time.monotonic()):
                 return time.monotonic() + POLL_S
+            if not self._probing.is_over:
+                return self._probing.deadline_s()
             return float("inf") if waits else self._roster.deadline_s()
         due = min(self._next_look_s, self._incidents.deadline_s(), self._stalls.deadline_s())
         if world.clearing is not None:
@@ -178,6 +184,8 @@ class Coordinator:
             self._show_job(node)
         elif isinstance(event, m.Statuses):
             self._send(event.visitor, event)
+        elif isinstance(event, m.Probed):
+            self._probing.take(node, event)
         elif isinstance(event, m.CheckIn):
             busy = "another job is already running at this endpoint: see `echelon status`"
             self._send(node, m.Over(exit_code=1, ended_by="agent", text=busy))
@@ -221,6 +229,7 @@ class Coordinator:
         if self._succession is not None:
             self._succession.lose(node)
         self._incidents.note_lost(node)
+        self._probing.lose(node)
         world = self._world
         if world is None or node not in world.nodes:
             return
@@ -425,7 +434,7 @@ class Coordinator:
             return why_world_waits(self._world, self._incidents.awaited)
         if self._succession is not None and self._succession.waits_for:
             return self._succession.waits_for
-        return why_roster_waits(self._roster, self._options)
+        return self._probing.waits_for or why_roster_waits(self._roster, self._options)
 
     def _step_world(self, world: World, now_s: float) -> None:
         if now_s >= self._next_look_s:
@@ -464,7 +473,10 @@ class Coordinator:
         self._todo = waiting
 
     def _gather(self, now_s: float) -> None:
-        if now_s < self._restarting.not_before_s or not self._search.is_over(now_s):
+        if now_s < self._restarting.not_before_s:
+            return
+        self._probing.step(now_s)
+        if not (self._probing.is_over and self._search.is_over(now_s)):
             return
         nodes = self._roster.world(now_s)
         if nodes is not None:
@@ -560,6 +572,7 @@ class Coordinator:
         self._world = None
         self._meeting.renew()
         self._search.begin(now_s)
+        self._probing.begin(self._restarting.suspected, self._numbers, now_s)
         self._roster.open(max(now_s, self._restarting.not_before_s))
         here, low = len(self._roster.nodes), self._options.min_nodes
         if here < low:

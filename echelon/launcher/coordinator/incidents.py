@@ -19,6 +19,7 @@ from echelon.launcher.coordinator.observers import (
     StallCleared,
     VerdictKnown,
 )
+from echelon.launcher.coordinator.probing import evidence
 from echelon.launcher.coordinator.world import World
 from echelon.launcher.incident.collection import Collection
 from echelon.launcher.incident.verdicts import Verdicts
@@ -135,8 +136,10 @@ class Incidents:
             event = decide.StallExamined(lasts=True)
             self._note_examined(world, event, None, is_early=action.is_early)
             return
+        former = self._early_look(world, action)
         what = "early look" if action.is_early else action.kind
-        self._say(f"{what}: {action.reason}; collecting diagnostics from all ranks")
+        again = "" if former is None else " again"
+        self._say(f"{what}: {action.reason}; collecting diagnostics from all ranks{again}")
         self.verdicts.expect()
         try:
             self._collection = Collection(
@@ -148,6 +151,7 @@ class Incidents:
                 deadline_s=time.monotonic() + _COLLECT_S,
                 is_early=action.is_early,
                 is_survived=action.is_survived,
+                continues=former,
             )
         except OSError as err:
             self.verdicts.expect_none()
@@ -160,6 +164,22 @@ class Incidents:
             incident=self._collection.number, kind=action.kind, reason=action.reason
         )
         self._tell(list(self._collection.waiting), collect)
+
+    def _early_look(self, world: World, action: decide.CollectIncident) -> Incident | None:
+        """Return the early look at what is a stall by now, None if there was none."""
+        last = self._report.incidents[-1] if self._report.incidents else None
+        is_stall = action.kind == "stall" and not action.is_early
+        if last is None or not (is_stall and last.is_early and last.attempt == world.number):
+            return None
+        return None if last.recovered else last
+
+    def _add(self, incident: Incident, former: Incident | None) -> None:
+        """Add an incident to the report, in the place of the early look that it continues."""
+        if former is None:
+            self._report.incidents.append(incident)
+            return
+        self.verdicts.drop(former)
+        self._report.incidents[self._report.incidents.index(former)] = incident
 
     def keep(self, world: World | None, part: m.DumpPart) -> None:
         """Write a part of a dump."""
@@ -186,12 +206,13 @@ class Incidents:
                 lambda rank: world.why_absent(rank, late),
                 world.ranks_lost_first,
                 world.ended.values(),
+                evidence(self._report.decisions),
             )
         except OSError as err:
             self._give_up(world, err)
             return
         self._collection = None
-        self._report.incidents.append(incident)
+        self._add(incident, collection.continues)
         is_stall = incident.kind == "stall"
         incident.recovered = collection.is_survived or (is_stall and collection.is_overtaken)
         incident.ended = world.ended

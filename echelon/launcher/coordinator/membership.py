@@ -63,6 +63,7 @@ class Membership:
             num_workers=hello.num_workers,
             node_rank=hello.node_rank,
             is_host=hello.node == self._options.node_name,
+            address=hello.address,
         )
 
     def _admit(self, hello: m.Hello) -> None:

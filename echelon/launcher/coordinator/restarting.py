@@ -55,6 +55,7 @@ class Restarting:
         )
         self.last_line = ""  # of the last decision
         self.not_before_s = 0.0  # when the next world may begin
+        self.suspected: Failure | None = None  # whose nodes are checked before they are used again
 
     def awaits_verdict(self, world: World, end: EndAttempt, now_s: float) -> bool:
         """Return whether the decision still waits for the verdict on what ended an attempt."""
@@ -102,6 +103,8 @@ class Restarting:
         if self.last_line:
             self._say(self.last_line)
         self._roster.avoid(decision.exclude)
+        is_judged = decision.action is Action.RESTART and self.restarts.is_judged
+        self.suspected = known[0] if known and is_judged else None
         self.not_before_s = time.monotonic() + decision.pause_s
         return decision.action is not Action.STOP
 

@@ -54,6 +54,11 @@ class Restarts:
         self.failures: list[Failure] = []
 
     @property
+    def is_judged(self) -> bool:
+        """Whether restarts follow from the verdict."""
+        return self._policy == "smart"
+
+    @property
     def asks_for_verdict(self) -> bool:
         """Whether the next decision depends on why the attempt failed."""
         return self._policy == "smart" and self.num_used < self._max

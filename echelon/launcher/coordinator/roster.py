@@ -30,6 +30,7 @@ class Node:
     num_workers: int
     node_rank: int = -1
     is_host: bool = False
+    address: str = ""  # numeric, as the hosting node sees it; "" for that node itself
 
     @property
     def order(self) -> tuple[object, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import IO
 
 from echelon.launcher.control import messages as m
@@ -16,6 +17,7 @@ class Collection:
     Args:
         nodes: the nodes that will send dumps.
         deadline_s: monotonic; a node that has not sent its dumps by then is left out.
+        continues: the early look whose incident this one is, at its full limit.
 
     Attributes:
         waiting: the nodes that have not sent everything yet.
@@ -36,6 +38,7 @@ class Collection:
         deadline_s: float,
         is_early: bool = False,
         is_survived: bool = False,
+        continues: Incident | None = None,
     ) -> None:
         self.number, self._folder = directory.open_incident()
         self.waiting = set(nodes)
@@ -44,6 +47,7 @@ class Collection:
         self.kind = kind
         self.is_early = is_early
         self.is_survived = is_survived
+        self.continues = continues
         self.is_overtaken = False
         self._reason, self._attempt = reason, attempt
         self._files: dict[str, IO[bytes]] = {}
@@ -81,8 +85,12 @@ class Collection:
         why_absent: Callable[[int], str],
         ranks_lost: Sequence[int],
         ended: Iterable[Ended],
+        probes: Sequence[str] = (),
     ) -> Incident:
         """Describe the incident in its folder, and make the folder visible.
+
+        Args:
+            probes: what was measured before the attempt, a sentence each.
 
         Raises:
             OSError: it cannot be written.
@@ -95,7 +103,7 @@ class Collection:
                 "format": 1,
                 "kind": self.kind,
                 "early": self.is_early,
-                "number": self.number,
+                "number": self._shown_number,
                 "attempt": self._attempt,
                 "world_size": world_size,
                 "job_id": job_id,
@@ -103,11 +111,23 @@ class Collection:
                 "ranks_present": sorted(self._present),
                 "ranks_lost": list(ranks_lost),
                 "ended": [[one.rank, one.code, one.order] for one in ended],
+                "probes": list(probes),
                 "ranks_absent": {str(rank): why_absent(rank) for rank in absent},
             },
         )
-        folder = self._directory.complete_incident(self.number, self._folder)
-        return Incident(folder, self.kind, self._attempt, self._reason)
+        folder = self._show()
+        return Incident(folder, self.kind, self._attempt, self._reason, is_early=self.is_early)
+
+    @property
+    def _shown_number(self) -> int:
+        if self.continues is None:
+            return self.number
+        return int(self.continues.folder.name.rpartition("_")[2])
+
+    def _show(self) -> Path:
+        if self.continues is None:
+            return self._directory.complete_incident(self.number, self._folder)
+        return self._directory.replace_incident(self._folder, self.continues.folder)
 
     def close(self) -> None:
         """Close the files.

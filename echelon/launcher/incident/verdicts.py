@@ -102,6 +102,13 @@ class Verdicts:
         if any(one.incident is incident for one in self._open):
             incident.withdrawn = True
 
+    def drop(self, incident: Incident) -> None:
+        """Forget an incident that another one replaces: its verdict is not shown any more."""
+        for one in [one for one in self._open if one.incident is incident]:
+            self._open.remove(one)
+            if one.analysis is not None:
+                one.analysis.close()
+
     def release(self) -> None:
         """Allow all verdicts to be shown: the attempt has ended."""
         for one in self._open:

@@ -21,6 +21,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -162,10 +163,30 @@ class RunDirectory:
                 if err.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
                 number += 1  # another node that shares the directory was faster
-        link = self.dump / f".latest.{_unique()}"
-        link.symlink_to(final.name)
-        link.rename(self.dump / "latest")
+        self._point_to(final)
         return final
+
+    def replace_incident(self, folder: Path, former: Path) -> Path:
+        """Show a collected incident in the place of an earlier one, which is removed.
+
+        Raises:
+            OSError: it cannot be moved.
+        """
+        aside = self.dump / f".{former.name}.{_unique()}.former"
+        former.rename(aside)
+        try:
+            folder.rename(former)
+        except OSError:
+            aside.rename(former)
+            raise
+        shutil.rmtree(aside, ignore_errors=True)
+        self._point_to(former)
+        return former
+
+    def _point_to(self, incident: Path) -> None:
+        link = self.dump / f".latest.{_unique()}"
+        link.symlink_to(incident.name)
+        link.rename(self.dump / "latest")
 
 
 def write_json(path: Path, value: dict[str, Any], indent: int | None = 1) -> None:

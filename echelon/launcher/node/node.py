@@ -35,6 +35,7 @@ from echelon.launcher.node.containment import Containment
 from echelon.launcher.node.examination import Examination, keep_alone
 from echelon.launcher.node.hook import FIRST_INDEX, Hook
 from echelon.launcher.node.patience import UNKILLABLE_S, Due, Grace
+from echelon.launcher.node.probes import Probes
 from echelon.launcher.node.ringmemory import RingMemory
 from echelon.launcher.node.sighting import Sighting
 from echelon.launcher.node.unkillable import why_it_lives
@@ -88,6 +89,7 @@ class NodeAgent:
         self._containment = Containment()
         self._workers: list[Worker] = []
         self._hook: Hook | None = None
+        self.probes = Probes(directory.path, selector, tell)
         self._not_started = range(0)  # ranks whose attempt ended before they started
         self._start: m.Start | None = None
         self._num_ended = 0
@@ -128,7 +130,7 @@ class NodeAgent:
 
     def deadline_s(self) -> float:
         """Return when `tick` must be called, at the latest."""
-        due = [self._terminal.deadline_s or float("inf")]
+        due = [self._terminal.deadline_s or float("inf"), self.probes.deadline_s()]
         if self._examination is not None:
             due.append(self._examination.due_s)
         if self._hook is not None:
@@ -140,6 +142,7 @@ class NodeAgent:
     def tick(self) -> None:
         """Do what is due: show held output, continue a snapshot, kill workers after their grace."""
         self._terminal.tick()
+        self.probes.tick()
         if self._hook is not None and self._hook.tick(time.monotonic()):
             self._end_hook(-signal.SIGKILL)
         if self._examination is not None and time.monotonic() >= self._examination.due_s:
@@ -151,6 +154,7 @@ class NodeAgent:
 
     def start(self, command: m.Start) -> None:
         """Start this node's workers."""
+        self.probes.close()
         self._start = command
         self._kept = None
         self._next_limits_s = time.monotonic() + _LIMITS_S
@@ -400,6 +404,7 @@ class NodeAgent:
 
     def close(self) -> None:
         """Close pipes, files and mappings."""
+        self.probes.close()
         if self._hook is not None:
             self._hook.close()
         for stream in list(self._streams.values()):

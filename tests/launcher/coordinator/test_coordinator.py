@@ -18,6 +18,7 @@ from echelon.launcher.election.takeover import Inheritance
 from echelon.launcher.incident import verdicts
 from echelon.launcher.incident.explain import Explanation
 from tests.launcher.coordinator.jobs import Job
+from tests.ranks import read_json
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def test_a_node_of_an_elastic_job_leaves_and_the_world_starts_without_it(tmp_pat
     assert [stop.number for stop in job.commands(m.Stop, job.host)] == [signal.SIGTERM]
     job.end_all(0, 1)
     assert [over.exit_code for over in job.commands(m.Over, job.other)] == [143]
-    job.coordinator.step()
+    job.step()
     starts = job.commands(m.Start, job.host)
     assert [(start.world_size, start.restart) for start in starts] == [(2, 0), (1, 1)]
     assert not job.coordinator.is_over
@@ -75,7 +76,7 @@ def test_a_stop_between_two_attempts_is_not_lost(tmp_path):
     job.take(job.host, m.StopAsked(number=signal.SIGTERM))
     for node in (job.host, job.other):
         job.take(node, m.Idle(attempt=0, exit_codes=[], stopped=[]))
-    job.coordinator.step()
+    job.step()
     job.coordinator.close()
     assert [start.restart for start in job.commands(m.Start, job.host)] == [0]
     assert (job.report.ended_by, job.report.exit_code) == (EndedBy.SIGNAL, 143)
@@ -132,6 +133,14 @@ def test_an_early_look_stops_nothing_and_the_stall_after_it_does(tmp_path, monke
     for node, _ in nodes:
         job.take(node, m.Harvested(incident=1, exit_codes=[]))
     assert len(job.commands(m.Stop)) == 2
+    # One incident per stall: the look's, with what the ranks show now.
+    (incident,) = job.report.incidents
+    assert (incident.folder.name, incident.is_early) == ("incident_0", False)
+    assert "pending for 30 s" in incident.reason
+    assert sorted(path.name for path in (tmp_path / "dump").iterdir()) == ["incident_0", "latest"]
+    written = read_json(incident.folder / "incident.json")
+    assert (written["number"], written["early"]) == (0, False)
+    assert job.coordinator._verdicts.num_open == 1  # the look's is not waited for
     job.coordinator.close()
 
 
@@ -161,7 +170,7 @@ def _kill(job: Job, attempt: int, node: str, rank: int, ranks: dict[str, int]) -
         job.take(name, m.Harvested(incident=attempt, exit_codes=[]))
     for name in ranks:
         job.take(name, m.Idle(attempt=attempt, exit_codes=[], stopped=[]))
-    job.coordinator.step()
+    job.step()
 
 
 @pytest.mark.usefixtures("no_verdicts")
@@ -172,7 +181,7 @@ def test_a_spare_takes_the_place_of_a_node_that_failed_twice(tmp_path, monkeypat
     try:
         for attempt in (0, 1):
             _kill(job, attempt, job.other, 1, {job.host: 0, job.other: 1})
-        job.coordinator.step()
+        job.step()
     finally:
         job.coordinator.close()
     started = {node: len(job.commands(m.Start, node)) for node in (job.host, job.other, "spare")}
@@ -220,7 +229,7 @@ def test_an_attempt_has_ended_before_the_verdict_on_it_is_awaited(tmp_path, monk
     job = Job(tmp_path, "--nnodes", "2", "--max-restarts", "9")
     try:
         _kill(job, 0, job.other, 1, {job.host: 0, job.other: 1})
-        job.coordinator.step()
+        job.step()
         assert job.coordinator._why_waiting().startswith("the verdict")
         ends = [one for one in job.happened if isinstance(one, AttemptEnded)]
         assert [(one.attempt, one.failed) for one in ends] == [(0, True)]
@@ -267,7 +276,7 @@ def test_a_node_that_takes_over_continues_the_history_of_failures(tmp_path, monk
     job = Job(tmp_path / "a", "--nnodes", "2", "--max-restarts", "9", succession=first)
     for attempt in (0, 1):
         _kill(job, attempt, job.other, 1, {job.host: 0, job.other: 1})
-    job.coordinator.step()
+    job.step()
     job.coordinator.close()
     failures = job.coordinator._restarts.failures
     assert len(failures) == 2

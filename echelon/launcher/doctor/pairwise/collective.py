@@ -1,4 +1,4 @@
-"""Run `pairwise/ranks.py` as the job would run: `echelon run` with the same options, and a limit.
+"""Run `echelon.planner.pairs` as the job would run: `echelon run`, the same options, and a limit.
 
 Its run directory is a temporary one. It is kept, and named, where the run failed.
 """
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.launcher.control.endpoint import Rendezvous
+from echelon.launcher.doctor.pairwise.schedule import rounds
 
 LIMIT_S = 120.0
 _STALL_S = 30
@@ -57,11 +58,13 @@ def measure_collective(args: argparse.Namespace, meeting: Rendezvous | None) -> 
 
 def _command(args: argparse.Namespace, folder: Path) -> list[str]:
     backend = [args.backend] if args.backend else []
+    has_nodes = args.rdzv_endpoint or args.master_addr  # of several, pairs were measured before
+    pairs = [] if has_nodes else rounds(args.nproc_per_node)
     return [
         sys.executable, "-m", "echelon", "run", *run_options(vars(args)),
         "--run-dir", str(folder / "run"), "--max-restarts", "0", "--stall-timeout", str(_STALL_S),
         "--on-stall", "stop",
-        "-m", "echelon.launcher.doctor.pairwise.ranks", str(folder / "figures.json"), *backend,
+        "-m", "echelon.planner.pairs", str(folder / "figures.json"), json.dumps(pairs), *backend,
     ]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from echelon.launcher.doctor.probes.finding import LISTEN, Finding, State, Task
 
-_COMMAND = (sys.executable, "-m", "echelon.launcher.doctor.probes")
+COMMAND = (sys.executable, "-m", "echelon.launcher.doctor.probes")
 _MOST_BYTES = 1 << 16
 _left: list[subprocess.Popen[bytes]] = []  # killed, and not reaped yet
 
@@ -29,7 +29,7 @@ class Child:
         pid: of the child, 0 if it could not be started.
     """
 
-    def __init__(self, task: Task, command: Sequence[str] = _COMMAND) -> None:
+    def __init__(self, task: Task, command: Sequence[str] = COMMAND) -> None:
         _left[:] = [one for one in _left if one.poll() is None]
         self.task = task
         self.due_s = time.monotonic() + task.deadline_s
@@ -112,7 +112,7 @@ class Child:
             _left.append(process)
 
 
-def run_all(tasks: Sequence[Task], command: Sequence[str] = _COMMAND) -> list[Finding]:
+def run_all(tasks: Sequence[Task], command: Sequence[str] = COMMAND) -> list[Finding]:
     """Run probes at the same time, each in its own process; waits for the longest deadline."""
     children = [Child(task, command) for task in tasks]
     try:

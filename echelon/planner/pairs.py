@@ -1,9 +1,10 @@
-"""What the ranks of a job measure together, on its backend: a job of its own that takes seconds.
+"""What the ranks of a job measure together, on its backend, for `echelon doctor --pairwise`.
 
-    echelon run --nproc-per-node 4 -m echelon.launcher.doctor.pairwise.ranks FILE [BACKEND]
+    echelon run --nproc-per-node 2 -m echelon.planner.pairs FILE '[[[0, 1]]]' [BACKEND]
 
-All ranks measure an all_reduce; on one host also each pair of ranks, in rounds. The first rank of
-each host writes the figures to FILE there.
+A job of its own that takes seconds: all ranks measure an all_reduce, and in rounds the pairs that
+are given, of ranks that share no pair of a round. The first rank of each host writes the figures to
+FILE there.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from echelon.launcher.doctor.pairwise.schedule import Pair, rounds
 from echelon.planner.measure import time_link
 
 if TYPE_CHECKING:
     from echelon.dist.group import ProcessGroup
+
+Pair = tuple[int, int]
 
 _TIMEOUT_S = 30.0
 _NUM_SMALL, _NUM_LARGE = 50, 5
@@ -30,16 +33,17 @@ def main() -> None:
     """Measure and write."""
     from echelon import dist
 
-    path, backend = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
+    path, rounds = sys.argv[1], json.loads(sys.argv[2])
+    backend = sys.argv[3] if len(sys.argv) > 3 else None
     world = dist.init(backend, timeout_s=_TIMEOUT_S)
-    found = measure(world)
+    found = measure(world, rounds)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         Path(path).write_text(json.dumps(found), encoding="utf-8")
     dist.shutdown()
 
 
-def measure(world: ProcessGroup) -> dict[str, Any]:
-    """Return the figures, on every rank. Collective."""
+def measure(world: ProcessGroup, rounds: Sequence[Sequence[Pair]]) -> dict[str, Any]:
+    """Return the figures, on every rank; of each pair [rank, rank, s, bytes/s]. Collective."""
     if world.size == 1:
         return {"error": "one rank has no link: give --nproc-per-node"}
     latency_s, bytes_per_s = _middles(world, world)
@@ -48,23 +52,11 @@ def measure(world: ProcessGroup) -> dict[str, Any]:
         "ranks": world.size,
         "latency_s": latency_s,
         "bytes_per_s": bytes_per_s,
-        "pairs": _pairs(world) if _is_on_one_host(world) else [],
+        "pairs": sorted(row for pairs in rounds for row in _round(world, pairs)),
     }
 
 
-def _is_on_one_host(world: ProcessGroup) -> bool:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) == world.size
-
-
-def _pairs(world: ProcessGroup) -> list[list[float]]:
-    """Measure each pair of ranks; return [rank, rank, latency in s, bytes per s] of each."""
-    found: list[list[float]] = []
-    for pairs in rounds(world.size):
-        found += _round(world, pairs)
-    return sorted(found)
-
-
-def _round(world: ProcessGroup, pairs: list[Pair]) -> list[list[float]]:
+def _round(world: ProcessGroup, pairs: Sequence[Pair]) -> list[list[float]]:
     places = {rank: place for place, pair in enumerate(pairs) for rank in pair}
     place = places.get(world.rank)
     group = world.split(place, key=world.rank)
