@@ -33,7 +33,6 @@ NOT_YET = (
     "docs/launcher.md",
     "docs/unmodified.md",
     "echelon/analysis/activity/",
-    "echelon/launcher/doctor/",
     "echelon/recorder/stall/watchdog.py",
     "tools/docs/",
 )

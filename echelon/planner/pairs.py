@@ -1,10 +1,10 @@
-"""What the ranks of a job measure together, on its backend, for `echelon doctor --pairwise`.
+"""The measurement that ranks make together on a backend, for `echelon doctor --pairwise`.
 
     echelon run --nproc-per-node 2 -m echelon.planner.pairs FILE '[[[0, 1]]]' [BACKEND]
 
-A job of its own that takes seconds: all ranks measure an all_reduce, and in rounds the pairs that
-are given, of ranks that share no pair of a round. The first rank of each host writes the figures to
-FILE there.
+This is a separate job that takes seconds. All ranks measure an all_reduce and then the given pairs,
+in rounds in which no rank is in two pairs. The first rank of each host writes the results to FILE
+there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NUM_SMALL, _NUM_LARGE = 50, 5
 
 
 def main() -> None:
-    """Measure and write."""
+    """Measure, and write the results."""
     from echelon import dist
 
     path, rounds = sys.argv[1], json.loads(sys.argv[2])
@@ -43,9 +43,9 @@ def main() -> None:
 
 
 def measure(world: ProcessGroup, rounds: Sequence[Sequence[Pair]]) -> dict[str, Any]:
-    """Return the figures, on every rank; of each pair [rank, rank, s, bytes/s]. Collective."""
+    """Return the measurements, on every rank; a pair is [rank, rank, s, bytes/s]. Collective."""
     if world.size == 1:
-        return {"error": "one rank has no link: give --nproc-per-node"}
+        return {"error": "a single rank has no link: give --nproc-per-node"}
     latency_s, bytes_per_s = _middles(world, world)
     return {
         "backend": world.backend,
@@ -64,7 +64,7 @@ def _round(world: ProcessGroup, pairs: Sequence[Pair]) -> list[list[float]]:
     if group is not None:
         own[:] = _middles(world, group)
         group.close()
-    else:  # it rests, and takes part in what all ranks do
+    else:  # it pauses, but still takes part in the collectives
         for _ in range(2):
             world.barrier()
     table = np.empty((world.size, 2))

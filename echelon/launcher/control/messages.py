@@ -231,7 +231,7 @@ class WaysTried:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probed:
-    """What the probes of one `Probe` found, in order: each the text of a `probes.Finding`."""
+    """The findings of one `Probe`, in order; each is the text of a `probes.Finding`."""
 
     number: int
     findings: list[str]
@@ -394,7 +394,7 @@ class TryWays:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """Run these probes at the same time, each the text of a `probes.Task`; answer `Probed`."""
+    """A command: run these probes at the same time (each a `probes.Task`), and answer `Probed`."""
 
     number: int
     tasks: list[str]

@@ -1,9 +1,9 @@
-"""Ranks that an attempt continues without: which losses it survives, and how it did.
+"""Ranks that an attempt continues without: which losses it survives, and how.
 
-With `--on-loss shrink` a rank that a signal kills does not end its attempt if every other rank
-holds what it takes to continue. Then the ranks that are left are published in the job's store, as
-an epoch, and each reports in its folder once it is ready to train on. What cannot be survived is a
-failure as any other, and a line says why.
+With `--on-loss shrink`, a rank that is killed by a signal does not end its attempt if every other
+rank holds what it needs to continue. The remaining ranks are then published in the job's store, as
+an epoch, and each of them reports in its folder once it is ready to continue training. A loss that
+cannot be survived is an ordinary failure, and one line gives the reason.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Losses:
     """The losses of the present attempt.
 
     Args:
-        report: gets how each was survived.
+        report: receives how each loss was survived.
         say: prints a line.
     """
 
@@ -57,14 +57,14 @@ class Losses:
         self._attempt = -1
         self._lost: list[int] = []
         self._number = 0  # of the newest epoch
-        self._awaited: Epoch | None = None  # its ranks have not all reported
-        self._first_lost_ns = 0  # of those since the last time that all had
+        self._awaited: Epoch | None = None  # an epoch whose ranks have not all reported
+        self._first_lost_ns = 0  # when the first rank was lost since the last complete epoch
 
     def takes(self, world: World, rank: int, code: int) -> bool:
-        """Return whether the attempt continues without a rank that ended; then publish that.
+        """Return whether the attempt continues without a rank that ended; if so, publish that.
 
         Args:
-            code: of the rank's process, as in `subprocess`.
+            code: the exit code of the rank's process, as in `subprocess`.
         """
         is_running = world.attempt.phase is decide.Phase.RUNNING
         if not self._is_on or code >= 0 or -code in _STOPS or not is_running:
@@ -82,11 +82,11 @@ class Losses:
         return True
 
     def look(self, world: World) -> None:
-        """Report once all ranks of the newest epoch are ready to train on.
+        """Report once all ranks of the newest epoch are ready to continue training.
 
-        A rank may have passed the last barrier when another one died, and finish its steps without
-        having noticed. The others, which fail in that barrier, wait for it in the epoch: a newer
-        one tells them.
+        A rank may have passed the last barrier when another one died, and may finish its steps
+        without noticing the loss. The others fail in that barrier and wait for it in the epoch,
+        until a newer epoch is published without it.
         """
         epoch = self._awaited
         if epoch is None or world.number != self._attempt:
@@ -108,7 +108,7 @@ class Losses:
         return found
 
     def _why_not(self, world: World, rank: int, known: Mapping[int, Standing]) -> str:
-        """Return why the attempt cannot continue without a rank, "" if it can."""
+        """Return why the attempt cannot continue without a rank, or "" if it can."""
         died = self._meeting.how_it_died()
         if died:
             return f"the job's store {died}"
@@ -117,13 +117,13 @@ class Losses:
         if bare:
             return f"rank {bare[0]} is not in resilient.run (or cannot write to its folder)"
         if known[rank].state is State.DONE:
-            return "it had finished its steps, which resilient.run protects"
+            return "it had finished its steps, and resilient.run protects only steps"
         if len(living) < self._min_ranks:
             return f"{len(living)} ranks are left, and --min-ranks is {self._min_ranks}"
         return "" if living else "no rank is left"
 
     def _publish(self, world: World, lost: list[int], known: Mapping[int, Standing]) -> str:
-        """Publish the ranks that are left; return why that is not possible."""
+        """Publish the remaining ranks; return why that is not possible, or ""."""
         done = [one for one, standing in known.items() if standing.state is State.DONE]
         gone = {*world.ended, *done}
         epoch = Epoch(
@@ -134,7 +134,7 @@ class Losses:
         )
         try:
             self._meeting.publish(epoch_key(epoch.number), epoch.pack())
-            # Ranks that meet already wait for the one that is lost.
+            # Ranks that are already meeting wait for the lost one.
             self._meeting.publish(f"{meeting_key(self._number)}/gate", "superseded")
         except LaunchError as err:
             return str(err)

@@ -1,8 +1,8 @@
-"""Checks across the nodes of a job, before it: who comes, versions, clocks, and ways both ways.
+"""Checks across the nodes before a job: which nodes connect, their versions, clocks and links.
 
-Every node runs `echelon doctor` with the options that its `echelon run` will get; they meet at the
-endpoint, over the control plane itself. Then each node connects to each other one at a port that is
-free there, as ranks will. What else is to be measured between them (`pairwise/`) is handed in.
+Every node runs `echelon doctor` with the options of its future `echelon run`. The nodes meet at the
+endpoint, over the control plane itself. Then each node connects to every other one at a free port
+of that node, as ranks will. The caller passes in any further measurement (`pairwise/`).
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _NUM_TICKS = 8
 _TICK_S = 2.0
 _CONNECT_S = 3.0
 _WAYS_S = 20.0
-_NEXT_S = 60.0  # between two of the host's questions
+_NEXT_S = 60.0  # between two of the host's requests
 _NUM_AT_ONCE = 32
-_CLOCK_S = 1.0  # more than that confuses people who compare logs, and other tools
+_CLOCK_S = 1.0  # a larger difference confuses people who compare logs, and other tools
 
 T = TypeVar("T", bound=m.Event)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A line of the outcome."""
+    """A line of the result."""
 
     name: str
     text: str
@@ -52,17 +52,19 @@ class Result:
 
 @dataclass(slots=True)
 class Member:
-    """A node that has come."""
+    """A node that has connected."""
 
-    name: str  # of its session, "" for the host itself
+    name: str  # the name of its session, "" for the host itself
     about: m.CheckIn
-    ahead_s: float | None = None  # of the host's wall clock; None: it did not answer
+    ahead_s: float | None = None  # of the host's wall clock; None if it did not answer
     error_s: float = 0.0
-    troubles: list[str] = field(default_factory=list)  # ways from there that do not work
+    troubles: list[str] = field(default_factory=list)  # broken links from this node
     has_tried: bool = False
 
 
-Measure = Callable[["Host"], Iterable[Result]]  # what the host measures once all have come
+Measure = Callable[
+    ["Host"], Iterable[Result]
+]  # what the host measures once all nodes have connected
 
 
 def check_nodes(
@@ -74,13 +76,13 @@ def check_nodes(
     folder: str = "",
     measure: Measure = lambda _: (),
 ) -> Iterator[Result]:
-    """Take part; yield the outcome, which is the same on all nodes.
+    """Take part in the checks; yield the results, which are the same on all nodes.
 
-    Waits `timeout_s` at most for the nodes to come, and about half a minute for their answers.
+    Waits at most `timeout_s` for the nodes to connect, and about half a minute for their answers.
 
     Args:
-        folder: of this node's part of the job.
-        measure: called on the host; its results are told to all nodes.
+        folder: the folder for this node's files of the job.
+        measure: called on the host; its results are sent to all nodes.
     """
     with contextlib.closing(Listener(token := new_token())) as listener:
         about = m.CheckIn(
@@ -100,7 +102,7 @@ def check_nodes(
 
 
 class Host:
-    """The node that owns the endpoint: it asks, and puts the answers together."""
+    """The node that owns the endpoint: it requests the checks and combines the answers."""
 
     def __init__(self, meeting: Rendezvous, about: m.CheckIn, tls: TlsFiles | None) -> None:
         self._events: Mailbox[tuple[str, m.Event]] = Mailbox()
@@ -110,7 +112,7 @@ class Host:
         self._host = meeting.host
 
     def check(self, num_nodes: int, timeout_s: float, measure: Measure) -> list[Result]:
-        """Ask all questions, and tell all nodes the outcome."""
+        """Run all checks, and send the results to all nodes."""
         try:
             self._wait_for_nodes(num_nodes, timeout_s)
             for node in self.members[1:]:
@@ -127,18 +129,18 @@ class Host:
         return results
 
     def address_of(self, member: Member) -> str:
-        """Return where other nodes reach a member."""
+        """Return the address at which other nodes reach a member."""
         return member.about.address or self._host
 
     def probe(
         self, number: int, tasks: Sequence[tuple[Member, Sequence[Task]]], limit_s: float
     ) -> dict[str, m.Probed]:
-        """Have members run probes, all at the same time; return the answers by session name.
+        """Let members run probes at the same time; return the answers by session name.
 
-        Waits `limit_s` at most for them; a member that has not answered by then is missing.
+        Waits at most `limit_s`; a member that has not answered by then is missing from the result.
 
         Args:
-            number: of the question, new for each.
+            number: the number of the request, different for each call.
         """
         deadline_s = time.monotonic() + limit_s
         asked = {member.name for member, _ in tasks if member.name}
@@ -171,7 +173,7 @@ class Host:
     def _next(
         self, kind: type[T], fits: Callable[[str, T], bool], deadline_s: float
     ) -> tuple[str, T] | None:
-        """Wait for an event of a kind; others are of no use and dropped."""
+        """Wait for a matching event of one kind; drop all others."""
         while (left_s := deadline_s - time.monotonic()) > 0:
             select.select([self._events.fileno()], [], [], left_s)
             events = self._events.take()
@@ -183,7 +185,7 @@ class Host:
         return None
 
     def _compare_clocks(self, node: Member) -> None:
-        """Take the quickest of several exchanges: its middle is when the node read its clock."""
+        """Use the fastest of several exchanges: the node read its clock in the middle of it."""
         for number in range(_NUM_TICKS):
             sent_ns = time.time_ns()
             self._send(node, m.Tick(number=number))
@@ -223,14 +225,14 @@ class Host:
     def _results(self, num_nodes: int) -> Iterator[Result]:
         hosts = ", ".join(node.about.host for node in self.members)
         all_came = len(self.members) >= num_nodes
-        yield Result("nodes", f"{len(self.members)} of {num_nodes} came: {hosts}", all_came)
+        yield Result("nodes", f"{len(self.members)} of {num_nodes} connected: {hosts}", all_came)
         yield from compare_versions([node.about for node in self.members])
         for node in self.members[1:]:
             yield self._clock(node)
         troubles = [
-            f"{node.about.host} does not reach {trouble}"
+            f"{node.about.host} cannot reach {trouble}"
             for node in self.members
-            for trouble in (node.troubles if node.has_tried else ["anybody: it did not answer"])
+            for trouble in (node.troubles if node.has_tried else ["other nodes: it did not answer"])
         ]
         for trouble in troubles:
             yield Result("connectivity", trouble, ok=False)
@@ -254,10 +256,10 @@ class Host:
 def _take_part(
     meeting: Rendezvous, about: m.CheckIn, tls: TlsFiles | None, timeout_s: float
 ) -> Iterator[Result]:
-    """Answer the host's questions until it has told the outcome.
+    """Answer the host's requests until it has sent the result.
 
     Raises:
-        LaunchError: the host is not there, or gone.
+        LaunchError: the host cannot be reached, or was lost.
     """
     link = GrpcLink(meeting.address, meeting.secret, about, timeout_s, tls=tls)
     deadline_s = time.monotonic() + timeout_s * 2 + _WAYS_S * 2
@@ -285,10 +287,10 @@ def _take_part(
 
 
 def _answered(probe: m.Probe) -> m.Probed:
-    """Run what the host asks for; waits for the longest deadline.
+    """Run the probes that the host requests; waits for the longest deadline.
 
     Raises:
-        LaunchError: the host asks for something else than probes.
+        LaunchError: the host requests something else than probes.
     """
     try:
         tasks = [Task.unpack(text) for text in probe.tasks]
@@ -298,7 +300,7 @@ def _answered(probe: m.Probe) -> m.Probed:
 
 
 def compare_versions(nodes: Sequence[m.CheckIn]) -> Iterator[Result]:
-    """Say what all have, or who has what."""
+    """Yield the versions that all nodes have, or each node's own if they differ."""
     alike = all(node.versions == nodes[0].versions for node in nodes)
     if alike:
         yield Result("versions", f"{_words(nodes[0])} on all nodes")
@@ -313,14 +315,14 @@ def _words(node: m.CheckIn) -> str:
 
 def _versions() -> list[list[str]]:
     try:
-        torch = importlib.metadata.version("torch")  # without loading it
+        torch = importlib.metadata.version("torch")  # without importing it
     except importlib.metadata.PackageNotFoundError:
         torch = "none"
     return [["python", platform.python_version()], ["echelon", __version__], ["torch", torch]]
 
 
 def _try_all(places: Iterable[Sequence[str]]) -> list[tuple[str, str]]:
-    """Connect to all places; return each host with what went wrong, "" if nothing did."""
+    """Connect to all places; return each host with its error, or "" if there was none."""
     whole = [place for place in places if len(place) == 3 and place[2].isdecimal()]
     with concurrent.futures.ThreadPoolExecutor(_NUM_AT_ONCE) as pool:
         words = pool.map(lambda place: _try(place[1], int(place[2])), whole)

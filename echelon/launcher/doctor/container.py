@@ -24,7 +24,7 @@ from echelon.launcher.doctor.check import Check
 
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC  # the kernel's own, PROC_PID_INIT_INO
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
-_FEW_PROCESSES = 64  # of a rank: torch's, OpenMP's and the loaders' threads
+_FEW_PROCESSES = 64  # per rank: torch's, OpenMP's and the loaders' threads
 _SPY_S = 10.0
 _PROGRAM = "print('ready', flush=True); input()"
 
@@ -40,11 +40,11 @@ def tracing() -> Check:
             refused = _is_refused(child.pid)
             child.kill()
     except OSError as err:
-        return Check("tracing", f"not tried: no process can be started ({err.strerror})", ok=False)
+        return Check("tracing", f"not tested: no process can be started ({err.strerror})", ok=False)
     if refused:
         return Check(
             "tracing",
-            "not permitted: stacks of ranks are asked for by signal instead, which may end a hang "
+            "not permitted: stacks of ranks are requested by signal instead, which may end a hang "
             "(container: --cap-add SYS_PTRACE)",
         )
     scope = _yama_scope()
@@ -72,12 +72,12 @@ def pid_namespace_check() -> Check:
     """Check whether pids are the same here as on the host."""
     inode = pid_namespace()
     if not inode:
-        return Check("pids", "not permitted to read which PID namespace this is")
+        return Check("pids", "not permitted to read the PID namespace")
     if inode == _FIRST_PID_NAMESPACE:
         return Check("pids", "the host's own")
     return Check(
         "pids",
-        "a PID namespace of its own (container): pids in reports are this container's; from the "
+        "a separate PID namespace (container): pids in reports are this container's; from the "
         "host, `fr-analyze --attach` finds its ranks by their environment",
     )
 
@@ -87,7 +87,7 @@ def limits_check() -> Check:
     denied: list[str] = []
     found = limits(os.getpid(), denied)
     if denied:
-        return Check("cgroup", "not permitted to read: a kill for memory will not be named")
+        return Check("cgroup", "not permitted to read: a kill for memory cannot be recognised")
     parts, ok = _memory(found)
     left = None
     if found.max_processes is not None:
@@ -95,7 +95,7 @@ def limits_check() -> Check:
         left = found.max_processes - used
         parts.append(f"{used} of {found.max_processes} processes and threads")
     if left is not None and left < _FEW_PROCESSES * (os.cpu_count() or 1):
-        parts.append("which is few for ranks with threads and loaders (docker --pids-limit)")
+        parts.append("too few for ranks with threads and loaders (docker --pids-limit)")
         ok = False
     return Check("cgroup", ", ".join(parts) if parts else "no limits", ok)
 
@@ -106,7 +106,7 @@ def _memory(found: Limits) -> tuple[list[str], bool]:
     used = found.memory_bytes or 0
     text = f"{used / 1e9:.1f} of {found.memory_limit_bytes / 1e9:.1f} GB of memory in use"
     if found.oom_kills:
-        text += f" ({found.oom_kills} killed for it so far)"
+        text += f" ({found.oom_kills} processes killed for memory so far)"
     return [text], used < 0.95 * found.memory_limit_bytes
 
 
@@ -114,15 +114,15 @@ def user() -> Check:
     """Check that the user has a name and a home, which compilers and caches require."""
     uid = os.getuid()
     try:
-        name = getpass.getuser()  # of USER and others, else of the user database
+        name = getpass.getuser()  # from USER and others, otherwise from the user database
     except (KeyError, OSError):
         return Check(
             "user",
-            f"uid {uid} has no name: torch.compile of older torch asks for one (set USER to any)",
+            f"uid {uid} has no name: torch.compile of older torch needs one (set USER to any name)",
         )
     home = os.environ.get("HOME") or _home(uid)
     if not home or not os.access(home, os.W_OK):
-        return Check("user", f"{name} ({uid}), whose home cannot be written: set HOME for caches")
+        return Check("user", f"{name} ({uid}), but the home is not writable: set HOME for caches")
     return Check("user", f"{name} ({uid})")
 
 
@@ -148,6 +148,6 @@ def temporary_folder() -> Check:
         free = shutil.disk_usage(folder).free
     except OSError:
         return Check(
-            "temporary files", "no folder can be written: mount one at /tmp, or set TMPDIR", False
+            "temporary files", "no writable folder: mount one at /tmp, or set TMPDIR", False
         )
     return Check("temporary files", f"{folder}: {free / 1e9:.1f} GB free")

@@ -1,10 +1,10 @@
-"""`echelon doctor`: is this machine fit for a job? One line per check, before nodes are waited for.
+"""`echelon doctor`: check whether this machine is fit for a job, with one line per check.
 
-With --rdzv-endpoint, on every node, the nodes meet and check the ways between them (checkup.py);
-with --pairwise they measure them (pairwise/).
+If --rdzv-endpoint is given on every node, the nodes meet and check the links between them
+(checkup.py); with --pairwise they also measure these links (pairwise/).
 
-Each check is a function that returns a `Check` and never raises; what a sandbox denies is said,
-with what is used instead. Backends are asked in a child process, since only they import torch.
+Each check is a function that returns a `Check` and never raises. It reports what a sandbox denies,
+and what is used instead. Backends are checked in a child process, because only they import torch.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _SHM = Path("/dev/shm")  # noqa: S108 -- only looked at
 _SMALL_SHM_BYTES = 1 << 30
 _LOGIND = ("/etc/systemd/logind.conf", "/run/systemd/logind.conf", "/usr/lib/systemd/logind.conf")
 _LINGER = Path("/var/lib/systemd/linger")
-_FIRST_USER = 1000  # logind spares the system's own users
+_FIRST_USER = 1000  # logind exempts system users
 _CONNECT_S = 3.0
 _BACKENDS_S = 60.0
-_NODES_S = 60.0  # for the others to start their doctors
+_NODES_S = 60.0  # for the other nodes to start their doctors
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,10 +55,10 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(prog="echelon doctor", description="Check this machine before a job.")
     parser.add_argument("--version", action="version", version=f"echelon {__version__}")
     parser.add_argument(
-        "endpoint", nargs="?", metavar="HOST:PORT", help="check the way to this endpoint too"
+        "endpoint", nargs="?", metavar="HOST:PORT", help="also check the link to this endpoint"
     )
     nodes = parser.add_argument_group(
-        "many nodes", "as for `echelon run`, on every node: check the ways between them"
+        "many nodes", "as for `echelon run`, on every node: check the links between them"
     )
     try:
         add_node_options(nodes, Defaults(os.environ))
@@ -81,11 +81,11 @@ def main(argv: Sequence[str]) -> int:
         if not pairwise.has_met:
             pairwise.alone()
         shown.outcome(pairwise.outcome)
-    return shown.end([] if pairwise is not None else backends())  # the job's own has been used
+    return shown.end([] if pairwise is not None else backends())  # the job's own port has been used
 
 
 def _across(args: argparse.Namespace, pairwise: Pairwise | None) -> Iterator[Check]:
-    """Prepare the checks across nodes, none where no endpoint is given.
+    """Prepare the checks across nodes; there are none without an endpoint.
 
     Raises:
         ValueError: bad usage.
@@ -137,18 +137,18 @@ def _checks(endpoint: str | None) -> Iterator[Check]:
 
 
 def python() -> Check:
-    """Which interpreter and package this is."""
+    """Report the interpreter and the package version."""
     version = ".".join(map(str, sys.version_info[:3]))
     return Check("python", f"{version} ({sys.executable}), echelon {__version__}")
 
 
 def cores() -> Check:
-    """How many cores may be used."""
+    """Report how many cores may be used."""
     return Check("cores", f"{usable_cores()} usable of {os.cpu_count() or 0}")
 
 
 def host_name() -> Check:
-    """Whether this host's name leads to an address that others can dial, and back."""
+    """Check that this host's name resolves to an address that others can dial, and back."""
     name = socket.gethostname()
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
@@ -175,7 +175,7 @@ def host_name() -> Check:
 
 
 def loopback_port() -> Check:
-    """Whether a port can be bound and reached."""
+    """Check that a port can be bound and reached."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             start = time.perf_counter()
@@ -187,11 +187,11 @@ def loopback_port() -> Check:
 
 
 def shared_memory() -> Check:
-    """How much memory /dev/shm gives: the rings lie there while a job runs."""
+    """Check the size of /dev/shm, which holds the rings while a job runs."""
     if file_system(_SHM) != "tmpfs":
         return Check(
             "shared memory",
-            f"{_SHM} is not a tmpfs: rings are kept on disk, and writing them may block",
+            f"{_SHM} is not a tmpfs: rings are kept on disk, where writing may block",
         )
     try:
         usage = shutil.disk_usage(_SHM)
@@ -199,10 +199,10 @@ def shared_memory() -> Check:
         return Check("shared memory", f"{_SHM}: {err.strerror}", ok=False)
     note = ""
     if usage.free < _SMALL_SHM_BYTES:
-        note = ": small for data loaders' workers, which end in SIGBUS there (docker --shm-size=1g)"
+        note = ": small for data loaders' workers, which may die of SIGBUS (docker --shm-size=1g)"
     if removes_at_logout(os.getuid(), container.user_name()):
         note += (
-            "; systemd removes your files there at logout, the rings of a detached job among them: "
+            "; systemd removes your files there at logout, including a detached job's rings: "
             "loginctl enable-linger"
         )
     text = f"{usage.free / 1e9:.2f} of {usage.total / 1e9:.2f} GB free in /dev/shm"
@@ -210,14 +210,14 @@ def shared_memory() -> Check:
 
 
 def removes_at_logout(uid: int, user: str) -> bool:
-    """Whether logind removes a user's files from /dev/shm with the last session (RemoveIPC)."""
+    """Return whether logind removes a user's files from /dev/shm at logout (RemoveIPC)."""
     if uid < _FIRST_USER or not Path("/run/systemd/seats").exists():
         return False
     if (_LINGER / user).exists():
         return False
     settings = [Path(name) for name in _LOGIND]
     settings += [part for path in settings for part in sorted(path.parent.glob("logind.conf.d/*"))]
-    removes = True  # what it does where nothing is set
+    removes = True  # the default
     for path in settings:
         with contextlib.suppress(OSError):
             for line in path.read_text(errors="replace").splitlines():
@@ -228,27 +228,27 @@ def removes_at_logout(uid: int, user: str) -> bool:
 
 
 def run_directory() -> Check:
-    """Where runs/ would lie, and how much room there is."""
+    """Check the place of runs/ and its free space."""
     try:
         kind, free = file_system(Path.cwd()), shutil.disk_usage(Path.cwd()).free
     except OSError as err:
         return Check("run directory", f"the working directory: {err.strerror}", ok=False)
-    note = ", a network: rings stay on this node" if is_remote(kind) else ""
+    note = ", a network file system: rings stay on this node" if is_remote(kind) else ""
     writable = os.access(Path.cwd(), os.W_OK)
     text = f"{Path.cwd()}: {kind or 'unknown'}{note}, {free / 1e9:.1f} GB free"
-    unwritable = f"{Path.cwd()} is not writable: give a folder that is (--run-dir)"
+    unwritable = f"{Path.cwd()} is not writable: give a writable folder (--run-dir)"
     return Check("run directory", text if writable else unwritable, writable)
 
 
 def clock() -> Check:
-    """Whether the monotonic clock is fine enough to order operations."""
+    """Check that the monotonic clock is fine enough to order operations."""
     resolution = time.clock_getres(time.CLOCK_MONOTONIC)
     wall = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     return Check("clock", f"monotonic to {resolution * 1e9:.0f} ns; wall {wall}", resolution < 1e-4)
 
 
 def pidfd() -> Check:
-    """Whether processes can be held by descriptor."""
+    """Check that processes can be held by a descriptor."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (OSError, AttributeError) as err:
@@ -257,7 +257,7 @@ def pidfd() -> Check:
 
 
 def memfd() -> Check:
-    """Whether shared memory can be had without a name."""
+    """Check that shared memory without a name is available."""
     try:
         os.close(os.memfd_create("echelon-doctor"))
     except (OSError, AttributeError) as err:
@@ -266,7 +266,7 @@ def memfd() -> Check:
 
 
 def proc() -> Check:
-    """Whether /proc tells what verdicts need."""
+    """Check that /proc shows what verdicts need."""
     denied = sample(os.getpid()).not_permitted
     if denied:
         return Check(
@@ -276,19 +276,19 @@ def proc() -> Check:
 
 
 def stacks() -> Check:
-    """Whether the stacks of ranks can be read, and how."""
+    """Check whether and how the stacks of ranks can be read."""
     first = getattr(signal, "SIGRTMIN", None)
     if first is None or not hasattr(faulthandler, "register"):
         asked = "this platform has no real-time signals: verdicts will lack stacks"
     else:
-        asked = f"asked for by signal {int(first) + 6}"
+        asked = f"requested by signal {int(first) + 6}"
     if can_spy():
-        return Check("stacks", f"read from outside by py-spy; where that is denied, {asked}")
+        return Check("stacks", f"read from outside by py-spy; if that is denied, {asked}")
     return Check("stacks", f"{asked}, which may end a hang; with py-spy they are read from outside")
 
 
 def way_to(endpoint: str) -> Check:
-    """Whether an endpoint can be reached from here."""
+    """Check that an endpoint can be reached from here."""
     try:
         host, port = split(endpoint)
         start = time.perf_counter()
@@ -302,7 +302,7 @@ def way_to(endpoint: str) -> Check:
 
 
 def backends() -> list[str]:
-    """Return a line a backend: its name, then `ready` or `not ready: REASON`."""
+    """Return one line per backend: its name, then `ready` or `not ready: REASON`."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "echelon.dist.backends", "--json"],
@@ -310,7 +310,7 @@ def backends() -> list[str]:
         )  # fmt: skip
         found = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as err:
-        return [f"backends not ready: they cannot be asked ({type(err).__name__})"]
+        return [f"backends not ready: the check failed ({type(err).__name__})"]
     return [
         f"{one['name']} {'ready' if one['ready'] else 'not ready: ' + one['reason']}"
         + (f" ({one['versions']})" if one["versions"] else "")

@@ -1,4 +1,4 @@
-"""What `echelon doctor` prints: lines as they come, or one JSON object at the end."""
+"""The output of `echelon doctor`: lines as they arrive, or one JSON object at the end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORMAT = 1
 
 
 class Shown:
-    """The checks so far; whether the machine is fit decides the exit code."""
+    """The checks so far, and whether the machine is fit, which decides the exit code."""
 
     def __init__(self, *, is_json: bool) -> None:
         self._is_json = is_json
@@ -30,7 +30,7 @@ class Shown:
         self._print(f"{mark} {check.name:<15} {check.text}")
 
     def outcome(self, outcome: Outcome) -> None:
-        """Print what was measured of links and nodes."""
+        """Print the measurements of links and nodes."""
         self._is_fit &= outcome.is_whole
         self._outcome = outcome
         for line in lines(outcome):

@@ -36,7 +36,11 @@ def test_a_machine_without_a_temporary_folder_is_said(monkeypatch):
         (Limits(), True, "no limits"),
         (Limits(memory_bytes=10**9, memory_limit_bytes=4 * 10**9), True, "1.0 of 4.0 GB"),
         (Limits(memory_bytes=39 * 10**8, memory_limit_bytes=4 * 10**9), False, "3.9 of 4.0 GB"),
-        (Limits(memory_limit_bytes=10**9, oom_kills=3), True, "(3 killed for it so far)"),
+        (
+            Limits(memory_limit_bytes=10**9, oom_kills=3),
+            True,
+            "(3 processes killed for memory so far)",
+        ),
         (Limits(num_processes=60, max_processes=64), False, "--pids-limit"),
         (Limits(num_processes=6, max_processes=32768), True, "6 of 32768 processes"),
     ],

@@ -122,7 +122,7 @@ def test_nodes_check_each_other_and_all_are_told():
     doctors = [_doctor(*meeting, "--node-rank", str(rank)) for rank in range(3)]
     for text in _told(doctors):
         lines = {line[2:17].strip(): line for line in text.splitlines()}
-        assert lines["nodes"].startswith("  nodes           3 of 3 came"), text
+        assert lines["nodes"].startswith("  nodes           3 of 3 connected"), text
         assert "on all nodes" in lines["versions"], text
         assert " ms" in lines["clocks"], text
         assert "each of 3 nodes can reach every other node" in lines["connectivity"], text
@@ -133,7 +133,7 @@ def test_nodes_that_do_not_come_are_counted():
     doctor = _doctor("--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--node-rank", "0",
                      "--rdzv-conf", "join_timeout=3")  # fmt: skip
     (text,) = _told([doctor])
-    assert "! nodes           1 of 2 came" in text
+    assert "! nodes           1 of 2 connected" in text
     assert doctor.returncode == 1
 
 

@@ -1,1 +1,1 @@
-"""`echelon doctor --pairwise`: the links of a job, measured before it."""
+"""`echelon doctor --pairwise`: measure the links of a job before it starts."""

@@ -1,6 +1,6 @@
-"""Run `echelon.planner.pairs` as the job would run: `echelon run`, the same options, and a limit.
+"""A run of `echelon.planner.pairs` as the job would run: `echelon run`, same options, bounded.
 
-Its run directory is a temporary one. It is kept, and named, where the run failed.
+It uses a temporary run directory. If the run fails, the directory is kept and reported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from echelon.launcher.doctor.pairwise.schedule import rounds
 
 LIMIT_S = 120.0
 _STALL_S = 30
-_END_S = 15.0  # for a launcher that was asked to stop
+_END_S = 15.0  # for a launcher to end after a stop request
 _CLOSED_S = 3.0
 _POLL_S = 0.05
 _MOST_SAID = 300
@@ -35,7 +35,7 @@ _TEXTS = (
 
 
 def measure_collective(args: argparse.Namespace, meeting: Rendezvous | None) -> dict[str, Any]:
-    """Return what the ranks measured, or {"error": why}. Waits two minutes at most.
+    """Return what the ranks measured, or {"error": why}. Waits at most two minutes.
 
     Args:
         args: the options of `echelon doctor`.
@@ -69,7 +69,7 @@ def _command(args: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def run_options(args: Mapping[str, Any]) -> list[str]:
-    """Return the options of `echelon run` that place its nodes and ranks as these do."""
+    """Return options of `echelon run` that place nodes and ranks in the same way."""
     found = ["--nproc-per-node", str(args["nproc_per_node"])]
     if not args["rdzv_endpoint"] and not args["master_addr"]:
         return [*found, "--standalone"]
@@ -88,7 +88,7 @@ def run_options(args: Mapping[str, Any]) -> list[str]:
 
 
 def _run(command: list[str], limit_s: float) -> tuple[str, int]:
-    """Return what a launcher printed and how it ended; one that is late is stopped."""
+    """Return a launcher's output and exit code; stop it if it takes too long."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -110,7 +110,7 @@ def _run(command: list[str], limit_s: float) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
-    """End a process at the end, however that comes: its guard ends what it started."""
+    """Kill a process on leaving the block; its guard then ends what it started."""
     try:
         yield
     finally:
@@ -119,7 +119,7 @@ def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def _why(said: str, run: Path) -> str:
-    """Return the verdict's summary; on a node that has none, the launcher's line that says most."""
+    """Return the verdict's summary, or otherwise the launcher's most informative line."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         report = json.loads((run / "report.json").read_text())
         return str(report["incidents"][-1]["verdict"]["summary"])[:_MOST_SAID]
@@ -129,7 +129,7 @@ def _why(said: str, run: Path) -> str:
 
 
 def _wait_until_closed(meeting: Rendezvous) -> None:
-    """Wait until the host has left the meeting: its launcher binds the same port next."""
+    """Wait until the host has closed its port, because its launcher binds the same port next."""
     deadline_s = time.monotonic() + _CLOSED_S
     with contextlib.suppress(OSError):
         while time.monotonic() < deadline_s:

@@ -1,4 +1,4 @@
-"""`echelon doctor --pairwise`: its options, and the measurement from meeting to outcome."""
+"""`echelon doctor --pairwise`: its options, and the measurement from the meeting to the result."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from echelon.launcher.doctor.probes.child import run_all
 from echelon.launcher.options.arguments import Defaults
 from echelon.launcher.options.texts import num_workers
 
-_NAME = "pairwise"  # of the line that carries an outcome between nodes
+_NAME = "pairwise"  # the name of the line that carries an outcome between nodes
 
 
 def add_pairwise_options(group: argparse._ArgumentGroup, default: Defaults) -> None:
-    """Add what says what to measure, and where."""
+    """Add the options that select what to measure, and where."""
     group.add_argument(
         "--pairwise",
         action="store_true",
         help="measure latency and bandwidth of every pair of nodes (on one node, of its ranks), "
-        "disk, memory and GPUs of each, and an all_reduce of all ranks; slow ones are named",
+        "the disk, memory and GPUs of each node, and an all_reduce of all ranks; name slow ones",
     )
     group.add_argument(
         "--nproc-per-node",
@@ -39,14 +39,14 @@ def add_pairwise_options(group: argparse._ArgumentGroup, default: Defaults) -> N
         "--backend",
         default="",
         metavar="NAME",
-        help="backend of the all_reduce (default: what dist.init() takes)",
+        help="backend of the all_reduce (default: that of dist.init())",
     )
     group.add_argument(
         "--run-dir",
         type=Path,
         default=Path(),
         metavar="DIR",
-        help="folder whose disk is written to (default: the working directory)",
+        help="folder on the disk to test (default: the working directory)",
     )
 
 
@@ -54,8 +54,8 @@ class Pairwise:
     """One measurement.
 
     Attributes:
-        outcome: what was measured so far.
-        has_met: other nodes take part.
+        outcome: the measurements so far.
+        has_met: whether other nodes take part.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -87,10 +87,10 @@ class Pairwise:
         if is_complete and self.outcome.is_whole:
             self.outcome.collective = measure_collective(self._args, meeting)
         else:
-            self.outcome.collective = {"error": "not run: what is broken comes first"}
+            self.outcome.collective = {"error": "not run: mend what is broken first"}
 
     def alone(self) -> None:
-        """Measure this machine, and the pairs of its ranks. Waits some two minutes at most."""
+        """Measure this machine and the pairs of its ranks. Waits about two minutes at most."""
         from echelon.launcher.doctor.pairwise.measuring import own_tasks
 
         found = run_all(own_tasks(str(self._args.run_dir.absolute())))

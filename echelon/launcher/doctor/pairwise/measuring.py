@@ -1,8 +1,8 @@
-"""Measure all nodes and pairs of nodes, from the host: it asks, and each node runs its probes.
+"""The measurement of all nodes and pairs of nodes: the host requests it, each node runs its probes.
 
-First each node's own disk, memory and devices, all nodes at once; then round by round the pairs, so
-that no node is in two measurements at the same time. A node that does not answer is broken, and
-costs the others no more than the deadline of each of its rounds.
+First each node measures its own disk, memory and devices, all nodes at once. Then the pairs follow
+in rounds, so that no node is in two measurements at the same time. A node that does not answer
+counts as broken, and delays the others by at most the deadline of each of its rounds.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from echelon.launcher.doctor.probes.finding import (
     Task,
 )
 
-_GRACE_S = 5.0  # beyond a probe's own deadline: the answer is on its way
+_GRACE_S = 5.0  # beyond a probe's own deadline, for the answer to arrive
 
 
 def own_tasks(folder: str) -> list[Task]:
-    """Return what a node checks of itself."""
+    """Return the probes that a node runs on itself."""
     return [Task(probe=STORAGE, folder=folder), Task(probe=MEMORY), Task(probe=DEVICE)]
 
 
 def measure(host: Host) -> Outcome:
-    """Measure everything. Waits at most 20 s for each round; there are as many as members."""
+    """Measure everything. Waits at most 20 s per round; there are as many rounds as members."""
     members = host.members
     names = _names(host)
     outcome = Outcome(hosts=names, names=names)
@@ -60,7 +60,7 @@ def _task(host: Host, other: Member) -> Task:
 
 
 def _findings(answer: m.Probed | None, tasks: Sequence[Task]) -> list[Finding]:
-    """Return as many findings as there are tasks: a node that does not answer is broken."""
+    """Return one finding per task: a node that does not answer counts as broken."""
     try:
         found = [Finding.unpack(text) for text in answer.findings] if answer else []
     except ValueError:
@@ -72,7 +72,7 @@ def _findings(answer: m.Probed | None, tasks: Sequence[Task]) -> list[Finding]:
 
 
 def _names(host: Host) -> list[str]:
-    """Return the hosts' names, with their addresses where several are equal."""
+    """Return the hosts' names, with their addresses if several names are equal."""
     hosts = [member.about.host for member in host.members]
     return [
         name if hosts.count(name) == 1 else f"{name}@{host.address_of(member)}"

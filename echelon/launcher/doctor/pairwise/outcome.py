@@ -1,4 +1,4 @@
-"""What was measured of a job's nodes and links, and what is wrong with it. It travels as JSON."""
+"""The measurements of a job's nodes and links, and their faults. An outcome is sent as JSON."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LATENCY, SENT, RECEIVED = "latency_s", "sent_bytes_per_s", "received_bytes_per_s
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """All figures.
+    """All measurements.
 
     Attributes:
-        hosts: names of the nodes.
-        names: of the members of pairs: the hosts, or the ranks of one host.
-        pairs: of each pair that was measured, its smaller member's finding.
-        nodes: of each host, its own probes.
-        collective: what all ranks together measured on the job's backend, None: not measured.
+        hosts: the names of the nodes.
+        names: the names of the members of pairs: the hosts, or the ranks of one host.
+        pairs: for each measured pair, the finding of its smaller member.
+        nodes: for each host, the findings of its own probes.
+        collective: what all ranks together measured on the job's backend; None if not measured.
     """
 
     hosts: list[str]
@@ -35,12 +35,12 @@ class Outcome:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is broken; slow is not broken."""
+        """Whether nothing is broken; slow parts do not count as broken."""
         found = [*self.pairs.values(), *(one for node in self.nodes for one in node)]
         return not any(one.is_broken for one in found) and not (self.collective or {}).get("error")
 
     def costs(self) -> dict[str, dict[Pair, float]]:
-        """Return each pair's cost by kind: its latency, and seconds per byte of its worse way."""
+        """Return each pair's cost by kind: latency, or seconds per byte of the slower way."""
         whole = {pair: one.figures for pair, one in self.pairs.items() if not one.is_broken}
         return {
             "latency": {pair: figures[LATENCY] for pair, figures in whole.items()},
@@ -51,7 +51,7 @@ class Outcome:
         }
 
     def slow(self) -> Iterator[tuple[str, str]]:
-        """Yield what is slower than the others: who (a member, or a pair), and how."""
+        """Yield what is slower than the rest: a member or a pair, and in which way."""
         for kind, costs in self.costs().items():
             members, pairs = slow_ones(costs)
             for member in members:
@@ -77,7 +77,7 @@ class Outcome:
         return f"{self.names[pair[0]]} - {self.names[pair[1]]}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as `--json` prints it."""
+        """Return the JSON form that `--json` prints."""
         return {
             "hosts": self.hosts,
             "names": self.names,
@@ -92,7 +92,7 @@ class Outcome:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Outcome:
-        """Return what `to_json` gave. Only for what a member of the job sent."""
+        """Read the output of `to_json`. Use it only for data from a member of the job."""
         return cls(
             hosts=values["hosts"],
             names=values["names"],
@@ -103,7 +103,7 @@ class Outcome:
 
 
 def note_ranks(outcome: Outcome, rows: Sequence[Sequence[float]]) -> None:
-    """Take in the pairs that ranks measured: [rank, rank, latency in s, bytes per s]."""
+    """Add the pairs that ranks measured: [rank, rank, latency in s, bytes per s]."""
     for a, b, latency_s, bytes_per_s in rows:
         figures = {LATENCY: latency_s, SENT: bytes_per_s, RECEIVED: bytes_per_s}
         finding = _finding({"probe": NETWORK, "state": "whole", "text": "", "figures": figures})

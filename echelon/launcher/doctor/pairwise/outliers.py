@@ -1,10 +1,10 @@
-"""Which members, and which pairs, are slower than the others: pure.
+"""The members and the pairs that are slower than the others. Pure.
 
 A value is an outlier if it is worse than the median by more than five scaled median absolute
-deviations (1.4826 MAD estimates a standard deviation) and by a factor of 1.5: with few values, or
-equal ones, the deviation alone would accuse a healthy link. Members are judged first, each by its
-best pair: a slow host is slow with all, and without this a host that is slow in two of three pairs
-would make the third one look odd. Pairs are judged among the members that are not outliers.
+deviations (1.4826 MAD estimates a standard deviation) and by a factor of 1.5. With few or equal
+values, the deviation alone would accuse a healthy link. Members are judged first, each by its best
+pair: a slow host is slow with all others. Otherwise, if a host were slow in two of three pairs, the
+third pair would look unusual. Pairs are then judged among the members that are not outliers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from echelon.launcher.doctor.pairwise.schedule import Pair
 
 NUM_DEVIATIONS = 5.0
 FACTOR = 1.5
-_SCALE = 1.4826  # of the MAD of a normal distribution, to its standard deviation
-_LEAST = 3  # of two values neither is the odd one
+_SCALE = 1.4826  # from the MAD of a normal distribution to its standard deviation
+_LEAST = 3  # with two values, neither is the unusual one
 
 K = TypeVar("K")
 
@@ -38,7 +38,7 @@ def slow_ones(costs: Mapping[Pair, float]) -> tuple[list[int], list[Pair]]:
     """Return the members that are slow with all others, and the slow pairs of the rest.
 
     Args:
-        costs: of each pair that was measured; larger is worse.
+        costs: the cost of each measured pair; larger is worse.
     """
     best: dict[int, float] = {}
     for pair, cost in costs.items():

@@ -1,8 +1,8 @@
-"""Who measures with whom, and when: pure.
+"""The schedule of the pairwise measurements. Pure.
 
-All pairs of n members in n - 1 rounds (n where n is odd), each member in at most one pair of a
-round: the circle method of round-robin tournaments. So no two measurements share a member, and the
-time grows with n, not with its square.
+All pairs of n members are measured in n - 1 rounds (n if n is odd), with each member in at most one
+pair per round: the circle method of round-robin tournaments. So no two simultaneous measurements
+share a member, and the time grows with n, not with its square.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ Pair = tuple[int, int]
 
 
 def rounds(num_members: int) -> list[list[Pair]]:
-    """Return the rounds; each pair of 0 .. n - 1 occurs once, its smaller member first."""
+    """Return the rounds; each pair of 0 .. n - 1 occurs once, with its smaller member first."""
     circle: list[int | None] = list(range(num_members))
     if num_members % 2:
-        circle.append(None)  # its partner rests
+        circle.append(None)  # its partner pauses
     found = []
     for _ in range(len(circle) - 1):
         ends = zip(circle[: len(circle) // 2], reversed(circle[len(circle) // 2 :]), strict=True)

@@ -1,4 +1,4 @@
-"""The tables that people read: one row per pair and per node, `!` for broken, `~` for slow."""
+"""Tables for people: one row per pair and per node, with `!` for broken and `~` for slow."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from echelon.launcher.doctor.pairwise.outcome import LATENCY, RECEIVED, SENT, Ou
 from echelon.launcher.doctor.pairwise.schedule import Pair
 from echelon.launcher.doctor.probes.finding import DEVICE, MEMORY, STORAGE, Finding, State
 
-MOST_PAIRS = 28  # rows of whole pairs, the worst first: eight hosts have as many
+MOST_PAIRS = 28  # rows of unbroken pairs, the worst first; eight hosts have this many
 
 
 def lines(outcome: Outcome) -> Iterator[str]:
-    """Yield the outcome's tables, and a line per thing that is slow or broken."""
+    """Yield the tables, and one line for each slow or broken part."""
     if outcome.pairs:
         yield from _pairs(outcome)
     if outcome.nodes:

@@ -1,1 +1,1 @@
-"""Probes: one small check each, in a process of its own that must answer by a deadline."""
+"""Probes: one small check each, in a separate process that must answer before a deadline."""

@@ -1,6 +1,6 @@
 """One probe: `python -m echelon.launcher.doctor.probes` with a task on stdin, a finding on stdout.
 
-A listener answers twice: with its port once it listens, and it ends when its stdin is closed.
+A listener reports its port once it listens, and ends when its stdin is closed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from echelon.launcher.doctor.probes.storage import probe_storage
 
 
 def run(task: Task) -> Finding:
-    """Run a probe here and now; blocks for as long as what it checks does."""
+    """Run a probe in this process; blocks for as long as the resource that it checks."""
     if task.probe == finding.STORAGE:
         return probe_storage(task.folder)
     if task.probe == finding.MEMORY:
@@ -32,7 +32,7 @@ def run(task: Task) -> Finding:
 
 
 def _listen(task: Task) -> None:
-    """Listen until the launcher hangs up, which it does at the deadline at the latest."""
+    """Listen until the launcher closes stdin, which it does by the deadline."""
     with contextlib.closing(Listener(task.token)) as listener:
         port = {"port": float(listener.port)}
         host = socket.gethostname()
@@ -42,7 +42,7 @@ def _listen(task: Task) -> None:
 
 
 def main() -> None:
-    """Read one task, answer, and end."""
+    """Read one task, answer it, and end."""
     task = Task.unpack(sys.stdin.readline())
     if task.probe == finding.LISTEN:
         _listen(task)

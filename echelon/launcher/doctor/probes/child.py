@@ -1,7 +1,7 @@
-"""One probe in a process of its own: a disk that hangs hangs the child, and the deadline is kept.
+"""One probe in a separate process: a hung disk blocks only the child, and the deadline is kept.
 
-A child that does not answer in time is killed and not waited for: one that the kernel holds ends
-when the disk answers again. What is left is reaped when the next child starts.
+A child that does not answer in time is killed without waiting for it: if the kernel holds it, it
+ends when the disk responds again. Such children are reaped when the next child starts.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from echelon.launcher.doctor.probes.finding import LISTEN, Finding, State, Task
 
 COMMAND = (sys.executable, "-m", "echelon.launcher.doctor.probes")
 _MOST_BYTES = 1 << 16
-_left: list[subprocess.Popen[bytes]] = []  # killed, and not reaped yet
+_left: list[subprocess.Popen[bytes]] = []  # killed but not reaped yet
 
 
 class Child:
-    """A probe that runs.
+    """A running probe.
 
     Attributes:
         due_s: when `poll` must be called again, at the latest.
-        pid: of the child, 0 if it could not be started.
+        pid: the child's pid; 0 if it could not be started.
     """
 
     def __init__(self, task: Task, command: Sequence[str] = COMMAND) -> None:
@@ -53,7 +53,7 @@ class Child:
         assert process.stdin is not None
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
-        with contextlib.suppress(OSError):  # it has ended: its answer will say so
+        with contextlib.suppress(OSError):  # it has ended, which its answer will show
             process.stdin.write(self.task.pack().encode() + b"\n")
             process.stdin.flush()
         if self.task.probe != LISTEN:
@@ -63,16 +63,16 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its number, 0 if it could not be started."""
+        """The child's pid; 0 if it could not be started."""
         return 0 if self._process is None else self._process.pid
 
     def fileno(self) -> int:
-        """Readable when `poll` may know more; -1 if there is no process."""
+        """Return a descriptor that is readable when `poll` may have news; -1 without a process."""
         process = self._process
         return -1 if process is None or process.stdout is None else process.stdout.fileno()
 
     def poll(self) -> Finding | None:
-        """Return what it found once it has answered, or once its time is over. Never blocks."""
+        """Return the finding once there is an answer, or the deadline has passed. Never blocks."""
         if self._finding is None:
             self._finding = self._read()
         return self._finding
@@ -99,7 +99,7 @@ class Child:
         return Finding(probe=probe, state=State.BROKEN, text=text)
 
     def close(self) -> None:
-        """End it. Safe to call twice; never waits."""
+        """Kill the child. Safe to call twice; never waits."""
         process, self._process = self._process, None
         if process is None:
             return

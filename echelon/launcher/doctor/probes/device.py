@@ -1,8 +1,8 @@
 """The health of this machine's GPUs, as NVIDIA's management library reports it.
 
-Read only: no setting is changed and no device is reset. Broken is what a job cannot run on: a
-device that does not answer, memory errors that were not corrected since the driver started, a
-remapping of memory that failed or waits for a reset. A device that is throttled is merely slow.
+It only reads: no setting is changed and no device is reset. A device is broken if a job cannot use
+it: it does not answer, it had uncorrected memory errors since the driver started, or a remapping of
+its memory failed or is waiting for a reset. A throttled device is merely slow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SLOWED = {0x8: "hardware slowdown", 0x40: "thermal slowdown", 0x80: "power brak
 
 
 def probe_device() -> Finding:
-    """Ask every GPU, if `pynvml` is installed and a driver runs."""
+    """Check every GPU, if `pynvml` is installed and a driver runs."""
     try:
         import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError:
@@ -23,17 +23,17 @@ def probe_device() -> Finding:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as err:
-        return _skipped(f"no NVIDIA driver answers ({err})")
+        return _skipped(f"no NVIDIA driver responds ({err})")
     try:
         return judge(pynvml)
     except pynvml.NVMLError as err:
-        return Finding(probe=DEVICE, state=State.BROKEN, text=f"NVML does not answer: {err}")
+        return Finding(probe=DEVICE, state=State.BROKEN, text=f"NVML does not respond: {err}")
     finally:
         pynvml.nvmlShutdown()
 
 
 def judge(nvml: Any) -> Finding:
-    """Look at all devices of a library that is initialised; `nvml`: pynvml, or what acts like it.
+    """Check all devices of an initialised library; `nvml` is pynvml, or a stand-in for it.
 
     Raises:
         nvml.NVMLError: the library fails as a whole.
@@ -57,22 +57,22 @@ def judge(nvml: Any) -> Finding:
     if broken:
         text = "; ".join(broken)
         return Finding(probe=DEVICE, state=State.BROKEN, text=text, figures=figures)
-    gpus = "1 GPU answers" if number == 1 else f"{number} GPUs answer"
+    gpus = "1 GPU responds" if number == 1 else f"{number} GPUs respond"
     text = "; ".join([f"{gpus}, {hottest} C at most", *notes])
     return Finding(probe=DEVICE, state=State.WHOLE, text=text, figures=figures)
 
 
 def _faults(nvml: Any, device: Any) -> list[str]:
-    """Return what makes a device unfit; what it does not report counts as whole."""
+    """Return the faults that make a device unfit; what it does not report counts as healthy."""
     found = []
     errors = _asked(nvml, lambda: nvml.nvmlDeviceGetTotalEccErrors(device, 1, 0))
     if errors:
-        found.append(f"{errors} memory errors that were not corrected")
+        found.append(f"{errors} uncorrected memory errors")
     rows = _asked(nvml, lambda: nvml.nvmlDeviceGetRemappedRows(device))
     if rows and rows[3]:
         found.append("remapping of a bad memory row failed")
     elif rows and rows[2]:
-        found.append("a bad memory row waits to be remapped: reset the device")
+        found.append("a bad memory row is waiting to be remapped: reset the device")
     return found
 
 
@@ -84,7 +84,7 @@ def _slowdowns(nvml: Any, device: Any) -> list[str]:
 def _asked(nvml: Any, question: Any) -> Any:
     try:
         return question()
-    except (nvml.NVMLError, AttributeError):  # consumer devices and old drivers do not have all
+    except (nvml.NVMLError, AttributeError):  # consumer devices and old drivers lack some calls
         return None
 
 

@@ -1,4 +1,4 @@
-"""What a probe found, and the task that it was given; both travel as JSON."""
+"""A probe's task and its finding; both are sent as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 STORAGE, MEMORY, DEVICE, NETWORK, LISTEN = "storage", "memory", "device", "network", "listen"
-DEADLINE_S = 15.0  # a disk that needs longer for one MiB is broken for a job, too
+DEADLINE_S = 15.0  # a disk that needs longer for 1 MiB is also useless for a job
 
 
 class State(str, Enum):
@@ -25,8 +25,8 @@ class Task:
     """One probe to run.
 
     Attributes:
-        folder: of the job's files, for `storage`.
-        address, port: of the other end of a pair, for `network`.
+        folder: the folder of the job's files, for `storage`.
+        address, port: the other end of a pair, for `network`.
         peer: the other end's host name.
         token: proves to the other end that the job sent this probe; for `network` and `listen`.
     """
@@ -40,7 +40,7 @@ class Task:
     token: str = ""
 
     def pack(self) -> str:
-        """Return it as one line of JSON."""
+        """Return the task as one line of JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -55,11 +55,11 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What a probe found.
+    """The result of a probe.
 
     Attributes:
-        text: what was measured, what is wrong, or why nothing was checked; one clause.
-        figures: what was measured: seconds end in `_s`, bytes in `_bytes`.
+        text: one clause: what was measured, what is wrong, or why nothing was checked.
+        figures: the measurements; names of seconds end in `_s`, names of bytes in `_bytes`.
     """
 
     probe: str
@@ -69,11 +69,11 @@ class Finding:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the machine is not fit to be used."""
+        """Whether the machine is unfit for use."""
         return self.state is State.BROKEN
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as reports hold it."""
+        """Return the form that reports hold."""
         return {
             "probe": self.probe,
             "state": self.state.value,
@@ -82,7 +82,7 @@ class Finding:
         }
 
     def pack(self) -> str:
-        """Return it as one line of JSON."""
+        """Return the finding as one line of JSON."""
         return json.dumps(self.to_json())
 
     @classmethod
@@ -96,7 +96,7 @@ class Finding:
         values["state"] = State(values.get("state"))
         figures = values.get("figures", {})
         if not all(type(one) in (int, float) for one in figures.values()):
-            raise ValueError(f"a probe's figures are not numbers: {figures!r:.100}")
+            raise ValueError(f"a probe's figures must be numbers: {figures!r:.100}")
         return cls(**values)
 
 
@@ -104,7 +104,7 @@ _KINDS = {"str": str, "int": int, "float": (int, float), "State": str}
 
 
 def _checked(kind: type[Task | Finding], text: str) -> dict[str, Any]:
-    """Hold every value against the type of its field."""
+    """Check every value against the type of its field, and return the values."""
     values = json.loads(text)
     types = {one.name: str(one.type) for one in fields(kind)}
     if not isinstance(values, dict) or not values.keys() <= types.keys():

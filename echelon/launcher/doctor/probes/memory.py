@@ -1,4 +1,4 @@
-"""How much memory a job could still get on this machine, within the limits of its cgroup."""
+"""The memory that a job can still get on this machine, within the limits of its cgroup."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from echelon.host.cgroup import limits
 from echelon.launcher.doctor.probes.finding import MEMORY, Finding, State
 
-LEAST_BYTES = 256 << 20  # a rank that imports torch takes about as much
+LEAST_BYTES = 256 << 20  # about what a rank needs to import torch
 _MEMINFO = Path("/proc/meminfo")
 
 
 def probe_memory() -> Finding:
-    """Read what the kernel calls available, and what the cgroup leaves."""
+    """Read the memory that the kernel calls available and that the cgroup leaves."""
     try:
         fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
         available, total = (_bytes(fields[name]) for name in ("MemAvailable", "MemTotal"))
@@ -29,7 +29,7 @@ def probe_memory() -> Finding:
 
 
 def judge(available: int, total: int) -> Finding:
-    """Return what an amount of available memory means."""
+    """Return the finding for an amount of available memory."""
     figures = {"available_bytes": float(available), "total_bytes": float(total)}
     text = f"{available / 1e9:.2f} of {total / 1e9:.2f} GB of memory available"
     state = State.WHOLE

@@ -1,14 +1,14 @@
 """Latency, bandwidth and clock offset between two hosts, over one TCP connection.
 
-One end listens at a free port, the other one measures. Messages of the measuring end:
+One end listens at a free port, and the other end measures. It sends these messages:
 
-    TOKEN            once, 32 bytes; who does not know it is hung up on
-    b"p" ...         9 bytes: a ping; answered by 8 bytes, the listener's wall clock in ns
-    b"d" length ...  9 bytes, then `length` bytes: data; answered like a ping once all of it arrived
-    b"u" length      9 bytes: answered by `length` bytes
+    TOKEN            once, 32 bytes; a client without the right token is disconnected
+    b"p" ...         9 bytes: a ping; the answer is 8 bytes, the listener's wall clock in ns
+    b"d" length ...  9 bytes, then `length` bytes of data; answered like a ping after the last byte
+    b"u" length      9 bytes; the answer is `length` bytes
 
-A transfer starts at 64 KiB and is doubled until one takes 50 ms, so that a slow link is measured as
-soon as a fast one. The fastest of three of that size counts, less one round trip.
+A transfer starts at 64 KiB and is doubled until it takes 50 ms, so that a slow link is measured as
+quickly as a fast one. The fastest of three transfers of that size counts, less one round trip.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import time
 
 from echelon.launcher.doctor.probes.finding import NETWORK, Finding, State, Task
 
-GREETING = b"echelon"  # sent to each client: a check before a job expects it
+GREETING = b"echelon"  # sent to each client, because the check before a job expects it
 _TIMEOUT_S = 5.0  # of one exchange
 _NUM_PINGS = 40
 _SMALLEST, _LARGEST = 1 << 16, 1 << 26
@@ -33,16 +33,16 @@ _SLOW_S = 1.0  # a transfer that took longer is not repeated
 _BLOCK = 1 << 18
 _FRAME = struct.Struct("<cQ")
 _STAMP = struct.Struct("<Q")
-_CLOCK_S = 1.0  # beyond it logs of two hosts cannot be compared
+_CLOCK_S = 1.0  # with a larger offset, the logs of two hosts cannot be compared
 
 
 def new_token() -> str:
-    """Return what a listener asks of its clients."""
+    """Return a new token, which a listener requires of its clients."""
     return secrets.token_hex(16)
 
 
 class Listener:
-    """A port of this machine that answers clients, on threads of its own."""
+    """A port of this machine that answers clients, on its own threads."""
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
@@ -56,14 +56,14 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Free the port; waits at most a moment for the thread."""
+        """Close the port; waits briefly for the thread."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept
         self._socket.close()
         self._thread.join(_TIMEOUT_S)
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError, RuntimeError):  # closed; or no thread can be had
+        with contextlib.suppress(OSError, RuntimeError):  # closed, or no thread can be started
             while True:
                 client, _ = self._socket.accept()
                 threading.Thread(target=self._serve, args=(client,), daemon=True).start()
@@ -78,10 +78,10 @@ class Listener:
 
 
 def _answer(client: socket.socket) -> None:
-    """Answer until the client hangs up.
+    """Answer until the client disconnects.
 
     Raises:
-        OSError: it has, or does not answer in time.
+        OSError: the client has disconnected, or does not respond in time.
     """
     block = bytearray(_BLOCK)
     while True:
@@ -97,13 +97,13 @@ def _answer(client: socket.socket) -> None:
 
 
 def probe_pair(task: Task) -> Finding:
-    """Measure the way to a listener. Each exchange may take 5 s."""
+    """Measure the link to a listener. Each exchange may take 5 s."""
     try:
         figures = _measure(task)
     except (OSError, struct.error) as err:
-        # A time-out of connect has an errno; one of send and recv does not.
+        # A timeout of connect has an errno; a timeout of send or recv does not.
         why = getattr(err, "strerror", None) or str(err) or type(err).__name__
-        text = f"no way to {task.peer or task.address} ({task.address} port {task.port}): {why}"
+        text = f"cannot reach {task.peer or task.address} ({task.address} port {task.port}): {why}"
         return Finding(probe=NETWORK, state=State.BROKEN, text=text)
     text = (
         f"to {task.peer or task.address}: {figures['latency_s'] * 1e6:.0f} us, "
@@ -111,12 +111,12 @@ def probe_pair(task: Task) -> Finding:
         f"{figures['received_bytes_per_s'] / 1e6:.0f} MB/s in"
     )
     if abs(figures["ahead_s"]) > _CLOCK_S:
-        text += f"; its clock is {figures['ahead_s']:+.1f} s from this one's"
+        text += f"; its clock is {figures['ahead_s']:+.1f} s off this one"
     return Finding(probe=NETWORK, state=State.WHOLE, text=text, figures=figures)
 
 
 def _measure(task: Task) -> dict[str, float]:
-    """Return the figures.
+    """Return the measurements.
 
     Raises:
         OSError: no connection, or no answer in time.
@@ -155,7 +155,7 @@ def _ping(server: socket.socket) -> tuple[list[float], float]:
 
 
 def _transfer(server: socket.socket, trip_s: float, *, is_upload: bool) -> float:
-    """Return bytes per second of one direction; `is_upload`: towards this end."""
+    """Return the bytes per second of one direction; `is_upload` means towards this end."""
     length = _SMALLEST
     while (took_s := _pass(server, length, is_upload)) < _ENOUGH_S + trip_s and length < _LARGEST:
         length *= 2
@@ -165,7 +165,7 @@ def _transfer(server: socket.socket, trip_s: float, *, is_upload: bool) -> float
 
 
 def _pass(server: socket.socket, length: int, is_upload: bool) -> float:
-    """Transfer so many bytes once; return the seconds that it took."""
+    """Transfer `length` bytes once; return the seconds that this took."""
     block = bytearray(_BLOCK)
     data = b"" if is_upload else bytes(length)
     began_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Write a file where the job's files go, have it reach the disk, and read it back."""
+"""A test of the job's disk: write a file in its folder, flush it to disk, and read it back."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def probe_storage(folder: str) -> Finding:
             with contextlib.suppress(OSError):
                 os.unlink(name)  # noqa: PTH108 -- of a name that mkstemp gave
     if not is_equal:
-        text = f"{folder} returns other bytes than were written"
+        text = f"{folder} returns different bytes than were written"
         return Finding(probe=STORAGE, state=State.BROKEN, text=text)
     figures = {"write_s": written_s - began_s, "fsync_s": synced_s - written_s}
     text = (

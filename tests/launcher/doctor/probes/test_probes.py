@@ -79,11 +79,11 @@ def _nvml(*devices, init=lambda: None):
     ("devices", "state", "said"),
     [
         ([], State.SKIPPED, "no GPU on this machine"),
-        ([{"celsius": 71}, {}], State.WHOLE, "2 GPUs answer, 71 C at most"),
+        ([{"celsius": 71}, {}], State.WHOLE, "2 GPUs respond, 71 C at most"),
         ([{"errors": 0, "slowed": 0x40}], State.WHOLE, "GPU 0: thermal slowdown"),
         ([{}, {"lost": True}], State.BROKEN, "GPU 1: GPU is lost"),
-        ([{"errors": 3}], State.BROKEN, "GPU 0: 3 memory errors that were not corrected"),
-        ([{"rows": (0, 1, 1, 0)}], State.BROKEN, "waits to be remapped"),
+        ([{"errors": 3}], State.BROKEN, "GPU 0: 3 uncorrected memory errors"),
+        ([{"rows": (0, 1, 1, 0)}], State.BROKEN, "waiting to be remapped"),
         ([{"rows": (0, 1, 0, 1)}], State.BROKEN, "remapping of a bad memory row failed"),
     ],
 )
@@ -125,7 +125,7 @@ def test_a_port_that_is_closed_is_broken():
     with contextlib.closing(Listener(_TOKEN)) as listener:
         task = Task(probe="network", address="127.0.0.1", port=listener.port, peer="b")
     found = probe_pair(task)
-    assert found.text.startswith("no way to b (127.0.0.1 port "), found
+    assert found.text.startswith("cannot reach b (127.0.0.1 port "), found
     assert found.is_broken
 
 
