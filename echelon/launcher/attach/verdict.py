@@ -170,7 +170,7 @@ def _bounded(finding: Finding, sighting: Sighting, absent: tuple[int, ...]) -> F
     sure = finding.confidence
     if moved:
         sure = Confidence.POSSIBLE
-        missing.append(f"whether {rank_list(moved)} arrives: it stood elsewhere at the second look")
+        missing.append(f"whether {rank_list(moved)} arrives: it was elsewhere at the second look")
     elif sighting.gap_s < _LONG_GAP_S and sure is Confidence.CERTAIN:
         sure = Confidence.LIKELY
         missing.append("whether it lasts: look again with --wait 60")

@@ -54,7 +54,7 @@ _LOOK_S = 0.5
 _STEP_S = 2.0  # between two looks; a longer gap counts as this process's own standstill
 _VERDICT_S = 120.0  # for the analyses at the end of the job
 _EXPLAIN_S = 15.0  # a state that lasts longer prints what it waits for
-_LOST = -1001  # exit code of a worker whose node was lost: no process ends with it
+_LOST = -1001  # exit code of a worker whose node was lost; no process can have it
 
 Send = Callable[[str, m.Command], None]
 

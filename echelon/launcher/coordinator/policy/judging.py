@@ -110,7 +110,7 @@ def _look(incident: Incident | None, ranks: Sequence[int]) -> Circumstances | No
     """Read the circumstances from the first of these ranks that has a record."""
     if incident is None:
         return None
-    from echelon.launcher.incident.circumstances import circumstances  # only where it is needed
+    from echelon.launcher.incident.circumstances import circumstances  # imported only if needed
 
     return circumstances(incident.folder, ranks)
 

@@ -115,7 +115,7 @@ def _about_nodes(
     hosts = ", ".join(dict.fromkeys(names.get(node, node) for node in bad))
     counted = f"{max(blamed[node] for node in bad)} failures of {hosts}"
     if not can_replace:
-        return f"{reason}; {counted}, and no other node could take its place", ()
+        return f"{reason}; {counted}, but no other node could take its place", ()
     return f"{reason}; {counted}: excluded", tuple(bad)
 
 

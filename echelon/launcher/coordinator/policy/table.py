@@ -25,7 +25,7 @@ _DIFFERS = (
 )
 
 
-PATIENCE = 3  # stall timeouts that a stall has to pass by itself, where it may
+PATIENCE = 3  # stall timeouts that a stall has to end by itself, if its cause allows that
 
 
 class Evidence(Enum):
@@ -42,7 +42,7 @@ class Pause(Enum):
     """How long the next attempt is delayed."""
 
     IF_REPEATED = "after repetitions"  # none before the first repetition
-    ALWAYS = "always"  # what is outside needs time to recover
+    ALWAYS = "always"  # an external cause needs time to recover
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +83,7 @@ TABLE = (
         causes=_DIFFERS,
         evidence=Evidence.LIKELY,
         repeats=0,
-        why="the ranks' programs differ, and would again",
+        why="the ranks' programs differ, and would differ again",
     ),
     Row(causes=_DIFFERS, repeats=1, why="the ranks' programs differ again"),
     Row(
@@ -98,7 +98,7 @@ TABLE = (
         causes=(MEMORY,),
         evidence=Evidence.OWN_MEMORY,
         repeats=0,
-        why="the job needs more memory than it may have",
+        why="the job needs more memory than its limit",
     ),
     Row(causes=(MEMORY,), repeats=1, blames_node=True, why="memory ran out again"),
     Row(
@@ -108,12 +108,12 @@ TABLE = (
         blames_node=True,
         why="something outside the program ended it",
     ),
-    Row(causes=(DEAD,), repeats=2, why="the program ends itself again and again"),
+    Row(causes=(DEAD,), repeats=2, why="the program keeps ending itself"),
     Row(
         causes=("device_stuck",),
         repeats=None,
         blames_node=True,
-        why="a device may work again, or another one",
+        why="this device, or another one, may work",
     ),
     Row(
         causes=("frozen_process",),
@@ -124,13 +124,13 @@ TABLE = (
     Row(
         causes=("host_hang", "gil_hang"),
         repeats=2,
-        why="the program hangs at the same place again and again",
+        why="the program keeps hanging at the same place",
     ),
     Row(
         causes=("compile_stall",),
         repeats=2,
         may_pass=True,
-        why="the program compiles without end again and again",
+        why="the program keeps compiling without end",
     ),
     Row(
         causes=("network",),
