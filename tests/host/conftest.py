@@ -1,3 +1,3 @@
-"""Programs to look at, as the recorder's tests start them."""
+"""Programs to examine, started in the same way as in the recorder's tests."""
 
 from tests.recorder.conftest import program as program

@@ -1,4 +1,4 @@
-"""The processes below another one, looked at from outside."""
+"""The descendants of a process, examined from outside."""
 
 from __future__ import annotations
 

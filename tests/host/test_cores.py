@@ -1,4 +1,4 @@
-"""What a process may use of a machine's cores: its affinity, and its control groups' quotas."""
+"""The cores that a process may use: its affinity, and its control groups' quotas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is seen of a process from outside, and a signal that hits nobody else."""
+"""What is visible of a process from outside, and a signal that reaches no other process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stacks by py-spy: imagined ones of what it prints, and the real one where it is installed."""
+"""Stacks by py-spy: invented output, and the real program if it is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds a process back and what its connections carry; and a machine that shows nothing."""
+"""What limits a process and what its connections carry; and a machine that shows nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernel calls another process's threads wait in, and who is below whom."""
+"""The kernel calls in which another process's threads wait, and the descendants of a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An `echelon run` in the background, and the lines that it printed so far."""
+"""An `echelon run` in the background, and the lines that it has printed so far."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ WAIT_S = 180.0
 
 
 class Node:
-    """One node of a job: `echelon run` with stdout and stderr together.
+    """One node of a job: `echelon run` with stdout and stderr combined.
 
     Args:
-        before: what comes before `python`, such as a command that enters a namespace.
+        before: what precedes `python`, such as a command that enters a namespace.
         environ: added to the environment.
     """
 
@@ -44,13 +44,13 @@ class Node:
         self._reader.start()
 
     def wait_for(self, text: str, count: int = 1) -> None:
-        """Wait until `text` was printed in `count` lines."""
+        """Wait until `text` has been printed in `count` lines."""
         with self._changed:
             self._changed.wait_for(lambda: self._has(text, count) or self._ended, WAIT_S)
             assert self._has(text, count), "\n".join(self.lines)
 
     def has(self, text: str) -> bool:
-        """Return whether `text` was printed so far."""
+        """Return whether `text` has been printed so far."""
         with self._changed:
             return self._has(text, 1)
 
@@ -64,7 +64,7 @@ class Node:
         return code
 
     def close(self) -> None:
-        """End it, if it has not ended."""
+        """Kill the process if it still runs."""
         self.process.kill()
         self.end()
         self.process.stdout.close()

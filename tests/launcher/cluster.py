@@ -1,4 +1,4 @@
-"""Several `echelon run`s that make one job, on loopback or on hosts of their own."""
+"""Several `echelon run` processes that form one job, on loopback or on hosts of their own."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.ports import free_port
 
 
 class Cluster:
-    """A folder, an endpoint, and the nodes started with them.
+    """A folder, an endpoint, and the nodes that were started with them.
 
     Args:
-        script: what every rank runs: the text of a Python script, or the path of one.
+        script: what every rank runs: the text of a Python script, or its path.
         args: the script's arguments.
-        endpoint: where the nodes meet; None: a free port of loopback.
+        endpoint: where the nodes meet; None means a free port on loopback.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class Cluster:
         return marked(self._mark_of(node))
 
     def left(self, node: int | None = None) -> list[int]:
-        """Return processes that live on, once those that are ending have ended."""
+        """Return the processes that survive, once those that are ending have ended."""
         return left(self._mark_of(node))
 
     def told(self) -> str:
-        """Return all that the nodes printed, for a failed assertion."""
+        """Return all that the nodes have printed, for a failed assertion."""
         return "\n".join(
             f"node {number}: {line}"
             for number, node in enumerate(self.nodes)
@@ -79,7 +79,7 @@ class Cluster:
         )
 
     def close(self) -> None:
-        """End what has not ended."""
+        """End what still runs."""
         for node in self.nodes:
             node.close()
 
@@ -88,7 +88,7 @@ class Cluster:
 
 
 def marked(mark: str) -> list[int]:
-    """Return the living processes whose environment holds a mark, `NAME=VALUE` or its beginning."""
+    """Return the living processes whose environment has a mark, `NAME=VALUE` or a prefix of it."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -100,7 +100,7 @@ def marked(mark: str) -> list[int]:
 
 
 def left(mark: str) -> list[int]:
-    """Return marked processes that live on, once those that are ending have ended."""
+    """Return the marked processes that survive, once those that are ending have ended."""
     deadline = time.monotonic() + 30
     while (pids := marked(mark)) and time.monotonic() < deadline:
         select.select([], [], [], 0.05)

@@ -12,7 +12,7 @@ from tests.launcher.cluster import Cluster
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
-    """`cluster(script, *args)`: nodes of one job; at the end none of their processes lives."""
+    """`cluster(script, *args)`: the nodes of one job, none of which is alive at the end."""
     made: list[Cluster] = []
 
     def make(script: str | Path, *args: str) -> Cluster:

@@ -1,4 +1,4 @@
-"""A machine that runs short of descriptors, processes or threads: one line, and nothing hangs."""
+"""A machine that runs short of descriptors, processes or threads: one line, and no hang."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`fr-analyze --attach` on real processes that another launcher, here the test, started.
+"""`fr-analyze --attach` on real processes that another launcher started; here, the test itself.
 
-The cheap ones stand in torch's file of collectives without torch: py-spy and the kernel see real
-processes all the same. Real jobs under torchrun are `slow`, but for one.
+The cheap tests wait in torch's file of collectives without torch: py-spy and the kernel still see
+real processes. Tests with real jobs under torchrun are `slow`, except for one.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def test_a_rank_that_is_gone_where_the_whole_world_runs_is_dead(start, attach):
 
 
 def _ended_while(pids: list[int], killed: list[int], folder: Path, **launcher: bool):
-    """Look at ranks of which some are killed between the looks, and judge."""
+    """Look at ranks of which some are killed between the looks, and return the verdict."""
 
     def idle(seconds: float) -> None:
         for pid in killed:
@@ -299,7 +299,7 @@ def _train(rank: int, world_size: int, folder: str) -> dict[str, object] | None:
 
 
 def test_a_backward_pass_of_ddp_on_gloo_waits_for_the_rank_that_sleeps(tmp_path):
-    """The one real job of CI: the others are `slow`."""
+    """The one real job in CI; the others are `slow`."""
     pytest.importorskip("torch")
     codes = {0: -signal.SIGKILL, 1: -signal.SIGKILL}
     report = run_ranks(_train, 3, str(tmp_path), exit_codes=codes, timeout_s=60)[2]

@@ -1,4 +1,4 @@
-"""A rank that exits during the look is told from one that hangs."""
+"""A rank that exits during the look is distinguished from one that hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rank behind a loop is told from the one in it by the source of the function they stand in."""
+"""The rank after a loop is distinguished from the one inside it by the source of their function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who hosts the job, and what it binds."""
+"""Which node hosts the job, and which address it binds."""
 
 from __future__ import annotations
 

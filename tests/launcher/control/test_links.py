@@ -32,7 +32,7 @@ _WAIT_S = 30.0
 
 
 class _Relay:
-    """Forwards TCP connections to a port; `cut` resets all that exist."""
+    """Forwards TCP connections to a port; `cut` resets all existing ones."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -77,7 +77,7 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
 
 
 class _Ends:
-    """A server and what arrives there."""
+    """A server and the events that arrive there."""
 
     def __init__(self, **options: float) -> None:
         self.events: Mailbox[tuple[str, m.Event]] = Mailbox()
@@ -301,7 +301,7 @@ def test_a_stream_that_ends_without_a_goodbye_has_broken_and_goes_on(ends, monke
 
 
 def _hold(link: GrpcLink, release: threading.Event) -> None:
-    """Stop a link's thread until `release` is set, as a starved or stopped process is."""
+    """Stop a link's thread until `release` is set, like a starved or stopped process."""
     held = threading.Event()
 
     def hold() -> None:

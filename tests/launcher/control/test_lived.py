@@ -1,4 +1,4 @@
-"""The clock that stands still while its process does."""
+"""The clock that stops while its process does not run."""
 
 from __future__ import annotations
 

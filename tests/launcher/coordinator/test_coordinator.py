@@ -1,4 +1,4 @@
-"""The coordinator's part of a job, without a process or a socket: messages in, commands out."""
+"""The coordinator of a job without a process or a socket: messages in, commands out."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_an_early_look_stops_nothing_and_the_stall_after_it_does(tmp_path, monke
 
 
 class _Endless:
-    """An analysis that never answers: no verdict decides what follows."""
+    """An analysis that never answers, so that no verdict decides what follows."""
 
     def begin(self, *_: object) -> None: ...
 

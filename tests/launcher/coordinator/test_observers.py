@@ -1,4 +1,4 @@
-"""Observers of a job: each is told everything, and one that fails is left out with one line."""
+"""Observers of a job: each receives everything, and one that fails is removed with one line."""
 
 from __future__ import annotations
 

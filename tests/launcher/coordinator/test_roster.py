@@ -1,4 +1,4 @@
-"""Who takes part in the next world, without nodes and without a clock."""
+"""The nodes of the next world, without real nodes and without a clock."""
 
 from __future__ import annotations
 

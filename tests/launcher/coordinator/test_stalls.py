@@ -1,4 +1,4 @@
-"""Which stalls end their ranks at once, and which have time to pass first. Pure."""
+"""Which stalls end their ranks at once, and which get time to end by themselves. Pure."""
 
 from __future__ import annotations
 

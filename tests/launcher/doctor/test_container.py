@@ -1,4 +1,4 @@
-"""What `echelon doctor` says of a container: each fact, with the option that changes it."""
+"""The report of `echelon doctor` on a container: each fact, with the option that changes it."""
 
 from __future__ import annotations
 

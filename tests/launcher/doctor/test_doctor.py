@@ -1,4 +1,4 @@
-"""`echelon doctor`: a line a check, honest about what is denied."""
+"""`echelon doctor`: one line per check, honest about what is denied."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Jobs with failover, a node on each host, whose ranks write a history of their worlds.
+"""Jobs with failover, one node per host, whose ranks write a history of their worlds.
 
-A line per moment with the world that it belongs to; `worlds` reads what all of them wrote.
+Each rank writes one line per moment, with the world to which it belongs; `worlds` reads all of
+them.
 """
 
 from __future__ import annotations

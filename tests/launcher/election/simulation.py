@@ -1,7 +1,7 @@
-"""Nodes with clocks of their own, a network that delays, cuts and heals, and no process.
+"""Nodes with their own clocks, a network that delays, breaks and heals, and no process.
 
-The nodes hold the real electors, leases, permits and offices; what surrounds them here stands for
-the agent and its links. `History` is what the checker reads: which worlds ran, and when two did.
+The nodes hold the real electors, leases, permits and offices; the rest here stands for the agent
+and its links. The checker reads `History`: which worlds ran, and when two ran at once.
 """
 
 from __future__ import annotations

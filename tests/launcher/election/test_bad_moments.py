@@ -1,4 +1,4 @@
-"""The hosting node is lost while the job does something else, or more is lost with it."""
+"""The hosting node is lost at a bad moment: while the job is busy, or together with more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One elector's vote, one host's lease, one node's permit: by the clock that is handed in."""
+"""One elector's vote, one host's lease and one node's permit, by a clock that is passed in."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Three hosts, and the one that hosts the job is killed or cut off: the others continue.
+"""Three hosts: the hosting one is killed or cut off, and the others continue.
 
-Ranks write a history, a line per moment with the world that they belong to; the checker reads what
-all of them wrote.
+Ranks write a history, one line per moment with the world to which it belongs; the checker reads the
+lines of all ranks.
 """
 
 from __future__ import annotations

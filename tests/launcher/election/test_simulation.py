@@ -1,4 +1,4 @@
-"""Never two worlds, and a majority always continues: over random losses, cuts and delays."""
+"""Under random losses, cuts and delays, there are never two worlds and a majority continues."""
 
 from __future__ import annotations
 

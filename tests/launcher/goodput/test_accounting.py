@@ -1,4 +1,4 @@
-"""Each nanosecond of each rank is in one category: by example, and over jobs made up at random."""
+"""Each nanosecond of each rank is in exactly one category: by example, and for random jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hosting node's book: what the coordinator reports becomes facts and a file."""
+"""The hosting node's account: the coordinator's reports become facts and a file."""
 
 from __future__ import annotations
 

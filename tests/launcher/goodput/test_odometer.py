@@ -1,4 +1,4 @@
-"""Laps out of live words: every step once, and what was spent adds up."""
+"""Laps from live words: every step is counted once, and the spent times add up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a restart depends on beside the verdict, as a rank's dump shows it."""
+"""The facts on which a restart depends beside the verdict, read from a rank's dump."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Incidents of a job, without a process or a socket: what is collected, explained and kept."""
+"""Incidents of a job without a process or a socket: what is collected, explained and kept."""
 
 from __future__ import annotations
 

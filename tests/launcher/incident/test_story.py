@@ -1,4 +1,4 @@
-"""What the report quotes of the root cause's stderr."""
+"""The lines of the root cause's stderr that the report quotes."""
 
 from __future__ import annotations
 

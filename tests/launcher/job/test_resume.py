@@ -1,4 +1,4 @@
-"""Which checkpoint the next attempt is told to resume."""
+"""Which checkpoint the next attempt resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run directory: nothing is overwritten, nothing half-done is shown."""
+"""The run directory: nothing is overwritten, and nothing incomplete is shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job that was asked to stop says of where it stands."""
+"""The line in which a job that was asked to stop reports its state."""
 
 from __future__ import annotations
 

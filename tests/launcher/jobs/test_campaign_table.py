@@ -1,4 +1,4 @@
-"""The benchmark's campaign: which faults it plans, and what it calls wasted or wrong. Pure."""
+"""The benchmark's campaign: the planned faults, and what counts as wasted or wrong. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every example of docs/deploy.md, run: schedulers by what they put into the environment."""
+"""Every example of docs/deploy.md is run; the environment stands in for the schedulers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever ends or stops a rank: its last operations are in the incident, and it is named."""
+"""Whatever ends or stops a rank: its last operations are in the incident, and the rank is named."""
 
 from __future__ import annotations
 

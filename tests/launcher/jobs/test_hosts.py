@@ -1,4 +1,4 @@
-"""Jobs over several hosts, each a network namespace of its own, and what happens to their links."""
+"""Jobs over several hosts, each in its own network namespace, with faults on their links."""
 
 from __future__ import annotations
 

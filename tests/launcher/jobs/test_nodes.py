@@ -1,4 +1,4 @@
-"""Several nodes: each an `echelon run` of its own, meeting on loopback."""
+"""Several nodes, each a separate `echelon run`, that meet on loopback."""
 
 from __future__ import annotations
 

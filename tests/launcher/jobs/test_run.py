@@ -1,4 +1,4 @@
-"""`echelon run` with real workers: ends, stops, stalls, restarts, and leaves nothing behind."""
+"""`echelon run` with real workers: it ends, stops, stalls, restarts, and leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Slurm and Kubernetes send when a job's time is over, to launchers as they start them."""
+"""The signals that Slurm and Kubernetes send to their launchers when a job's time is over."""
 
 from __future__ import annotations
 

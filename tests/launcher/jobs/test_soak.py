@@ -1,4 +1,4 @@
-"""Restart after restart, a random fault each: a correct report of each, and nothing is left."""
+"""Restart after restart, each with a random fault: each report is correct, and nothing is left."""
 
 from __future__ import annotations
 

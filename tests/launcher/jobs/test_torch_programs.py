@@ -1,4 +1,4 @@
-"""Unmodified torch programs: nothing of ours is imported, and yet the job is explained."""
+"""Unmodified torch programs: they import nothing of echelon, and yet the job is explained."""
 
 from __future__ import annotations
 

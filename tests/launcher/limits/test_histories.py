@@ -1,4 +1,4 @@
-"""What histories of whole jobs say: who hangs is seen early, and uneven jobs raise nothing."""
+"""The histories of whole jobs: hangs are detected early, and uneven jobs raise no alarm."""
 
 from __future__ import annotations
 

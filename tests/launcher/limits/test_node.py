@@ -1,4 +1,4 @@
-"""What a node's ranks have learned, from their rings and their processes."""
+"""The limits that a node's ranks have learned, from their rings and their processes."""
 
 from __future__ import annotations
 

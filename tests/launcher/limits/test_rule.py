@@ -1,4 +1,4 @@
-"""When all nodes together ask for an early look."""
+"""When all nodes together require an early look."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker without a ring does, as its host sees it: processor time, output, bytes."""
+"""The activity of a worker without a ring, as its host sees it: processor time, output, bytes."""
 
 from __future__ import annotations
 

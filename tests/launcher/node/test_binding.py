@@ -1,4 +1,4 @@
-"""Which processors workers get, on machines made of files; GPUs, and who sees which."""
+"""Which processors workers get, on machines made of files; and which GPU each worker sees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guard: many workers, workers that cannot be started or killed, and others' signals."""
+"""The guard: many workers, workers that cannot be started or killed, and foreign signals."""
 
 from __future__ import annotations
 

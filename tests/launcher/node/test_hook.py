@@ -1,4 +1,4 @@
-"""The user's command before a restart: what it is told, and what it may do to the job."""
+"""The user's command before a restart: what it receives, and what it may do to the job."""
 
 from __future__ import annotations
 

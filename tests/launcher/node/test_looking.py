@@ -1,7 +1,7 @@
-"""Looking does not change what is looked at: a hang is the same one after an incident as before.
+"""Observation changes nothing: a hang is the same one after an incident as before it.
 
-Ten ways to hang in a system call or a C library, with the interpreter's lock and without. A signal
-handler would end most of these calls, and with them the hang that the incident is about.
+There are ten ways to hang in a system call or a C library, with and without the interpreter's lock.
+A signal handler would end most of these calls, and with them the hang that the incident is about.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A process that survives SIGKILL is reported with what keeps it alive."""
+"""A process that survives SIGKILL is reported with the reason why it is alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What notices say, and a job that sends them."""
+"""The contents of notices, and a job that sends them."""
 
 from __future__ import annotations
 

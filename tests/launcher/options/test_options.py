@@ -1,4 +1,4 @@
-"""The command line: torchrun's spelling, the environment's defaults, one line for bad usage."""
+"""The command line: torchrun's spelling, defaults from the environment, one line for bad usage."""
 
 from __future__ import annotations
 

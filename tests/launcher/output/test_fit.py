@@ -1,4 +1,4 @@
-"""A live line is cut to the width that a terminal counts, whole escape sequences included."""
+"""A live line is cut to the terminal's width, with escape sequences kept whole."""
 
 from __future__ import annotations
 

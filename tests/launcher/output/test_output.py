@@ -1,4 +1,4 @@
-"""What the terminal shows of many workers: whole lines, prefixed, and one live line."""
+"""The terminal's view of many workers: whole lines with prefixes, and one live line."""
 
 from __future__ import annotations
 

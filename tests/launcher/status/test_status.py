@@ -1,4 +1,4 @@
-"""`echelon status` reads what ranks do from their rings, also while they hang."""
+"""`echelon status` reads from their rings what ranks are doing, even while they hang."""
 
 from __future__ import annotations
 

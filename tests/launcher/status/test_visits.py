@@ -1,4 +1,4 @@
-"""A running job is asked how it stands, from any machine that knows its secret; and TLS."""
+"""Any machine that knows the job's secret can request the state of a running job; and TLS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live page: its state, who may read it, and the page itself in a browser."""
+"""The live page: its state, its readers, and the page itself in a browser."""
 
 from __future__ import annotations
 

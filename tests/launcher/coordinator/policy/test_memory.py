@@ -1,4 +1,4 @@
-"""What the policy knows travels to the node that takes over. Pure."""
+"""The policy's memory reaches the node that takes over. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which failures are followed by another attempt, after which pause, and on which nodes. Pure."""
+"""Which failures are followed by another attempt, after which pause, on which nodes. Pure."""
 
 from __future__ import annotations
 
