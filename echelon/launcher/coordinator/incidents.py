@@ -166,7 +166,7 @@ class Incidents:
         self._tell(list(self._collection.waiting), collect)
 
     def _early_look(self, world: World, action: decide.CollectIncident) -> Incident | None:
-        """Return the early look at what is a stall by now, None if there was none."""
+        """Return the early look at the present stall, or None if there was none."""
         last = self._report.incidents[-1] if self._report.incidents else None
         is_stall = action.kind == "stall" and not action.is_early
         if last is None or not (is_stall and last.is_early and last.attempt == world.number):
@@ -174,7 +174,7 @@ class Incidents:
         return None if last.recovered else last
 
     def _add(self, incident: Incident, former: Incident | None) -> None:
-        """Add an incident to the report, in the place of the early look that it continues."""
+        """Add an incident to the report, in place of the early look that it continues."""
         if former is None:
             self._report.incidents.append(incident)
             return

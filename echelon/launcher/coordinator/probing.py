@@ -1,13 +1,13 @@
-"""Between two attempts: check the nodes under suspicion before they are used again.
+"""Checks between two attempts: suspect nodes are probed before they are used again.
 
     WAITING --pause over--> ASKED --all answered, or 20 s--> over, if all is whole
        ^                      |
        +-- back-off ----------+-- a probe failed: excluded where another node can take its place
 
-A link has two ends: first a node is asked to listen, then the suspect measures the way to it.
-Nothing here waits for a probe: it is asked for by a message, and its answer, or the deadline,
-arrives in `take` and `step`. What was found stands in `report.json` with the decision, and in the
-incidents of the attempt that follows.
+A link has two ends: first a partner node is asked to listen, then the suspect measures the link to
+it. Nothing here blocks on a probe: a message requests it, and `take` and `step` handle the answer
+or the deadline. The findings are added to the decision in `report.json`, and to the incidents of
+the attempt that follows.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _FIRST_NUMBER = 1
 
 @dataclass(slots=True)
 class _Round:
-    """One look at all suspects.
+    """One check of all suspects.
 
     Attributes:
-        tasks: by node, what it was asked in this phase.
-        links: (suspect, partner) that are measured once the partner listens.
-        found: (node, finding) so far.
+        tasks: the tasks that each node was given in this phase.
+        links: (suspect, partner) pairs to measure once the partner listens.
+        found: (node, finding) pairs so far.
     """
 
     number: int
@@ -61,8 +61,8 @@ class Probing:
     """The checks of one job between its attempts.
 
     Args:
-        decisions: those of the report: what is found is added to the last one.
-        host_address: where nodes reach the hosting node.
+        decisions: the report's decisions; findings are added to the last one.
+        host_address: the address at which nodes reach the hosting node.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Probing:
 
     @property
     def waits_for(self) -> str:
-        """What is waited for, "" for nothing."""
+        """What the check waits for; "" if it waits for nothing."""
         hosts = ", ".join(self._host_of(name) for name in self._suspects)
         return f"probes of {hosts} ({', '.join(self._probes)})" if hosts else ""
 
@@ -108,10 +108,10 @@ class Probing:
         return self._next_s if self._round is None else self._round.due_s
 
     def begin(self, failure: Failure | None, attempt: int, now_s: float) -> None:
-        """Check the nodes of a failure before an attempt; None: nothing is under suspicion.
+        """Check the nodes of a failure before an attempt; None means that no node is suspect.
 
         Args:
-            attempt: the number of the one that follows.
+            attempt: the number of the attempt that follows.
             now_s: when to begin: after the pause.
         """
         self._round, self._failed, self._suspects = None, {}, []
@@ -123,13 +123,13 @@ class Probing:
         self._attempt, self._next_s, self._until_s = attempt, now_s, now_s + PATIENCE_S
 
     def lose(self, node: str) -> None:
-        """A node has left: it is not waited for."""
+        """Stop waiting for a node that has left."""
         self._suspects = [name for name in self._suspects if name != node]
         if self._round is not None:
             self._round.tasks.pop(node, None)
 
     def take(self, node: str, event: m.Probed) -> None:
-        """Take in what a node found."""
+        """Handle a node's findings."""
         present = self._round
         if present is None or event.number != present.number or node not in present.tasks:
             return
@@ -140,7 +140,7 @@ class Probing:
                 present.found.append((node, finding))
 
     def step(self, now_s: float) -> None:
-        """Ask, ask again, or conclude."""
+        """Send the requests, repeat them, or conclude."""
         if not self._suspects:
             return
         if self._round is None:
@@ -157,7 +157,7 @@ class Probing:
             self._conclude(present, now_s)
 
     def _ask(self, now_s: float) -> _Round:
-        """Ask each suspect for its own probes, and its partner to listen."""
+        """Request its own probes from each suspect, and let its partner listen."""
         tasks: dict[str, list[Task]] = {}
         links = list(self._links()) if NETWORK in self._probes else []
         token = new_token()
@@ -186,7 +186,7 @@ class Probing:
             yield Task(probe=STORAGE, folder=str(self._options.checkpoint_dir))
 
     def _links(self) -> Iterator[tuple[str, str]]:
-        """Yield each suspect that is left with another node to measure with."""
+        """Yield each remaining suspect with another node for the measurement."""
         if self._has_pairs:  # the links between those that the failure names
             pairs = zip(self._named, self._named[1:], strict=False)
             yield from ((a, b) for a, b in pairs if a in self._suspects and self._is_here(b))
@@ -197,11 +197,11 @@ class Probing:
 
     @property
     def _has_pairs(self) -> bool:
-        """Whether the failure names several nodes: none of them is to blame for a link."""
+        """Return whether the failure names several nodes, so that none is to blame for a link."""
         return len(self._named) > 1
 
     def _ask_links(self, present: _Round, now_s: float) -> None:
-        """Have the suspects measure the ways to those that listen by now."""
+        """Let the suspects measure the links to the partners that now listen."""
         present.is_second = True
         present.number, present.due_s = self._new_number(), now_s + _ANSWER_S
         for suspect, partner in present.links:
@@ -227,7 +227,7 @@ class Probing:
             self._send(name, m.Probe(number=present.number, tasks=packed))
 
     def _note_silent(self, present: _Round) -> None:
-        """A node that has not answered by the deadline has failed its probes."""
+        """Count a node that has not answered by the deadline as having failed its probes."""
         for name, tasks in present.tasks.items():
             for task in tasks:
                 if task.probe != LISTEN:
@@ -237,7 +237,7 @@ class Probing:
         present.tasks.clear()
 
     def _conclude(self, present: _Round, now_s: float) -> None:
-        """Report what was found; what is broken is probed again later, or excluded."""
+        """Report the findings; a broken node is probed again later, or excluded."""
         self._round = None
         rows = [(name, finding) for name, finding in present.found if name in self._suspects]
         self._keep(rows)
@@ -252,7 +252,7 @@ class Probing:
             return
         wait = wait_s(max(self._failed[name] for name in self._suspects))
         is_last = now_s + wait > self._until_s
-        after = "restarting all the same" if is_last else f"next probe in {wait:g} s"
+        after = "restarting anyway" if is_last else f"next probe in {wait:g} s"
         for name in self._suspects:
             self._say_broken(name, broken[name], after)
         self._next_s = now_s + wait
@@ -283,7 +283,7 @@ class Probing:
         self._say(f"probe of {self._host_of(name)} failed: {what}; {after}")
 
     def _keep(self, rows: Sequence[tuple[str, Finding]]) -> None:
-        """Add what was found to the decision; of what was whole in between, the latest."""
+        """Add the findings to the decision; of the healthy ones in between, only the latest."""
         kept = [one for one in self._last().get("probes", []) if one["state"] == State.BROKEN.value]
         for name, finding in rows:
             kept.append({"before": self._attempt, "host": self._host_of(name), **finding.to_json()})
@@ -315,7 +315,7 @@ class Probing:
 
 
 def evidence(decisions: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what was measured before the present attempt, a sentence for each probe."""
+    """Return the measurements before the present attempt, one sentence per probe."""
     probes = decisions[-1].get("probes", []) if decisions else []
     return [
         f"the probe before attempt {one['before']} "

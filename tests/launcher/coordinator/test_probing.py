@@ -146,7 +146,7 @@ def test_where_none_may_replace_it_a_node_is_waited_for_and_used_at_last():
             assert num_rounds < 100
             at_s = max(at_s, min(nodes.probing.deadline_s(), at_s + PATIENCE_S))
         assert nodes.roster.avoided == ()
-        assert nodes.said[-1].endswith("restarting all the same")
+        assert nodes.said[-1].endswith("restarting anyway")
         assert 10 < num_rounds < 20
 
 

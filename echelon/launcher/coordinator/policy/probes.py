@@ -1,8 +1,9 @@
-"""What is checked before a suspect node is used again: cause -> probes, as data.
+"""The probes of a suspect node before it is used again: cause -> probes, as data.
 
-`docs/restarts.md` prints both tables. A cause that is not here asks for none: a program that hangs
-or raises does so on every machine. A node with a broken device or too little memory is replaced at
-once; a network or a disk is given some time, since it may be the other nodes' as well.
+`docs/restarts.md` prints both tables. A cause that is not listed needs no probe: a program that
+hangs or raises an error does so on every machine. A node with a broken device or too little memory
+is replaced at once. A network or a disk is given some time, since it may also affect the other
+nodes.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ PATIENCE_S = 600.0  # then the restart happens all the same: a probe may be wron
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """Which probes some causes ask for.
+    """The probes that some causes require.
 
     Attributes:
-        if_outside: only where the error names the network or a file system.
+        if_outside: require them only if the error names the network or a file system.
     """
 
     causes: tuple[str, ...]
@@ -32,11 +33,11 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What follows where a probe fails.
+    """What follows a failed probe.
 
     Attributes:
-        tries: failed probes after which another node takes the place of this one, if one can.
-        checks: what the probe does, for people.
+        tries: after this many failed probes another node replaces this one, if one can.
+        checks: what the probe checks, in words.
     """
 
     probe: str
@@ -74,7 +75,7 @@ ANSWERS = (
 
 
 def probes_for(failure: Failure) -> tuple[str, ...]:
-    """Return the probes that a failure asks for; () for none."""
+    """Return the probes that a failure requires; () for none."""
     for row in ASKED:
         if failure.cause in row.causes and (failure.is_outside or not row.if_outside):
             return row.probes
@@ -82,12 +83,12 @@ def probes_for(failure: Failure) -> tuple[str, ...]:
 
 
 def tries_of(probe: str) -> int:
-    """Return how many failed probes of a kind a node may have where another could replace it."""
+    """Return how many failed probes of a kind a node may have before another one replaces it."""
     return next(answer.tries for answer in ANSWERS if answer.probe == probe)
 
 
 def wait_s(num_failed: int) -> float:
-    """Return the time before the next try, after so many failed ones in a row (1 or more)."""
+    """Return the pause before the next attempt, after this many failures in a row (1 or more)."""
     return float(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(num_failed - 1, 30)))
 
 
