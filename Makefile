@@ -1,5 +1,6 @@
 # make train: the main job, from nothing.   make test: every test that needs no special hardware.
-# Both make the environment first if it is missing; `make setup` does only that.
+# make demo-kill: train, lose a rank, and compare the bits.   All make the environment first if it is
+# missing; `make setup` does only that.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +8,7 @@ NPROC ?= 2
 WORKERS ?= 2
 ARGS ?=
 
-.PHONY: setup train test check docs docs-serve bench-docs pictures check-native wheels clean
+.PHONY: setup train demo-kill test check docs docs-serve bench-docs pictures check-native wheels clean
 
 setup: $(VENV)/.ready
 
@@ -19,6 +20,14 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 train: setup
 	$(BIN)/echelon run --nproc-per-node $(NPROC) examples/train_gpt.py $(ARGS)
+
+# Trains twice, the second time with a rank that is killed in the middle, and compares the bits.
+demo-kill: setup
+	$(BIN)/echelon run --nproc-per-node 4 --on-loss shrink examples/resilient.py --hash-file build/demo/undisturbed
+	$(BIN)/echelon run --nproc-per-node 4 --on-loss shrink examples/resilient.py --hash-file build/demo/killed --kill 2
+	@echo "undisturbed  $$(cat build/demo/undisturbed)"
+	@echo "killed       $$(cat build/demo/killed)"
+	@cmp build/demo/undisturbed build/demo/killed && echo "the same bits"
 
 # oneCCL is large, so only the tests fetch it, and only where there is a wheel of it.
 $(VENV)/.ready-xccl: $(VENV)/.ready

@@ -119,7 +119,8 @@ class Losses:
         if known[rank].state is State.DONE:
             return "it had finished its steps, and resilient.run protects only steps"
         if len(living) < self._min_ranks:
-            return f"{len(living)} ranks are left, and --min-ranks is {self._min_ranks}"
+            left = "1 rank is" if len(living) == 1 else f"{len(living)} ranks are"
+            return f"{left} left, below --min-ranks {self._min_ranks}"
         return "" if living else "no rank is left"
 
     def _publish(self, world: World, lost: list[int], known: Mapping[int, Standing]) -> str:

@@ -72,6 +72,7 @@ class Training:
 
         def train_step(step: int) -> float:
             self.step = step
+            self._begin_to_die(step)
             loss = same.backward(step, lambda number: self.loss(world.group, number))
             same.clip_grad_norm_(0.5)
             self._die_at("before the optimizer", step)
@@ -94,6 +95,14 @@ class Training:
         if self._dies_at("backward", step):
             self.model.head.weight.register_hook(die)
         return loss
+
+    def _begin_to_die(self, step: int) -> None:
+        """Have this rank die some microseconds from now, wherever it is then."""
+        for rank, moment, when in self.kills:
+            delay, _, unit = moment.partition(" ")
+            if (rank, unit, when) == (self.rank, "us", step):
+                args = (self.folder / f"{rank}.died", int(delay) / 1e6)
+                threading.Thread(target=_die_after, args=args, daemon=True).start()
 
     def _dies_at(self, moment: str, step: int) -> bool:
         return (self.rank, moment, step) in self.kills
@@ -146,6 +155,12 @@ class Training:
                         raise PeerLostError(f"rank {rank} died or left", ranks=[rank])
 
         dist.ProcessGroup.barrier = barrier  # type: ignore[method-assign]
+
+
+def _die_after(stamp: Path, delay_s: float) -> None:
+    time.sleep(delay_s)
+    stamp.write_text(str(time.monotonic()))
+    die()
 
 
 def _die_once_waiting(group: dist.ProcessGroup) -> None:

@@ -110,7 +110,7 @@ def test_a_loss_that_cannot_be_survived_is_a_failure_as_any_other(tmp_path, kind
     assert done.returncode == 137, done.stderr
     why = {
         "unprotected": "rank 1 is not in resilient.run",
-        "too few": "1 ranks are left, and --min-ranks is 2",
+        "too few": "1 rank is left, below --min-ranks 2",
     }
     assert f"cannot continue without rank 1: {why[kind]}" in done.stderr
     report = read_json(run_dir / "report.json")

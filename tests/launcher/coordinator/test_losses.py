@@ -1,0 +1,143 @@
+"""Which losses an attempt survives, without a process: standings in files, epochs in a list."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from echelon.launcher.coordinator import decide
+from echelon.launcher.coordinator.losses import Losses
+from echelon.launcher.coordinator.roster import Node
+from echelon.launcher.coordinator.world import World
+from echelon.launcher.job.report import Report
+from echelon.launcher.job.rundir import RunDirectory
+from echelon.launcher.options.options import parse
+from echelon.recorder.continuation import Epoch, Standing, State, note_standing
+from tests.launcher.coordinator.jobs import JobStore
+
+_SIZE = 4
+
+
+class _Store(JobStore):
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def publish(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+
+class _Job:
+    """Losses of four ranks on one node."""
+
+    def __init__(self, folder, monkeypatch, *argv: str) -> None:
+        self.store, self.said = _Store(), []
+        self.report = Report(job_id="x", world_size=_SIZE)
+        self._directory, self._monkeypatch = RunDirectory(folder, ""), monkeypatch
+        options = parse([*argv, "--no-python", "true"], {})
+        self.losses = Losses(options, self._directory, self.store, self.report, self.said.append)
+        self.begin(0)
+
+    def begin(self, attempt: int) -> None:
+        node = Node(name="here", host="here", num_workers=_SIZE)
+        self.world, _ = World.of(
+            [node], number=attempt, grace_s=1.0, stop_on_stall=False, stall_timeout_s=60.0
+        )
+        for rank in range(_SIZE):
+            self._directory.make_rank_dir(rank, attempt)
+
+    def stands(self, rank: int, **standing) -> None:
+        folder = self._directory.rank_dir(rank, self.world.number)
+        self._monkeypatch.setenv("ECHELON_RANK_DIR", str(folder))
+        note_standing(Standing(**{"state": State.PROTECTED, **standing}))
+
+    def end(self, rank: int, code: int) -> bool:
+        self.world.note_ended(rank, code)
+        return self.losses.takes(self.world, rank, code)
+
+    def epoch(self, number: int) -> Epoch:
+        return Epoch.unpack(self.store.values[f"continuation/{number}/epoch"])
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    job = _Job(tmp_path, monkeypatch, "--on-loss", "shrink", "--min-ranks", "2")
+    for rank in range(_SIZE):
+        job.stands(rank)
+    return job
+
+
+def test_each_loss_is_an_epoch_and_opens_the_gate_of_the_one_before(job):
+    assert job.end(2, -signal.SIGKILL)
+    assert job.epoch(1) == Epoch(number=1, roster=(0, 1, 3), lost=(2,))
+    assert "continuation/1/meeting/gate" not in job.store.values
+    assert job.end(0, -signal.SIGSEGV)
+    assert job.epoch(2) == Epoch(number=2, roster=(1, 3), lost=(0, 2))
+    assert "continuation/1/meeting/gate" in job.store.values
+    job.stands(1, epoch=2, step=7, repeats=True)
+    job.losses.look(job.world)
+    assert job.report.continuations == []
+    job.stands(3, epoch=2, step=7)
+    job.losses.look(job.world)
+    (continued,) = job.report.continuations
+    assert (continued["lost_ranks"], continued["num_ranks"]) == ([0, 2], 2)
+    assert (continued["step"], continued["repeated"], continued["steps_lost"]) == (7, True, 0)
+
+
+def test_a_rank_that_finished_unaware_of_a_loss_is_awaited_by_none(job):
+    job.end(2, -signal.SIGKILL)
+    job.stands(0, state=State.DONE)
+    job.losses.look(job.world)
+    assert job.epoch(2) == Epoch(number=2, roster=(1, 3), lost=(2,), done=(0,))
+    assert "continuation/1/meeting/gate" in job.store.values
+
+
+@pytest.mark.parametrize("code", [0, 1, -signal.SIGTERM, -signal.SIGINT])
+def test_an_exit_and_a_stop_are_no_losses(job, code):
+    assert not job.end(2, code)
+    assert job.store.values == {}
+    assert job.said == []
+
+
+def test_below_the_least_number_of_ranks_a_loss_is_a_failure(job):
+    assert job.end(0, -signal.SIGKILL)
+    assert job.end(1, -signal.SIGKILL)
+    assert not job.end(2, -signal.SIGKILL)
+    why = "1 rank is left, below --min-ranks 2"
+    assert job.said[-1] == f"cannot continue without rank 2: {why}"
+
+
+@pytest.mark.parametrize("death", ["is stopped by a signal", "was killed by SIGKILL"])
+def test_without_a_store_a_loss_is_a_failure(job, death):
+    job.store.death = death
+    assert not job.end(2, -signal.SIGKILL)
+    assert job.said == [f"cannot continue without rank 2: the job's store {death}"]
+
+
+def test_a_rank_outside_of_protected_training_makes_a_loss_a_failure(tmp_path, monkeypatch):
+    job = _Job(tmp_path, monkeypatch, "--on-loss", "shrink")
+    for rank in (0, 1, 3):
+        job.stands(rank)
+    assert not job.end(1, -signal.SIGKILL)
+    assert "rank 2 is not in resilient.run" in job.said[0]
+
+
+def test_while_an_attempt_is_being_stopped_nothing_continues(job):
+    job.world.attempt.on(decide.StopRequested(signal.SIGTERM), 0.0)
+    assert not job.end(2, -signal.SIGKILL)
+
+
+def test_without_the_option_nothing_is_read_or_published(tmp_path, monkeypatch):
+    job = _Job(tmp_path, monkeypatch)
+    assert not job.end(2, -signal.SIGKILL)
+    assert (job.said, job.store.values) == ([], {})
+
+
+def test_the_next_attempt_begins_with_the_first_epoch(job):
+    job.end(2, -signal.SIGKILL)
+    job.begin(1)
+    job.store.values.clear()
+    for rank in range(_SIZE):
+        job.stands(rank)
+    assert job.end(0, -signal.SIGKILL)
+    assert job.epoch(1) == Epoch(number=1, roster=(1, 2, 3), lost=(0,))
