@@ -1,8 +1,8 @@
-"""Channels: ordered lanes between two ranks, independent of everything else in their group.
+"""Channels: ordered connections between two ranks, independent of everything else in their group.
 
-A channel is a tag that no user's message has: below zero, and the same number at both ends. The two
-ends agree on it at the store, so that two names never share one, and neither end waits for the
-other to open it.
+A channel is a tag that user messages cannot have: below zero, and the same number at both ends. The
+two ends agree on it through the store, so that two names never share a tag, and neither end waits
+for the other to open the channel.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class ChannelTags:
     """The tags of one group's channels."""
 
     def __init__(self, store: Store, rank: int) -> None:
-        """`store` is a part of the store that all members share for nothing else."""
+        """Use `store`, a view of the store reserved for the channels of all members."""
         self._store = store
         self._rank = rank
         self._known: dict[tuple[int, str], int] = {}
         self._lock = threading.Lock()
 
     def tag(self, peer: int, name: str) -> int:
-        """Return the tag of a channel; its two ends get the same one, whichever asks first.
+        """Return the tag of a channel, which is the same at both ends.
 
         Raises:
             StoreError: the store does not answer.
@@ -48,14 +48,13 @@ class ChannelTags:
 
 
 class Channel:
-    """One end of a lane to another rank. Made by `ProcessGroup.channel`, never directly.
+    """One end of a channel to another rank. Created by `ProcessGroup.channel`, never directly.
 
-    Messages of one channel and direction arrive in order, those of the host and those of a device
-    each among themselves. A channel on which nothing is received blocks nothing: no collective, no
-    tag, no other channel.
+    Messages of one channel and direction arrive in order, separately for host and device arrays. A
+    channel on which nothing is received does not block any collective, tag or other channel.
 
     Attributes:
-        peer: rank at the other end, within the group.
+        peer: rank within the group at the other end.
         name: the channel's name.
     """
 
@@ -69,21 +68,21 @@ class Channel:
         return f"Channel({self.name!r} to group rank {self.peer})"
 
     def open(self, like: Array, async_op: bool = False, timeout_s: Timeout = None) -> Work | None:
-        """Connect both directions for arrays on the device of `like`, before a message needs it.
+        """Connect both directions for arrays on the device of `like` ahead of the first message.
 
-        Blocks until the other end opens the channel too, or sends and receives in both directions,
-        within the timeout. A rank with several channels opens them all with `async_op` first, so
-        that the order at the other ends does not matter. For arrays of the host it returns at once,
-        and without `open` the first message in each direction connects.
+        Blocks until the other end also opens the channel, or sends and receives in both directions,
+        within the timeout. A rank with several channels should first open all of them with
+        `async_op`, so that the order at the other ends does not matter. For host arrays it returns
+        at once. Without `open`, the first message in each direction connects.
 
         Args:
-            like: an array on the device; neither read nor written.
+            like: an array on the device, which is neither read nor written.
             async_op: return a `Work` at once instead of blocking.
             timeout_s: limit of this call; None: the group's.
 
         Raises:
-            ValueError: the group has no engine for the device yet, which its first collective on
-                that device makes; or it has too many tags and channels there.
+            ValueError: the group does not have an engine for the device yet (its first collective
+                on the device creates one), or has too many tags and channels there.
         """
         data = view(like, "like", writable=False)
         return self._message(
@@ -91,9 +90,9 @@ class Channel:
         )
 
     def send(self, x: Array, async_op: bool = False, timeout_s: Timeout = None) -> Work | None:
-        """Send `x` to the other end, which receives it with the same dtype and size.
+        """Send `x` to the other end, which must receive it with the same dtype and size.
 
-        May return before the other end has called `recv`; `x` may be changed then.
+        May return before the other end has called `recv`; after the return `x` may be changed.
 
         Args:
             x: any shape.
@@ -106,10 +105,10 @@ class Channel:
         )
 
     def recv(self, x: Array, async_op: bool = False, timeout_s: Timeout = None) -> Work | None:
-        """Receive into `x` what the other end sends next on this channel.
+        """Receive into `x` the next message from the other end.
 
         Args:
-            x: any shape; dtype and number of elements are the sender's.
+            x: any shape; the dtype and the number of elements must match the sender's.
             async_op: return a `Work` at once instead of blocking.
             timeout_s: limit of this operation; None: the group's.
         """

@@ -1,4 +1,4 @@
-"""ProcessGroup: what a group offers besides its calls on arrays, which `calls/` holds."""
+"""ProcessGroup: the interface of a group besides its calls on arrays, which are in `calls/`."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ MakeGroup = Callable[[Sequence[int], str, str], "ProcessGroup | None"]
 
 
 class ProcessGroup(Collectives, PointToPoint):
-    """Ranks that act together. Made by `init`, `new_group` and `split`, never directly.
+    """A set of ranks that communicate. Created by `init`, `new_group` and `split`, never directly.
 
-    Every call is collective: all members make the same calls in the same order; `send` and `recv`
-    concern their two ends only. Arrays are NumPy arrays, torch tensors, CuPy arrays or other DLPack
-    arrays, contiguous; results are written in place. `root`, `to` and `source` are ranks within the
-    group. Calls raise
+    Every call is collective: all members must make the same calls in the same order; `send` and
+    `recv` involve only their two ends. Arrays are contiguous NumPy arrays, torch tensors, CuPy
+    arrays or other DLPack arrays; results are written in place. `root`, `to` and `source` are ranks
+    within the group. Calls raise
 
-    * ValueError before anything is sent, if an argument cannot be carried;
-    * CollectiveMismatchError on every rank, if members called different things;
-    * CollectiveTimeoutError, if members did not call within the call's timeout: `timeout_s`, or
-      where it is None the group's;
+    * ValueError before anything is sent, if an argument is not supported;
+    * CollectiveMismatchError on every rank, if members made different calls;
+    * CollectiveTimeoutError, if members did not call within the timeout: the call's `timeout_s` or,
+      if that is None, the group's;
     * PeerLostError, if a member died or left.
 
-    After the last three the group cannot be used any more: later calls raise, and name the first
-    error. Several threads may call at once; collectives of one group run in the order of the calls,
-    which must be the same on all ranks. With `async_op=True` a call returns a `Work` at once and
-    raises from its `wait()`.
+    After the last three errors the group can no longer be used: later calls raise an error that
+    names the first one. Several threads may call at once; collectives of one group run in the order
+    of the calls, which must be the same on all ranks. With `async_op=True` a call returns a `Work`
+    at once and raises from its `wait()`.
 
     Example:
         >>> world = dist.init()  # on each of 2 ranks
@@ -74,7 +74,7 @@ class ProcessGroup(Collectives, PointToPoint):
 
     @property
     def timeout_s(self) -> float:
-        """How long an operation of this group may take."""
+        """The timeout of this group's operations, in seconds."""
         return self._timeout_s
 
     @timeout_s.setter
@@ -83,7 +83,7 @@ class ProcessGroup(Collectives, PointToPoint):
 
     @property
     def num_collectives(self) -> int:
-        """How many collectives were called on this rank so far."""
+        """The number of collectives called on this rank so far."""
         return self._state.num_collectives
 
     def __repr__(self) -> str:
@@ -92,15 +92,15 @@ class ProcessGroup(Collectives, PointToPoint):
     # ---- objects ----
 
     def broadcast_object(self, obj: Any, root: int, timeout_s: Timeout = None) -> Any:
-        """Return the object of `root` on every rank: plain data that msgpack can hold.
+        """Return the object of `root` on every rank: plain data that msgpack supports.
 
-        None, bool, numbers, text, bytes, lists and dicts; a tuple arrives as a list. Blocks until
-        the root has called it.
+        Supported are None, bool, numbers, str, bytes, lists and dicts; a tuple arrives as a list.
+        Blocks until the root has called it.
 
         Args:
             obj: the object on `root`; ignored elsewhere.
             root: rank within this group.
-            timeout_s: limit of each of its two collectives; None: the group's.
+            timeout_s: limit of each of the two collectives; None: the group's.
 
         Raises:
             TypeError: the object holds something else.
@@ -111,17 +111,17 @@ class ProcessGroup(Collectives, PointToPoint):
         return objects.broadcast(self, data, root, timeout_s)
 
     def all_gather_object(self, obj: Any, timeout_s: Timeout = None) -> list[Any]:
-        """Return every rank's object on every rank, in the order of the ranks.
+        """Return every rank's object on every rank, in rank order.
 
-        See `broadcast_object` for the objects and for what is raised.
+        See `broadcast_object` for the supported objects and the errors.
         """
         self._check_object_call("all_gather_object")
         return objects.all_gather(self, objects.encode(obj), timeout_s)
 
     def gather_object(self, obj: Any, root: int, timeout_s: Timeout = None) -> list[Any] | None:
-        """Return every rank's object on `root`, in the order of the ranks; None elsewhere.
+        """Return every rank's object on `root`, in rank order; None elsewhere.
 
-        See `broadcast_object` for the objects and for what is raised.
+        See `broadcast_object` for the supported objects and the errors.
         """
         root = self._check_object_call("gather_object", root)
         return objects.gather(self, objects.encode(obj), root, timeout_s)
@@ -129,14 +129,14 @@ class ProcessGroup(Collectives, PointToPoint):
     def scatter_object(
         self, objs: Sequence[Any] | None, root: int, timeout_s: Timeout = None
     ) -> Any:
-        """Return this rank's object of the list that `root` passes.
+        """Return this rank's object from the list that `root` passes.
 
-        See `broadcast_object` for the objects and for what is raised.
+        See `broadcast_object` for the supported objects and the errors.
 
         Args:
-            objs: on `root` one object per rank, in the order of the ranks; ignored elsewhere.
+            objs: on `root`, one object per rank in rank order; ignored elsewhere.
             root: rank within this group.
-            timeout_s: limit of each of its two collectives; None: the group's.
+            timeout_s: limit of each of the two collectives; None: the group's.
         """
         root = self._check_object_call("scatter_object", root)
         parts = None
@@ -153,13 +153,14 @@ class ProcessGroup(Collectives, PointToPoint):
 
     @contextlib.contextmanager
     def coalesce(self) -> Iterator[None]:
-        """Launch the operations called inside together; all are done when the block ends.
+        """Launch the operations called inside the block together; all are done when it ends.
 
-        What the block itself raises is passed on. On a device nothing is launched then, and if the
-        block had called an operation, the group ends: the other ranks may have launched theirs.
+        An exception from the block is propagated. In that case nothing is launched on a device, and
+        if the block had called an operation, the group ends, because other ranks may have launched
+        theirs.
         """
         if self._batch() is not None:
-            raise ValueError("coalesce() does not nest")
+            raise ValueError("coalesce() cannot be nested")
         recorder = black_box.current()
         number = -1 if recorder is None else recorder.next_coalesced()
         works: list[Work] = []
@@ -186,9 +187,9 @@ class ProcessGroup(Collectives, PointToPoint):
     def split(
         self, color: int | None, key: int = 0, name: str | None = None
     ) -> ProcessGroup | None:
-        """Divide the group: ranks of equal `color` form one, ordered by `key`, then rank.
+        """Divide the group: ranks of equal `color` form a new group, ordered by `key`, then rank.
 
-        Every member calls it. Returns this rank's new ProcessGroup; None for color None.
+        Every member must call it. Returns this rank's new ProcessGroup, or None if `color` is None.
 
         Raises:
             TypeError: `color` or `key` is not an integer.
@@ -208,50 +209,51 @@ class ProcessGroup(Collectives, PointToPoint):
         return self._make_group(ranks, title, f"split/{number}/{color}")
 
     def channel(self, peer: int, name: str) -> Channel:
-        """Return a lane to another rank, ordered per pair and name, independent of everything else.
+        """Return an ordered channel to another rank, independent of all other operations.
 
-        Both ends call this, in any order and at any time; neither waits for the other. Asks the
-        store, within its timeout, when a name is first used; the same name is the same channel. It
-        carries arrays of the host and of a device, each kind in its own order; `Channel.open`
-        connects it for a device before the first message does.
+        Both ends call this, in any order and at any time; neither waits for the other. The first
+        use of a name queries the store, within its timeout; the same name always gives the same
+        channel. A channel carries host and device arrays, each kind in its own order;
+        `Channel.open` connects it for a device ahead of the first message.
 
         Args:
             peer: rank at the other end, within this group.
-            name: any text that the other end names too.
+            name: any non-empty string; the other end must use the same one.
 
         Raises:
-            ValueError: there is no such rank, it is this one, or the name is empty.
+            ValueError: there is no such rank, it is this rank, or the name is empty.
             StoreError: the store does not answer.
         """
         peer = self._check_peer(peer, "peer")
         if not isinstance(name, str) or not name:
             raise ValueError(f"name {name!r}: a channel needs a name")
         if self._channels is None:
-            raise ValueError(f"group {self.name!r} has no store, which channels need")
+            raise ValueError(f"group {self.name!r} does not have a store, which channels need")
         return Channel(peer, name, self._channels.tag(peer, name), self._message)
 
     # ---- the end ----
 
     def abort(self) -> None:
-        """End the group on all ranks: what waits in it raises CollectiveError.
+        """End the group on all ranks: waiting operations raise CollectiveError.
 
-        Callable from any thread and from a signal handler. Returns within 1 s; asks no other rank.
+        Callable from any thread and from a signal handler. Returns within 1 s without contacting
+        other ranks.
         """
         if not self._state.is_closed and not self._state.is_foreign:
             self._state.abort()
 
     def close(self) -> None:
-        """End the group on this rank and release what it holds. Safe to call twice.
+        """End the group on this rank and release its resources. Safe to call twice.
 
-        Takes at most 1 s, and asks no other rank. Ranks that still need this one raise
-        PeerLostError. Called by a signal handler during a call of this group, it ends that call,
+        Takes at most 1 s and does not contact other ranks. Ranks that still need this one raise
+        PeerLostError. If a signal handler calls it during a call of this group, it ends that call,
         which then releases the group.
         """
         self._state.close()
 
     @property
     def state(self) -> GroupState:
-        """What the group has called and how it ended; outlives the group if that is dropped."""
+        """The group's calls and how it ended; outlives the group if that is dropped."""
         return self._state
 
     def _check_object_call(self, call: str, root: int = 0) -> int:

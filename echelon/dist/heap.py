@@ -1,13 +1,13 @@
-"""The C library's heap: kept from step to step, not released and faulted in again.
+"""The C library's heap, kept between steps instead of being released and faulted in again.
 
-A training step on the CPU takes and frees the same few hundred megabytes of activations and
-gradients at every step. By default glibc maps large blocks one by one and returns the top of the
-heap to the system as soon as it is free; every page is then faulted in and zeroed again, which for
-85M parameters cost a sixth of the step's processor time (measured beside FSDP2, see
-docs/benchmarks/sharding.md). So sharding and pipelines on the host ask glibc to keep what it has.
-Blocks of different sizes leave gaps in a heap: the resident peak is up to a third above what
-tensors take (docs/planner.md, "How far off it was"). A program that needs memory more than time
-sets MALLOC_MMAP_THRESHOLD_=131072 in its environment.
+Training on the CPU allocates and frees the same few hundred megabytes of activations and gradients
+in every step. By default glibc maps large blocks one by one and returns the top of the heap to the
+system as soon as it is free. Every page is then faulted in and zeroed again, which for 85M
+parameters took a sixth of the step's processor time (measured beside FSDP2, see
+docs/benchmarks/sharding.md). So sharding and pipelines on the host ask glibc to keep its memory.
+Blocks of different sizes leave gaps in a heap: the resident peak is up to a third above the size of
+the tensors (docs/planner.md, "How far off it was"). A program to which memory matters more than
+time can set MALLOC_MMAP_THRESHOLD_=131072 in its environment.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SET_BY_USER = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHO
 def keep() -> bool:
     """Ask glibc to keep freed memory, once; return whether it does.
 
-    It is left alone where the program's environment sets it, and on other C libraries.
+    Settings in the program's environment take precedence; other C libraries are left alone.
     """
     if any(name in os.environ for name in _SET_BY_USER):
         return False

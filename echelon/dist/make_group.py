@@ -1,4 +1,4 @@
-"""The one maker of groups, for `init`, `new_group`, `split` and torch."""
+"""The only place where groups are created, for `init`, `new_group`, `split` and torch."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ Facts = list[dict[str, Any]]
 
 
 class GroupMaker:
-    """Makes groups of one world.
+    """The maker of the groups of one world.
 
     Args:
         rank: this process's global rank.
-        store: the world's part of the store.
-        backend: a backend's name; None: chosen by hosts and by the arrays' devices.
-        options: as `init` was given them.
+        store: the world's view of the store.
+        backend: a backend's name; None means a choice by the hosts and the arrays' devices.
+        options: the options passed to `init`.
     """
 
     def __init__(self, rank: int, store: Store, backend: str | None, options: Options) -> None:
@@ -55,11 +55,11 @@ class GroupMaker:
         timeout_s: float,
         facts: Facts | None = None,
     ) -> ProcessGroup:
-        """Make a group that this rank is in; every member calls this and blocks until all have.
+        """Create a group that contains this rank; all members call this and block until all have.
 
         Args:
             ranks: global ranks, in group order.
-            store: a part of the store that is the group's own.
+            store: a view of the store reserved for the group.
             timeout_s: limit of this call and of the group's operations.
             facts: `process_identity` of each member, where they are known: then a member that dies
                 from now on is noticed. None: the members meet first, without that.
@@ -100,9 +100,10 @@ class GroupMaker:
         return group
 
     def _drop(self, state: GroupState) -> None:
-        """Close a group that its user dropped without closing it, soon, on the watcher's thread.
+        """Schedule, on the watcher's thread, the close of a group that was dropped without closing.
 
-        Ranks drop a group at different moments, so one whose library closes in step is kept.
+        Ranks drop a group at different moments, so a group whose library must close in step is
+        kept.
         """
         if state.is_closed or state.is_foreign:
             return
@@ -152,12 +153,12 @@ def _meet(members: Members, store: PrefixStore, deadline_s: float) -> Facts:
 
 
 def _host_backend(facts: Facts) -> str:
-    """Return the backend for the host's arrays: shared memory inside one host."""
+    """Return the backend for host arrays: shared memory if all ranks are on one host."""
     return "shm" if all(is_same_host(facts[0], fact) for fact in facts) else "shm+gloo"
 
 
 def _address(store: Store) -> str:
-    """Return this host's address as the store's host sees it, which others can reach."""
+    """Return this host's address on its route to the store, at which others can reach it."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return address_towards(store.host, store.port) if isinstance(store, TCPStore) else ""

@@ -13,9 +13,9 @@ from echelon.dist.runtime import new_group, world
 class DeviceMesh:
     """The world's ranks in row-major order: the last axis holds neighbouring ranks.
 
-    Every rank of the world makes the same meshes in the same order. Making one blocks until all
-    ranks have joined, at most for the world's timeout. Sub-meshes share the groups of their mesh:
-    taking one is local.
+    Every rank of the world must create the same meshes in the same order. Creating one blocks until
+    all ranks have joined, at most for the world's timeout. Sub-meshes share the groups of their
+    mesh, so taking one is a local operation.
 
         mesh = DeviceMesh((2, 4), ("pp", "dp"))
         mesh["dp"]                  # a sub-mesh: the axis "dp" alone, shape (4,)
@@ -57,7 +57,7 @@ class DeviceMesh:
         return math.prod(self.shape)
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
-        """Return the sub-mesh of one axis or of several, in the order asked for. Local.
+        """Return the sub-mesh of one or several axes, in the requested order. Local.
 
         Raises:
             ValueError: an axis is unknown or named twice, or no axis is named.
@@ -78,10 +78,10 @@ class DeviceMesh:
         """Return this rank's group along an axis. Local.
 
         Args:
-            name: the axis; None: the only axis of a one-axis mesh.
+            name: the axis; None means the only axis of a one-axis mesh.
 
         Raises:
-            ValueError: no axis has that name, or None on a mesh of several axes.
+            ValueError: no axis has that name, or it is None and the mesh has several axes.
         """
         if name is None:
             if len(self.names) != 1:
@@ -94,12 +94,12 @@ class DeviceMesh:
     get_group = group
 
     def completed(self, names: Sequence[str]) -> DeviceMesh:
-        """Return a mesh with these axes, of which those that this mesh lacks have one rank.
+        """Return a mesh with these axes, adding missing axes with one rank each.
 
-        Collective if any is lacking: every rank of the world calls it with the same names.
+        Collective if an axis is missing: every rank of the world must call it with the same names.
 
         Args:
-            names: the axes of the result, in order; all of this mesh's are among them.
+            names: the axes of the result, in order, including all axes of this mesh.
 
         Raises:
             ValueError: an axis of this mesh is not among the names, or one is named twice.
@@ -141,7 +141,8 @@ def _check(shape: tuple[int, ...], names: tuple[str, ...], world_size: int) -> N
     _check_distinct(names)
     if min(shape) < 1 or math.prod(shape) != world_size:
         raise ValueError(
-            f"mesh shape {shape} has {math.prod(shape)} places, the world has {world_size} ranks"
+            f"mesh shape {shape} has {math.prod(shape)} places, but the world has "
+            f"{world_size} ranks"
         )
 
 
@@ -160,7 +161,7 @@ def _coordinate(rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _make_axis(shape: tuple[int, ...], axis: int, name: str) -> ProcessGroup:
-    """Make the group of every line of ranks along `axis`; return the line of this rank."""
+    """Create the groups of all lines of ranks along `axis`; return this rank's group."""
     own: ProcessGroup | None = None
     others = [range(length) for index, length in enumerate(shape) if index != axis]
     for fixed in itertools.product(*others):
@@ -171,7 +172,7 @@ def _make_axis(shape: tuple[int, ...], axis: int, name: str) -> ProcessGroup:
 
 
 def _make_alone(world_size: int) -> ProcessGroup:
-    """Make a group of each rank alone; return this rank's."""
+    """Create a group of each single rank; return this rank's group."""
     own: ProcessGroup | None = None
     for rank in range(world_size):
         own = new_group([rank], name="alone") or own

@@ -1,7 +1,7 @@
-"""Objects between ranks: plain data as msgpack, never a pickle.
+"""Exchange of objects between ranks: plain data as msgpack, never as pickles.
 
-Sizes are exchanged first, then the bytes, padded to the longest. So each call is two collectives,
-of which the second needs the result of the first.
+Sizes are exchanged first, then the bytes, padded to the longest. So each call consists of two
+collectives, the second of which needs the result of the first.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def encode(obj: Any) -> bytes:
-    """Turn plain data into bytes.
+    """Encode plain data as bytes.
 
     Raises:
-        TypeError: the object holds what msgpack does not.
+        TypeError: the object holds a value that msgpack does not support.
     """
     import msgpack
 
@@ -34,7 +34,7 @@ def encode(obj: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Read what `encode` wrote."""
+    """Decode bytes from `encode`."""
     import msgpack
 
     return msgpack.unpackb(data, raw=False, strict_map_key=False)
@@ -72,7 +72,7 @@ def gather(
 def scatter(
     group: ProcessGroup, parts: list[bytes] | None, root: int, timeout_s: float | None
 ) -> Any:
-    """Return this rank's object of the root's."""
+    """Return this rank's object from the root's list."""
     sizes = np.array([len(part) for part in parts or [b""] * group.size], np.int64)
     group.broadcast(sizes, root, timeout_s=timeout_s)
     rows = None

@@ -1,8 +1,8 @@
 """The world of this process: `init`, `world`, `new_group`, `shutdown`.
 
-`init` meets the other ranks at the store that the launcher (or torchrun, or rank 0) hosts, makes
-the world group and wires the rooms: the store's waits become `store` spans of the black box, and,
-across hosts, the black box learns where its clock lies on rank 0's.
+`init` meets the other ranks at the store that the launcher (or torchrun, or rank 0) hosts, creates
+the world group and connects the parts: the store's waits become `store` spans in the black box,
+and, across hosts, the black box gets its clock's offset to rank 0's.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LONGEST_TIMEOUT_S = 1e9  # about 30 years: infinity fits no library's clock
 
 
 class _World:
-    """What `init` made and `shutdown` releases."""
+    """The resources that `init` creates and `shutdown` releases."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class _World:
         return self.world
 
     def make(self, ranks: Sequence[int], name: str, path: str) -> ProcessGroup | None:
-        """Make a group under a path of the store; None if this rank is not in it."""
+        """Create a group under a path of the store; return None if this rank is not in it."""
         if self.rendezvous.rank not in ranks:
             return None
         store = PrefixStore(path, self.store)
@@ -114,7 +114,7 @@ class _Joining:
         self.pid = os.getpid()
 
     def cancel(self) -> None:
-        """Have the call raise; from any thread, or from a signal handler that interrupts it."""
+        """Make the call raise; from any thread, or from a signal handler that interrupts it."""
         self.is_cancelled = True
         if self.connection is not None:
             self.connection.close()
@@ -137,21 +137,21 @@ def init(
 ) -> ProcessGroup:
     """Join the world and return its group. Blocks until all ranks have joined.
 
-    After `shutdown` a program may join again, at the same store, if every rank does.
+    After `shutdown` a program may join again at the same store if every rank does so.
 
     Args:
-        backend: "shm", "gloo", "shm+gloo", "xccl", "nccl" or a plug-in's name. None: "shm" where
-            all ranks are on one host, else "shm+gloo"; beside it, for arrays on a device, "nccl",
-            "xccl" or a plug-in, made in the first collective on such an array. "nccl", and any
-            backend of a device, takes the device that the program made current, or else the one of
+        backend: "shm", "gloo", "shm+gloo", "xccl", "nccl" or a plug-in's name. None means "shm" if
+            all ranks are on one host, else "shm+gloo"; in addition, for arrays on a device, "nccl",
+            "xccl" or a plug-in, created in the first collective on such an array. "nccl", like any
+            device backend, uses the device that the program made current, or else that of
             LOCAL_RANK.
-        timeout_s: limit of this call and of every operation of the groups made from it.
-        reduction: "fast", or "rank_ordered": sums in rank order on every backend. ("shm" always
-            does.)
+        timeout_s: limit of this call and of every operation of the groups created from it.
+        reduction: "fast", or "rank_ordered" for sums in rank order on every backend ("shm" always
+            does that).
 
     Raises:
-        ValueError: a bad argument or environment, or `init` was called before.
-        CollectiveTimeoutError: ranks did not join within `timeout_s`; names them.
+        ValueError: an argument or the environment is invalid, or `init` was already called.
+        CollectiveTimeoutError: ranks did not join within `timeout_s`; the error names them.
         StoreError: the store cannot be reached.
 
     Example:
@@ -167,7 +167,7 @@ def init(
     with _lock:
         if _current is not None:
             _check_process(_current)
-            raise ValueError("init was called before; call shutdown first")
+            raise ValueError("init was already called; call shutdown first")
         if _joining is not None:
             raise ValueError("init is running in another thread")
         rendezvous = Rendezvous.from_environment()
@@ -195,7 +195,7 @@ def init(
 
 
 def is_initialized() -> bool:
-    """Return whether `init` made a world in this process that `shutdown` has not ended yet.
+    """Return whether this process has a world from `init` that `shutdown` has not ended yet.
 
     False in a forked child of a rank: the world belongs to its parent.
 
@@ -223,16 +223,16 @@ def world() -> ProcessGroup:
 
 
 def new_group(ranks: Sequence[int], name: str | None = None) -> ProcessGroup | None:
-    """Make a group of some of the world's ranks; blocks until its members have joined.
+    """Create a group of some of the world's ranks; block until its members have joined.
 
-    Every rank of the world calls this, in the same order; those left out get None.
+    Every rank of the world must call this, in the same order; ranks outside the group get None.
 
     Args:
         ranks: ranks of the world; their order is the group's.
-        name: shown in verdicts; made up if None.
+        name: shown in verdicts; generated if None.
 
     Raises:
-        ValueError: bad ranks, or `init` was not called.
+        ValueError: the ranks are invalid, or `init` was not called.
         CollectiveTimeoutError: members did not join within the world's timeout.
 
     Example:
@@ -305,11 +305,11 @@ def job_store() -> TCPStore | MemoryStore:
 
 
 def agree_on_calls(what: str) -> Agreement:
-    """Make an agreement of all ranks. Every rank calls this; it does not block.
+    """Create an agreement of all ranks. Every rank must call this; it does not block.
 
     Args:
-        what: is agreed on, for errors and spans. The n-th call with this text is one agreement on
-            all ranks.
+        what: the subject of the agreement, for errors and spans. The n-th calls with this text on
+            all ranks belong to one agreement.
 
     Raises:
         ValueError: `init` was not called.
@@ -321,19 +321,19 @@ _before_shutdown: list[Callable[[], None]] = []
 
 
 def before_shutdown(action: Callable[[], None]) -> Callable[[], None]:
-    """Have `shutdown` call `action` first; what it raises, `shutdown` raises at its end."""
+    """Make `shutdown` call `action` first and raise its exception at the end."""
     _before_shutdown.append(action)
     return action
 
 
 def shutdown() -> None:
-    """Leave the world and free what it holds. Safe to call when there is none.
+    """Leave the world and release its resources. Safe to call if there is none.
 
-    Call it on every rank after the last operation; it does not wait for the others, but for a
+    Call it on every rank after the last operation. It does not wait for other ranks, but for a
     checkpoint that this rank saves in the background.
 
     Raises:
-        CheckpointError, OSError: that checkpoint failed; the world has been left all the same.
+        CheckpointError, OSError: that checkpoint failed; the world has still been left.
 
     Example:
         >>> world = dist.init()
@@ -405,7 +405,7 @@ def _join(
 
 
 def _attempt(rendezvous: Rendezvous, connection: TCPStore | MemoryStore) -> PrefixStore:
-    """Return the launcher's attempt's part of the store; each of its worlds has a part in it."""
+    """Return the attempt's view of the store, in which each of its worlds has a part."""
     return PrefixStore(rendezvous.namespace or "echelon/solo", connection)
 
 
@@ -414,9 +414,9 @@ def _meet(
 ) -> tuple[TCPStore | MemoryStore, int]:
     """Connect to the store and agree with all ranks on the new world's number.
 
-    [Note: a store that ends with its world] Where rank 0 hosts the store, its `shutdown` ends it. A
-    rank that left earlier and joins again may have connected to that store: it connects to the next
-    one, which rank 0 opens when it joins.
+    [Note: a store that ends with its world] If rank 0 hosts the store, its `shutdown` ends the
+    store. A rank that left earlier and joins again may have connected to that store; it then
+    connects to the next one, which rank 0 opens when it joins.
     """
     members = Members(
         name="world", rank=rendezvous.rank, ranks=range(rendezvous.world_size), options=options
@@ -443,7 +443,7 @@ def _meet(
 
 
 def _clock_offset(state: _World, rendezvous: Rendezvous) -> ClockOffset | None:
-    """Measure this rank's clock against rank 0's; None on one host, or if it cannot be done."""
+    """Measure this rank's clock against rank 0's; None on one host or if that is impossible."""
     if rendezvous.local_world_size >= rendezvous.world_size:
         return None
     try:
@@ -471,7 +471,7 @@ def _connect(rendezvous: Rendezvous, timeout_s: float) -> TCPStore | MemoryStore
 
 
 def _forget_lock() -> None:
-    """Replace the lock in a forked child: a thread that is not there may hold it."""
+    """Replace the lock in a forked child, where a thread that does not exist may hold it."""
     global _lock
     _lock = threading.RLock()
 

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class Work:
-    """An operation in flight. `done` is truthful: True only once the result is in place.
+    """An operation in flight. `done` is True only once the result is in place.
 
     Attributes:
-        operation, pending, watch, record: the operation, the engine's handle of it, what bounds
-            it, and its number in the black box.
-        is_settled: whether its end was noted.
-        failure: what it ended with, once it is settled; None if it succeeded.
+        operation, pending, watch, record: the operation, the engine's handle for it, its limits,
+            and its number in the black box.
+        is_settled: whether its end was recorded.
+        failure: its error once it is settled; None if it succeeded.
 
     Example:
         >>> work = world.all_reduce(np.ones(1 << 20), async_op=True)
@@ -45,14 +45,14 @@ class Work:
 
     @property
     def done(self) -> bool:
-        """Whether the operation has ended, with success or failure."""
+        """Whether the operation has succeeded or failed."""
         return self.is_settled or self.pending.done
 
     @property
     def error(self) -> BaseException | None:
-        """What the operation ended with; None if it succeeded or has not ended.
+        """The operation's error; None if it succeeded or has not ended.
 
-        May take up to 2 s, to find out which rank is at fault.
+        May take up to 2 s to determine the rank at fault.
         """
         if not self.is_settled and self.pending.done:
             self._state.settle(self)
@@ -65,31 +65,31 @@ class Work:
         return (one.kind, one.peer, one.tag) if one.is_message else None
 
     def is_completed(self) -> bool:
-        """Return whether the operation has ended, with success or failure. Does not block."""
+        """Return whether the operation has succeeded or failed. Does not block."""
         return self.done
 
     def exception(self) -> BaseException | None:
-        """Return what the operation ended with; None if it succeeded or has not ended.
+        """Return the operation's error; None if it succeeded or has not ended.
 
-        May take up to 2 s, as `error`.
+        May take up to 2 s, like `error`.
         """
         return self.error
 
     @property
     def source(self) -> int:
-        """The group rank whose message a receive got; -1 while it has not got one."""
+        """The group rank whose message a receive got; -1 until then."""
         return int(getattr(self.pending, "source", -1))
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until the operation has ended.
 
         Args:
-            timeout_s: limit of this wait; None: the operation's own timeout bounds it.
+            timeout_s: limit of this wait; None means the operation's own timeout.
 
         Raises:
-            CollectiveTimeoutError: it has not ended within `timeout_s`; it continues and can be
+            CollectiveTimeoutError: it has not ended within `timeout_s`, but continues and can be
                 waited for again.
-            CollectiveError: what the operation itself ended with.
+            CollectiveError: the operation itself failed.
         """
         if not self.is_settled and not self._state.wait(self.operation, self.pending, timeout_s):
             assert timeout_s is not None

@@ -15,7 +15,7 @@ __all__ = ["TCPStore", "PrefixStore", "MemoryStore", "FileStore", "StoreServer"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the server only when it is asked for: it brings asyncio along."""
+    """Import the server only on demand, because it imports asyncio."""
     if name == "StoreServer":
         from echelon.store.server.server import StoreServer
 

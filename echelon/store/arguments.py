@@ -1,7 +1,7 @@
-"""What callers may pass: keys, values, numbers and places, checked before anything is sent.
+"""Checks of callers' arguments (keys, values, numbers, ranks) before anything is sent.
 
-Every function returns the argument in the form that travels, or raises ValueError or TypeError in
-one line. The limits are those of torch's protocol.
+Every function returns the argument in its wire form, or raises ValueError or TypeError with a
+one-line message. The limits are those of torch's protocol.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def key(text: Any) -> bytes:
 
 
 def fitting(raw: bytes) -> bytes:
-    """Return a key, prefix and all, if it is not too long."""
+    """Return a key, including its prefix, if it is not too long."""
     if len(raw) > MAX_KEY_BYTES:
         raise ValueError(f"key of {len(raw)} bytes, limit {MAX_KEY_BYTES}: {raw[:40]!r}...")
     return raw
@@ -39,14 +39,14 @@ def keys(texts: Sequence[str]) -> list[bytes]:
 
 
 def together(keys: Sequence[bytes], values: Sequence[bytes] = ()) -> None:
-    """Check that keys and values fit one command."""
+    """Check that keys and values fit in one command."""
     size = sum(map(len, keys)) + sum(map(len, values)) + 9 * len(keys) + 8 * len(values)
     if size > MAX_COMMAND_BYTES:
         raise ValueError(f"{size} bytes in one call, limit {MAX_COMMAND_BYTES}")
 
 
 def value(given: Any) -> bytes:
-    """Return a value as bytes; text becomes UTF-8."""
+    """Return a value as bytes; text is encoded as UTF-8."""
     if isinstance(given, str):
         raw = given.encode()
     elif isinstance(given, bytes):
@@ -61,14 +61,14 @@ def value(given: Any) -> bytes:
 
 
 def int64(number: int) -> int:
-    """Return an integer that fits 64 bits."""
+    """Return an integer that fits in 64 bits."""
     if not -(1 << 63) <= number < 1 << 63:
-        raise ValueError(f"{number} does not fit 64 bits")
+        raise ValueError(f"{number} does not fit in 64 bits")
     return int(number)
 
 
 def check_place(rank: int | None, world_size: int) -> None:
-    """Hold a rank against its world."""
+    """Check a rank against its world size."""
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     if rank is not None and not 0 <= rank < world_size:

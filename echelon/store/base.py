@@ -1,15 +1,16 @@
-"""What every store offers: torch's Store API, and gather.
+"""The interface of every store: torch's Store API, plus `gather`.
 
-`Store` checks arguments, turns text into bytes, gives every call a deadline, and tells the observer
-about calls that may wait for others; a store implements the `_do_*` primitives below it. Where a
-store has no gather or barrier of its own, both are built here of plain operations.
+`Store` checks arguments, turns text into bytes, gives every call a deadline, and notifies the
+observer of calls that may block. Each store implements the `_do_*` primitives. For stores without
+their own gather or barrier, both are built here from plain operations.
 
 [Note: a round of plain operations] Each rank counts its own uses of a key with `add`, which numbers
-the rounds; it writes its value under key/round/rank and waits for all of them; the last one to
-have read deletes the round. Five round trips, any number of rounds, and a rank that gives up
-takes its value and its count back. What this cannot do without a server's help: notice that a
-rank died after it arrived, or decide between a timeout and the last arrival when both happen at
-once: then two ranks may count different rounds, and every later use of that key times out.
+the rounds. It writes its value under key/round/rank and waits for all values; the last rank to read
+them deletes the round. This takes five round trips and works for any number of rounds; a rank that
+times out removes its value and decrements its count. Without help from a server, two things are
+impossible: noticing that a rank died after it arrived, and deciding between a timeout and the last
+arrival when both happen at once. In the second case two ranks may count different rounds, and every
+later use of that key times out.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ _UNOBSERVED: Final = contextlib.nullcontext()
 class Store(ABC):
     """Keys, counters, queues, barriers and gathers that several processes share.
 
-    Values are bytes; text is taken as UTF-8. Every call is bounded by a timeout: its own, else
-    the store's. Calls may come from several threads.
+    Values are bytes; text is encoded as UTF-8. Every call is bounded by its own timeout or, if it
+    has none, by the store's. All methods are thread-safe.
 
-    All calls raise:
-        StoreTimeoutError: the timeout passed; `.missing` has the keys or ranks that did not come.
-        StoreConnectionError: the server cannot be reached, or left.
-        StoreError: the store holds something with which the operation makes no sense.
-        ValueError, TypeError: the arguments make no sense.
+    All calls may raise:
+        StoreTimeoutError: the timeout expired; `.missing` lists the missing keys or ranks.
+        StoreConnectionError: the server cannot be reached or has closed the connection.
+        StoreError: the operation is not valid for the stored value.
+        ValueError, TypeError: the arguments are invalid.
     """
 
     _observer: Observer | None = None
@@ -61,7 +62,7 @@ class Store(ABC):
 
     @property
     def observer(self) -> Observer | None:
-        """Called as `observer(operation, key)` around each call that may wait for others."""
+        """Returns a context manager, entered around each call that may block."""
         return self._observer
 
     @observer.setter
@@ -70,28 +71,28 @@ class Store(ABC):
 
     @property
     def timeout(self) -> timedelta:
-        """How long a call may take that names no timeout of its own."""
+        """The timeout of calls that do not specify one."""
         return timedelta(seconds=self._timeout_s)
 
     def set_timeout(self, timeout: Timeout) -> None:
-        """Set the timeout of calls that name none."""
+        """Set the timeout of calls that do not specify one."""
         self._timeout_s = seconds(timeout)
 
     @property
     def endpoint(self) -> str:
-        """Where the store is, for messages."""
+        """The store's location, as shown in messages."""
         return type(self).__name__
 
     def has_extended_api(self) -> bool:
-        """Whether append, multi_get and multi_set work: always."""
+        """Return True: append, multi_get and multi_set always work."""
         return True
 
     @abstractmethod
     def clone(self) -> Store:
-        """Return another store on the same keys, with a connection of its own."""
+        """Return another store for the same keys, with its own connection."""
 
     def close(self) -> None:  # noqa: B027 - a store that holds nothing has nothing to free
-        """Free what the store holds; further calls fail."""
+        """Release the store's resources; further calls fail."""
 
     def __enter__(self) -> Self:
         return self
@@ -106,17 +107,17 @@ class Store(ABC):
         self._do_set(arguments.key(key), arguments.value(value))
 
     def get(self, key: str, timeout: Timeout | None = None) -> bytes:
-        """Return the value of a key; waits until it has one."""
+        """Return the value of a key, blocking until it has one."""
         raw = arguments.key(key)
         with self._observed("get", key):
             return self._do_get(raw, self._deadline(timeout))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a decimal counter (0 when missing) and return the new value."""
+        """Add to a decimal counter (0 if missing) and return the new value."""
         return self._do_add(arguments.key(key), arguments.int64(amount))
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Append to the value of a key, which may be missing."""
+        """Append to the value of a key; a missing key counts as empty."""
         self._do_append(arguments.key(key), arguments.value(value))
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -124,9 +125,9 @@ class Store(ABC):
         return self._do_check(arguments.keys(keys))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Store `desired` if the key holds `expected`, or is missing and that is empty.
+        """Store `desired` if the key holds `expected`, or is missing and `expected` is empty.
 
-        Returns what the key holds afterwards; `expected` if it is missing and was not stored.
+        Returns the value of the key afterwards, or `expected` if the key is still missing.
         """
         return self._do_compare_set(
             arguments.key(key), arguments.value(expected), arguments.value(desired)
@@ -143,11 +144,10 @@ class Store(ABC):
         *,
         check: Callable[[], None] | None = None,
     ) -> None:
-        """Wait until all keys have a value, or a queue of that name an item.
+        """Wait until every key has a value or names a queue that holds an item.
 
         Args:
-            check: called about once per second while the caller waits; what it raises ends the
-                wait.
+            check: called about once per second during the wait; an exception from it ends the wait.
         """
         raw = arguments.keys(keys)
         if not raw:
@@ -162,15 +162,15 @@ class Store(ABC):
             self._do_wait(raw, deadline)
 
     def num_keys(self) -> int:
-        """Return how many keys the store has."""
+        """Return the number of keys in the store."""
         return self._do_num_keys()
 
     def list_keys(self) -> list[str]:
-        """Return the keys, in no order."""
+        """Return the keys in no particular order."""
         return [key.decode("utf-8", "surrogateescape") for key in self._do_list_keys()]
 
     def multi_get(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
-        """Return the values of several keys; waits until all have one."""
+        """Return the values of several keys, blocking until all have one."""
         raw = arguments.keys(keys)
         if not raw:
             return []
@@ -194,7 +194,7 @@ class Store(ABC):
         self._do_queue_push(arguments.key(key), arguments.value(value))
 
     def queue_pop(self, key: str, block: bool = True, timeout: Timeout | None = None) -> bytes:
-        """Take the oldest item of a queue; waits for one unless `block` is False.
+        """Remove and return the oldest item of a queue; wait for one unless `block` is False.
 
         Raises:
             StoreError: the queue is empty and `block` is False.
@@ -213,7 +213,7 @@ class Store(ABC):
         return item
 
     def queue_len(self, key: str) -> int:
-        """Return how many items a queue holds."""
+        """Return the number of items in a queue."""
         return self._do_queue_len(arguments.key(key))
 
     # Rounds.
@@ -226,10 +226,10 @@ class Store(ABC):
         *,
         rank: int | None = None,
     ) -> None:
-        """Wait until `world_size` callers have joined the key; it can be used again at once.
+        """Wait until `world_size` callers have joined this barrier; its key can be reused at once.
 
-        Give `rank` to have a timeout say which ranks did not come. All callers of one round
-        either give it or do not.
+        If `rank` is given, a timeout error names the missing ranks. Either all callers of a round
+        pass it or none does.
         """
         raw = arguments.key(key)
         arguments.check_place(rank, world_size)
@@ -244,10 +244,10 @@ class Store(ABC):
         value: str | bytes,
         timeout: Timeout | None = None,
     ) -> list[bytes]:
-        """Publish this rank's value and return everyone's in rank order, once all came.
+        """Publish this rank's value and return the values of all ranks in rank order.
 
-        The key can be used again for the next round at once. On a timeout `.missing` has the
-        ranks that did not come, and this rank's arrival is withdrawn.
+        Blocks until all ranks have arrived. The key can be reused for the next round at once. On a
+        timeout, `.missing` lists the missing ranks, and this rank's arrival is withdrawn.
         """
         raw = arguments.key(key)
         arguments.check_place(rank, world_size)
@@ -259,23 +259,24 @@ class Store(ABC):
     # Beyond torch's API. On our server each is one round trip; elsewhere plain operations stand in.
 
     def set_confirmed(self, key: str, value: str | bytes) -> None:
-        """Store a value and return once the store has it; `set` may still be on its way."""
+        """Store a value and return once the store has received it; `set` may return earlier."""
         self._do_set_confirmed(arguments.key(key), arguments.value(value))
 
     def pipeline(self) -> Pipeline:
-        """Return a block that sends its operations together: see `pipeline`."""
+        """Return a context manager that sends its operations together (see `pipeline`)."""
         return Pipeline(self._do_pipeline)
 
     def watch(self, keys: Sequence[str]) -> Watch:
-        """Return a watch that tells of every change of these keys from now on; close it."""
+        """Return a watch on all changes of these keys from now on; the caller closes it."""
         return self._do_watch(arguments.keys(keys))
 
     def presence(self, key: str, value: str | bytes = b"", *, lease: Timeout = LEASE_S) -> Presence:
-        """Store a key that ends when the result is closed, or this process is no longer heard from.
+        """Store a key that exists until the result is closed or this process disappears.
 
-        On echelon's server the key has a lease, which a thread of this client renews: it ends 2 s
-        after the process has died, and `lease` seconds after its host has vanished or it has
-        stopped. Elsewhere it is an ordinary key, which a killed process leaves behind.
+        On echelon's server the key has a lease, which a thread of this client renews. The key is
+        removed 2 s after the process dies, and `lease` seconds after its host vanishes or the
+        process is stopped. On other stores it is an ordinary key, which a killed process leaves
+        behind.
 
         Raises:
             ValueError: the lease is not between 0.1 s and 600 s.
@@ -339,7 +340,7 @@ class Store(ABC):
         self._do_set(key, value)
 
     def _do_look(self, key: bytes) -> bytes | None:
-        """Return the value of a key at once, None when it is missing."""
+        """Return the value of a key without blocking, or None if it is missing."""
         if not self._do_check([key]):
             return None
         try:
@@ -397,7 +398,7 @@ class Store(ABC):
     def _do_gather(
         self, key: bytes, rank: int, world_size: int, value: bytes, deadline: Deadline
     ) -> list[bytes]:
-        """Gather by plain operations: see the note above."""
+        """Gather with plain operations (see the note above)."""
         counter = b"%s/rounds/%d" % (key, rank)
         number = self._do_add(counter, 1)
         names = [b"%s/round/%d/%d" % (key, number, r) for r in range(world_size)]
@@ -429,19 +430,17 @@ class Store(ABC):
     def _raise_wait_timeout(
         self, operation: str, keys: list[bytes], missing: list[bytes], deadline: Deadline
     ) -> NoReturn:
-        """Raise the error of a wait for keys that did not come."""
+        """Raise the error for a wait whose keys did not all appear."""
         names = [key.decode("utf-8", "replace") for key in missing]
         first = keys[0].decode("utf-8", "replace")
         story = (
             "it was never set"
             if len(keys) == 1
-            else (
-                f"{len(keys) - len(missing)} of {len(keys)} keys are there (missing: {_few(names)})"
-            )
+            else (f"{len(keys) - len(missing)} of {len(keys)} keys exist (missing: {_few(names)})")
         )
         raise StoreTimeoutError(
             f"{operation}({first!r}) on {self.endpoint} after {deadline.timeout_s:.1f} s: {story}. "
-            f"See what the rank that sets it is doing",
+            f"Check the rank that should set it",
             key=first,
             endpoint=self.endpoint,
             missing=names,
@@ -456,12 +455,12 @@ class Store(ABC):
         missing: Sequence[int],
         deadline: Deadline,
     ) -> NoReturn:
-        """Raise the error of a barrier or gather to which not all came."""
+        """Raise the error for a barrier or gather that not all ranks joined."""
         name = key.decode("utf-8", "replace")
         who = f" (missing: {_few([str(rank) for rank in missing])})" if missing else ""
         raise StoreTimeoutError(
             f"{operation}({name!r}) on {self.endpoint} after {deadline.timeout_s:.1f} s: "
-            f"{came} of {world_size} ranks came{who}. See the output of those that did not",
+            f"{came} of {world_size} ranks arrived{who}. See the output of the missing ones",
             key=name,
             endpoint=self.endpoint,
             missing=missing,

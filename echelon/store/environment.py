@@ -1,10 +1,10 @@
-"""What the store's client finds in the environment of a job's worker.
+"""The settings that a store client reads from the environment of a job's worker.
 
 | variable | meaning |
 |---|---|
 | MASTER_ADDR, MASTER_PORT | the job's store |
 | ECHELON_JOB_FILE | the launcher's job file (0600), which holds the store's secret |
-| ECHELON_RANK_DIR | this worker's black box: waits at the store are recorded there |
+| ECHELON_RANK_DIR | this worker's black box, where waits at the store are recorded |
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from pathlib import Path
 
 
 def job_secret(host: str, port: int) -> bytes | None:
-    """Return the secret of the job's store if this address is its, else None.
+    """Return the secret of the job's store if the address is that store's, else None.
 
-    A client of the job's store never connects without the secret, and no other server is offered
-    it.
+    A client of the job's store always uses the secret, and it is never used with another server.
 
     Raises:
         ValueError: the launcher's job file cannot be read.
@@ -42,7 +41,7 @@ def job_secret(host: str, port: int) -> bytes | None:
 
 
 def _is_same_host(one: str, other: str) -> bool:
-    """Whether two names or addresses have an address in common."""
+    """Return whether two names or addresses have an address in common."""
     if one == other:
         return True
     try:
@@ -57,7 +56,7 @@ def _addresses(host: str) -> set[str]:
 
 
 def job_observer() -> Callable[[str, str], AbstractContextManager[object]] | None:
-    """Return what records the waits of a job's worker in its black box; None outside a job."""
+    """Return the observer that records a worker's waits in its black box, or None outside a job."""
     if "ECHELON_RANK_DIR" not in os.environ:
         return None
     from echelon.recorder import span  # loaded only where there is a box to write to

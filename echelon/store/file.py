@@ -1,12 +1,13 @@
-"""A store in one file on a folder that all processes share.
+"""A store in one file of a folder that all processes share.
 
-The file is a log: a header, then records of changes, each a length, checksums and a command in the
-store's own encoding. A writer locks the file, reads what others appended, decides, and appends one
-record in one write; so counters and compare_set are exact however many write at once. A writer
-that dies releases the lock, and what it left half-written is cut off by the next one.
+The file is a log: a header, then records of changes, each with a length, checksums and a command in
+the store's own encoding. A writer locks the file, reads the records that others appended, decides,
+and appends one record in one write, so counters and compare_set are exact with any number of
+writers. The lock of a dead writer is released, and the next writer truncates a half-written record.
 
-For hosts that share a folder but no port, and for tests: a wait looks at the file again and again
-(after 1 ms at first, 50 ms later), and the log only grows. Nothing notices a process that dies.
+It is meant for hosts that share a folder but cannot connect to each other, and for tests. A wait
+polls the file (every 1 ms at first, every 50 ms later), and the log only grows. Dead processes are
+not detected.
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ _MISSING: Final = object()
 
 
 class FileStore(Store):
-    """Share keys through a file.
+    """A store that shares its keys through a file.
 
     Args:
-        file_name: the file; made, readable by its owner alone, if it does not exist. The folder
-            must exist, and its file system must support locks.
-        world_size: accepted for torch's sake; a file does not count its users.
-        timeout: how long a call may take that names no timeout of its own.
+        file_name: the file; if it does not exist, it is created, readable only by its owner. The
+            folder must exist, and its file system must support locks.
+        world_size: accepted for compatibility with torch; without effect.
+        timeout: the timeout of calls that do not specify one.
         observer: see `Store.observer`.
 
     Raises:
-        StoreError: the file cannot be opened, or is something else.
+        StoreError: the file cannot be opened or is not a store's file.
 
     Example:
         >>> store = FileStore("rendezvous", timeout=10)
@@ -87,11 +88,11 @@ class FileStore(Store):
         return str(self.path)
 
     def clone(self) -> FileStore:
-        """Return another store on the same file."""
+        """Return another store for the same file."""
         return FileStore(self.path, timeout=self._timeout_s, observer=self._observer)
 
     def close(self) -> None:
-        """Close the file; it stays where it is."""
+        """Close the file without deleting it."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -103,7 +104,7 @@ class FileStore(Store):
     # The file.
 
     def _open(self) -> None:
-        """Open the file again and forget what was read of it."""
+        """Reopen the file and discard what was read from it."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             self._descriptor = os.open(self.path, flags, 0o600)
@@ -121,14 +122,14 @@ class FileStore(Store):
     def _check_owner(self, status: os.stat_result) -> None:
         """Refuse a file that processes of other users may write."""
         if not stat.S_ISREG(status.st_mode):
-            raise self._error("not a plain file")
+            raise self._error("not a regular file")
         if status.st_uid != os.geteuid():
             raise self._error(f"the file belongs to user {status.st_uid}")
         if status.st_mode & 0o022:
-            raise self._error("other users can write it; chmod 600 it")
+            raise self._error("other users can write to the file; run chmod 600 on it")
 
     def descriptors(self) -> list[int]:
-        """Return the file's, whose lock a forked child must not hold."""
+        """Return the file's descriptor, whose lock a forked child must not hold."""
         return [self._descriptor]
 
     def _error(self, text: str) -> StoreError:
@@ -136,7 +137,7 @@ class FileStore(Store):
 
     @contextmanager
     def _locked(self, deadline: Deadline) -> Iterator[StoreState]:
-        """Hold the file's lock, and bring the state up to date."""
+        """Hold the file's lock with the state brought up to date."""
         import fcntl
 
         if not self._lock.acquire(timeout=deadline.left_s):
@@ -167,19 +168,19 @@ class FileStore(Store):
 
     def _busy(self, deadline: Deadline) -> StoreTimeoutError:
         return StoreTimeoutError(
-            f"FileStore {self.path}: locked by someone else for {deadline.timeout_s:.1f} s. "
-            f"Is a process that uses it stopped?",
+            f"FileStore {self.path}: locked by another process for {deadline.timeout_s:.1f} s. "
+            f"Check whether a process that uses it is stopped",
             endpoint=str(self.path),
         )
 
     def _catch_up(self) -> None:
-        """Read what was appended since, and cut off what a dead writer left half-written."""
+        """Read what was appended since, and truncate a half-written last record."""
         size = os.fstat(self._descriptor).st_size
         if self._read_to == 0:
             self._check_header(size)
             size = max(size, len(_HEADER))
         if size < self._read_to:
-            raise self._error("the file became shorter: someone else truncated or replaced it")
+            raise self._error("the file became shorter: another process truncated or replaced it")
         data = self._read(size)
         position = 0
         while position + _RECORD.size <= len(data):
@@ -225,12 +226,12 @@ class FileStore(Store):
         self._read_to = len(_HEADER)
 
     def _replay(self, command: bytes) -> None:
-        """Carry out one recorded change."""
+        """Apply one recorded change."""
         parser = Parser(_LIMITS)
         parser.admitted = True
         messages = parser.feed(_OPENING + command)
         if parser.violation is not None or len(messages) != 1:
-            raise ValueError(parser.violation or "not one command")
+            raise ValueError(parser.violation or "expected exactly one command")
         query, *operands = messages[0]
         act = _REPLAY.get(query) if isinstance(query, int) else None
         if act is None:
@@ -238,7 +239,7 @@ class FileStore(Store):
         act(self._state, *operands)
 
     def _append(self, query: int, *fields: bytes | list[bytes]) -> None:
-        """Record a change; the lock is held. It is replayed at once, here as by everyone else."""
+        """Append a change and apply it at once; the caller holds the lock."""
         command = p.encode(query, *fields)
         self._append_record(command)
         self._replay(command)
@@ -266,7 +267,7 @@ class FileStore(Store):
             self._append(query, *fields)
 
     def _await(self, read: Callable[[StoreState], T | object], deadline: Deadline) -> T | object:
-        """Look again and again until `read` returns something else than _MISSING."""
+        """Poll until `read` returns something other than _MISSING."""
         delay_s = _FIRST_LOOK_S
         while True:
             found = self._look(read, Deadline(max(deadline.left_s, _LAST_LOOK_S)))

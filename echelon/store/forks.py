@@ -1,10 +1,10 @@
-"""What a forked child inherits and must not hold: a store's sockets and files.
+"""The sockets and files of stores, which a forked child must not keep open.
 
-A descriptor outlives its process as long as a child has a copy. Close-on-exec does not help a child
-that executes nothing (a data loader's worker): after its parent was killed it would keep the
-parent's connections alive, and with them waits, arrivals and presences, a listener's port, and a
-file's lock. So every owner is known here, and its descriptors are replaced in the child by the null
-device: their numbers stay taken, because the owner's objects still close them.
+A descriptor outlives its process as long as a child has a copy. Close-on-exec does not help for a
+child that does not call exec (a data loader's worker): after its parent was killed, it would keep
+open the parent's connections, and with them waits, arrivals and presences, a listener's port, and a
+file's lock. Therefore every owner is registered here, and a child replaces the owner's descriptors
+with the null device. Their numbers stay in use because the owner's objects still close them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Protocol
 
 
 class Owner(Protocol):
-    """Holds descriptors that no child may share."""
+    """An object with descriptors that no child may share."""
 
     def descriptors(self) -> Iterable[int]:
-        """Return the open ones."""
+        """Return the open descriptors."""
         ...
 
 
@@ -28,7 +28,7 @@ _owners: weakref.WeakSet[Owner] = weakref.WeakSet()
 
 
 def keep_from_children(owner: Owner) -> None:
-    """Have children of this process release the owner's descriptors; keeps no owner alive."""
+    """Make forked children release the owner's descriptors; keeps only a weak reference to it."""
     _owners.add(owner)
 
 

@@ -1,7 +1,7 @@
 """A store inside one process: the server's state without a server.
 
-For tests and for worlds of one. Threads may share it; a wait sleeps on a lock of its own, so a
-wake-up reaches exactly those whom the server would have answered.
+It is meant for tests and for worlds of one rank. Threads may share it; each wait sleeps on its own
+lock, so a wake-up reaches exactly the callers that the server would have answered.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class MemoryStore(Store):
     """A store that the threads of one process share.
 
     Args:
-        timeout: how long a call may take that names no timeout of its own.
+        timeout: the timeout of calls that do not specify one.
         observer: see `Store.observer`.
 
     Example:
@@ -57,13 +57,13 @@ class MemoryStore(Store):
         self._lock = threading.Lock()
 
     def clone(self) -> MemoryStore:
-        """Return another store on the same keys."""
+        """Return another store for the same keys."""
         twin = MemoryStore(self._timeout_s, observer=self._observer)
         twin._state, twin._lock = self._state, self._lock
         return twin
 
     def _run(self, act: Callable[[StoreState], T]) -> T:
-        """Act on the state and wake whom that has satisfied."""
+        """Act on the state and wake the callers that this satisfies."""
         with self._lock:
             result = act(self._state)
             self._wake()
@@ -77,7 +77,7 @@ class MemoryStore(Store):
         woken.clear()
 
     def _sleep(self, caller: _Caller, waiter: Waiter, deadline: Deadline) -> RoundStory | None:
-        """Sleep until the waiter is woken (None); withdraw it if the deadline passes."""
+        """Sleep until the waiter is woken and return None, or withdraw it at the deadline."""
         if caller.sleep(deadline):
             return None
         with self._lock:

@@ -1,8 +1,8 @@
 """Several operations in one packet.
 
-Answers arrive in order, so a pipeline costs one round trip however many operations it holds,
-and when its `with` block ends all of them have arrived. Nothing in it waits for others: a `get`
-of a missing key answers None. On stores without a connection it saves nothing and works alike.
+Answers arrive in order, so a pipeline costs one round trip however many operations it holds, and
+all answers have arrived when its `with` block ends. No operation in it blocks: a `get` of a missing
+key returns None. On stores without a connection it works in the same way but saves nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Reply(Generic[T]):
-    """What an operation of a pipeline will answer."""
+    """The future answer of an operation in a pipeline."""
 
     __slots__ = ("_answer", "_is_there")
 
@@ -34,17 +34,17 @@ class Reply(Generic[T]):
         """The answer.
 
         Raises:
-            StoreError: the store holds something with which the operation makes no sense.
+            StoreError: the operation is not valid for the stored value.
             RuntimeError: the pipeline has not been sent.
         """
         if not self._is_there:
-            raise RuntimeError("the pipeline was not sent yet: leave its `with` block first")
+            raise RuntimeError("the pipeline has not been sent yet: leave its `with` block first")
         if isinstance(self._answer, StoreError):
             raise self._answer
         return cast(T, self._answer)
 
     def settle(self, answer: object) -> None:
-        """Take the answer, or the error that stands for it."""
+        """Set the answer, or the error in its place."""
         self._answer = answer
         self._is_there = True
 
@@ -56,8 +56,8 @@ class Step:
     Attributes:
         operation: its name in the Store API.
         key: the key, as bytes.
-        operands: what else it takes, checked.
-        reply: where its answer goes.
+        operands: its other arguments, already checked.
+        reply: the object that receives its answer.
     """
 
     operation: str
@@ -67,7 +67,7 @@ class Step:
 
 
 class Pipeline:
-    """Collect operations; send them when the `with` block ends without an exception."""
+    """A collection of operations, sent when its `with` block ends without an exception."""
 
     def __init__(self, send: Callable[[list[Step]], None]) -> None:
         self._send = send
@@ -86,7 +86,7 @@ class Pipeline:
         return self._step("set", key, arguments.value(value))
 
     def get(self, key: str) -> Reply[bytes | None]:
-        """Return the value of a key, None when it is missing."""
+        """Return the value of a key, or None if it is missing."""
         return self._step("get", key)
 
     def add(self, key: str, amount: int) -> Reply[int]:
@@ -114,7 +114,7 @@ class Pipeline:
         return self._step("queue_push", key, arguments.value(value))
 
     def queue_len(self, key: str) -> Reply[int]:
-        """Return how many items a queue holds."""
+        """Return the number of items in a queue."""
         return self._step("queue_len", key)
 
     def _step(self, operation: str, key: str, *operands: Any) -> Reply[Any]:

@@ -1,7 +1,7 @@
 """A view of a store in which every key carries a prefix.
 
-Every operation, gather and barrier included, goes to the store below under "prefix/key", so
-nothing is lost by looking through a prefix, and torch's PrefixStore sees the same keys.
+Every operation, including gather and barrier, goes to the underlying store under "prefix/key", so
+no feature is lost, and torch's PrefixStore sees the same keys.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from echelon.store.watch import Change, Watch
 
 
 class PrefixStore(Store):
-    """Put a prefix before every key of another store.
+    """A view of another store that prepends a prefix to every key.
 
-    Timeout and observer are those of the store below; setting them here sets them there.
-    `num_keys` counts all keys of that store, `list_keys` gives those under the prefix, without it.
+    The timeout and the observer are those of the underlying store; setting them here sets them
+    there. `num_keys` counts all keys of that store; `list_keys` returns those under the prefix,
+    without it.
 
     Example:
         >>> store = MemoryStore()
@@ -34,7 +35,7 @@ class PrefixStore(Store):
     def __init__(self, prefix: str, store: Store) -> None:
         if not isinstance(store, Store):
             raise TypeError(
-                f"PrefixStore needs a store of echelon.store, got {type(store).__name__}"
+                f"PrefixStore needs a store from echelon.store, got {type(store).__name__}"
             )
         self.prefix = prefix
         self._store = store
@@ -42,12 +43,12 @@ class PrefixStore(Store):
 
     @property
     def underlying_store(self) -> Store:
-        """The store below this one."""
+        """The store that this one is a view of."""
         return self._store
 
     @property
     def observer(self) -> Observer | None:
-        """The observer of the store below; it is told the key as that store sees it."""
+        """The observer of the underlying store; it receives keys with the prefix."""
         return self._store.observer
 
     @observer.setter
@@ -56,24 +57,24 @@ class PrefixStore(Store):
 
     @property
     def endpoint(self) -> str:
-        """Where the store below is."""
+        """The location of the underlying store."""
         return self._store.endpoint
 
     @property
     def timeout(self) -> timedelta:
-        """The timeout of the store below."""
+        """The timeout of the underlying store."""
         return self._store.timeout
 
     def set_timeout(self, timeout: Timeout) -> None:
-        """Set the timeout of the store below."""
+        """Set the timeout of the underlying store."""
         self._store.set_timeout(timeout)
 
     def clone(self) -> PrefixStore:
-        """Return the same view of a clone of the store below."""
+        """Return the same view of a clone of the underlying store."""
         return PrefixStore(self.prefix, self._store.clone())
 
     def close(self) -> None:
-        """Close the store below."""
+        """Close the underlying store."""
         self._store.close()
 
     def _raw(self, key: bytes) -> bytes:
@@ -162,7 +163,7 @@ class PrefixStore(Store):
 
 
 class _StrippedWatch(Watch):
-    """A watch of the store below, with keys as they are above the prefix."""
+    """A watch of the underlying store that removes the prefix from keys."""
 
     def __init__(self, watch: Watch, num_prefix_chars: int) -> None:
         self._watch = watch

@@ -1,8 +1,8 @@
 """A key that exists as long as its owner does.
 
-On our server the key has a lease, which the client renews from a thread, over whichever connection
-it has: see `leases`. On every other store it is an ordinary key that `close` deletes, and a process
-that is killed leaves it behind.
+On echelon's server the key has a lease, which the client renews from a thread, over its current
+connection (see `leases`). On every other store it is an ordinary key that `close` deletes and a
+killed process leaves behind.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Presence:
-    """Keep a key in the store until closed.
+    """A key that stays in the store until closed.
 
     Args:
         take_back: ends the presence; called once.
@@ -25,7 +25,7 @@ class Presence:
         self._take_back: Callable[[], object] | None = take_back
 
     def close(self) -> None:
-        """Take the key out of the store."""
+        """Remove the key from the store."""
         take_back, self._take_back = self._take_back, None
         if take_back is not None:
             take_back()

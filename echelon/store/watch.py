@@ -1,7 +1,7 @@
 """Watches: the changes of some keys.
 
-Echelon's server pushes every change in order. On every other store a watch looks again every 20 ms,
-and then sees the newest value of a key but not each one in between.
+Echelon's server pushes every change in order. On every other store a watch polls every 20 ms and
+sees only the latest value of a key, not each value in between.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Change:
 
 
 class Watch(ABC):
-    """Changes of some keys, from when the watch was made until it is closed."""
+    """The changes of some keys, from the creation of the watch until it is closed."""
 
     def next(self, timeout: Timeout) -> Change:
-        """Return the next change; waits for it.
+        """Wait for the next change and return it.
 
         Raises:
-            StoreTimeoutError: nothing changed in time; the watch can be used on.
-            StoreConnectionError: the server left, or the watch was closed.
+            StoreTimeoutError: nothing changed in time; the watch remains usable.
+            StoreConnectionError: the connection to the server ended, or the watch was closed.
         """
         deadline = Deadline(seconds(timeout))
         change = self._next(deadline)
@@ -62,14 +62,14 @@ class Watch(ABC):
 
     @abstractmethod
     def _next(self, deadline: Deadline) -> Change | None:
-        """Return the next change, None at the deadline."""
+        """Return the next change, or None at the deadline."""
 
 
 class LookingWatch(Watch):
-    """A watch that asks for the keys again and again.
+    """A watch that polls its keys.
 
     Args:
-        look: returns the value of a key at once, None when it is missing.
+        look: returns the value of a key without blocking, or None if it is missing.
     """
 
     def __init__(self, keys: list[bytes], look: Callable[[bytes], bytes | None]) -> None:

@@ -595,7 +595,7 @@ def check_every_dtype_moves(group: Any, traits: Traits) -> None:
         group.broadcast(x, 0)
         assert x.tobytes() == raw[0].tobytes(), f"broadcast {kind}"
         if kind.name not in oracle.DTYPES:
-            with pytest.raises(ValueError, match="moved, not reduced"):
+            with pytest.raises(ValueError, match="moved but not reduced"):
                 group.all_reduce(x)
 
 

@@ -29,7 +29,7 @@ def test_without_a_launcher_there_is_a_world_of_one(monkeypatch):
         world.all_reduce(x)
         assert x.tolist() == [0, 1, 2]
         assert dist.world() is world
-        with pytest.raises(ValueError, match="init was called before"):
+        with pytest.raises(ValueError, match="init was already called"):
             dist.init()
     finally:
         dist.shutdown()

@@ -257,7 +257,7 @@ def test_a_forked_child_is_told_to_open_its_own(client):
         try:
             store.get("k")
         except StoreError as error:
-            code = 0 if "opened before a fork" in str(error) else 2
+            code = 0 if "opened the store before a fork" in str(error) else 2
         finally:
             os._exit(code)
     _, status = os.waitpid(child, 0)
@@ -281,7 +281,7 @@ def test_a_peer_that_is_no_store_is_told_apart(closing):
             connected.recv(100)
 
     wrong = Background(answer)
-    with pytest.raises(StoreError, match="no store server"):
+    with pytest.raises(StoreError, match="not a store server"):
         TCPStore("127.0.0.1", listener.getsockname()[1], timeout=20.0)
     wrong.result()
 

@@ -252,7 +252,7 @@ def test_gather_returns_everyones_value_in_rank_order_round_after_round(store, t
 def test_gather_names_the_ranks_that_did_not_come_and_can_be_tried_again(store, twins):
     first, second = twins(2)
     failure = timed_out(lambda short: first.gather("g", 0, 2, b"early", timeout=short))
-    assert "1 of 2 ranks came (missing: 1)" in str(failure)
+    assert "1 of 2 ranks arrived (missing: 1)" in str(failure)
     assert failure.missing == (1,)
     calls = [
         Background(lambda: first.gather("g", 0, 2, b"a")),
@@ -321,7 +321,7 @@ def test_a_pipeline_that_fails_sends_nothing(store):
     with pytest.raises(RuntimeError, match="half way"):
         fail()
     assert not store.check(["x"])
-    with pytest.raises(RuntimeError, match="not sent"):
+    with pytest.raises(RuntimeError, match="not been sent"):
         _ = replies[0].value
 
 

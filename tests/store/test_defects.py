@@ -86,7 +86,7 @@ def test_03_no_command_passes_without_validate(raw, client):
 def test_04_strangers_are_closed_with_a_log_line(raw, opening, caplog):
     with caplog.at_level(logging.WARNING, "echelon.store"):
         assert raw(opening=opening).is_closed_by_server()
-    assert "no store client" in caplog.text
+    assert "not a store client" in caplog.text
 
 
 def test_05_compare_set_on_a_missing_key_wakes_nobody(server, raw, client):

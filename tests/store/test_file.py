@@ -125,14 +125,14 @@ def test_no_link_and_no_file_of_another_user_is_taken(tmp_path):
     with pytest.raises(StoreError, match="cannot open the file"):
         FileStore(link)
     path.chmod(0o622)
-    with pytest.raises(StoreError, match="other users can write it"):
+    with pytest.raises(StoreError, match="other users can write to the file"):
         FileStore(path)
     if os.geteuid() == 0:
         path.chmod(0o600)
         os.chown(path, 65534, -1)
         with pytest.raises(StoreError, match="belongs to user 65534"):
             FileStore(path)
-    with pytest.raises(StoreError, match="not a plain file"):
+    with pytest.raises(StoreError, match="not a regular file"):
         FileStore("/dev/null")
 
 
@@ -163,7 +163,7 @@ def test_a_lock_held_by_a_stopped_process_is_a_timeout(tmp_path):
         store.set("k", b"v")
         other = os.open(path, os.O_RDWR)
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(StoreTimeoutError, match="locked by someone else"):
+        with pytest.raises(StoreTimeoutError, match="locked by another process"):
             store.set("k", b"w")
         os.close(other)
         assert store.get("k") == b"v"

@@ -1,16 +1,18 @@
-"""Agreement: one rank's wish, which every rank sees at the same one of its calls.
+"""Agreement: one rank's request takes effect on every rank at the same call.
 
-Ranks call `reached` once per step. Until a rank asks, a call costs a lock and a comparison, and
-nothing is communicated: each rank has a thread that waits at the store for the first wish.
+Ranks call `reached` once per step. Until a rank makes a request, a call costs a lock and a
+comparison and needs no communication: each rank has a thread that waits at the store for the first
+request.
 
-[Note: the call that all ranks agree on] Ranks may be some calls apart. When a thread learns of a
-wish, it holds its rank: a call that was not answered yet waits. It then publishes how many calls
-its rank has answered, and once all ranks' numbers are known, the largest one is the call that all
-answer with True. No rank has answered that call yet, as each is held at its own number or before.
-A held rank waits for other ranks' threads alone, never for their programs, so nothing is blocked by
-what the programs wait for.
+[Note: the call that all ranks agree on] Ranks may be several calls apart. When a thread receives a
+request, it holds its rank: the next call blocks. The thread then publishes how many calls its rank
+has answered, and once the numbers of all ranks are known, the call with the largest number is the
+one that returns True on all ranks. No rank has answered that call yet, because each is held at its
+own number. A held rank waits only for the threads of other ranks, never for their programs, so this
+cannot deadlock with anything that the programs wait for.
 
-An all_reduce per step was rejected: it costs every step, and couples ranks that are otherwise free.
+An all_reduce per step was rejected: it adds a cost to every step and synchronises ranks that are
+otherwise independent.
 """
 
 from __future__ import annotations
@@ -42,20 +44,20 @@ class Agreement:
     """One rank's end of an agreement. Made by `runtime.agree_on_calls`.
 
     Attributes:
-        reason: what the rank that asked first gave as its reason, once the call was agreed on.
+        reason: the reason given by the first rank to ask, set once the call is agreed on.
     """
 
     def __init__(
         self, members: Members, state: GroupState, store: Store, timeout_s: float, what: str
     ) -> None:
-        """Begin to listen.
+        """Start the thread that waits for requests.
 
         Args:
-            members: the ranks.
-            state: of their group; the agreement ends with it.
-            store: a part of the store for nothing else.
-            timeout_s: how long a call waits for the other ranks' threads.
-            what: is agreed on, for errors and spans.
+            members: the participating ranks.
+            state: the state of their group; the agreement ends with it.
+            store: a view of the store reserved for this agreement.
+            timeout_s: how long a call waits for the threads of other ranks.
+            what: the subject of the agreement, for errors and spans.
         """
         self.reason = ""
         self._members = dataclasses.replace(members, check=self._check)
@@ -79,18 +81,19 @@ class Agreement:
             self._listen_in_background()
 
     def ask(self, reason: str) -> None:
-        """Have a coming call of `reached` return True on all ranks. Safe in signal handlers."""
+        """Make a later call of `reached` return True on all ranks. Safe in signal handlers."""
         self._wish = reason
 
     def reached(self) -> bool:
-        """Count a call; return True at the call that the ranks agreed on. Blocks only before that.
+        """Count a call; return True at the agreed call. Blocks only while the ranks agree.
 
-        Every rank calls this equally often. A wish is published by the first call after `ask`.
+        Every rank must call this equally often. The first call after `ask` publishes the request.
 
         Raises:
-            CollectiveTimeoutError: ranks did not take part within the timeout; names them.
+            CollectiveTimeoutError: ranks did not take part within the timeout; the error names
+                them.
             PeerLostError: a rank has died.
-            StoreError: the wish cannot be published.
+            StoreError: the request cannot be published.
         """
         if self._wish is not None and not self._is_held:
             self._publish(self._wish)
@@ -101,9 +104,10 @@ class Agreement:
         return self._answer()
 
     def close(self) -> None:
-        """End the thread. Safe to call twice.
+        """Stop the thread. Safe to call twice.
 
-        Ranks that still ask learn how many calls this one has answered: it may have ended its loop.
+        Ranks that ask later can read how many calls this rank answered, since it may have left its
+        loop.
         """
         if not self._is_closed and self._members.size > 1:
             self._leave()
@@ -152,7 +156,7 @@ class Agreement:
                 self._fail(CollectiveError(f"no agreement on {self._what}: this rank has left"))
 
     def _leave(self) -> None:
-        """Arrive where no other rank has asked yet, unless the group or the store has failed."""
+        """Join the agreement even if no rank has asked, unless the group or store has failed."""
         with self._lock:
             is_left = not self._is_held and self._state.error is None
             self._is_held = True
@@ -190,7 +194,7 @@ class Agreement:
             self._is_passed.clear()
 
     def _decide(self, client: Store, wish: str) -> bool:
-        """Hold this rank, exchange the numbers of answered calls and choose the call."""
+        """Hold this rank, exchange the numbers of answered calls, and choose the call."""
         with self._lock:
             if self._is_closed:
                 return False
@@ -225,7 +229,7 @@ class Agreement:
         """Raise if the group has ended or a rank is known to have died.
 
         Raises:
-            PeerLostError: names it.
+            PeerLostError: a rank has died; the error names it.
         """
         operation = Operation("agreement", self._round)
         self._state.check_end(operation)

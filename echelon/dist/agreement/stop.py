@@ -1,4 +1,4 @@
-"""Stopping: a signal to one rank, or a rank's own wish, ends the loops of all at the same step.
+"""Stopping: a signal to one rank, or a rank's own request, ends all training loops at one step.
 
     while step < steps:
         train()
@@ -6,8 +6,9 @@
             save(path, state)
             break
 
-A signal handler here only notes the signal; the next call of `should_stop` publishes it (see
-`agreement.py`). A program that never asks keeps the signal's default: the process ends.
+The signal handler only records the signal; the next call of `should_stop` publishes it (see
+`agreement.py`). A program that never calls it keeps the signal's default action, which ends the
+process.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
 
 class _Stop:
-    """The stop of one world: its agreement, and the signals that ask for it."""
+    """The stop of one world: its agreement and the signals that request it."""
 
     def __init__(self, rank: int, agreement: Agreement) -> None:
         self.has_stopped = False
@@ -36,23 +37,23 @@ class _Stop:
         self._before: dict[int, _Handler] = {}
 
     def handle(self, number: int) -> None:
-        """Take a signal over."""
+        """Install the handler for a signal."""
         if number not in self._before:
             self._before[number] = signal.signal(number, self._note)
 
     def restore(self) -> None:
-        """Give all signals the handlers that they had before."""
+        """Restore the previous handlers of all signals."""
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._note:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before.clear()
 
     def ask(self, reason: str) -> None:
-        """Ask for the stop. Safe in a signal handler, and more than once."""
+        """Request the stop. Safe in a signal handler, and safe to repeat."""
         self.agreement.ask(f"rank {self._rank}: {reason}")
 
     def reached(self) -> bool:
-        """Count a call; tell whether it is the one at which all ranks stop, or a later one."""
+        """Count a call; return True at the call at which all ranks stop and at later ones."""
         self.has_stopped = self.has_stopped or self.agreement.reached()
         return self.has_stopped
 
@@ -68,16 +69,17 @@ _current: _Stop | None = None
 
 
 def stop_on_signals(*signals: int) -> None:
-    """Have these signals to any rank stop all ranks, in place of what they do by default.
+    """Let these signals, sent to any rank, stop all ranks instead of their default action.
 
-    Every rank calls this, on its main thread, before its first `should_stop`. `shutdown` restores
-    the handlers from before.
+    Every rank must call this, on its main thread, before its first `should_stop`. `shutdown`
+    restores the previous handlers.
 
     Args:
-        signals: none: SIGTERM. A scheduler may warn by another one (`--signal=USR1@120`).
+        signals: SIGTERM if none are given. A scheduler may use another one as a warning
+            (`--signal=USR1@120`).
 
     Raises:
-        ValueError: there is no world, or this is not the main thread.
+        ValueError: there is no world, or the call is not on the main thread.
 
     Example:
         >>> import signal
@@ -87,25 +89,26 @@ def stop_on_signals(*signals: int) -> None:
     """
     stop = _need()
     if threading.current_thread() is not threading.main_thread():
-        raise ValueError("signals can be taken over on the main thread alone: call it there")
+        raise ValueError("signal handlers can be installed only on the main thread: call it there")
     for number in signals or (signal.SIGTERM,):
         stop.handle(number)
 
 
 def should_stop() -> bool:
-    """Return whether to stop now: on all ranks at the same call, and at every later one.
+    """Return whether to stop: True on all ranks at the same call, and at every later call.
 
-    Every rank calls this once per step. The first call takes SIGTERM over, unless
-    `stop_on_signals` has named other signals. A stop is agreed on at most one step after a rank
-    that was signalled has called this; calls before that cost no communication.
+    Every rank must call this once per step. The first call installs a handler for SIGTERM, unless
+    `stop_on_signals` named other signals. After a rank received a signal and called this, the ranks
+    agree on a stop at most one step later; calls before that need no communication.
 
     Returns:
-        True once a rank was signalled, or called `request_stop`.
+        True once a rank received a signal or called `request_stop` and the ranks agreed.
 
     Raises:
         ValueError: there is no world; or the first call is not on the main thread.
-        CollectiveTimeoutError: ranks did not call it within the world's timeout; names them.
-        PeerLostError: a rank has died while the ranks agreed.
+        CollectiveTimeoutError: ranks did not call it within the world's timeout; the error names
+            them.
+        PeerLostError: a rank died while the ranks agreed.
         StoreError: the job's store does not answer.
 
     Example:
@@ -125,7 +128,9 @@ def should_stop() -> bool:
 
 
 def request_stop(reason: str = "request_stop") -> None:
-    """Have `should_stop` return True on all ranks, soon. One rank's call is enough; any thread.
+    """Make `should_stop` return True on all ranks soon.
+
+    A call on one rank is enough, from any thread.
 
     Raises:
         ValueError: there is no world.
@@ -141,7 +146,7 @@ def request_stop(reason: str = "request_stop") -> None:
 
 
 def stop_reason() -> str:
-    """Return which rank asked for the stop and why, such as "rank 2: SIGTERM"; "" before it.
+    """Return the rank that requested the stop and why, e.g. "rank 2: SIGTERM"; "" before that.
 
     Example:
         >>> stop_reason()
@@ -172,7 +177,7 @@ def _forget() -> None:
 
 
 def _forget_in_child() -> None:
-    """Give a forked child the signals back: a loader's worker must end by SIGTERM."""
+    """Restore the handlers in a forked child: SIGTERM must end a data loader's worker."""
     global _current
     stop, _current = _current, None
     if stop is not None:

@@ -1,6 +1,6 @@
-"""16-bit floats to float32 and back: float16, and bfloat16 carried as uint16.
+"""Conversion of 16-bit floats to float32 and back: float16, and bfloat16 stored as uint16.
 
-Rounding is to nearest even; every NaN becomes a quiet one. Where torch is loaded its loops do it:
+Rounding is to nearest even; every NaN becomes a quiet NaN. If torch is loaded, its loops are used:
 NumPy takes 10 to 20 times as long (1 to 0.4 GB/s on one core).
 """
 
@@ -38,7 +38,7 @@ def narrow(out: Flat, total: Float32s, dtype: str) -> None:
 
 
 def widen_slowly(part: Flat, dtype: str) -> Float32s:
-    """Return 16-bit floats as float32, by NumPy."""
+    """Return 16-bit floats as float32, using NumPy."""
     if dtype == "float16":
         return part.astype(np.float32)
     wide = part.astype(np.uint32)  # a bfloat16 is the upper half of a float32
@@ -47,7 +47,7 @@ def widen_slowly(part: Flat, dtype: str) -> Float32s:
 
 
 def narrow_slowly(out: Flat, total: Float32s, dtype: str) -> None:
-    """Round float32 into the 16-bit floats of `out`, by NumPy."""
+    """Round float32 into the 16-bit floats of `out`, using NumPy."""
     if dtype == "float16":
         with np.errstate(over="ignore"):
             np.copyto(out, total, casting="same_kind")

@@ -1,8 +1,8 @@
-"""Small operations: what a rank gives travels with what it called.
+"""Small operations: a rank's data travels with the description of its call.
 
-Backends over connections compare calls before every collective, which is an exchange of its own. Up
-to 256 bytes of data go along in it, and each rank works out its result from every rank's: a small
-operation costs one exchange instead of two.
+Backends over connections compare the ranks' calls before every collective, which takes an exchange.
+That exchange also carries up to 256 bytes of data, from which each rank computes the result, so a
+small operation costs one exchange instead of two.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _KINDS = frozenset({"all_reduce", "reduce", "reduce_scatter", "all_gather", "bro
 
 
 def pack(operation: Operation) -> Flat:
-    """Return what this rank sends: number and call of the operation, and its data if it is small.
+    """Return the bytes this rank sends: the operation's number, its call, and its data if small.
 
-    The same number of bytes for every operation, so that ranks that differ can be compared.
+    The length is the same for every operation, so that differing calls can be compared.
     """
     packed = np.zeros(HEAD_BYTES + _DATA_BYTES, np.uint8)
     packed[: len(operation.head)] = np.frombuffer(operation.head, np.uint8)
@@ -31,17 +31,17 @@ def pack(operation: Operation) -> Flat:
 
 
 def are_equal(rows: Flat, mine: Flat) -> bool:
-    """Return whether all called what this rank did; rows: [num_ranks, packed bytes]."""
+    """Return whether all ranks made the same call as this rank; rows: [num_ranks, packed bytes]."""
     return bool((rows[:, :HEAD_BYTES] == mine[:HEAD_BYTES]).all())
 
 
 def calls(rows: Flat) -> list[bytes]:
-    """Return number and call of what each rank called."""
+    """Return the number and the call of each rank's operation."""
     return [row[:HEAD_BYTES].tobytes() for row in rows]
 
 
 def is_small(operation: Operation) -> bool:
-    """Whether its data went along; ranks with equal calls agree on that."""
+    """Return whether the data was carried along; ranks with equal calls agree on that."""
     data = operation.target if operation.source is None else operation.source
     if operation.input_splits or operation.output_splits:
         return False  # sizes differ between the ranks
@@ -49,7 +49,7 @@ def is_small(operation: Operation) -> bool:
 
 
 def finish(operation: Operation, rows: Flat, rank: int) -> None:
-    """Write a small operation's result; rows: every rank's, in rank order, as sums are."""
+    """Write a small operation's result from all ranks' rows, in rank order."""
     source, target = operation.source, operation.target
     if target is None:
         return

@@ -1,4 +1,4 @@
-"""Reduce parts in rank order: in C where it was built, else by NumPy."""
+"""Reduction of parts in rank order: in C if it was built, else with NumPy."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Sum, and the other reductions, over the ranks' parts in rank order.
+"""Reductions of the ranks' parts in rank order.
 
-The order makes the result the same, bit for bit, on every rank and in every run. 16-bit floats are
+The fixed order makes the result bitwise identical on every rank and in every run. 16-bit floats are
 accumulated in float32 and rounded once, to nearest even. Sums of integers wrap around in their own
-width. The average of integers is that sum, divided by the number of parts and truncated toward
-zero, as in NCCL: it is wrong where the sum wraps.
+width. The average of integers is that sum divided by the number of parts and truncated toward zero,
+as in NCCL, so it is wrong if the sum wraps.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def divide(data: Flat, count: int, dtype: str) -> None:
     """Divide sums by the number of parts, in place; integers are truncated toward zero.
 
     Args:
-        data: [numel] of any dtype that can be averaged but the 16-bit floats, whose totals are
-            divided before they are rounded.
+        data: [numel] of any dtype that can be averaged, except 16-bit floats, whose totals are
+            divided before rounding.
     """
     if dtype in ("float32", "float64"):
         np.divide(data, data.dtype.type(count), out=data)

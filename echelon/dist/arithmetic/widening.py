@@ -1,6 +1,7 @@
-"""In which dtype the levels of an engine add up, and the memory that they need for it.
+"""The dtype in which the levels of an engine accumulate, and the memory they need for it.
 
-16-bit floats travel between the levels as float32, so that they are rounded once, at the end.
+16-bit floats are passed between the levels as float32, so that they are rounded only once, at the
+end.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _MOST_KEPT_BYTES = 4 << 20
 
 
 def array_of(data: Flat | None) -> Flat:
-    """Return an operation's array, which must exist."""
+    """Return an operation's array, which must not be None."""
     assert data is not None
     return data
 
@@ -28,19 +29,19 @@ def summing_of(operation: Operation) -> str:
 
 
 def wide_of(operation: Operation) -> str:
-    """Return the dtype in which levels are added up: 16-bit floats are rounded once, at the end."""
+    """Return the dtype in which levels accumulate: float32 for 16-bit floats."""
     rounds = operation.dtype in HALVES and operation.reduce_op in ("sum", "avg", "prod")
     return "float32" if rounds else operation.dtype
 
 
 def carried_of(operation: Operation) -> np.dtype[Any]:
-    """Return NumPy's type of `wide_of`."""
+    """Return the NumPy dtype for `wide_of`."""
     data = array_of(operation.source if operation.target is None else operation.target)
     return np.dtype(np.float32) if wide_of(operation) != operation.dtype else data.dtype
 
 
 def convert(dtype: str, out: Flat, data: Flat) -> None:
-    """Copy between an array of `dtype` and one of the dtype in which levels add it up."""
+    """Copy between an array of `dtype` and one of the dtype in which levels accumulate it."""
     if out is data:
         return
     if out.dtype == data.dtype:
@@ -52,15 +53,17 @@ def convert(dtype: str, out: Flat, data: Flat) -> None:
 
 
 class Scratch:
-    """Memory of an operation's steps: the same each time, since fresh pages cost as much as the
-    exchange of what they hold; but none that is large is kept.
+    """Reusable memory for an operation's steps.
+
+    Fresh pages cost as much as the exchange of their contents. Large buffers are not kept.
+
     """
 
     def __init__(self) -> None:
         self._kept: dict[str, Flat] = {}
 
     def take(self, name: str, length: int, dtype: Any) -> Flat:
-        """Return memory of [length]; what it held under that name is lost."""
+        """Return memory of [length]; earlier contents under that name are lost."""
         num_bytes = length * np.dtype(dtype).itemsize
         if num_bytes > _MOST_KEPT_BYTES:
             return np.empty(length, dtype)

@@ -1,1 +1,1 @@
-"""The engines that move the data: one folder or file each, behind `interface.Backend`."""
+"""The engines that move the data, one folder or file each, behind `interface.Engine`."""

@@ -1,4 +1,4 @@
-"""`python -m echelon.dist.backends [--json]`: which backends run here; why others do not."""
+"""`python -m echelon.dist.backends [--json]`: list which backends run here."""
 
 from __future__ import annotations
 

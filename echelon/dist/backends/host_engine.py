@@ -1,8 +1,8 @@
-"""HostEngine: what the Python engine and gloo have in common.
+"""HostEngine: the common part of the Python engine and gloo.
 
 Collectives run one after the other on one thread (progress/serial.py), messages on another
-(messages/driver.py), both started when they are first needed. So any number of operations under any
-number of tags takes two threads, a caller only ever waits, and a signal handler may call anything.
+(messages/driver.py), both started on demand. So any number of operations under any number of tags
+needs only two threads, callers only wait, and a signal handler may call any operation.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class HostEngine(ABC):
 
     @abstractmethod
     def carry_out(self, operation: Operation, watch: Watch) -> None:
-        """Carry out one collective on this thread, whose turn it is; block until it is done."""
+        """Carry out one collective on this thread when its turn comes; block until it is done."""
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:  # noqa: ARG002
-        """Return "": everything is carried."""
+        """Return "": every operation is supported."""
         return ""
 
     def prepare(self, operation: Operation) -> None:  # noqa: B027 -- most have nothing to add
-        """Check nothing more."""
+        """Do nothing: no further checks are needed."""
 
     def execute(self, operation: Operation, watch: Watch) -> None:
         """Carry out one operation; block until it is done on this rank."""
@@ -74,35 +74,35 @@ class HostEngine(ABC):
         return self._serial.submit(operation, watch)
 
     def submit_shared(self, operation: Operation, watch: Watch) -> Transfer:
-        """Start a receive from any rank that ranks of another engine may answer, too."""
+        """Start a receive from any rank that ranks of another engine may also answer."""
         transfer = Transfer(operation, watch)
         transfer.is_shared = True
         return self._post(transfer)
 
     def submit_beside(self, operation: Operation, watch: Watch, rival: Withdrawable) -> Transfer:
-        """Start a receive from any rank that gets the message which `rival` does not get."""
+        """Start a receive from any rank that competes with `rival` for one message."""
         transfer = Transfer(operation, watch)
         transfer.rival = rival
         return self._post(transfer)
 
     def batch(self) -> AbstractContextManager[object]:
-        """Launch nothing special: what is submitted runs at once."""
+        """Do nothing special: submitted operations run at once."""
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """End what waits for messages; collectives end in their next check."""
+        """End all waits for messages; collectives end in their next check."""
         if self._driver is not None:
             self._driver.cut(reason or build.closed(self._members, Operation("close", 0)))
 
     def close_threads(self) -> bool:
-        """End both threads; return whether they have ended. Call `cut` first."""
+        """Stop both threads; return whether they have stopped. Call `cut` first."""
         has_ended = self._serial.close(CLOSE_S)
         if self._driver is not None:
             has_ended &= self._driver.close(CLOSE_S)
         return has_ended
 
     def _post(self, transfer: Transfer) -> Transfer:
-        assert self._driver is not None, "a group of one sends nothing"
+        assert self._driver is not None, "a group of one rank cannot send messages"
         self._driver.post(transfer)
         return transfer
 

@@ -1,4 +1,4 @@
-"""Level: a sub-group on which an engine of two levels takes its steps, and how it is watched."""
+"""Level: a subgroup on which a two-level engine takes its steps, and its watch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from echelon.dist.operation.operation import Operation, encode_call
 
 
 class LevelWatch:
-    """What bounds an operation of the whole group, for an engine that numbers a part of it."""
+    """The limits of an operation of the whole group, for an engine of a subgroup."""
 
     __slots__ = ("_places", "_watch", "deadline_s")
 
     def __init__(self, watch: Watch, places: Sequence[int]) -> None:
-        """`places`: by rank of the part, its rank in the whole group."""
+        """Map ranks of the subgroup to ranks of the whole group with `places`."""
         self._watch = watch
         self._places = places
         self.deadline_s = watch.deadline_s
 
     def check(self, needed: Callable[[], Sequence[int]] | None = None) -> None:
-        """Raise what ends the operation; see `interface.Watch.check`."""
+        """Raise if the operation must end; see `interface.Watch.check`."""
         if needed is None:
             self._watch.check(None)
         else:
@@ -31,11 +31,11 @@ class LevelWatch:
 
 
 class Level:
-    """A sub-group on one level, with its own numbers for what it is asked to do.
+    """A subgroup on one level, with its own operation numbers.
 
     Args:
-        members: of the sub-group.
-        places: by rank of the sub-group, its rank in the whole group.
+        members: the members of the subgroup.
+        places: rank in the whole group for each rank of the subgroup.
     """
 
     def __init__(self, members: Members, engine: Engine, places: Sequence[int]) -> None:
@@ -57,7 +57,7 @@ class Level:
         reduce_op: str = "",
         root: int = -1,
     ) -> None:
-        """Carry out one step of `like` among the members of this level, on its dtype or another."""
+        """Carry out one step of `like` among the members of this level, in its dtype or another."""
         shown = source if source is not None else target
         shape = None if shown is None else (len(shown),)
         dtype = dtype or like.dtype

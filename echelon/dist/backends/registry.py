@@ -1,8 +1,8 @@
-"""Which backends there are, and how one is made for a group.
+"""The available backends, and the creation of one for a group.
 
-A backend is named in `_OWN`, or comes from an installed package through the entry point group
+A backend is listed in `_OWN`, or provided by an installed package through the entry point group
 `echelon.backends`: the entry point's object is a function like `echelon.dist.backends.shm.backend.
-create`, with optional attributes: `not_ready`, a function that says why it cannot run here, and
+create`, with optional attributes: `not_ready`, a function that returns why it cannot run here, and
 `device`, the kind of device whose arrays it carries.
 """
 
@@ -35,7 +35,7 @@ Create = Callable[[Members, PrefixStore, float], Engine]
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Whether a backend can run here; `reason` says why not."""
+    """Whether a backend can run here, and if not, the `reason`."""
 
     name: str
     ready: bool
@@ -45,11 +45,11 @@ class Status:
 
 
 def create(name: str, members: Members, store: PrefixStore, timeout_s: float) -> Engine:
-    """Make the backend `name` for a group; every member calls this.
+    """Create the backend `name` for a group; every member must call this.
 
     Raises:
-        ValueError: there is no such backend, or it cannot run here.
-        CollectiveTimeoutError: members did not come within `timeout_s`.
+        ValueError: the backend does not exist or cannot run here.
+        CollectiveTimeoutError: members did not join within `timeout_s`.
     """
     found, not_ready, _ = _find(name)
     try:
@@ -62,16 +62,16 @@ def create(name: str, members: Members, store: PrefixStore, timeout_s: float) ->
 
 
 def check_name(name: str) -> None:
-    """Check that there is a backend of this name.
+    """Check that a backend of this name exists.
 
     Raises:
-        ValueError: there is none; says which there are.
+        ValueError: there is none; the error lists the known ones.
     """
     _find(name)
 
 
 def for_device(device: str) -> tuple[str, str]:
-    """Return the backend for arrays on a kind of device, ours first; else "" and the reason."""
+    """Return the backend for arrays on a device, echelon's own first; else "" and the reason."""
     reason = f"no backend carries arrays on {device}"
     names = [_DEVICES[device]] if device in _DEVICES else []
     for name in (*names, *sorted(_plugins())):
@@ -95,7 +95,7 @@ def needs_own_device(name: str) -> bool:
 
 
 def runtime(device: str) -> Callable[[str], Any] | None:
-    """Return what a plug-in uses in place of torch's runtime of a kind of device, if one does."""
+    """Return a plug-in's replacement for torch's runtime of a kind of device, if there is one."""
     for name in sorted(_plugins()):
         with contextlib.suppress(Exception):  # a broken plug-in is not in the way
             made = _find(name)[0]
@@ -106,7 +106,7 @@ def runtime(device: str) -> Callable[[str], Any] | None:
 
 
 def statuses() -> list[Status]:
-    """Return every backend that is known here, ours first."""
+    """Return every known backend, echelon's own first."""
     found = []
     for name in (*_OWN, *sorted(_plugins())):
         try:
@@ -131,7 +131,7 @@ def _find(name: str) -> tuple[Create, Callable[[], str], str]:
     plugins = _plugins()
     if name not in plugins:
         known = ", ".join((*_OWN, *sorted(plugins)))
-        raise ValueError(f"backend {name!r} is not known; there are: {known}")
+        raise ValueError(f"backend {name!r} is not known; known backends: {known}")
     point = plugins[name]
     made = cast("Create", point.load())
     return made, getattr(made, "not_ready", lambda: ""), point.value

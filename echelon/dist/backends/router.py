@@ -1,16 +1,16 @@
-"""Which engine of a group carries an operation: by its device, and messages apart.
+"""The choice of a group's engine for an operation: by its device, and separately for messages.
 
 Three cases need more than one engine:
 
-* a host's engine from the start, a device's when the first array on it arrives, in a collective,
-  which all ranks take part in: the device's library in groups of `init(None)` (see
-  `device/choose.py`), else the host's engine with copies. That operation is compared over the
-  host's engine first, device included: a rank that passes another array is named before anything is
-  made.
-* a device's backend asked for by name ("nccl"): its engine from the start, and the host's beside it
-  for objects, barriers and arrays of the host.
-* a backend without messages: another engine of the host carries them. (oneCCL's CPU plug-in crashes
-  in sends and receives.)
+* a host engine from the start, and a device engine once the first array on that device is passed to
+  a collective, in which all ranks take part: the device's library in groups of `init(None)` (see
+  `device/choose.py`), else the host engine with copies. That operation, including its device, is
+  first compared over the host engine, so a rank that passes a different array is named before an
+  engine is created.
+* a device backend requested by name ("nccl"): its engine from the start, plus a host engine for
+  objects, barriers and host arrays.
+* a backend without messages: another host engine carries them. (oneCCL's CPU plug-in crashes in
+  sends and receives.)
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from echelon.store import PrefixStore
 
 
 class Router:
-    """Several engines of one group as one.
+    """An engine that combines several engines of one group.
 
     Args:
-        host: the engine of the host's arrays.
-        messages: the engine of the host's messages; None: `host`.
-        device: an engine of a device, made already.
-        makes_engines: whether a device's own library may be used for a device that none serves;
-            else its arrays go through the host's engine.
+        host: the engine for host arrays.
+        messages: the engine for host messages; None means `host`.
+        device: a device engine that already exists.
+        makes_engines: whether a device without an engine may use its own library; otherwise its
+            arrays go through the host engine.
     """
 
     def __init__(
@@ -73,23 +73,23 @@ class Router:
 
     @property
     def nests(self) -> bool:
-        """Whether collectives of the host may be nested."""
+        """Whether collectives on the host may be nested."""
         return self._host.nests
 
     @property
     def closes_together(self) -> bool:
-        """Whether an engine's release waits for the other members', as device libraries' do."""
+        """Whether releasing an engine waits for the other members, as in device libraries."""
         return any(
             engine.device != "cpu" or getattr(engine, "closes_together", False)
             for engine in self._all()
         )
 
     def engine_for(self, device: str) -> Engine | None:
-        """Return the engine of a device's arrays; None if there is none yet."""
+        """Return the engine for a device's arrays, or None if there is none yet."""
         return self._engines.get(device)
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
-        """Return why the host's engines refuse such operations of the host."""
+        """Return why the host engines refuse such operations, or "" if they do not."""
         engine = self._messages if kind in ("send", "recv") else self._host
         return engine.refuses(kind, dtype, reduce_op)
 
@@ -97,7 +97,7 @@ class Router:
         """Check an operation for the engine that will carry it.
 
         Raises:
-            ValueError: no engine can.
+            ValueError: no engine can carry it.
         """
         engine = self._find(operation)
         if engine is not None:
@@ -121,7 +121,7 @@ class Router:
     def execute(self, operation: Operation, watch: Watch) -> None:
         """Carry out one operation; block until it is done on this rank.
 
-        A barrier first waits for what the devices of the group still do on this rank.
+        A barrier first waits for outstanding work on the group's devices of this rank.
         """
         if operation.kind == "barrier":
             self._drain(watch)
@@ -135,7 +135,7 @@ class Router:
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Launch together what each engine can."""
+        """Launch operations together in each engine that can."""
         with contextlib.ExitStack() as stack:
             for engine in self._all():
                 stack.enter_context(engine.batch())
@@ -181,7 +181,7 @@ class Router:
         return engine
 
     def _make(self, operation: Operation, watch: Watch) -> Engine:
-        """Make a device's engine, in an operation that all members take part in."""
+        """Create a device's engine during an operation in which all members take part."""
         self._compare(operation, watch)
         data = operation.source if operation.source is not None else operation.target
         members = dataclasses.replace(
@@ -203,7 +203,7 @@ class Router:
         return engine
 
     def _compare(self, operation: Operation, watch: Watch) -> None:
-        """Meet all members over the host's engine, each with what it called."""
+        """Compare the calls of all members over the host engine."""
         meeting = Operation(
             "barrier", operation.sequence, timeout_s=operation.timeout_s, call=operation.call
         )
@@ -217,7 +217,7 @@ class Router:
             raise
 
     def _rename(self, error: CollectiveError, meeting: Operation, operation: Operation) -> None:
-        """Have an error of the meeting speak of what the user called."""
+        """Make an error of the comparison name the user's operation."""
         before, now = (build.place(self._members, one) for one in (meeting, operation))
         error.args = (str(error).replace(before, now, 1),)
         error.operation = operation.kind

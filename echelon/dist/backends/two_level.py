@@ -1,21 +1,21 @@
 """shm+gloo: shared memory inside a host, one Gloo ring per local rank between hosts.
 
-With L ranks on each of H hosts, n bytes an array:
+With L ranks on each of H hosts and n bytes per array:
 
     all_reduce       reduce_scatter inside, all_reduce of n/L across, all_gather inside
     reduce_scatter   reduce_scatter inside, reduce_scatter of the rest across
     all_gather       all_gather across, all_gather inside
     broadcast        across from the root, then inside on each host
-    messages         inside by shared memory, across by Gloo; a receive from any rank on both
-                     levels, of which one gets the message (see messages/either.py)
+    messages         inside by shared memory, across by Gloo; a receive from any rank runs on both
+                     levels, one of which gets the message (see messages/either.py)
 
-So each byte crosses the network once for each host and not once for each rank. What has no such
-form here (all_to_all, gather, scatter, parts of unequal size), sums in rank order, and groups whose
-hosts hold one rank each or different numbers take one flat Gloo mesh.
+So each byte crosses the network once per host and not once per rank. One flat Gloo mesh is used for
+operations without such a form (all_to_all, gather, scatter, parts of unequal size), for sums in
+rank order, and for groups with one rank per host or unequal numbers of ranks per host.
 
 The calls of all ranks are compared over both levels, so that a mismatch names ranks of any host on
-every rank: inside first, then across, and the latter while the first step inside runs. Between two
-hosts shares are swapped whole and summed, which moves as much as a ring does, in half its steps.
+every rank: inside first, then across, overlapped with the first step inside. Between two hosts
+whole shares are swapped and summed, which moves as much data as a ring in half the steps.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ from echelon.store import PrefixStore
 
 
 def not_ready() -> str:
-    """Say why this machine cannot run the backend; "" if it can."""
+    """Return why this machine cannot run the backend, or "" if it can."""
     return shm.not_ready() or gloo.not_ready()
 
 
 def create(members: Members, store: PrefixStore, timeout_s: float) -> Engine:
-    """Make the engine of a group; every member calls this.
+    """Create the engine of a group; every member must call this.
 
     Raises:
-        CollectiveTimeoutError: members did not come within `timeout_s`.
+        CollectiveTimeoutError: members did not join within `timeout_s`.
     """
     return TwoLevelEngine(members, store, timeout_s)
 
@@ -77,7 +77,7 @@ _Agree = Callable[[], Flat]  # returns every rank's call and small data, in rank
 
 
 class TwoLevelEngine(HostEngine):
-    """Carries out operations on two levels."""
+    """An engine that carries out operations on two levels."""
 
     name = "shm+gloo"
 
@@ -151,9 +151,10 @@ class TwoLevelEngine(HostEngine):
         return super().submit(operation, watch)
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """End all progress on both levels; in order only where no collective is under way.
+        """End all progress on both levels; orderly only if no collective is in progress.
 
-        The levels' own threads are idle while this engine's drives them, so they cannot tell.
+        The levels' own threads are idle while this engine's thread drives them, so they cannot
+        determine that.
         """
         if reason is None and not self._serial.is_idle:
             reason = build.closed(self._members, Operation("close", 0))
@@ -176,7 +177,7 @@ class TwoLevelEngine(HostEngine):
     # ---- dispatch ----
 
     def carry_out(self, operation: Operation, watch: Watch) -> None:
-        """Carry out one collective on this thread, whose turn it is."""
+        """Carry out one collective on this thread when its turn comes."""
         try:
             if self._across is None:
                 self._flat.carry_out(operation, watch)
@@ -201,7 +202,7 @@ class TwoLevelEngine(HostEngine):
         return bool(ordered) or is_uneven or operation.kind not in self._run
 
     def _retold(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return an error that names what the user called and not a step of it."""
+        """Return an error that names the user's call instead of a step of it."""
         told = str(error).startswith(build.place(self._members, operation))
         if told or isinstance(error, CollectiveMismatchError):
             return error
@@ -214,10 +215,10 @@ class TwoLevelEngine(HostEngine):
         return build.peer_lost(self._members, operation, ranks)
 
     def _start_comparing(self, operation: Operation, watch: Watch) -> _Agree:
-        """Compare calls inside, and start to compare them across; what is returned ends it.
+        """Compare calls inside, start to compare them across; return a function to finish it.
 
-        It returns before the end only if all calls of this host are equal, so that the host's ranks
-        may take a step inside; nothing of the caller's is to be written before the end.
+        It returns early only if all calls on this host are equal, so that the host's ranks may take
+        a step inside; the caller's memory must not be written before the comparison is finished.
         """
         assert self._across is not None
         plain = Operation("all_gather", 0, dtype="uint8")
@@ -260,7 +261,7 @@ class TwoLevelEngine(HostEngine):
         self._gather_inside(operation, watch, total, data)
 
     def _all_reduce_between_two(self, operation: Operation, watch: Watch, agree: _Agree) -> None:
-        """Swap shares with the other host in chunks: while one travels, the next is summed."""
+        """Swap shares with the other host in chunks, summing one while the next is in transit."""
         data, num_inside = array_of(operation.target), self._inside.members.size
         most = max(1, _CHUNK_BYTES // np.dtype(carried_of(operation)).itemsize)
         flying: Callable[[], None] | None = None
@@ -292,9 +293,9 @@ class TwoLevelEngine(HostEngine):
         self._gather_inside(operation, watch, mine, chunk)
 
     def _total_inside(self, operation: Operation, watch: Watch, data: Flat, side: str = "") -> Flat:
-        """Return my share of the host's total, in the dtype in which levels are added up.
+        """Return this rank's share of the host's total, in the dtype in which levels accumulate.
 
-        Shares are equal: what the last one lacks is filled with zeros.
+        Shares are equal: the last one is padded with zeros.
         """
         num_inside = self._inside.members.size
         length, carried = -(-len(data) // num_inside), carried_of(operation)
@@ -325,7 +326,7 @@ class TwoLevelEngine(HostEngine):
             np.copyto(data, whole[: len(data)])
 
     def _conclude(self, operation: Operation, out: Flat, total: Flat) -> None:
-        """Turn totals over all ranks into the result: averaged, and rounded to the own dtype."""
+        """Turn totals over all ranks into the result: average and round to the array's dtype."""
         if operation.reduce_op == "avg":
             divide(total, self._size, wide_of(operation))
         convert(operation.dtype, out, total)
@@ -384,11 +385,11 @@ class TwoLevelEngine(HostEngine):
     # ---- messages ----
 
     def _spans_levels(self, operation: Operation) -> bool:
-        """Whether ranks of this host and of others may send what is received."""
+        """Return whether the receive can be answered both by this host's ranks and by others."""
         return operation.peer == ANY_SOURCE and 1 < len(self._hosts[self._mine]) < self._size
 
     def _submit_to_both(self, operation: Operation, watch: Watch) -> Pending:
-        """Start a receive on both levels; the one between hosts watches its deadline."""
+        """Start a receive on both levels; the level between hosts watches its deadline."""
         engine: Any = self._inside.engine
         longer = dataclasses.replace(operation, timeout_s=operation.timeout_s + _LATER_S)
         inside = engine.submit_shared(longer, self._watch_inside(watch))
@@ -396,7 +397,7 @@ class TwoLevelEngine(HostEngine):
         return EitherPending(inside, across, self._hosts[self._mine])
 
     def _route(self, operation: Operation, watch: Watch) -> tuple[Engine, Operation, Watch]:
-        """Return the level that carries a message, and the message as it is called there."""
+        """Return the level that carries a message, and the message as called on that level."""
         near = self._hosts[self._mine]
         if operation.peer == ANY_SOURCE and len(near) == self._size:
             return self._inside.engine, operation, self._watch_inside(watch)

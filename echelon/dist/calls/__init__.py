@@ -1,1 +1,1 @@
-"""The calls of a group: checked arguments in, one operation out."""
+"""The calls of a group: each checks its arguments and starts one operation."""

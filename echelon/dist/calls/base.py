@@ -1,8 +1,8 @@
-"""The base of a group's calls: the one place where every operation passes.
+"""The base of a group's calls: the one place through which every operation passes.
 
-Here, and only here, an operation gets its number in the group, it is recorded, and it is handed to
-the engine. The calls above check their arguments first, so an engine never sees a bad one, and the
-black box never misses an operation.
+Only here does an operation get its number in the group, is it recorded, and is it passed to the
+engine. The callers check their arguments first, so an engine never gets invalid ones, and the black
+box never misses an operation.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _P2P = int(Flag.P2P)
 
 
 class _Coalesced(threading.local):
-    """The block of `coalesce` that a thread is in: its number and the works launched in it."""
+    """The `coalesce` block that a thread has entered: its number and the works launched in it."""
 
     # On the class: looking for an attribute that is not there costs a small collective's tenth.
     batch: tuple[int, list[Work]] | None = None
 
 
 class Calls:
-    """Base of the groups of calls, which check their arguments and pass operations to it."""
+    """Base of the classes of calls, which check their arguments and pass operations to it."""
 
     def __init__(
         self, members: Members, engine: Engine, timeout_s: float, evidence: Evidence | None
@@ -58,7 +58,7 @@ class Calls:
 
     @property
     def rank(self) -> int:
-        """This rank within the group."""
+        """This process's rank within the group."""
         return self._members.rank
 
     @property
@@ -73,7 +73,7 @@ class Calls:
 
     @property
     def name(self) -> str:
-        """The group's name, as verdicts show it."""
+        """The group's name, as shown in verdicts."""
         return self._members.name
 
     # ---- dispatch ----
@@ -164,7 +164,7 @@ class Calls:
         return work if async_op or peer == ANY_SOURCE else None
 
     def _is_inline(self, operation: Operation) -> bool:
-        """Return whether a blocking operation runs on this thread: its result is all there is."""
+        """Return whether a blocking operation runs on this thread, so that no `Work` is needed."""
         is_open = operation.kind == OPEN
         return operation.device == "cpu" and operation.peer != ANY_SOURCE and not is_open
 
@@ -177,9 +177,9 @@ class Calls:
         is_nested: bool = False,
         waits: bool = True,
     ) -> Work | None:
-        """Number, record and launch one operation; its turn is held.
+        """Number, record and launch one operation; the caller holds the group's turn.
 
-        With `waits` false the caller waits, and gets the work for that.
+        If `waits` is false, the caller waits on the returned work.
         """
         batch = self._batch()
         record = self._admit(operation, shown, async_op, is_nested=is_nested)
@@ -199,7 +199,7 @@ class Calls:
     def _admit(
         self, operation: Operation, shown: View | None, async_op: bool, *, is_nested: bool = False
     ) -> int:
-        """Give an operation its number and its record, unless it is refused."""
+        """Assign a number to an operation and record it, unless it is refused."""
         try:
             self._state.admit(operation, is_nested=is_nested)
         except CollectiveError as err:
@@ -207,7 +207,7 @@ class Calls:
         return self._record(operation, shown, async_op)
 
     def _raise_failure(self, err: BaseException, record: int) -> NoReturn:
-        """Record a failure and raise it; one of the group names the caller's line."""
+        """Record a failure and raise it; a group's error also names the caller's line."""
         recorder = None if record == NOT_RECORDED else black_box.current()
         if recorder is not None:
             recorder.failed(record, err)
@@ -288,12 +288,12 @@ class Calls:
     def _refuse_use(self) -> NoReturn:
         if self._state.is_foreign:
             raise ValueError(
-                f"group {self.name!r} belongs to another process: a forked child cannot use it"
+                f"group {self.name!r} belongs to another process; a forked child cannot use it"
             )
         raise ValueError(f"group {self.name!r} is shut down")
 
     def _new_call(self, key: tuple[Any, ...], shown: View | None) -> tuple[bytes, Any]:
-        """Encode and prepare a collective that the engine accepts; kept, up to a limit."""
+        """Encode and prepare a collective that the engine accepts; cached up to a limit."""
         kind, reduce_op, dtype, root = key[:4]
         self._check_use(kind, shown, reduce_op)
         if len(self._calls) >= _MAX_CALLS:
@@ -334,5 +334,5 @@ class Calls:
         if root == self.rank:
             return view(array, name, writable=writable)
         if array is not None:
-            raise ValueError(f"{name} is given by root {root} alone; pass None on rank {self.rank}")
+            raise ValueError(f"only root {root} passes {name}; pass None on rank {self.rank}")
         return None

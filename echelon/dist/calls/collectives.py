@@ -1,8 +1,8 @@
 """The collectives of a group: each checks its arguments and passes one operation on.
 
-Every call has two forms. Blocking, which is the default, it returns once the operation has ended on
-this rank. With `async_op=True` it returns a `Work` at once. The docstring of `ProcessGroup` says
-what all calls share: which ranks make them, which arrays they take, what they raise.
+Every call has two forms. By default it blocks and returns once the operation has ended on this
+rank. With `async_op=True` it returns a `Work` at once. The docstring of `ProcessGroup` describes
+what all calls have in common: which ranks make them, which arrays they accept, and what they raise.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from echelon.dist.work import Work
 
 
 class Collectives(Calls):
-    """Calls that all members make, in the same order."""
+    """Calls that all members must make in the same order."""
 
     @overload
     def all_reduce(
@@ -54,7 +54,7 @@ class Collectives(Calls):
             timeout_s: limit of this operation; None: the group's.
 
         Returns:
-            None once every rank's `x` holds the result here; a `Work` if asynchronous.
+            None once this rank's `x` holds the result; a `Work` if asynchronous.
         """
         data = view(x, "x", writable=True)
         op = check_reduce_op(op, data.dtype)
@@ -96,11 +96,11 @@ class Collectives(Calls):
         async_op: bool = False,
         timeout_s: Timeout = None,
     ) -> Work | None:
-        """Reduce `x` over all ranks into the `x` of `root`; the others' `x` keep their values.
+        """Reduce `x` over all ranks into the `x` of `root`; the other ranks' `x` are unchanged.
 
         Args:
             x: any shape, the same on all ranks.
-            root: rank within this group that gets the result.
+            root: rank within this group that receives the result.
             op: as for `all_reduce`.
             async_op: return a `Work` at once instead of blocking.
             timeout_s: limit of this operation; None: the group's.
@@ -155,12 +155,12 @@ class Collectives(Calls):
         *,
         output_splits: Splits = None,
     ) -> Work | None:
-        """Collect every rank's `x` into `out`, in the order of the ranks.
+        """Collect every rank's `x` into `out`, in rank order.
 
         Args:
             out: [size * n, ...], dtype of `x`; with `output_splits` [sum(output_splits), ...].
             x: [n, ...], the same shape on all ranks; with `output_splits`
-                [output_splits[rank], ...]. May be exactly this rank's part of `out`, and may not
+                [output_splits[rank], ...]. May be exactly this rank's part of `out`, but must not
                 overlap it otherwise.
             async_op: return a `Work` at once instead of blocking.
             timeout_s: limit of this operation; None: the group's.
@@ -228,11 +228,11 @@ class Collectives(Calls):
         *,
         input_splits: Splits = None,
     ) -> Work | None:
-        """Reduce `x` over all ranks; this rank's part of the result goes into `out`.
+        """Reduce `x` over all ranks and store this rank's part of the result in `out`.
 
         Args:
             out: [n, ...], dtype of `x`; with `input_splits` [input_splits[rank], ...]. May be
-                exactly this rank's part of `x`, and may not overlap it otherwise.
+                exactly this rank's part of `x`, but must not overlap it otherwise.
             x: [size * n, ...], the same shape on all ranks; with `input_splits`
                 [sum(input_splits), ...].
             op: as for `all_reduce`.
@@ -334,11 +334,11 @@ class Collectives(Calls):
         async_op: bool = False,
         timeout_s: Timeout = None,
     ) -> Work | None:
-        """Send rows of `x` to each rank, and put the rows that each rank sends into `out`.
+        """Send rows of `x` to each rank, and store the rows received from each rank in `out`.
 
         Args:
-            out: an array of rows (dim 0), for what this rank receives.
-            x: rows of the same dtype and shape to send; it shares no memory with `out`.
+            out: the rows (dim 0) that this rank receives.
+            x: the rows to send, of the same dtype and shape; must not share memory with `out`.
             output_splits: rows that each rank sends here; None: equal parts.
             input_splits: rows that go to each rank; None: equal parts.
             async_op: return a `Work` at once instead of blocking.
@@ -391,12 +391,12 @@ class Collectives(Calls):
         async_op: bool = False,
         timeout_s: Timeout = None,
     ) -> Work | None:
-        """Collect every rank's `x` into the `out` of `root`, in the order of the ranks.
+        """Collect every rank's `x` into the `out` of `root`, in rank order.
 
         Args:
             out: on `root` [size * n, ...], dtype of `x`; None on the others.
             x: [n, ...], the same shape on all ranks.
-            root: rank within this group that gets the arrays.
+            root: rank within this group that receives the arrays.
             async_op: return a `Work` at once instead of blocking.
             timeout_s: limit of this operation; None: the group's.
         """
@@ -442,7 +442,7 @@ class Collectives(Calls):
         async_op: bool = False,
         timeout_s: Timeout = None,
     ) -> Work | None:
-        """Send each rank its part of the `x` of `root`, which goes into `out`.
+        """Send each rank its part of the `x` of `root`, and store it in `out`.
 
         Args:
             out: [n, ...], the same shape on all ranks.
@@ -481,8 +481,8 @@ class Collectives(Calls):
     def monitored_barrier(self, timeout_s: Timeout = None) -> None:
         """Block until every rank has called it; a timeout names all ranks that have not.
 
-        A rank that has called it is not named, even if its process is stopped since. Over
-        connections that costs two exchanges with the store.
+        A rank that has called it is not named, even if its process has been stopped since. Over
+        connections this takes two exchanges with the store.
 
         Args:
             timeout_s: limit of this call; None: the group's.

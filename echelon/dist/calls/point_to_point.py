@@ -12,7 +12,7 @@ from echelon.dist.work import Work
 
 
 class PointToPoint(Calls):
-    """Calls that concern two members only."""
+    """Calls that involve only two members."""
 
     @overload
     def send(
@@ -45,13 +45,13 @@ class PointToPoint(Calls):
     ) -> Work | None:
         """Send `x` to a rank, which receives it with the same tag, dtype and size.
 
-        May return before the receiver has called `recv`; `x` may be changed then. Messages of one
-        pair and tag arrive in order.
+        May return before the receiver has called `recv`; after the return `x` may be changed.
+        Messages of one pair and tag arrive in order.
 
         Args:
             x: any shape.
             to: rank within this group; not this rank.
-            tag: a number from 0 to 2^31 - 3 that the receiver names too.
+            tag: a number from 0 to 2^31 - 3 that the receiver also uses.
             async_op: return a `Work` at once instead of blocking.
             timeout_s: limit of this operation; None: the group's.
         """
@@ -100,17 +100,18 @@ class PointToPoint(Calls):
         async_op: bool = False,
         timeout_s: Timeout = None,
     ) -> Work | int:
-        """Receive into `x` what a rank sends with this tag.
+        """Receive into `x` the next message with this tag from a rank.
 
         Args:
-            x: any shape; dtype and number of elements are the sender's.
-            source: rank within this group; None: the first message of the tag from any rank.
-            tag: the sender's.
+            x: any shape; the dtype and the number of elements must match the sender's.
+            source: rank within this group; None accepts the first message with the tag from any
+                rank.
+            tag: the sender's tag.
             async_op: return a `Work` at once instead of blocking.
             timeout_s: limit of this operation; None: the group's.
 
         Returns:
-            The sender's rank within this group; a `Work`, whose `source` it is, if asynchronous.
+            The sender's rank within this group; if asynchronous, a `Work` that has it as `source`.
         """
         peer = ANY_SOURCE if source is None else self._check_peer(source, "source")
         target = view(x, "x", writable=True)

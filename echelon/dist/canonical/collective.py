@@ -1,12 +1,12 @@
 """Sums over ranks in the order of the canonical tree, on any backend.
 
-    reduce_scatter    all_to_all: each rank sends, of each of its nodes, every other rank's block
-                      of elements; each then adds the nodes of its block in the tree's order.
-    all_reduce        that, and an all_gather of the blocks.
+    reduce_scatter    all_to_all: each rank sends every other rank's block of elements of each of
+                      its nodes; each then adds the nodes of its block in the tree's order.
+    all_reduce        reduce_scatter, then an all_gather of the blocks.
 
-A rank sends (size - 1) / size of its vector per node. With one node per rank, as when every rank
-has the same power of two of micro-batches, that is what an ordinary reduce-scatter moves. Values
-are copied by the backends and added here, so the sums do not depend on how a backend reduces.
+A rank sends (size - 1) / size of its vector per node. With one node per rank, as when all ranks
+have the same power of two of micro-batches, this is the traffic of an ordinary reduce-scatter. The
+backends copy the values, which are added here, so the sums do not depend on how a backend reduces.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from echelon.errors import CollectiveMismatchError
 
 
 def agree_runs(group: ProcessGroup, run: Run) -> tuple[Run, ...]:
-    """Return every rank's run. Collective; blocks until all ranks called it, or for the timeout.
+    """Return every rank's run. Collective: blocks until all ranks have called it, or times out.
 
     Raises:
-        CollectiveMismatchError: the runs are not of one total, or a rank's run does not begin
-            where that of the rank before it ends.
-        CollectiveError: a rank is lost or did not join.
+        CollectiveMismatchError: the runs have different totals, or a rank's run does not begin
+            where the previous rank's run ends.
+        CollectiveError: a rank was lost or did not join.
     """
     rows = group.all_gather_object([run.start, run.stop, run.total])
     runs = tuple(Run(*row) for row in rows)
@@ -36,8 +36,8 @@ def agree_runs(group: ProcessGroup, run: Run) -> tuple[Run, ...]:
         if one.total != following.total or one.stop != following.start:
             raise CollectiveMismatchError(
                 f"runs of micro-batches in group {group.name!r}: rank {group.ranks[rank]} has "
-                f"{following}, rank {group.ranks[rank - 1]} before it {one}. "
-                "Give the ranks neighbouring runs of one total, such as even_runs(total, size)",
+                f"{following}, rank {group.ranks[rank - 1]} before it has {one}. "
+                "Give the ranks adjacent runs of one total, such as even_runs(total, size)",
                 group=group.name,
                 operation="agree_runs",
                 ranks=[group.ranks[rank]],
@@ -48,27 +48,27 @@ def agree_runs(group: ProcessGroup, run: Run) -> tuple[Run, ...]:
 def reduce_scatter(
     group: ProcessGroup, sums: TreeSums, runs: Sequence[Run], splits: Sequence[int] | None = None
 ) -> TreeSums:
-    """Add the ranks' sums; this rank gets its block of elements, over the union of the runs.
+    """Add the ranks' sums over the union of the runs; return this rank's block of elements.
 
-    Collective; blocks until all ranks called it, or for the group's timeout.
+    Collective: blocks until all ranks have called it or the group's timeout expires.
 
     Args:
-        group: its ranks have neighbouring runs, in the order of the ranks.
-        sums: complete; its vectors have the same length on all ranks.
-        runs: of all ranks, from `agree_runs`.
-        splits: elements of each rank's block, in order; None: as even as possible.
+        group: its ranks have adjacent runs, in rank order.
+        sums: complete sums, whose vectors have the same length on all ranks.
+        runs: the runs of all ranks, from `agree_runs`.
+        splits: elements of each rank's block, in order; None means as even as possible.
 
     Returns:
-        The sums of this rank's block. Its `total()` is the result if the union is all numbers; else
-        reduce it over other ranks that have the same block.
+        The sums of this rank's block. `total()` is the result if the union covers all numbers;
+        otherwise reduce the sums over other ranks that have the same block.
 
     Raises:
-        ValueError: micro-batches are missing, or `runs` or `splits` do not fit.
-        CollectiveError: a rank is lost, did not join, or passed another length.
+        ValueError: micro-batches are missing, or `runs` or `splits` do not match.
+        CollectiveError: a rank was lost, did not join, or passed a different length.
     """
     splits = even_splits(sums.numel, group.size) if splits is None else list(splits)
     if len(splits) != group.size or sum(splits) != sums.numel or min(splits) < 0:
-        raise ValueError(f"splits {splits}: want {group.size} that add up to {sums.numel}")
+        raise ValueError(f"splits {splits}: expected {group.size} that add up to {sums.numel}")
     if len(runs) != group.size or runs[group.rank] != sums.run:
         raise ValueError(f"runs {list(runs)}: rank {group.rank} of {group.size} has {sums.run}")
     union = Run(runs[0].start, runs[-1].stop, sums.run.total)
@@ -90,21 +90,21 @@ def reduce_scatter(
 
 
 def all_reduce(group: ProcessGroup, sums: TreeSums, runs: Sequence[Run]) -> torch.Tensor:
-    """Return the sum over all micro-batches of all ranks, [numel], the same bits on every rank.
+    """Return the sum over all micro-batches of all ranks, [numel], bitwise identical on all ranks.
 
-    Collective; blocks until all ranks called it, or for the group's timeout.
+    Collective: blocks until all ranks have called it or the group's timeout expires.
 
     Args:
-        group: its ranks have neighbouring runs that together are all numbers.
-        sums: complete; its vectors have the same length on all ranks.
-        runs: of all ranks, from `agree_runs`.
+        group: its ranks have adjacent runs that together cover all numbers.
+        sums: complete sums, whose vectors have the same length on all ranks.
+        runs: the runs of all ranks, from `agree_runs`.
 
     Raises:
-        ValueError: micro-batches are missing, or the runs are not all numbers.
-        CollectiveError: a rank is lost, did not join, or passed another length.
+        ValueError: micro-batches are missing, or the runs do not cover all numbers.
+        CollectiveError: a rank was lost, did not join, or passed a different length.
     """
     if runs and (runs[0].start, runs[-1].stop) != (0, sums.run.total):
-        raise ValueError(f"runs {list(runs)} are not all of 0 to {sums.run.total - 1}")
+        raise ValueError(f"runs {list(runs)} do not cover 0 to {sums.run.total - 1}")
     splits = even_splits(sums.numel, group.size)
     block = reduce_scatter(group, sums, runs, splits).total()
     if group.size == 1:
@@ -115,7 +115,7 @@ def all_reduce(group: ProcessGroup, sums: TreeSums, runs: Sequence[Run]) -> torc
 
 
 def even_splits(numel: int, size: int) -> list[int]:
-    """Divide elements among ranks, in multiples of 16, which vector instructions like."""
+    """Divide elements among ranks in multiples of 16, which suits vector instructions."""
     grains = -(-numel // 16)
     ends = [min(numel, (grains * (rank + 1) // size) * 16) for rank in range(size)]
     return [end - start for start, end in itertools.pairwise([0, *ends])]
@@ -124,7 +124,7 @@ def even_splits(numel: int, size: int) -> list[int]:
 def _by_destination(
     nodes: Sequence[tuple[Node, torch.Tensor]], splits: Sequence[int], sums: TreeSums
 ) -> torch.Tensor:
-    """Return [len(nodes) * numel]: for each rank in turn, its block of every node."""
+    """Return each rank's block of every node, rank by rank: [len(nodes) * numel]."""
     if len(nodes) == 1:
         return nodes[0][1]
     packed = torch.empty(len(nodes) * sums.numel, dtype=sums.dtype, device=sums.device)

@@ -1,8 +1,9 @@
-"""Sums of squares in fixed blocks of elements, wherever shards begin and end.
+"""Sums of squares in fixed blocks of elements, independent of shard boundaries.
 
-A parameter is divided into blocks of 1024 elements, counted from its first one. The squares of a
-block are added by halving, in float64, and the blocks of a parameter by the canonical tree. A block
-that lies in two shards is put together first: each rank fills in its own elements.
+A parameter is divided into blocks of 1024 elements, counted from its first element. The squares
+within a block are added pairwise by halving, in float64, and the blocks of a parameter in the order
+of the canonical tree. A block that spans several shards is assembled first: each rank fills in its
+own elements.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def block_sums(values: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares of each block, [ceil(numel / 1024)], float64.
 
     Args:
-        values: [numel], from a block's first element on; the last block may be incomplete.
+        values: [numel], starting at a block's first element; the last block may be incomplete.
     """
     sums = [_halved(rows) for rows in torch.split(values, BLOCK * _ROWS)]
     return torch.cat(sums) if sums else values.new_zeros(0, dtype=torch.float64)
@@ -37,9 +38,9 @@ def _halved(values: torch.Tensor) -> torch.Tensor:
 
 
 def tree_total(sums: torch.Tensor) -> torch.Tensor:
-    """Return the sum of [n] numbers in the order of the canonical tree, as a tensor without dims.
+    """Return the sum of [n] numbers in the order of the canonical tree, as a 0-dim tensor.
 
-    Number 0 stands for an absent right child: none of the numbers may be -0.
+    Zero represents an absent right child, so none of the numbers may be -0.
     """
     while sums.numel() > 1:
         if sums.numel() % 2:
@@ -49,13 +50,13 @@ def tree_total(sums: torch.Tensor) -> torch.Tensor:
 
 
 class PartialBlocks:
-    """Block sums of one parameter of which ranks have parts.
+    """Block sums of one parameter that is split across ranks.
 
-    The message of each rank is zero wherever another rank's values go, so a sum over the ranks puts
-    it together exactly, in any order.
+    Each rank's message is zero in the places of other ranks' values, so a sum over the ranks
+    assembles it exactly, in any order.
 
     Args:
-        numel: of the whole parameter.
+        numel: number of elements of the whole parameter.
         bounds: start and stop of each rank's part, in elements of the parameter.
     """
 
@@ -67,7 +68,7 @@ class PartialBlocks:
 
     @property
     def message_numel(self) -> int:
-        """Elements of the message: a sum per block, and every element of each block that is cut."""
+        """Number of elements of the message: one sum per block, plus split blocks' elements."""
         return self._num_blocks + len(self._cut) * BLOCK
 
     def write(self, message: torch.Tensor, values: torch.Tensor, start: int) -> None:
@@ -76,7 +77,7 @@ class PartialBlocks:
         Args:
             message: [message_numel], float64, zeros.
             values: [n], this rank's part.
-            start: its first element in the parameter.
+            start: index in the parameter of the part's first element.
         """
         stop = start + values.numel()
         first, last = -(-start // BLOCK), stop // BLOCK

@@ -1,8 +1,8 @@
-"""TreeSums: the sums of one rank's micro-batches, added in the order of the canonical tree.
+"""TreeSums: sums of one rank's micro-batches in the order of the canonical tree.
 
-A binary counter: a value that completes a node is added to its left neighbour at once. At most
-log2(numbers) + 1 vectors are alive for a run that begins at a multiple of its length, and twice
-that for any other.
+It works like a binary counter: a value that completes a node is added to its left neighbour at
+once. At most log2(numbers) + 1 vectors are alive for a run that begins at a multiple of its length,
+and twice as many for any other run.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from echelon.dist.canonical.tree import Node, Run, combine
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return in which dtype values of `dtype` are added: float32 for shorter ones, else itself.
+    """Return the dtype in which values of `dtype` are added: at least float32.
 
     Raises:
-        TypeError: not a floating-point dtype.
+        TypeError: `dtype` is not a floating-point dtype.
     """
     if not dtype.is_floating_point:
-        raise TypeError(f"{dtype}: the canonical sum is of floating-point values")
+        raise TypeError(f"{dtype}: the canonical sum needs floating-point values")
     return torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype
 
 
 class TreeSums:
-    """Sums over this rank's run of micro-batches, one vector for each node that is not complete.
+    """Sums over this rank's run of micro-batches, one vector per incomplete node.
 
     Args:
-        run: the numbers that this rank has.
-        numel: elements of each vector.
-        dtype: of the sums; see `sum_dtype`.
-        device: of the sums.
+        run: the micro-batch numbers of this rank.
+        numel: number of elements of each vector.
+        dtype: dtype of the sums; see `sum_dtype`.
+        device: device of the sums.
 
     Raises:
-        TypeError: `dtype` is shorter than float32, or not floating-point.
+        TypeError: `dtype` is narrower than float32 or not floating-point.
 
     Example:
         >>> sums = TreeSums(Run(0, 2, 4), numel=3, dtype=torch.float32)
@@ -65,17 +65,17 @@ class TreeSums:
         """Add the next micro-batch's vector.
 
         Args:
-            number: of the micro-batch; each of the run once, ascending.
-            vector: [numel]. It is converted to the dtype of the sums. The caller gives it up: its
-                memory may become that of a sum.
+            number: the micro-batch's number; each number of the run once, ascending.
+            vector: [numel], converted to the dtype of the sums. The caller must not use it
+                afterwards: its memory may be reused for a sum.
 
         Raises:
-            ValueError: another number is next, or the vector has another length or device.
+            ValueError: a different number is next, or the vector has the wrong length or device.
         """
         if number != self._next or number not in self.run:
             done = self._next == self.run.stop
             wanted = "none, the run is complete" if done else f"{self._next}"
-            raise ValueError(f"micro-batch {number} of {self.run}: next is {wanted}")
+            raise ValueError(f"micro-batch {number} of {self.run}: the next one is {wanted}")
         if vector.shape != (self.numel,) or vector.device != self.device:
             raise ValueError(
                 f"micro-batch {number}: a vector {list(vector.shape)} on {vector.device}, "
@@ -101,18 +101,18 @@ class TreeSums:
         """Return the sum of all micro-batches of all ranks.
 
         Raises:
-            ValueError: the run has only some of them.
+            ValueError: the run has only some of the micro-batches.
         """
         nodes = self.nodes()
         if len(self.run) != self.run.total:
-            raise ValueError(f"{self.run} is a part: reduce it over the ranks first")
+            raise ValueError(f"{self.run} is only a part: reduce it over the ranks first")
         return nodes[0][1]
 
     @classmethod
     def joined(
         cls, run: Run, numel: int, like: TreeSums, nodes: list[tuple[Node, torch.Tensor]]
     ) -> TreeSums:
-        """Return sums over `run` made of neighbouring ranks' nodes, whose memory it takes over."""
+        """Return sums over `run` made from adjacent ranks' nodes, whose memory they take over."""
         found = cls(run, numel, like.dtype, like.device)
         found._nodes = combine(nodes, run, _add)
         found._next = run.stop

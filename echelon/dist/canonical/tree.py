@@ -1,4 +1,4 @@
-"""The canonical tree: in which order the values of numbered micro-batches are added.
+"""The canonical tree: the order in which the values of numbered micro-batches are added.
 
     number        0   1   2   3   4   5   6
     height 1      [0  1]  [2  3]  [4  5]  6
@@ -8,9 +8,9 @@
 The leaves are the micro-batches of one step, 0 to `total` - 1. Node (height, index) covers the
 numbers from index * 2^height up to the next multiple, or up to `total`: the last node of a height
 may be incomplete. A node is its left child plus its right child; without a right child it is its
-left child, unchanged. So the order depends on `total` alone. A rank that has a run of numbers adds
-as much of the tree as lies within its run, which leaves at most 2 log2 sums; other ranks add those
-on, in the same tree. Pure arithmetic: no tensors.
+left child, unchanged. So the order depends only on `total`. A rank that has a run of numbers adds
+the part of the tree within its run, which leaves at most 2 log2 sums; these are then added across
+ranks in the same tree. This module is pure arithmetic, without tensors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Node:
 
     @property
     def parent(self) -> Node:
-        """The node that this one is a child of."""
+        """The parent node."""
         return Node(self.height + 1, self.index >> 1)
 
     def stop(self, total: int) -> int:
@@ -46,7 +46,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The numbers that one rank has: `start` to `stop` - 1, of 0 to `total` - 1; may be empty.
+    """The numbers of one rank: `start` to `stop` - 1, out of 0 to `total` - 1; may be empty.
 
     Raises:
         ValueError: the numbers are not in order.
@@ -59,7 +59,7 @@ class Run:
     def __post_init__(self) -> None:
         """Check the numbers."""
         if not 0 <= self.start <= self.stop <= self.total or self.total < 1:
-            raise ValueError(f"{self}: want 0 <= start <= stop <= total and total >= 1")
+            raise ValueError(f"{self}: expected 0 <= start <= stop <= total and total >= 1")
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -73,12 +73,12 @@ class Run:
         return range(self.start, self.stop)
 
     def covers(self, node: Node) -> bool:
-        """Return whether all numbers of a node, which must have some, are in the run."""
+        """Return whether all numbers of a non-empty node are in the run."""
         return self.start <= node.start and node.stop(self.total) <= self.stop
 
 
 def even_runs(total: int, size: int) -> tuple[Run, ...]:
-    """Divide `total` numbers among `size` ranks, as evenly as possible; the first ones get more.
+    """Divide `total` numbers among `size` ranks as evenly as possible; the first ranks get more.
 
     Raises:
         ValueError: `total` or `size` is below 1.
@@ -98,7 +98,8 @@ def root(total: int) -> Node:
 def maximal_nodes(run: Run) -> tuple[Node, ...]:
     """Return the largest nodes within a run, ascending: together they cover it exactly once.
 
-    There are at most 2 log2(len(run)) of them, or 1. All numbers are one node, the root.
+    There are at most 2 log2(len(run)) of them, or 1. For all numbers the result is one node, the
+    root.
     """
     nodes = []
     at = run.start
@@ -117,12 +118,12 @@ def combine(
     """Add neighbouring nodes as far as the tree allows within a run.
 
     Args:
-        nodes: with their values, ascending, without gaps from the run's start on.
-        run: the numbers that they may cover.
+        nodes: nodes with their values, ascending, without gaps from the run's start.
+        run: the numbers that the nodes may cover.
         add: adds two values, the left one first.
 
     Returns:
-        The values of the largest nodes. Once `nodes` cover the run these are `maximal_nodes(run)`.
+        The values of the largest nodes. If `nodes` cover the run, these are `maximal_nodes(run)`.
     """
     stack: list[tuple[Node, T]] = []
     for node, value in nodes:
@@ -132,7 +133,7 @@ def combine(
 
 
 def _fold(stack: list[tuple[Node, T]], run: Run, add: Callable[[T, T], T]) -> None:
-    """Lift the last node to its parent for as long as all of the parent is there."""
+    """Replace the last node by its parent as long as the whole parent is available."""
     while stack:
         node, value = stack[-1]
         parent = node.parent
@@ -152,7 +153,7 @@ def tree_sum(values: Sequence[T], add: Callable[[T, T], T]) -> T:
     """Return the sum of all values in the tree's order, number 0 first.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are no values.
     """
     run = Run(0, len(values), len(values))
     leaves = ((Node(0, number), value) for number, value in enumerate(values))

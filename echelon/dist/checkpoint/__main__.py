@@ -4,7 +4,7 @@
     python -m echelon.dist.checkpoint verify FOLDER
     python -m echelon.dist.checkpoint export FOLDER FILE [--key NAME]
 
-Exit code 0; 1 if a version is damaged or cannot be read; 2 for a wrong command line.
+The exit code is 0, 1 if a version is damaged or cannot be read, or 2 for a wrong command line.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (
-        ("show", "what a checkpoint holds, and its versions"),
+        ("show", "show the contents and versions of a checkpoint"),
         ("verify", "read every byte of every version"),
-        ("export", "write one file that other programs read"),
+        ("export", "write one file that other programs can read"),
     ):
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("path", type=Path, metavar="FOLDER", help="or one version in it")
+        command.add_argument("path", type=Path, metavar="FOLDER", help="or one version of it")
     command.add_argument("file", type=Path, metavar="FILE", help=".safetensors, or torch's .pt")
     command.add_argument("--key", help="the entry to export")
     options = parser.parse_args(arguments)
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def show(path: Path) -> int:
-    """Print what the newest version holds, and which versions there are."""
+    """Print the contents of the newest version and the list of versions."""
     source = Version(path)
     try:
         print("\n".join(describe(source)))
@@ -68,13 +68,13 @@ def show(path: Path) -> int:
 
 
 def verify(path: Path) -> int:
-    """Read every version, the oldest first; print a line for each. 1 if one is damaged."""
+    """Read every version, the oldest first, and print a line each; return 1 if one is damaged."""
     code = 0
     for version in _all_versions(path):
         try:
             source = Version(version)
             try:
-                print(f"{version}: {source.verify():,} bytes are as they were saved")
+                print(f"{version}: {source.verify():,} bytes are intact")
             finally:
                 source.close()
         except CheckpointError as error:
@@ -89,7 +89,7 @@ def _all_versions(path: Path) -> list[Path]:
 
 
 def describe(source: Version) -> list[str]:
-    """Return a line for each entry."""
+    """Return one line per entry."""
     manifest = source.manifest
     num_bytes = sum(file.num_bytes for file in manifest.files.values())
     lines = [f"{source.path}: {num_bytes:,} bytes of tensors, saved by {manifest.world_size} ranks"]
@@ -102,14 +102,14 @@ def describe(source: Version) -> list[str]:
         elif kind == RANDOM:
             lines.append(f"  {path}: random states")
         elif path not in manifest.values:
-            lines.append(f"  {path}: one for each rank")
+            lines.append(f"  {path}: one per rank")
         else:
             lines.append(f"  {path}: {_short(unpack(manifest.values[path]))}")
     return lines
 
 
 def _names(manifest: Manifest, path: str) -> list[str]:
-    """Return a line for each tensor of a module, with those that are tied to others."""
+    """Return one line per tensor of a module, including tied ones."""
     lines = []
     for name, tensor in sorted(manifest.tensors.items()):
         if name.startswith(f"{path}/"):

@@ -1,4 +1,4 @@
-"""From a checkpoint to one plain file that other programs read."""
+"""Export of a checkpoint to one plain file that other programs can read."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from echelon.dist.checkpoint.state.plain import TensorAt, unpack
 def export(
     path: str | os.PathLike[str], file: str | os.PathLike[str], key: str | None = None
 ) -> None:
-    """Write what a checkpoint holds to one file; needs no other ranks.
+    """Write the contents of a checkpoint to one file; does not need other ranks.
 
-    A .safetensors file gets the tensors of one module. Any other name gets what `torch.save` writes
-    and `torch.load(..., weights_only=True)` reads: a module's state_dict if `key` names a module,
-    else a dict of all entries in torch's own forms, random states left out. The file appears whole
-    or not at all.
+    A .safetensors file gets the tensors of one module. Any other file is written in the format of
+    `torch.save` and can be read by `torch.load(..., weights_only=True)`: a module's state_dict if
+    `key` names a module, else a dict of all entries in torch's own forms, without random states.
+    The file appears atomically.
 
     Args:
         path: the checkpoint, or one version of it.
-        file: what to write; replaced if it exists.
-        key: the entry to write; None: the only module (safetensors), or everything.
+        file: the file to write; replaced if it exists.
+        key: the entry to write; None means the only module (safetensors) or everything.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
-        ValueError: no such entry, or several modules for a file that holds one.
+        ValueError: there is no such entry, or there are several modules for a file that holds one.
 
     Example:
         >>> save("runs/gpt", {"model": model, "step": 7})
@@ -70,7 +70,7 @@ def _only_module(source: Version) -> str:
 
 def _write_safetensors(source: Version, path: Path, key: str) -> None:
     if source.manifest.kinds.get(key) != MODULE:
-        raise ValueError(f"{source.path}: {key} is not a module in it")
+        raise ValueError(f"{source.path}: {key} is not a module in this checkpoint")
     prefix = f"{key}/"
     paths = _one_per_name(source.manifest.tensors, prefix)
     tensors = {name: source.manifest.tensors[path] for name, path in paths.items()}
@@ -83,7 +83,7 @@ def _write_safetensors(source: Version, path: Path, key: str) -> None:
 
 
 def _one_per_name(paths: Iterable[str], prefix: str) -> dict[str, str]:
-    """Return the path for each name below a prefix; the lowest rank's, where each has its own."""
+    """Return the path for each name under a prefix; the lowest rank's if each rank has its own."""
     chosen: dict[str, tuple[int, str]] = {}
     for path in paths:
         if path.startswith(prefix):
@@ -106,7 +106,7 @@ def _entry(source: Version, key: str) -> Any:
     if kind is None or kind == RANDOM:
         raise ValueError(f"{source.path}: there is no {key} to export")
     if kind == OBJECT and key not in source.manifest.values:
-        raise ValueError(f"{source.path}: {key} is another one on each rank: not exported")
+        raise ValueError(f"{source.path}: {key} differs between ranks and cannot be exported")
     if kind == MODULE:
         return _module(source, f"{key}/")
     if kind == OPTIMIZER:
@@ -128,7 +128,7 @@ def _module(source: Version, prefix: str) -> dict[str, Any]:
 
 
 def _optimizer(source: Version, prefix: str) -> dict[str, Any]:
-    """Return an optimizer's state with its parameters numbered, as torch has it."""
+    """Return an optimizer's state with numbered parameters, as in torch."""
     values = {
         path.removeprefix(prefix): _resolve(source, unpack(value))
         for path, value in source.manifest.values.items()
@@ -143,7 +143,7 @@ def _optimizer(source: Version, prefix: str) -> dict[str, Any]:
     if len(settings) > len({group for group, *_ in settings}):
         raise ValueError(
             f"{source.path}: {prefix.rstrip('/')} has groups whose parameters were saved with "
-            "other settings on each rank: export the modules alone (key)"
+            "different settings on each rank: export only the modules (key)"
         )
     order = sorted(places, key=lambda name: places[name])
     states: dict[int, dict[str, Any]] = {}

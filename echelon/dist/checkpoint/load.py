@@ -1,4 +1,4 @@
-"""Load a state into any number of ranks, whatever number saved it."""
+"""Loading a state into any number of ranks, whatever number saved it."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from echelon.recorder import span
 
 
 def load(path: str | os.PathLike[str], state: dict[str, Any]) -> dict[str, Any]:
-    """Fill `state` in place with what was saved under `path`, and return it. Collective.
+    """Fill `state` in place from the checkpoint under `path`, and return it. Collective.
 
-    Modules, optimizers, `RandomState`s, objects and tensors in `state` take the saved state over;
-    plain values are replaced, and plain values that `state` does not mention are added. What
-    all ranks hold is read once, each rank a share; shards are read by the ranks that hold them.
-    Every block that is read is checked. If the newest version is
-    damaged, the next older one is loaded, on all ranks, with a RuntimeWarning on rank 0. A version
-    that is named by itself is loaded or is an error. An error found while reading leaves the state
-    partly filled; what does not fit is found before anything is changed.
+    Modules, optimizers, `RandomState`s, objects and tensors in `state` are filled with the saved
+    state; plain values are replaced, and saved plain values missing from `state` are added. Data
+    that all ranks hold is read once, a share by each rank; shards are read by the ranks that hold
+    them. Every block read is verified. If the newest version is damaged, the next older one is
+    loaded on all ranks, with a RuntimeWarning on rank 0. If `path` names a single version, only
+    that one is tried. An error during reading leaves the state partly filled; a mismatch with the
+    state is detected before anything is changed.
 
     Args:
-        path: what `save` was given, also an address, or one version in it; a file of `torch.save`
-            with a state_dict, alone or in a dict (read without unpickling objects); or a
-            .safetensors file.
-        state: as it was saved, or a part of it.
+        path: the path or address passed to `save`, or one version in it; a file written by
+            `torch.save` with a state_dict, alone or in a dict (read without unpickling objects); or
+            a .safetensors file.
+        state: a state of the same structure as the saved one, or a part of it.
 
     Raises:
-        CheckpointError: there is no complete checkpoint, or all are damaged; names the file. Also
-            if another rank failed.
-        ValueError: the checkpoint does not fit the state.
+        CheckpointError: there is no complete checkpoint, all are damaged (the error names the
+            file), or another rank failed.
+        ValueError: the checkpoint does not match the state.
         TypeError: `state` is not a dict of entries.
 
     Example:
@@ -89,13 +89,13 @@ def load_source(
     """Fill `state` as `load` does, from a source of another format. Collective.
 
     Args:
-        path: what errors and the black box name.
-        open_source: returns the source; called on every rank with the ranks that load.
-        state: what to fill.
+        path: the path named in errors and in the black box.
+        open_source: returns the source; called on every rank with the loading ranks.
+        state: the state to fill.
 
     Raises:
         CheckpointError: the source cannot be read, or another rank failed.
-        ValueError: it does not fit the state.
+        ValueError: the source does not match the state.
     """
     peers = find(to_write=False)
     with span("checkpoint", f"load {path}"):
@@ -110,7 +110,7 @@ def _fill(
     """Fill the state from one source.
 
     Raises:
-        DamagedError: on all ranks, if what is on the disk is not what was written.
+        DamagedError: the data on disk is damaged; raised on all ranks.
     """
     with contextlib.ExitStack() as stack:
         source = together(peers, doing, open_source)
@@ -122,10 +122,10 @@ def _fill(
 
 
 def peek(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the plain values of the newest checkpoint under `path`; needs no other ranks.
+    """Return the plain values of the newest checkpoint under `path`; does not need other ranks.
 
-    Tells what a checkpoint is of, before anything is built or loaded. Values that hold tensors are
-    left out.
+    This identifies a checkpoint before anything is built or loaded. Values that hold tensors are
+    omitted.
 
     Raises:
         CheckpointError: there is no complete checkpoint, or its manifest is damaged.
@@ -152,11 +152,11 @@ def _read_manifest(path: Path | Remote) -> Manifest:
 
 
 def _choose(path: Path | Remote, *, is_again: bool) -> list[str]:
-    """Return what may be loaded, the best first.
+    """Return the candidates for loading, the best first.
 
     Args:
-        path: what the caller named.
-        is_again: all that there was is damaged or gone: nothing more may be there.
+        path: the path given by the caller.
+        is_again: whether all earlier candidates were damaged or gone, so that there may be none.
     """
     try:
         if isinstance(path, Remote):
@@ -183,11 +183,11 @@ def _open(path: Path | Remote, state: dict[str, Any]) -> Source:
 
 
 def _require_use(restore: Restore, source: Source, peers: Peers) -> None:
-    """Check that what is stored of the modules is wanted by some rank.
+    """Check that some rank wants each stored tensor of the modules.
 
     Raises:
-        ValueError: a tensor is wanted by none: the model is another one.
+        ValueError: no rank wants a tensor, so the model is a different one.
     """
     everyones = [set(unused) for unused in peers.all_gather(restore.unused)]
     left = sorted(set.intersection(*everyones))
-    require([f"{path} is in it, and not in the module here" for path in left], source.path)
+    require([f"{path} is in the checkpoint but not in this module" for path in left], source.path)

@@ -1,4 +1,4 @@
-"""Save a state: every rank writes its share, and the last step makes the version count."""
+"""Saving a state: every rank writes its share, and the last step commits the version."""
 
 from __future__ import annotations
 
@@ -40,37 +40,38 @@ def save(
     keep: int = 2,
     timeout_s: float | None = None,
 ) -> PendingSave | None:
-    """Save a state under `path`, which all hosts share. Collective.
+    """Save a state under `path`, which all hosts must share. Collective.
 
-    Modules, optimizers, `RandomState`s, objects with `state_dict` and `load_state_dict`, tensors
-    and plain values, in a dict that may hold further dicts. Ranks that hold the same tensor prove
-    that their copies are equal; each then writes a share. Of sharded modules each rank writes its
-    shards. Buffers, extra state and states of objects are saved once if they are equal on all
-    ranks, else for each rank. Plain values are rank 0's, random states each rank's own. Parameters
-    of an optimizer are named after the modules beside it.
+    A state is a dict, possibly nested, of modules, optimizers, `RandomState`s, objects with
+    `state_dict` and `load_state_dict`, tensors and plain values. Ranks that hold the same tensor
+    verify that their copies are equal; each then writes a share. Of sharded modules each rank
+    writes its shards. Buffers, extra state and states of objects are saved once if they are equal
+    on all ranks, else for each rank. Plain values are those of rank 0; random states are saved for
+    each rank. Parameters of an optimizer are named after the modules in the same state.
 
-    The checkpoint before stays loadable until this one is complete, whatever happens. Ranks wait
-    for each other at most as long as the group's timeout; in the background, `timeout_s`.
+    The previous checkpoint remains loadable until this one is complete, whatever happens. Ranks
+    wait for each other for at most the group's timeout or, in the background, `timeout_s`.
 
     Args:
         path: a folder, created if it does not exist; or the address of one in an object store,
             such as `s3://bucket/run`, through `fsspec`.
-        state: what to save.
+        state: the state to save.
         async_op: copy the state, return at once and write in the background. Errors are raised by
-            `wait`, or by the next save or `shutdown`; else they fail the program at its end.
-        keep: how many checkpoints to keep under `path`, this one among them.
-        timeout_s: how long ranks wait for each other in the background; None: as long as the
-            world does.
+            `wait`, by the next save or by `shutdown`; otherwise they make the program fail at exit.
+        keep: how many checkpoints to keep under `path`, including this one.
+        timeout_s: how long ranks wait for each other in the background; None means the world's
+            timeout.
 
     Returns:
-        With `async_op` the save under way, else None.
+        With `async_op` the save in progress, else None.
 
     Raises:
         TypeError: the state holds something that cannot be saved.
-        ValueError: so does a tensor; or a tensor differs between ranks that hold it under one name.
-        CheckpointError: another rank failed or did not arrive, or the save before still runs.
-        OSError: this rank could not write. The version before is still there; if the disk failed
-            after the new one's commit mark was written, the new one counts as well.
+        ValueError: a tensor cannot be saved, or differs between ranks that hold it under one name.
+        CheckpointError: another rank failed or did not arrive, or the previous save is still
+            running.
+        OSError: this rank could not write. The previous version still exists; if the disk failed
+            after the new version's commit mark was written, the new one counts as well.
 
     Example:
         >>> save("runs/gpt", {"model": model, "optimizer": optimizer, "step": 7})
@@ -78,12 +79,12 @@ def save(
         >>> pending.wait()
     """
     if keep < 1:
-        raise ValueError(f"keep {keep}: must be at least 1, since this checkpoint is kept")
+        raise ValueError(f"keep {keep}: must be at least 1, because this checkpoint is kept")
     root = place_of(path)
     if isinstance(root, Path) and (
         root.suffix in (".pt", ".pth", ".safetensors") or root.is_file()
     ):
-        raise ValueError(f"{root}: a checkpoint is a folder; `export` makes such a file of one")
+        raise ValueError(f"{root}: a checkpoint is a folder; `export` writes such a file from one")
     peers = find(to_write=True)
     return begin(root, state, peers, async_op=async_op, keep=keep, timeout_s=timeout_s)
 
@@ -98,9 +99,9 @@ def begin(
     timeout_s: float | None,
     then: Callable[[], None] | None = None,
 ) -> PendingSave | None:
-    """Do what `save` does; `then` is called on rank 0 once the version is committed.
+    """Save like `save`; `then` is called on rank 0 once the version is committed.
 
-    What `then` raises is ignored: the checkpoint is safe.
+    Exceptions from `then` are ignored: the checkpoint is safe.
     """
     limit_s = peers.timeout_s if timeout_s is None else timeout_s
     with span("checkpoint", f"save {root}"):
@@ -117,7 +118,7 @@ def begin(
 def _prepare(
     root: Path | Remote, state: Mapping[str, Any], peers: Peers, *, keep: int, timeout_s: float
 ) -> _Job:
-    """Agree with the other ranks on what is saved, by whom and where."""
+    """Agree with the other ranks on the contents, writers and location of the save."""
     doing = f"{root}: not saved"
     agree(peers, pending.finish(), f"{root}: the save before")
     contents = together(peers, doing, lambda: collect(state, peers.rank))
@@ -152,8 +153,8 @@ def _require_shared(unfinished: Unfinished | RemoteUnfinished) -> None:
     while not unfinished.is_seen():
         if time.monotonic() > deadline_s:
             raise CheckpointError(
-                f"{unfinished.path}: made by rank 0, not seen here: all hosts must share this file "
-                "system",
+                f"{unfinished.path}: created by rank 0, but not visible here: all hosts must "
+                "share this file system",
                 path=str(unfinished.path),
             )
         time.sleep(_LOOK_S)
@@ -173,7 +174,7 @@ class _Job:
     step: int | None = None  # at which it was begun
 
     def snapshot(self) -> None:
-        """Copy what this rank writes, so that training may continue and change it."""
+        """Copy the data that this rank writes, so that training can continue and change it."""
         held = self.mine
         self.mine = [_copy(one) for one in held]
         self.contents.held = []
@@ -181,7 +182,7 @@ class _Job:
             torch.cuda.current_stream(device).synchronize()  # of the copies: other streams continue
 
     def run_together(self) -> None:
-        """Write and commit; the ranks tell each other how it went."""
+        """Write and commit; the ranks exchange their results."""
         doing = f"{self.unfinished.final.parent}: not saved"
         is_first = self.peers.rank == 0
         try:
@@ -193,9 +194,9 @@ class _Job:
             raise
 
     def run_apart(self, deadline_s: float) -> None:
-        """Write and commit with no communication: the ranks see each other's files appear.
+        """Write and commit without communication: the ranks watch for each other's files.
 
-        A group's operations belong to the training that continues in the meantime.
+        The group's operations are reserved for the training, which continues at the same time.
         """
         try:
             self._write()

@@ -1,1 +1,1 @@
-"""The errors of a group's operations: how each is built and worded."""
+"""The construction and wording of the errors of a group's operations."""

@@ -1,4 +1,4 @@
-"""The errors of a group's operations, built in one place so that all engines report alike."""
+"""The errors of a group's operations, built in one place so that all engines report them alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WAYS = {"send": "to", "recv": "from", OPEN: "with"}
 
 
 def place(members: Members, operation: Operation) -> str:
-    """Return which operation it is: `all_reduce #7 in group 'world' (4 ranks)`."""
+    """Describe an operation: `all_reduce #7 in group 'world' (4 ranks)`."""
     what = f"{operation.kind} #{operation.sequence}"
     if operation.is_message:
         way = _WAYS[operation.kind]
@@ -24,7 +24,7 @@ def place(members: Members, operation: Operation) -> str:
 
 
 def named(ranks: Sequence[int], most: int = 16) -> str:
-    """List global ranks: `rank 1, rank 5`."""
+    """Format a list of global ranks: `rank 1, rank 5`."""
     shown = ", ".join(f"rank {rank}" for rank in ranks[:most])
     return shown if len(ranks) <= most else f"{shown} and {len(ranks) - most} more"
 
@@ -38,13 +38,13 @@ def timed_out(
     between: Sequence[int] = (),
     after_s: float | None = None,
 ) -> CollectiveTimeoutError:
-    """Build the error of an operation in which the group ranks `late` did not arrive in time.
+    """Build the error for an operation in which the group ranks `late` did not arrive in time.
 
     Args:
-        late: group ranks that had not arrived; empty if that is not known.
-        silent: those of them that did not answer the liveness check either.
-        between: group ranks that had not arrived either, since they wait for `late` themselves.
-        after_s: the time that passed; None: the operation's timeout.
+        late: group ranks that had not arrived; empty if unknown.
+        silent: those of them that also did not answer the liveness check.
+        between: group ranks that had not arrived because they wait for `late` themselves.
+        after_s: the elapsed time; None means the operation's timeout.
     """
     ranks = [members.ranks[r] for r in late]
     passed_s = operation.timeout_s if after_s is None else after_s
@@ -70,7 +70,7 @@ def timed_out(
 def peer_lost(
     members: Members, operation: Operation, gone: Sequence[int], *, silent: Sequence[int] = ()
 ) -> PeerLostError:
-    """Build the error of an operation that the group ranks `gone` cannot take part in.
+    """Build the error for an operation in which the group ranks `gone` cannot take part.
 
     Args:
         silent: other group ranks that did not answer the liveness check.
@@ -89,23 +89,23 @@ def peer_lost(
 
 
 def aborted(members: Members, operation: Operation) -> CollectiveError:
-    """Build the error of an operation of a group that this rank aborted."""
+    """Build the error for an operation of a group that this rank aborted."""
     return _of_this_rank(members, operation, "the group was aborted on rank {rank}")
 
 
 def interrupted(members: Members, operation: Operation, raised: BaseException) -> CollectiveError:
-    """Build the error of a group in which a signal handler of this rank raised."""
+    """Build the error for a group in which a signal handler of this rank raised."""
     what = f"{type(raised).__name__} in a signal handler"
     return _of_this_rank(members, operation, f"the group was aborted on rank {{rank}}: {what}")
 
 
 def closed(members: Members, operation: Operation) -> CollectiveError:
-    """Build the error of an operation of a group that this rank closed."""
+    """Build the error for an operation of a group that this rank closed."""
     return _of_this_rank(members, operation, "the group was closed on rank {rank}")
 
 
 def nested(members: Members, operation: Operation) -> CollectiveError:
-    """Refuse a collective that a signal handler calls during a collective of the same group."""
+    """Build the error for a collective called in a signal handler during another of its group."""
     return _of_this_rank(
         members,
         operation,
@@ -115,7 +115,7 @@ def nested(members: Members, operation: Operation) -> CollectiveError:
 
 
 def local_failure(members: Members, operation: Operation, raised: BaseException) -> CollectiveError:
-    """Build the error of an operation that failed in this rank's own library."""
+    """Build the error for an operation that failed in this rank's own library."""
     text = f"{type(raised).__name__}: {raised}".replace("{", "{{").replace("}", "}}")
     return _of_this_rank(members, operation, f"rank {{rank}} failed: {text}")
 
@@ -127,7 +127,7 @@ def reported(
     text: str,
     ranks: Sequence[int],
 ) -> CollectiveError:
-    """Build the error of a group that ended for the reason which another rank published.
+    """Build the error for a group that ended for a reason published by another rank.
 
     Args:
         ranks: global ranks; some may be outside this group.
@@ -144,7 +144,7 @@ def reported(
 def out_of_reach(
     members: Members, operation: Operation, broken: BaseException | None, store: BaseException
 ) -> CollectiveError:
-    """Build the error of an operation that failed while the store does not answer either."""
+    """Build the error for an operation that failed while the store does not answer."""
     if broken is None:
         make: type[CollectiveError] = CollectiveTimeoutError
         what = f"timed out after {operation.timeout_s:.1f} s"
@@ -162,7 +162,7 @@ def out_of_reach(
 def connection_broken(
     members: Members, operation: Operation, raised: BaseException, ranks: Sequence[int] = ()
 ) -> CollectiveError:
-    """Build the error of a broken connection for which no rank can be shown to be at fault."""
+    """Build the error for a broken connection without a rank that is known to be at fault."""
     return CollectiveError(
         f"{place(members, operation)}: a connection broke although no rank is known to have "
         f"died: {raised}",
@@ -174,7 +174,7 @@ def connection_broken(
 
 
 def broken_since(members: Members, operation: Operation, first: CollectiveError) -> CollectiveError:
-    """Refuse an operation of a group that an earlier one has broken, and say what broke it."""
+    """Build the error for an operation of a group that an earlier failure has broken."""
     why = f", for {named(first.ranks)}" if first.ranks else ""
     said = str(first).partition("\n")[0]
     return type(first)(

@@ -1,7 +1,7 @@
-"""Find the ranks that made another call: the vote over what the members of a group called.
+"""Finding the ranks that made a different call, by a vote over the calls of a group's members.
 
-Every rank sees the same calls, so every rank raises the same error: the minority is named; where
-there is no majority, both sides are.
+Every rank sees the same calls, so every rank raises the same error. It names the minority or, if
+there is no majority, both sides.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _MAX_SIDES = 3
 def mismatch_error(
     members: Members, operation: Operation, heads: Sequence[bytes]
 ) -> CollectiveMismatchError:
-    """Build the error of collectives that differ.
+    """Build the error for collectives that differ.
 
     Args:
-        heads: per group rank, number and call of what it called (`Operation.head`).
+        heads: the number and the call of each group rank (`Operation.head`).
     """
     votes = Counter(heads).most_common()
     tied = len(votes) > 1 and votes[0][1] == votes[1][1]
@@ -53,7 +53,7 @@ def _describe(head: bytes, has_number: bool) -> str:
 def split_error(
     members: Members, operation: Operation, ranks: Sequence[int]
 ) -> CollectiveMismatchError:
-    """Build the error of an all_to_all whose splits do not fit together."""
+    """Build the error for an all_to_all with inconsistent splits."""
     who = [members.ranks[rank] for rank in ranks]
     said = f"what one rank sends is not what the other expects, between {named(who)}; my splits "
     said += f"{list(operation.input_splits)} -> {list(operation.output_splits)}"
@@ -63,7 +63,7 @@ def split_error(
 def message_error(
     members: Members, operation: Operation, ranks: Sequence[int]
 ) -> CollectiveMismatchError:
-    """Build the error of a send and a receive that differ in dtype or size."""
+    """Build the error for a send and a receive that differ in dtype or size."""
     who = [members.ranks[rank] for rank in ranks]
     said = f"the two ends, {named(who)}, differ in dtype or size; this one called {operation}"
     return _error(members, operation, said, who)

@@ -1,4 +1,4 @@
-"""Doing by hand what hooks do by themselves: for schedules that split or reorder the backward."""
+"""Manual control of sharding, for schedules that split or reorder the backward pass."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from echelon.dist.fsdp.uncompiled import uncompiled_call
 
 @contextlib.contextmanager
 def gradient_sync(module: nn.Module, *, enabled: bool) -> Iterator[None]:
-    """Whether backwards inside reduce gradients. Without it they add up on this rank alone.
+    """Set whether backward passes inside the block reduce gradients.
 
-    The next backward with it reduces what has added up. Gradients of whole parameters are kept in
-    the meantime.
+    If disabled, gradients accumulate on this rank, and the next backward with reduction reduces the
+    accumulated ones. Until then, gradients of whole parameters are kept in memory.
 
     Example:
         >>> _ = fully_shard(model)
@@ -38,7 +38,7 @@ def gradient_sync(module: nn.Module, *, enabled: bool) -> Iterator[None]:
 
 @uncompiled_call
 def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool) -> None:
-    """Set whether backwards reduce gradients from now on; see `gradient_sync`.
+    """Set whether backward passes reduce gradients from now on; see `gradient_sync`.
 
     Example:
         >>> _ = fully_shard(model)
@@ -52,14 +52,14 @@ def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool) 
 
 @uncompiled_call
 def unshard(module: nn.Module) -> None:
-    """Gather all units in a module and hold them: nothing is released or reduced until told.
+    """Gather all units in a module and hold them; nothing is released or reduced until requested.
 
-    In the meantime `module.parameters()` are whole parameters: any number of forwards and backwards
-    may be run, in any order and by any calls of autograd, and gradients add up in their `.grad`.
-    Then `reduce_gradients` and `reshard`. Collective.
+    While they are held, `module.parameters()` returns whole parameters: any number of forward and
+    backward passes may run, in any order and with any autograd calls, and gradients accumulate in
+    `.grad`. Afterwards call `reduce_gradients` and `reshard`. Collective.
 
     Raises:
-        CollectiveError: a rank is lost or did not come.
+        CollectiveError: a rank was lost or did not join.
 
     Example:
         >>> _ = fully_shard(model)
@@ -77,7 +77,7 @@ def unshard(module: nn.Module) -> None:
 
 @uncompiled_call
 def reshard(module: nn.Module) -> None:
-    """Release all units in a module. What a backward still needs is gathered again for it.
+    """Release all units in a module. Units that a backward still needs are gathered again.
 
     Example:
         >>> _ = fully_shard(model, reshard_after_forward=False)
@@ -91,13 +91,13 @@ def reshard(module: nn.Module) -> None:
 
 @uncompiled_call
 def reduce_gradients(module: nn.Module) -> None:
-    """Average the gradients that lie in whole parameters' `.grad` over the ranks.
+    """Average the gradients in the `.grad` of whole parameters over the ranks.
 
-    The result is added to the shards' `.grad`. All units of the module take part, with zeros where
-    a rank has no gradient. Collective.
+    The result is added to the shards' `.grad`. All units of the module take part, with zeros for
+    gradients that a rank does not have. Collective.
 
     Raises:
-        CollectiveError: a rank is lost or did not come.
+        CollectiveError: a rank was lost or did not join.
 
     Example:
         >>> _ = fully_shard(model)

@@ -9,14 +9,16 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixedPrecisionPolicy:
-    """In which dtypes a unit computes and communicates. Its shards keep the dtype they have.
+    """The dtypes in which a unit computes and communicates. Its shards keep their dtype.
 
     Attributes:
-        param_dtype: of the gathered parameters, and so of the computation and of the gradients that
-            it yields. None: as the shards.
-        reduce_dtype: in which gradients are summed. None: as the gathered parameters.
-        output_dtype: the unit's floating-point outputs are cast to it. None: left as they are.
-        cast_forward_inputs: cast the unit's floating-point inputs to `param_dtype`.
+        param_dtype: dtype of the gathered parameters, and therefore of the computation and its
+            gradients. None means the dtype of the shards.
+        reduce_dtype: dtype in which gradients are summed. None means that of the gathered
+            parameters.
+        output_dtype: dtype to which the unit's floating-point outputs are cast. None leaves them
+            unchanged.
+        cast_forward_inputs: whether to cast the unit's floating-point inputs to `param_dtype`.
 
     Example:
         >>> policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -41,10 +43,10 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CPUOffloadPolicy:
-    """Shards, their gradients and the optimizer's state in the host's memory; for device models.
+    """Keep shards, their gradients and the optimizer state in host memory; for device models.
 
     Attributes:
-        pin_memory: page-locked memory, which copies to the device asynchronously.
+        pin_memory: whether to use page-locked memory, which is copied to the device asynchronously.
 
     Example:
         >>> policy = CPUOffloadPolicy(pin_memory=False)

@@ -1,4 +1,4 @@
-"""fully_shard: from a module to a unit whose parameters are divided among ranks."""
+"""fully_shard: turns a module into a unit whose parameters are divided among ranks."""
 
 from __future__ import annotations
 
@@ -41,44 +41,47 @@ def fully_shard(
     device: torch.device | str | None = None,
     init: Callable[[nn.Module], Any] | None = None,
 ) -> M:
-    """Divide a module's parameters among ranks; gather them while the module computes.
+    """Divide a module's parameters among ranks, and gather them while the module computes.
 
     Call it on the blocks first and on the whole model last: each call makes one unit of all
-    parameters that no earlier call took. Every rank of the group makes the same calls in the same
-    order; each blocks until all ranks joined. All ranks start from group rank 0's values. A model
-    that is deleted takes its shards, its hooks and its memory along; call `gc.collect()` where that
-    must happen at once.
+    parameters that no earlier call has taken. Every rank of the group must make the same calls in
+    the same order; each call blocks until all ranks have joined. All ranks start from group rank
+    0's values. Deleting a model also frees its shards, hooks and memory; call `gc.collect()` if
+    that must happen at once.
 
     Args:
         module: a module, or several that form one unit and run one after the other.
-        group: the ranks; None: the world.
-        mesh: in place of `group`: a mesh of one axis, or of two axes (replicate, shard), which
+        group: the ranks; None means the world.
+        mesh: instead of `group`, a mesh with one axis, or with two axes (replicate, shard), which
             divides along the second and keeps equal copies along the first.
         reshard_after_forward: True releases the parameters after forward and gathers them again
-            for backward; False keeps them; a number k that divides the group keeps 1/k of them, so
-            that k neighbouring ranks gather among themselves. The outermost module keeps them in
-            any case when a backward follows: it would need them at once.
+            for backward; False keeps them; a number k that divides the group size keeps 1/k of
+            them, so that k neighbouring ranks gather among themselves. The outermost module always
+            keeps them if a backward follows, because it would need them at once.
         mp_policy: dtypes of computation and communication.
-        ignored_params: parameters that stay as they are; keeping them equal is up to the caller.
-        offload_policy: shards, their gradients and so the optimizer's state lie in the host's
-            memory. Warns where the parameters are there anyway.
-        prefetch: how many units are gathered ahead while this one computes.
-        memory_budget_bytes: what sharding may use on a rank beyond the unit that computes, for all
-            units of the group: a third each for units gathered ahead, for gradients being reduced,
-            and for memory between two gathers. One unit ahead and one reduction are always allowed.
-            The last call that passes a number sets it, until all units of the group are deleted.
-            None: six times the largest unit that contains no other, more if `prefetch` is above 2.
-        device: where parameters that are on the meta device are to be made; None: the CPU.
-        init: called with each module that has parameters on the meta device, after they were made;
-            None: its `reset_parameters()`. Only one unit at a time is ever whole.
+        ignored_params: parameters that are not sharded; the caller must keep them equal on all
+            ranks.
+        offload_policy: keep shards, their gradients and thus the optimizer state in host memory.
+            Warns if the parameters are there anyway.
+        prefetch: how many units to gather ahead while this one computes.
+        memory_budget_bytes: memory that sharding may use on a rank in addition to the unit that
+            computes, for all units of the group: a third each for units gathered ahead, for
+            gradients being reduced, and for memory between two gathers. One unit ahead and one
+            reduction are always allowed. The last call that passes a number sets it, until all
+            units of the group are deleted. None means six times the largest unit that contains no
+            other, and more if `prefetch` is above 2.
+        device: where to allocate parameters that are on the meta device; None means the CPU.
+        init: called with each module that has parameters on the meta device, after their
+            allocation; None means only its `reset_parameters()`. Only one unit at a time is ever
+            whole.
 
     Returns:
         The module itself.
 
     Raises:
-        ValueError: a bad argument, settings that differ between ranks, or a module that was sharded
-            before.
-        CollectiveError: a rank is lost or did not join.
+        ValueError: an argument is invalid, settings differ between ranks, or a module is already
+            sharded.
+        CollectiveError: a rank was lost or did not join.
 
     Example:
         >>> for block in model.blocks:
@@ -151,7 +154,7 @@ def _modules(given: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, ...]:
         if not isinstance(module, nn.Module):
             raise ValueError(f"fully_shard takes modules, got {type(module).__name__}")
         if unit_of(module) is not None:
-            raise ValueError(f"this {type(module).__name__} is sharded already")
+            raise ValueError(f"this {type(module).__name__} is already sharded")
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             raise ValueError(
                 f"a {type(module).__name__} has no forward of its own; shard the modules in it"
@@ -183,7 +186,9 @@ def _driver(group: ProcessGroup | None, mesh: DeviceMesh | None) -> Driver:
         group, replicas = _groups_of(group, mesh)
     group = world() if group is None else group
     if not isinstance(group, ProcessGroup):
-        raise ValueError(f"group must be a ProcessGroup or None, got {group!r}; a mesh is mesh=")
+        raise ValueError(
+            f"group must be a ProcessGroup or None, got {group!r}; a mesh goes to mesh="
+        )
     # Kept on the group: both live equally long.
     drivers: list[Driver] = group.__dict__.setdefault("_echelon_drivers", [])
     for driver in drivers:
@@ -196,9 +201,9 @@ def _driver(group: ProcessGroup | None, mesh: DeviceMesh | None) -> Driver:
 def _groups_of(
     group: ProcessGroup | None, mesh: DeviceMesh
 ) -> tuple[ProcessGroup, ProcessGroup | None]:
-    """Return the group that shards, and the one that replicates if there is more than one copy."""
+    """Return the sharding group, and the replicating group if there is more than one copy."""
     if group is not None:
-        raise ValueError("group= and mesh= exclude each other")
+        raise ValueError("group= and mesh= are mutually exclusive")
     if not isinstance(mesh, DeviceMesh) or len(mesh.names) not in (1, 2):
         raise ValueError(
             f"mesh must be a DeviceMesh of one axis, or of two (replicate, shard), got {mesh!r}"
@@ -209,7 +214,7 @@ def _groups_of(
 
 
 def _check_reshard(reshard: bool | int, group: ProcessGroup) -> int:
-    """Return how many near ranks keep the parameters together; 0: that is not asked for."""
+    """Return how many near ranks jointly keep the parameters, or 0 if that is not requested."""
     if isinstance(reshard, bool):
         return 0
     if not isinstance(reshard, int) or reshard < 1 or group.size % reshard:
@@ -221,7 +226,7 @@ def _check_reshard(reshard: bool | int, group: ProcessGroup) -> int:
 
 
 def _sources(modules: tuple[nn.Module, ...], ignored: set[int]) -> tuple[list[Source], list[Unit]]:
-    """Find the parameters that no unit has yet, and the units that own others used here."""
+    """Find the parameters that no unit owns yet, and the units that own others used here."""
     sources: dict[int, Source] = {}
     within = {module for _, module in _parts(modules)}
     borrowed: dict[Unit, None] = {}
@@ -241,8 +246,8 @@ def _sources(modules: tuple[nn.Module, ...], ignored: set[int]) -> tuple[list[So
                 borrowed[owner_of(member)] = None
             elif module not in sharded:
                 raise ValueError(
-                    f"{name!r} of this {type(modules[0]).__name__} belongs to {owner_of(member)} "
-                    "already: shard the blocks first and the module around them last"
+                    f"{name!r} of this {type(modules[0]).__name__} already belongs to "
+                    f"{owner_of(member)}: shard the blocks first and the module around them last"
                 )
     return list(sources.values()), list(borrowed)
 
@@ -271,7 +276,7 @@ def _parts(modules: tuple[nn.Module, ...]) -> list[tuple[str, nn.Module]]:
 
 
 def _alike(sources: list[Source]) -> list[list[Source]]:
-    """Group parameters by dtype, device, and whether they are trained."""
+    """Group parameters by dtype, by device, and by whether they are trained."""
     groups: dict[Any, list[Source]] = {}
     for source in sources:
         parameter = source.parameter

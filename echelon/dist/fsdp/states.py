@@ -1,8 +1,8 @@
-"""What a sharded model holds: which part of each parameter is this rank's, and the whole of it.
+"""The state of a sharded model: this rank's part of each parameter, and the whole model.
 
 `model.state_dict()` has the shards, without any communication; `load_state_dict` takes shards or
-whole parameters. `shards` says what each shard is a part of, which is what checkpoints need;
-`full_state_dict` puts the whole together, one unit at a time.
+whole parameters. `shards` describes each shard's place in its parameter, for checkpoints;
+`full_state_dict` assembles the whole model, one unit at a time.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from echelon.dist.fsdp.uncompiled import uncompiled_call
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """My part of one parameter.
+    """This rank's part of one parameter.
 
     Attributes:
-        name: the parameter's name in the model; of a tied one, the first.
+        name: the parameter's name in the model; for a tied parameter, the first one.
         aliases: its other names.
         shape: the whole parameter's shape.
-        dtype: of the whole and of the part.
-        start: my first element, counted in the flattened parameter.
-        length: how many elements are this rank's; may be 0.
-        data: [length], views the memory of the shard; written to, it changes the model.
+        dtype: dtype of the whole and of the part.
+        start: this rank's first element, counted in the flattened parameter.
+        length: number of this rank's elements; may be 0.
+        data: [length], a view of the shard's memory; writing to it changes the model.
         parameter: the optimizer's parameter: `[length, 1, ...]`, the key into `optimizer.state`.
-        ranks: the ranks (global) among which the parameter is divided, in order.
-        copies: the ranks that hold the same part, me among them; the first is to save it.
+        ranks: the global ranks among which the parameter is divided, in order.
+        copies: the ranks that hold the same part, including this one; the first should save it.
 
     Example:
         >>> shard = shards(fully_shard(model))["token.weight"]
@@ -56,9 +56,9 @@ class Shard:
 
 
 def shards(module: nn.Module) -> dict[str, Shard]:
-    """Return my part of each sharded parameter in a module, by the parameter's name.
+    """Return this rank's part of each sharded parameter in a module, by the parameter's name.
 
-    Parameters that are not sharded (`ignored`, or in no unit) are not in it. Not collective.
+    Parameters that are not sharded (`ignored`, or in no unit) are not included. Not collective.
 
     Example:
         >>> _ = fully_shard(model)
@@ -93,10 +93,10 @@ def _shard(member: Member, names: list[str]) -> Shard:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, shard: Shard) -> dict[str, Any]:
-    """Return an optimizer's state of one shard.
+    """Return an optimizer's state for one shard.
 
-    Tensors that have the shard's shape are parts of the parameter just as the shard is, and come as
-    views [length]; everything else (step counts) is the same on all ranks and comes as it is.
+    Tensors with the shard's shape are divided like the parameter and are returned as views
+    [length]; everything else (step counts) is the same on all ranks and is returned unchanged.
 
     Example:
         >>> _ = fully_shard(model)
@@ -112,7 +112,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, shard: Shard) -> dict[str,
 
 
 def is_part(value: Any, shard: Shard) -> bool:
-    """Return whether a piece of an optimizer's state is divided as the shard is.
+    """Return whether an optimizer's state value is divided like the shard.
 
     Example:
         >>> _ = fully_shard(model)
@@ -131,15 +131,16 @@ def is_part(value: Any, shard: Shard) -> bool:
 
 @uncompiled_call
 def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-    """Return the whole model on the host, as the unsharded model's `state_dict()` would be.
+    """Return the whole model's state on the host, like the unsharded model's `state_dict()`.
 
     Gathers one unit at a time. Collective.
 
     Args:
-        rank0_only: only rank 0 of each group gets the parameters; the others an empty dict.
+        rank0_only: whether only rank 0 of each group gets the parameters, and the others an empty
+            dict.
 
     Raises:
-        CollectiveError: a rank is lost or did not come.
+        CollectiveError: a rank was lost or did not join.
 
     Example:
         >>> fully_shard(model)(tokens).sum().backward()
@@ -212,7 +213,7 @@ def _show_shards(unit: Unit) -> None:
 def _before_load(
     unit: Unit, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """Cut whole parameters down to my part."""
+    """Cut whole parameters down to this rank's part."""
     _show_shards(unit)
     if metadata.get("assign_to_params_buffers"):
         raise ValueError("load_state_dict(assign=True) would put other parameters in the shards'")

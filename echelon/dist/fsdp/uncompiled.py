@@ -1,7 +1,7 @@
-"""Functions that torch.compile leaves alone: hooks, guards and public calls run outside of graphs.
+"""Functions that torch.compile does not trace: hooks, guards and public calls run outside graphs.
 
-They start collectives, look at attributes of tensors and keep state, none of which belongs in a
-compiled graph. A graph that reaches one is split there.
+They start collectives, inspect attributes of tensors and keep state, none of which belongs in a
+compiled graph. A graph that reaches one of them is split there.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def uncompiled(function: _Function) -> _Function:
-    """Return a function that is never traced, and neither is what it calls. Loads torch._dynamo."""
+    """Return a function that is never traced, including its callees. Loads torch._dynamo."""
     disabled: _Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return disabled
 
 
 def uncompiled_call(function: _Function) -> _Function:
-    """Return the same for a public function of a module; loads torch._dynamo at its first call.
+    """Return the same for a module's public function, loading torch._dynamo at its first call.
 
-    Not for closures and methods: torch keeps the result as an attribute of `function`.
+    It must not be used for closures and methods: torch stores the result as an attribute of
+    `function`.
     """
     disabled: _Function = _disable_dynamo(function)  # type: ignore[assignment]
     return disabled

@@ -1,1 +1,1 @@
-"""Who takes part: meeting the other ranks, their hosts, processes and clocks."""
+"""Membership: meeting the other ranks, and their hosts, processes and clocks."""

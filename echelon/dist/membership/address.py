@@ -1,4 +1,4 @@
-"""The address under which the other hosts of a job reach this one."""
+"""The address at which the other hosts of a job reach this one."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import socket
 
 
 def own_address(endpoint: str) -> str:
-    """Return the address from which this host reaches the store: the others can reach it there.
+    """Return this host's address on its route to the store, at which others can reach it.
 
     Args:
-        endpoint: "host:port" of the store that the members meet at. For a store without one, a
-            file's, the address that this host's own name stands for is taken, as torch does.
+        endpoint: "host:port" of the store at which the members meet. For a store without one (a
+            file), the address of this host's own name is used, as in torch.
 
     Raises:
         OSError: the store's name cannot be resolved, or there is no route to it.

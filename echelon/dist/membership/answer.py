@@ -1,7 +1,7 @@
-"""Answer: what a rank says of itself in a liveness check, and which rank is then at fault.
+"""Answer: a rank's answer in a liveness check, and the ranks at fault according to all answers.
 
-A message that times out shows only that its peer did not send. The peer may wait in turn, for
-another message or in a collective, and then the rank at the end of that chain is the one to name.
+A message that times out shows only that its peer did not send. The peer may itself be waiting, for
+another message or in a collective; then the rank at the end of that chain must be named.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a rank has called, and what its threads wait for now.
+    """A rank's calls so far, and what its threads currently wait for.
 
     Attributes:
-        num_called: collectives of the group.
-        peers: group ranks whose messages it waits for.
-        collectives: numbers of the collectives that it waits in.
+        num_called: number of collectives of the group that it has called.
+        peers: group ranks for whose messages it waits.
+        collectives: numbers of the collectives in which it waits.
     """
 
     num_called: int
@@ -31,7 +31,7 @@ class Answer:
 
 
 def answer_of(state: GroupState) -> str:
-    """Return this rank's answer, as it travels; from any thread."""
+    """Return this rank's answer in encoded form; callable from any thread."""
     waits = state.waits()
     return json.dumps(
         {
@@ -43,7 +43,7 @@ def answer_of(state: GroupState) -> str:
 
 
 def read(text: str | bytes) -> Answer:
-    """Return the answer that `answer_of` wrote."""
+    """Decode an answer encoded by `answer_of`."""
     told = json.loads(text)
     return Answer(told["called"], told["peers"], told["collectives"])
 
@@ -51,17 +51,17 @@ def read(text: str | bytes) -> Answer:
 def origins(
     me: int, late: Sequence[int], answers: Mapping[int, Answer], silent: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Follow which rank waits for which, beginning with the ranks that did not send.
+    """Follow the chains of waiting ranks, beginning with the ranks that did not send.
 
     Args:
-        me: the group rank that asks, which waits for `late`.
-        late: group ranks.
-        answers: by group rank, of this rank too.
-        silent: group ranks that did not answer: chains end there.
+        me: the group rank that asks and waits for `late`.
+        late: the group ranks that did not send.
+        answers: the answers by group rank, including this rank's.
+        silent: group ranks that did not answer; chains end there.
 
     Returns:
-        The group ranks at the ends of the chains, and those between. A circle has no end: then
-        `late` and none.
+        The group ranks at the ends of the chains, and those in between. For a cycle, which has no
+        end, `late` and no ranks.
     """
     ends: list[int] = []
     between: list[int] = []
@@ -82,7 +82,7 @@ def origins(
 
 
 def _needed(rank: int, answers: Mapping[int, Answer], silent: Sequence[int]) -> list[int]:
-    """Return the ranks for which a rank waits, as far as the answers show it."""
+    """Return the ranks for which a rank waits, as far as the answers show."""
     if rank not in answers:
         return []
     mine = answers[rank]

@@ -1,10 +1,11 @@
-"""The board: short notices that every rank of a world reads at once, through the store.
+"""The board: short notices through the store that every rank of a world reads at once.
 
-A rank whose group failed posts a verdict; a rank that must find out who is gone posts a question,
-which every member's process answers, whatever its main thread is doing. Notices are numbered keys,
-each written by one atomic compare_set, so that none is lost and none is overtaken.
+A rank whose group failed posts a verdict; a rank that must find out which ranks are dead posts a
+question, which every member's process answers, whatever its main thread is doing. Notices are
+numbered keys, each written with one atomic compare_set, so that notices are never lost or
+reordered.
 
-Only worlds of several hosts need a board: inside one, deaths are seen directly.
+Only worlds with several hosts need a board: within one host, deaths are detected directly.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ Take = Callable[[dict[str, Any]], None]
 
 
 def quick(store: Store) -> Store:
-    """Return a view of a store on a connection of its own, whose calls take at most `QUICK_S`.
+    """Return a view of a store on a separate connection, with calls that take at most `QUICK_S`.
 
     Raises:
-        StoreError: the store is out of reach.
+        StoreError: the store cannot be reached.
     """
     if isinstance(store, PrefixStore):
         return PrefixStore(store.prefix, quick(store.underlying_store))
@@ -46,7 +47,7 @@ def path_of(store: Store) -> str:
 
 
 class Board:
-    """This process's reader and writer of one board; listens while a group is attached."""
+    """This process's reader and writer of one board, which listens while a group is attached."""
 
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore("board", store)
@@ -58,7 +59,7 @@ class Board:
         self._thread: threading.Thread | None = None
 
     def attach(self, path: str, take: Take) -> None:
-        """Have `take` called with the notices for one group, on the board's thread.
+        """Call `take` with the notices for one group from now on, on the board's thread.
 
         Raises:
             StoreError: the store cannot be reached within its own timeout.
@@ -80,7 +81,7 @@ class Board:
                 self._thread.start()
 
     def detach(self, path: str) -> None:
-        """Stop passing on notices for a group; with the last one the board stops listening."""
+        """Stop passing on notices for a group; after the last group the board stops listening."""
         with self._lock:
             self._takers.pop(path, None)
             if self._takers or self._thread is None:
@@ -97,7 +98,7 @@ class Board:
         """Post a notice for one group.
 
         Raises:
-            StoreError: the store did not take it within `QUICK_S` per attempt.
+            StoreError: the store did not accept it within `QUICK_S` per attempt.
         """
         text = json.dumps(notice | {"group": path})
         with contextlib.closing(quick(self._store)) as client:

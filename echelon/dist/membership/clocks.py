@@ -1,8 +1,9 @@
-"""Line up the hosts' clocks once, at `init`: where each rank's stamps lie on rank 0's clock.
+"""Alignment of the hosts' clocks, once at `init`: the offset of each rank's clock to rank 0's.
 
-Ranks that share rank 0's clock (all of them, on one host) need nothing. Of every other host one
-rank asks rank 0 for the time, by round trips through the store's queues, and tells the others of
-its host. Rank 0 answers as many questions as there will be and no more, so this ends with the last.
+Ranks that share rank 0's clock (all of them, on one host) do not need this. On every other host one
+rank asks rank 0 for the time, by round trips through the store's queues, and passes the result to
+the others on its host. Rank 0 answers exactly the expected number of questions, so it finishes with
+the last one.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ def agree(
     my_clock: str | None = None,
     now: Callable[[], int] = time.monotonic_ns,
 ) -> ClockOffset:
-    """Return this rank's offset to rank 0's clock; every rank of the world calls this.
+    """Return this rank's offset to rank 0's clock; every rank of the world must call this.
 
     Args:
-        timeout_s: bounds each wait for another rank.
-        my_clock: names this rank's clock; None: this process's own.
-        now: that clock, in ns.
+        timeout_s: limit of each wait for another rank.
+        my_clock: identifies this rank's clock; None means this process's own.
+        now: returns that clock's time in ns.
 
     Raises:
-        StoreTimeoutError: a rank did not come.
+        StoreTimeoutError: a rank did not join.
     """
     name = clock_id() if my_clock is None else my_clock
     clocks = [text.decode() for text in store.gather("clock", rank, world_size, name, timeout_s)]

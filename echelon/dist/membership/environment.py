@@ -1,14 +1,14 @@
-"""What this room reads from the environment: torchrun's worker variables, here and nowhere else.
+"""The environment variables read by this package: torchrun's worker variables, and a few more.
 
 | variable | meaning |
 |---|---|
-| RANK, WORLD_SIZE | this process, and how many there are; without both: a world of one |
+| RANK, WORLD_SIZE | this process's rank and the number of ranks; without both, a world of one |
 | LOCAL_RANK, LOCAL_WORLD_SIZE | the same within this node |
 | MASTER_ADDR, MASTER_PORT | the store |
 | TORCHELASTIC_USE_AGENT_STORE | "True": the launcher hosts the store; else rank 0 does |
-| TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT | name space of this attempt's keys |
-| ECHELON_ON_LOSS | "shrink": the launcher publishes which ranks are left when one dies |
-| ECHELON_SHM | "python": the shm backend's pure-Python engine, even where the C core is |
+| TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT | namespace of this attempt's keys |
+| ECHELON_ON_LOSS | "shrink": when a rank dies, the launcher publishes which ranks are left |
+| ECHELON_SHM | "python": use the shm backend's pure-Python engine, even if the C core was built |
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendezvous:
-    """Who we are among whom, and where we meet."""
+    """This process's place in the world, and the store at which the ranks meet."""
 
     rank: int = 0
     world_size: int = 1
@@ -36,7 +36,7 @@ class Rendezvous:
         """Read the worker's variables.
 
         Raises:
-            ValueError: some are set and others that belong to them are missing or no numbers.
+            ValueError: some are set, but related ones are missing or not numbers.
         """
         if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
             return cls()
@@ -63,12 +63,12 @@ class Rendezvous:
 
 
 def num_ranks_here(at_least: int) -> int:
-    """Return how many ranks share this node, as the launcher says; `at_least` if it does not."""
+    """Return the number of ranks on this node according to the launcher, or `at_least`."""
     return max(at_least, _number("LOCAL_WORLD_SIZE", at_least))
 
 
 def local_rank() -> int:
-    """Return this rank's number within its node; its rank where the launcher does not say.
+    """Return this rank's number within its node, or its rank if the launcher does not set it.
 
     Raises:
         ValueError: the variable is not a number.
@@ -82,10 +82,10 @@ def on_loss() -> str:
 
 
 def wants_python_engine() -> bool:
-    """Return whether the user asked for the shm backend's pure-Python engine.
+    """Return whether the user requested the shm backend's pure-Python engine.
 
     Raises:
-        ValueError: ECHELON_SHM is something else.
+        ValueError: ECHELON_SHM has another value.
     """
     value = os.environ.get("ECHELON_SHM", "")
     if value not in ("", "python", "native"):

@@ -1,4 +1,4 @@
-"""The other ranks' processes on this host, and this host's address towards another."""
+"""The other ranks' processes on this host, and this host's address on the route to another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def processes_here(facts: list[dict[str, Any]], rank: int) -> dict[int, Process]
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return this machine's address on the route to another; "" if there is no route."""
+    """Return this machine's address on the route to another, or "" if there is no route."""
     try:
         family, kind, proto, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, proto) as probe:

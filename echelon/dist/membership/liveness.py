@@ -1,21 +1,22 @@
-"""Which member of a group is at fault: dead, gone, late, or blamed by another rank.
+"""Determining the members of a group at fault: dead, closed, late, or blamed by another rank.
 
 Evidence, strongest first:
 
-1. the end of a process on this host, seen directly (`peers`);
-2. a verdict that another rank published: the first one counts, and all ranks report it;
-3. the mark of a rank that closed the group in order;
-4. a rank that does not answer the liveness check. Every rank's process answers on a thread of its
-   own, with the number of collectives it has called: a rank that computes is late, never dead. It
-   says what it waits for, too, so that a rank that waits in turn is not blamed for another.
+1. the end of a process on this host, detected directly (`peers`);
+2. a verdict published by another rank: the first one counts, and all ranks report it;
+3. the mark of a rank that closed the group properly;
+4. a rank that does not answer the liveness check. Every rank's process answers on a separate thread
+  with the number of collectives it has called, so a rank that is computing counts as late, never as
+  dead. It also reports what it waits for, so that a rank that is itself waiting is not blamed for
+  another one.
 
 Neither a connection nor a lease of the store is evidence: a stopped rank keeps its connection, a
-living one may lose it, and a lease shows what was true up to its length ago (the store's default is
-10 s). The liveness check asks now, and a rank answers over whichever connection it has.
+live one may lose it, and a lease shows only what was true up to its length ago (the store's default
+is 10 s). The liveness check asks now, and a rank answers over its current connection.
 
-A rank that is merely not heard from is named as such, and is blamed only where no rank is proven to
-be gone. When the store does not answer, the error says so and blames no rank. Every store call here
-has a limit of its own (`board.QUICK_S`).
+A rank that merely does not answer is named as such, and is blamed only if no rank is proven to be
+dead. When the store does not answer, the error says so and does not blame any rank. Every store
+call here has its own limit (`board.QUICK_S`).
 """
 
 from __future__ import annotations
@@ -71,9 +72,9 @@ class Liveness:
         """Watch the members.
 
         Args:
-            store: the group's part of the store.
-            board: the world's; used if a member cannot be watched directly.
-            facts: per group rank, `process_identity` of its process.
+            store: the group's view of the store.
+            board: the world's board, used if a member cannot be watched directly.
+            facts: the `process_identity` of each group rank's process.
         """
         self._members = members
         self._store = store
@@ -89,24 +90,24 @@ class Liveness:
         self._is_closed = False
 
     def use_board(self) -> None:
-        """Use the world's board though every member is watched; call it before `serve`.
+        """Use the world's board even if every member is watched; call this before `serve`.
 
-        A broken connection shows that a rank left or failed, but not which one, nor why.
+        A broken connection shows that a rank left or failed, but not which rank or why.
         """
         if self._others:
             self._board = self._world_board
 
     def serve(self, state: GroupState) -> None:
-        """Begin to answer liveness checks of other ranks, and to fail `state` with verdicts."""
+        """Start answering other ranks' liveness checks and failing `state` on their verdicts."""
         self._state = state
         if self._board is not None:
             self._board.attach(self._path, self._take)
 
     def check_joining(self) -> None:
-        """Raise if a member is known to have died while the group is being made.
+        """Raise if a member is known to have died while the group is being created.
 
         Raises:
-            PeerLostError: names it.
+            PeerLostError: a member has died; the error names it.
         """
         dead = self._peers.dead(self._others)
         if dead:
@@ -115,7 +116,7 @@ class Liveness:
     # ---- what GroupState asks ----
 
     def dead(self, ranks: Sequence[int]) -> list[int]:
-        """Return those of the group ranks whose processes are known to have ended."""
+        """Return the given group ranks whose processes are known to have ended."""
         return self._peers.dead(ranks)
 
     def find(
@@ -125,9 +126,10 @@ class Liveness:
         needed: Sequence[int] | None,
         dead: Sequence[int] = (),
     ) -> CollectiveError:
-        """Return which ranks are at fault, within 2.5 s; 4 s where the store answers late.
+        """Return the ranks at fault, within 2.5 s, or 4 s if the store answers late.
 
-        A store that does not answer is asked again for a while: its machine may have stood still.
+        A store that does not answer is retried for a while, because its machine may have been
+        paused.
         """
         members = self._members
         if broken is None and needed is not None and not dead and self._board is None:
@@ -148,7 +150,7 @@ class Liveness:
                 time.sleep(_ASK_AGAIN_S)
 
     def explain(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return why a rank that the engine saw leave did so, if it published that."""
+        """Return why a rank left, as observed by the engine, if it published the reason."""
         if self._is_of_a_part(operation, error):
             return self.find(operation, None, [operation.peer])
         if self._is_late_here(operation, error):
@@ -162,7 +164,7 @@ class Liveness:
         return self._heard_or(operation, error, _HEARSAY_S)
 
     def hear(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return the verdict of the rank whose failure ended an operation here; else `error`."""
+        """Return the verdict of the rank whose failure ended an operation here, else `error`."""
         wait_s = _HEARSAY_S if self._board is None else _VERDICT_S
         return self._heard_or(operation, error, wait_s)
 
@@ -176,7 +178,7 @@ class Liveness:
             return error
 
     def _is_of_a_part(self, operation: Operation, error: CollectiveError) -> bool:
-        """Whether a message timed out in an engine that knows a part of the group only."""
+        """Return whether a message timed out in an engine that covers only a part of the group."""
         return (
             isinstance(error, CollectiveTimeoutError)
             and self._board is not None
@@ -186,10 +188,10 @@ class Liveness:
 
     @contextlib.contextmanager
     def arriving(self) -> Iterator[None]:
-        """Mark in the store, inside, that this rank is in a monitored barrier.
+        """Mark in the store, during the block, that this rank is in a monitored barrier.
 
-        The liveness check answers for a process; the mark holds for a rank that cannot answer any
-        more, too. Where ranks share a host and memory, that memory shows which have arrived.
+        A liveness check needs a live process; the mark also counts for a rank that can no longer
+        answer. If ranks share a host and memory, that memory shows which have arrived.
         """
         if self._board is None:
             yield
@@ -206,23 +208,23 @@ class Liveness:
         self._try(lambda store: store.delete_key(mark))  # after a failure others may read it
 
     def _try(self, ask: Callable[[Store], object]) -> None:
-        """Ask the store within a short limit; without an answer there is no mark."""
+        """Call the store within a short limit; if it does not answer, there is no mark."""
         with contextlib.suppress(StoreError), contextlib.closing(quick(self._store)) as store:
             ask(store)
 
     def publish(self, error: CollectiveError) -> None:
-        """Publish why the group ended on this rank, from the watcher's thread."""
+        """Publish, on the watcher's thread, why the group ended on this rank."""
         if self._others and not self._has_heard:
             note = self._note(error)
             watcher().post(lambda: self._publish(note))
 
     def leave(self) -> None:
-        """Mark that this rank closed the group, from the watcher's thread."""
+        """Mark, on the watcher's thread, that this rank closed the group."""
         if self._board is not None:
             watcher().post(self._mark_left)
 
     def close(self, timeout_s: float = 2 * QUICK_S) -> None:
-        """Publish what is still to be published, and release everything. Safe to call twice."""
+        """Publish everything still pending, and release all resources. Safe to call twice."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -272,7 +274,7 @@ class Liveness:
         return build.connection_broken(members, operation, broken, seen)
 
     def _is_late_here(self, operation: Operation, error: CollectiveError) -> bool:
-        """Whether a message of ranks that are all on this host timed out."""
+        """Return whether a message timed out whose ranks are all on this host."""
         return (
             isinstance(error, CollectiveTimeoutError)
             and self._board is None
@@ -281,10 +283,11 @@ class Liveness:
         )
 
     def _late_here(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return which rank of this host is at the end of the chain of ranks that wait in turn.
+        """Return the rank of this host at the end of the chain of waiting ranks.
 
-        No rank is asked here. But ranks that wait in turn time out at nearly the same moment, and
-        each says then what it waited for. Without a store the peer itself is named, as in `error`.
+        This does not ask other ranks. But ranks in a chain time out at nearly the same moment, and
+        each then publishes what it waited for. Without a store the peer itself is named, as in
+        `error`.
         """
         if self._state is None:
             return error
@@ -321,13 +324,13 @@ class Liveness:
         return sorted({*late, *silent})
 
     def _without_arrived(self, operation: Operation, late: list[int], store: Store) -> list[int]:
-        """Leave out the ranks that have marked their arrival in a monitored barrier."""
+        """Exclude the ranks that have marked their arrival in a monitored barrier."""
         if operation.kind != "barrier" or not self._arrivals:
             return late
         return [rank for rank in late if not store.check([f"{self._arrivals}/{rank}"])]
 
     def _ask(self, operation: Operation, store: Store) -> tuple[dict[int, Answer], list[int]]:
-        """Return what each other rank has called and waits for, and which did not answer."""
+        """Return the other ranks' calls and waits, and the ranks that did not answer."""
         if self._board is None:
             return {}, []
         question = f"{operation.kind}-{operation.peer}-{operation.sequence}"
@@ -344,7 +347,7 @@ class Liveness:
         return {rank: read(value) for rank, value in zip(heard, values, strict=True)}, silent
 
     def _silent(self, question: str, store: Store, wait_s: float) -> list[int]:
-        """Return the other ranks that have not answered within a time."""
+        """Return the other ranks that have not answered in time."""
         keys = {self._answer_key(question, rank): rank for rank in self._others}
         try:
             store.wait(list(keys), timeout=wait_s)
@@ -361,7 +364,7 @@ class Liveness:
     # ---- verdicts and answers ----
 
     def _take(self, notice: dict[str, Any]) -> None:
-        """Answer a question or pass on a verdict; on the board's thread."""
+        """Answer a question or pass on a verdict. Runs on the board's thread."""
         state = self._state
         if state is None:
             return
@@ -396,7 +399,7 @@ class Liveness:
             store.set_confirmed(f"left/{self._members.rank}", b"1")
 
     def _verdict(self, operation: Operation, store: Store, wait_s: float) -> CollectiveError | None:
-        """Return what another rank published, waiting for it a moment.
+        """Return the verdict published by another rank, waiting briefly for it.
 
         Raises:
             StoreError: the store does not answer.

@@ -1,4 +1,4 @@
-"""Exchange one value per member through the store, with which every group begins."""
+"""The exchange of one value per member through the store, with which every group begins."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from echelon.store.base import Store
 def gather(
     members: Members, store: PrefixStore, key: str, mine: Any, deadline_s: float
 ) -> list[Any]:
-    """Exchange one value per member through the store; the key may be used again.
+    """Exchange one value per member through the store; the key may be reused.
 
-    The first rank to time out withdraws its arrival, so the next one to time out would miss it as
-    well: a mark that outlives the withdrawal tells which ranks had arrived.
+    The first rank to time out withdraws its arrival, so the next one to time out would also miss
+    it. A mark that outlives the withdrawal shows which ranks had arrived.
 
     Raises:
-        CollectiveTimeoutError: members did not arrive by `deadline_s`; names those that never did.
+        CollectiveTimeoutError: members did not arrive by `deadline_s`; the error names those that
+            never did.
     """
     value = json.dumps(mine).encode()
     left = max(0.001, deadline_s - time.monotonic())
@@ -36,15 +37,15 @@ def gather(
 
 
 def next_round(members: Members, store: PrefixStore, deadline_s: float) -> int:
-    """Agree on the number of the world that these ranks are about to make.
+    """Agree on the number of the world that these ranks are about to create.
 
-    Every key of a world lies below its number, so a process that leaves and joins again never reads
-    what an earlier world left in the store. The store keeps the count, not the ranks: a restarted
-    process has forgotten how many worlds it was in. Rank 0 draws the number and all ranks receive
+    Every key of a world has its number as a prefix, so a process that leaves and rejoins never
+    reads keys of an earlier world. The store keeps the count, not the ranks, because a restarted
+    process does not know how many worlds it was in. Rank 0 draws the number, and all ranks receive
     it in one gather, which completes only when every rank is joining.
 
     Raises:
-        CollectiveTimeoutError: members did not join by `deadline_s`; names them.
+        CollectiveTimeoutError: members did not join by `deadline_s`; the error names them.
     """
     if members.size == 1:
         return 0
@@ -57,15 +58,16 @@ def next_round(members: Members, store: PrefixStore, deadline_s: float) -> int:
 def exchange(
     members: Members, store: PrefixStore, key: str, mine: Any, deadline_s: float
 ) -> list[Any]:
-    """Exchange one value per member through the store, and watch for members' deaths.
+    """Exchange one value per member through the store while watching for members' deaths.
 
-    The last rank to arrive opens a gate, so that all wait for one key, however many they are.
+    The last rank to arrive sets a gate key, so that all ranks wait for one key, however many there
+    are.
 
     Args:
-        key: used for this exchange only.
+        key: a key used only for this exchange.
 
     Raises:
-        CollectiveTimeoutError: members did not arrive by `deadline_s`; names them.
+        CollectiveTimeoutError: members did not arrive by `deadline_s`; the error names them.
         PeerLostError: `members.check` found within about a second that a member has died.
     """
     began_s = time.monotonic()

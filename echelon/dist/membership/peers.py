@@ -1,10 +1,10 @@
-"""Which of the other ranks' processes have ended.
+"""Detection of other ranks' processes that have ended.
 
-By pidfd, which cannot be fooled by a reused pid and reports a zombie as dead; where the kernel or a
-sandbox denies it, by pid and start time in /proc. A pid means nothing in another PID namespace,
-such as another container's: such a process hands over its own pidfd (see `shm/handover.py`), and is
-not watched until it has. One descriptor per process serves all groups, and one epoll watches them
-all: a look at hundreds of peers is one system call.
+It uses pidfds, which cannot be fooled by a reused pid and report a zombie as dead; if the kernel or
+a sandbox denies them, it uses the pid and the start time in /proc. A pid is meaningless in another
+PID namespace, such as another container's: such a process passes its own pidfd (see
+`shm/handover.py`) and is not watched until then. One descriptor per process serves all groups, and
+one epoll watches them all, so checking hundreds of peers takes one system call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from echelon.host.identity import Process, pid_namespace, start_ticks
 
 
 class _Descriptors:
-    """The pidfds of this process, each shared by all groups that watch the same process."""
+    """The pidfds held by this process, each shared by all groups that watch the same process."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -27,7 +27,7 @@ class _Descriptors:
         self._ended: set[int] = set()  # pidfds
 
     def adopt(self, process: Process, fd: int) -> None:
-        """Keep a pidfd that a process of another namespace handed over."""
+        """Keep a pidfd received from a process in another namespace."""
         with self._lock:
             if process in self._open:
                 os.close(fd)
@@ -61,7 +61,7 @@ class _Descriptors:
             return self._ended
 
     def release(self, process: Process) -> None:
-        """Close a pidfd with its last user."""
+        """Release a pidfd; close it with its last user."""
         with self._lock:
             fd, users = self._open.pop(process)
             if users > 1:
@@ -86,7 +86,7 @@ _descriptors = _Descriptors()
 
 
 def _forget() -> None:
-    """Begin again in a forked child: the lock may be held by a thread that is not there."""
+    """Reset in a forked child, where the lock may be held by a thread that does not exist."""
     global _descriptors
     _descriptors = _Descriptors()
 
@@ -95,7 +95,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def adopt(process: Process, fd: int) -> None:
-    """Watch a process of another PID namespace by the pidfd that it handed over."""
+    """Watch a process of another PID namespace through the pidfd that it sent."""
     _descriptors.adopt(process, fd)
 
 
@@ -117,18 +117,18 @@ class Peers:
 
     @property
     def watched(self) -> set[int]:
-        """The group ranks whose deaths are seen."""
+        """The group ranks whose deaths can be detected."""
         return {rank for rank in self._processes if rank in self._pidfds or self._is_near(rank)}
 
     def dead(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of the group ranks whose process has ended. Does not block."""
+        """Return the group ranks whose processes have ended. Does not block."""
         ended = _descriptors.ended()
         if not ended and not self._reused and len(self._pidfds) == len(self._processes):
             return []
         return [rank for rank in ranks if rank in self._processes and self._is_dead(rank, ended)]
 
     def table(self, size: int) -> list[tuple[int, int, int]]:
-        """Return (pid, pidfd or -1, start ticks) per group rank; zeros where none is watched."""
+        """Return (pid, pidfd or -1, start ticks) per group rank; zeros for ranks not watched."""
         rows = []
         for rank in range(size):
             _, pid, ticks = self._processes.get(rank, (0, 0, 0))

@@ -1,8 +1,8 @@
-"""The one thread of a group that moves the bytes of its messages.
+"""The thread of a group that moves the bytes of its messages.
 
-Callers only append to a queue and wake the thread, so that a call may come from any thread, from
-within a signal's handler that interrupted another call, and from a process that is about to fork:
-no lock is held anywhere but by the thread itself. It starts with the first message.
+Callers only append to a queue and wake the thread. So a call may come from any thread, from a
+signal handler that interrupted another call, or from a process that is about to fork: only the
+thread itself holds locks. It starts with the first message.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ CHECK_EVERY_S = 0.1
 
 
 class StreamBroken(Exception):  # noqa: N818 -- an event for the protocol, not an error for a user
-    """The streams from and to a peer have ended."""
+    """The streams to and from a peer have ended."""
 
 
 class Streams(Interface):
-    """Ordered bytes to and from each peer, never blocking but in `wait`."""
+    """Ordered byte streams to and from each peer; only `wait` blocks."""
 
     slice_s: float  # the longest `wait`, where `broken` has to be asked now and then
 
@@ -39,27 +39,27 @@ class Streams(Interface):
         """Close the streams of a peer."""
 
     def wait(self, timeout_s: float) -> list[int]:
-        """Block until something may be done, `wake` was called, or the time is up.
+        """Block until there is work, `wake` was called, or the time has expired.
 
         Returns:
             The peers that may have sent something.
         """
 
     def writable(self) -> list[int]:
-        """Return the peers for which a `write` had no room and may have room now."""
+        """Return the peers for which a `write` did not have room but may have room now."""
 
     def read(self, peer: int, view: memoryview) -> int:
-        """Read into `view`; return how many bytes there were, 0 for none.
+        """Read into `view`; return the number of bytes, which may be 0.
 
         Raises:
-            StreamBroken: there will be no more.
+            StreamBroken: the stream has ended.
         """
 
     def has_unread(self, peer: int) -> bool:
-        """Return whether bytes of a peer have arrived and were not read; from any thread."""
+        """Return whether unread bytes of a peer have arrived; callable from any thread."""
 
     def write(self, peer: int, views: list[memoryview]) -> int:
-        """Write what there is room for; return how many bytes that were.
+        """Write as much as there is room for; return the number of bytes.
 
         Raises:
             StreamBroken: the peer will not read them.
@@ -69,20 +69,20 @@ class Streams(Interface):
         """Return the peers whose streams have ended since the last call, with the reason."""
 
     def wake(self) -> None:
-        """End a `wait` of another thread, the present one or the next."""
+        """Wake another thread's current `wait`, or its next one."""
 
     def close(self) -> None:
-        """Release everything. Called by the driver's thread, or where there is none."""
+        """Release all resources. Called by the driver's thread, or if there is none."""
 
 
 Lost = Callable[[int, str], BaseException]
 
 
 class Driver:
-    """Runs the protocol of a group over its streams."""
+    """The driver of a group's message protocol over its streams."""
 
     def __init__(self, name: str, protocol: Protocol, streams: Streams, lost: Lost) -> None:
-        """`lost(peer, why)` makes the error of what a peer's broken streams end."""
+        """Use `lost(peer, why)` to create the error for transfers that a broken stream ends."""
         self._name = name
         self._protocol = protocol
         self._streams = streams
@@ -111,16 +111,16 @@ class Driver:
             self._streams.wake()
 
     def cut(self, error: BaseException) -> None:
-        """End what is under way and what is posted from now on with `error`; never blocks."""
+        """End current and later transfers with `error`; never blocks."""
         if self._end is None:
             self._end = error
         self._streams.wake()
 
     def close(self, timeout_s: float, error: BaseException | None = None) -> bool:
-        """End the thread, which `cut` has asked to end, and release the streams.
+        """Wait for the thread, which `cut` has asked to stop, and release the streams.
 
         Returns:
-            Whether the thread has ended in time.
+            Whether the thread ended in time.
         """
         self.cut(error or RuntimeError("the messages of the group are closed"))
         none = threading.Thread(name=self._name)
@@ -132,10 +132,10 @@ class Driver:
         return not thread.is_alive()
 
     def _may_have_unread(self, peer: int) -> bool:
-        """Return whether a peer's bytes may be on their way to a receive; from any thread.
+        """Return whether a peer's bytes may be in transit to a receive; callable from any thread.
 
-        They are if they have arrived, and perhaps while the driver's thread is at work: it may have
-        read them and not yet have given them to the receive, or not have seen the receive.
+        That is so if they have arrived, and possibly while the driver's thread is working: it may
+        have read them without passing them to the receive yet, or may not have seen the receive.
         """
         if self._streams.has_unread(peer):
             return True
@@ -196,7 +196,7 @@ class Driver:
         return min(self._streams.slice_s, CHECK_EVERY_S if self._live else _IDLE_S)
 
     def _look_around(self) -> None:
-        """Check the watch of one transfer per peer, and of those whose time is up."""
+        """Check the watches of one transfer per peer and of transfers past their deadline."""
         now = time.monotonic()
         self._look_at_s = now + CHECK_EVERY_S
         for transfer in self._live:

@@ -1,9 +1,9 @@
-"""EitherPending: a receive from any rank that two engines wait for, and one of them gets.
+"""EitherPending: a receive from any rank on two engines, of which one gets the message.
 
-[Note: one message for two receives] The receive is started on both levels, into the same array.
-What decides is the claim of the one inside the host: its own engine sets it when a message matches,
-and the other level takes it back (`withdraw`) before it matches one, both in one atomic step. So no
-message is lost and none is taken twice.
+[Note: one message for two receives] The receive is started on both levels, into the same array. The
+claim of the receive inside the host decides: its engine sets the claim when a message matches, and
+the other level withdraws that receive (`withdraw`) before it matches a message; both are atomic. So
+a message is never lost or taken twice.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from echelon.dist.messages.transfer import Transfer
 
 
 class Inside(Pending, Protocol):
-    """A receive inside the host, which can be taken back."""
+    """A receive inside the host that can be withdrawn."""
 
     def withdraw(self) -> bool:
-        """See `messages.transfer.Withdrawable`."""
+        """Withdraw the receive; see `messages.transfer.Withdrawable`."""
 
     @property
     def source(self) -> int:
-        """The group rank whose message it got, in its own group; -1 while it has none."""
+        """The rank, in its own group, whose message it got; -1 until then."""
 
 
 class EitherPending:
     """A receive that ranks of this host and of others may answer.
 
     Args:
-        inside: the receive inside the host; it ends without a source if it was taken back.
-        across: the one between hosts, whose rival is `inside`.
+        inside: the receive inside the host; it ends without a source if it was withdrawn.
+        across: the receive between hosts, whose rival is `inside`.
         near: group ranks of this host, in the order of their group.
     """
 
@@ -41,7 +41,7 @@ class EitherPending:
         self._near = near
 
     def _ended(self) -> Pending | None:
-        """Return the one whose end is the end of the receive; None while there is none."""
+        """Return the receive whose end decides, or None until there is one."""
         across, inside = self._across, self._inside
         if across.done and (across.error is not None or across.source >= 0):
             return across
@@ -51,29 +51,29 @@ class EitherPending:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, with success or failure."""
+        """Whether it has succeeded or failed."""
         return self._ended() is not None
 
     @property
     def error(self) -> BaseException | None:
-        """What it ended with; None if it succeeded or has not ended."""
+        """The error with which it failed; None if it succeeded or has not ended."""
         ended = self._ended()
         return None if ended is None else ended.error
 
     @property
     def ended_mono_ns(self) -> int:
-        """When it ended; 0 while it has not."""
+        """When it ended; 0 until then."""
         ended = self._ended()
         return 0 if ended is None else ended.ended_mono_ns
 
     @property
     def source(self) -> int:
-        """The group rank whose message it got; -1 while it has none."""
+        """The group rank whose message it got; -1 until then."""
         inside = self._inside.source if self._inside.done else -1
         return self._near[inside] if inside >= 0 else self._across.source
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Block until it has ended or the time is up; return whether it has ended."""
+        """Block until it has ended or the time has expired; return whether it has ended."""
         limit_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.done:
             left_s = CHECK_EVERY_S

@@ -1,4 +1,4 @@
-"""The frames of a message stream: 64 bytes of header each, some with a payload behind it.
+"""The frames of a message stream: each a 64-byte header, some followed by a payload.
 
     EAGER   a whole message: header (tag, dtype, size), then its bytes
     OFFER   a message that waits at the sender: header only; `number` identifies it
@@ -24,7 +24,7 @@ assert HEADER_BYTES == 64
 
 
 class FrameKind(IntEnum):
-    """What a frame is."""
+    """The kind of a frame."""
 
     EAGER = 1
     OFFER = 2
@@ -34,7 +34,7 @@ class FrameKind(IntEnum):
 
 
 class FrameError(ValueError):
-    """A peer sent bytes that are not a frame, or a frame that nothing asked for."""
+    """A peer sent bytes that are not a frame, or an unexpected frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,10 @@ class Header:
     """The header of one frame.
 
     Attributes:
-        tag: of EAGER and OFFER; negative for channels.
-        number: of OFFER, GRANT and DATA: the sender's number of the offered message.
-        size: bytes of payload; of OFFER: bytes of the whole message.
-        dtype: of EAGER and OFFER: the key of the dtype's name, see `dtype_key`.
+        tag: the tag, in EAGER and OFFER; negative for channels.
+        number: in OFFER, GRANT and DATA, the sender's number of the offered message.
+        size: size of the payload in bytes; in OFFER, of the whole message.
+        dtype: in EAGER and OFFER, the key of the dtype's name (see `dtype_key`).
     """
 
     kind: FrameKind
@@ -58,15 +58,15 @@ class Header:
 def pack(
     kind: FrameKind, *, tag: int = 0, number: int = 0, size: int = 0, dtype: bytes = b""
 ) -> bytes:
-    """Return a frame's header: [HEADER_BYTES]."""
+    """Encode a frame's header: [HEADER_BYTES]."""
     return _HEADER.pack(kind, tag, number, size, dtype)
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Header:
-    """Read a header.
+    """Decode a header.
 
     Raises:
-        FrameError: there is no frame of this kind.
+        FrameError: the kind of frame is unknown.
     """
     kind, tag, number, size, dtype = _HEADER.unpack(data)
     try:
@@ -76,7 +76,7 @@ def unpack(data: bytes | bytearray | memoryview) -> Header:
 
 
 def dtype_key(name: str) -> bytes:
-    """Return what stands for a dtype in a header: its name, or a digest of a long one."""
+    """Return the key of a dtype in a header: its name, or a digest of a long name."""
     raw = name.encode()
     if len(raw) <= _DTYPE_CHARS:
         return raw
@@ -84,5 +84,5 @@ def dtype_key(name: str) -> bytes:
 
 
 def dtype_name(key: bytes) -> str:
-    """Return the dtype's name for an error message."""
+    """Return a dtype's name for an error message."""
     return key.decode("utf-8", "replace")

@@ -1,8 +1,8 @@
-"""Which receive gets which message: by sender and tag, in order within each pair and tag.
+"""Matching of receives and messages: by sender and tag, in order within each pair and tag.
 
-A receive that names no sender takes part in the order of both kinds: of all receives that would
-take a message the one posted first gets it, and of all messages that would fit a receive the one
-that arrived first is taken.
+A receive that does not name a sender takes part in both orders: of all receives that match a
+message the one posted first gets it, and of all messages that match a receive the one that arrived
+first is taken.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from echelon.dist.operation.operation import ANY_SOURCE
 
 @dataclass(slots=True)
 class Arrival:
-    """A message that arrived, or was offered, before a receive asked for it.
+    """A message that arrived or was offered before a matching receive was posted.
 
     Attributes:
         peer: group rank of the sender.
-        size: bytes of the message.
-        number: the sender's number of an offered message; -1: the bytes are here or on their way.
+        size: size of the message in bytes.
+        number: the sender's number of an offered message; -1 if the bytes are here or in transit.
         body: the bytes of an eager message.
-        is_complete: whether all of them have arrived.
-        taker: the receive that gets them once they have.
-        order: number among the arrivals; the lower arrived first.
+        is_complete: whether all of the bytes have arrived.
+        taker: the receive that gets them once they have arrived.
+        order: number among the arrivals; lower numbers arrived first.
     """
 
     peer: int
@@ -41,7 +41,7 @@ class Arrival:
 
 
 class Matcher:
-    """The posted receives and the early messages of one rank. Not locked: the protocol is."""
+    """The posted receives and the early messages of one rank. Not thread-safe by itself."""
 
     def __init__(self) -> None:
         self._posted: dict[tuple[int, int], deque[Transfer]] = {}
@@ -50,7 +50,7 @@ class Matcher:
         self._num_early = 0
 
     def post(self, receive: Transfer) -> Arrival | None:
-        """Return the message that a receive gets; None: the receive is kept until one arrives."""
+        """Return the message for a receive, or None and keep the receive until one arrives."""
         operation = receive.operation
         by_peer = self._early.get(operation.tag)
         if by_peer and operation.peer == ANY_SOURCE and not receive.take():
@@ -66,7 +66,7 @@ class Matcher:
         return None
 
     def match(self, peer: int, tag: int) -> Transfer | None:
-        """Return the receive that gets a message which has just arrived, and forget it."""
+        """Return and remove the receive for a message that has just arrived."""
         named = self._posted.get((peer, tag))
         while unnamed := self._posted.get((ANY_SOURCE, tag)):
             if named and named[0].order < unnamed[0].order:
@@ -78,20 +78,20 @@ class Matcher:
         return self._pop_posted((peer, tag), named) if named else None
 
     def keep(self, arrival: Arrival) -> None:
-        """Put a message aside that no receive asks for yet."""
+        """Set aside a message for which no receive is posted yet."""
         self._num_early += 1
         arrival.order = self._num_early
         by_peer = self._early.setdefault(arrival.tag, {})
         by_peer.setdefault(arrival.peer, deque()).append(arrival)
 
     def drop_offers(self, peer: int) -> None:
-        """Forget what a rank has offered: it will not send it any more."""
+        """Forget messages that a rank offered but will no longer send."""
         for tag, by_peer in list(self._early.items()):
             kept = deque(one for one in by_peer.get(peer, ()) if one.is_complete)
             self._set_early(tag, by_peer, peer, kept)
 
     def take_receives(self, peer: int) -> list[Transfer]:
-        """Forget and return the receives that name `peer`, except those that others may answer."""
+        """Remove and return the receives that name `peer`, except those that others may answer."""
         found = []
         for key in [key for key in self._posted if key[0] == peer]:
             waiting = self._posted.pop(key)
@@ -101,7 +101,7 @@ class Matcher:
         return found
 
     def withdraw(self, receive: Transfer) -> None:
-        """Forget a posted receive, if no message has been given to it."""
+        """Remove a posted receive unless it has been given a message."""
         key = (receive.operation.peer, receive.operation.tag)
         waiting = self._posted.get(key, deque())
         if receive in waiting:
@@ -110,7 +110,7 @@ class Matcher:
                 del self._posted[key]
 
     def posted(self) -> Iterator[Transfer]:
-        """Iterate over the receives that wait for a message."""
+        """Iterate over the receives that are waiting for a message."""
         for waiting in self._posted.values():
             yield from waiting
 
@@ -129,7 +129,7 @@ class Matcher:
     def _set_early(
         self, tag: int, by_peer: dict[int, deque[Arrival]], peer: int, waiting: deque[Arrival]
     ) -> None:
-        """Keep no empty queue: a program may use a new tag in every step."""
+        """Set a queue, dropping empty ones: a program may use a new tag in every step."""
         if waiting:
             by_peer[peer] = waiting
         else:

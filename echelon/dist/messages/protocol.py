@@ -1,16 +1,16 @@
-"""What two ranks say to each other about messages, as a state machine without I/O.
+"""The message protocol between two ranks, as a state machine without I/O.
 
-A small message is sent at once (EAGER). A large one, and any that would take more of the receiver's
-memory than it has granted, is offered first and sent when a receive has claimed it, straight into
-the receiver's array. So sends of several tags complete in whatever order the receiver takes them,
-and early messages take at most `WINDOW_BYTES` of a rank's memory for each peer that sends to it,
-besides 64 bytes of header for each message that waits at its sender.
+A small message is sent at once (EAGER). A large message, or one that would use more of the
+receiver's memory than granted, is offered first and sent directly into the receiver's array once a
+receive has claimed it. So sends with several tags complete in the order in which the receiver takes
+them, and early messages use at most `WINDOW_BYTES` of a rank's memory per sending peer, plus a
+64-byte header for each message that waits at its sender.
 
-The bytes of a stream are always read, whatever the receiver asks for: no message can block another.
-Payloads of offered messages travel in turns, `CHUNK_BYTES` each, so that a small message never
+The bytes of a stream are always read, whatever receives are posted, so messages cannot block each
+other. Payloads of offered messages take turns, `CHUNK_BYTES` each, so that a small message never
 waits for a whole large one.
 
-One thread drives it (driver.py): nothing here is locked.
+A single thread drives it (driver.py), so it needs no locks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Mismatch = Callable[[Transfer, str], BaseException]
 
 @dataclass(slots=True)
 class _Frame:
-    """A frame on its way out; `ends` is done once it has been written."""
+    """An outgoing frame; `ends` is called once it has been written."""
 
     views: list[memoryview]
     ends: Transfer | None = None
@@ -45,7 +45,7 @@ class _Frame:
 
 @dataclass(slots=True)
 class _Outbox:
-    """What goes to one peer."""
+    """The outgoing frames to one peer."""
 
     credit: int = WINDOW_BYTES
     queued: deque[_Frame] = field(default_factory=deque)
@@ -55,7 +55,7 @@ class _Outbox:
 
 @dataclass(slots=True)
 class _Inbox:
-    """What comes from one peer: the frame that is being read."""
+    """The incoming frame from one peer."""
 
     header: bytearray = field(default_factory=bytearray)
     body: memoryview | None = None  # where the rest of the payload goes
@@ -68,11 +68,11 @@ class Protocol:
     """The messages between one rank and its peers.
 
     Attributes:
-        dirty: peers for which something new is to be written.
+        dirty: peers with new data to write.
     """
 
     def __init__(self, size: int, mismatch: Mismatch) -> None:
-        """`mismatch(receive, sent)` makes the error of a receive that got `sent` instead."""
+        """Use `mismatch(receive, sent)` to create the error for a receive that got `sent`."""
         self._num_peers = size - 1
         self._mismatch = mismatch
         self._matcher = Matcher()
@@ -127,7 +127,7 @@ class Protocol:
             self._end_receives(peer, gone)
 
     def _deliver(self, receive: Transfer, arrival: Arrival) -> None:
-        """Give a receive the message that arrived, or was offered, before it was posted."""
+        """Deliver a message to a receive that was posted after its arrival or offer."""
         if arrival.number < 0:
             self._credit(arrival.peer, arrival.size)
         if not self._fits(receive, arrival.peer, arrival.dtype, arrival.size):
@@ -142,7 +142,7 @@ class Protocol:
     # ---- what goes out ----
 
     def outgoing(self, peer: int) -> list[memoryview]:
-        """Return the next bytes for a peer; the same ones until `wrote` is called."""
+        """Return the next bytes for a peer, which are the same until `wrote` is called."""
         out = self._outboxes.get(peer)
         if out is None:
             return []
@@ -154,7 +154,7 @@ class Protocol:
         return [view for frame in out.writing for view in frame.views]
 
     def wrote(self, peer: int, num_bytes: int) -> None:
-        """Note that the first `num_bytes` of `outgoing` have been written."""
+        """Record that the first `num_bytes` of `outgoing` have been written."""
         out = self._outboxes[peer]
         while out.writing:
             frame = out.writing[0]
@@ -180,15 +180,15 @@ class Protocol:
     # ---- what comes in ----
 
     def incoming(self, peer: int) -> memoryview:
-        """Return where the next bytes from a peer are to be put; then call `read`."""
+        """Return the buffer for the next bytes from a peer; call `read` once they are in it."""
         body = self._inbox(peer).body
         return self._block if body is None or len(body) < _BLOCK_BYTES // 4 else body
 
     def read(self, peer: int, view: memoryview, num_bytes: int) -> None:
-        """Take in the bytes that were put into `view`, which `incoming` returned.
+        """Process the bytes that were put into `view`, which `incoming` returned.
 
         Raises:
-            FrameError: they are not what a rank of this group would have sent.
+            FrameError: the bytes violate the protocol.
         """
         inbox = self._inbox(peer)
         if view is self._block:
@@ -266,7 +266,9 @@ class Protocol:
     def _begin_data(self, peer: int, inbox: _Inbox, header: Header) -> None:
         receive = self._claimed.get((peer, header.number))
         if receive is None or header.size > len(receive.data) - receive.moved:
-            raise FrameError(f"{header.size} bytes of message {header.number}, not asked for")
+            raise FrameError(
+                f"{header.size} bytes of message {header.number}, which was not granted"
+            )
         place = receive.data[receive.moved : receive.moved + header.size]
         receive.moved += header.size
         is_last = receive.moved == len(receive.data)
@@ -285,7 +287,7 @@ class Protocol:
         self._advance(inbox, body)
 
     def _fits(self, receive: Transfer, peer: int, dtype: bytes, size: int) -> bool:
-        """Note who sent it, and end a receive whose dtype or size differs."""
+        """Record the sender, and end a receive with a different dtype or size."""
         receive.source = peer
         if (dtype, size) == (receive.dtype, len(receive.data)):
             return True
@@ -313,7 +315,7 @@ class Protocol:
     # ---- the end ----
 
     def lost(self, peer: int, error: BaseException) -> None:
-        """End what needs a peer whose streams have ended. What it sent before can be received."""
+        """End transfers that need a peer whose streams have ended; its earlier messages remain."""
         if peer in self._gone:
             return
         self._gone[peer] = error
@@ -333,7 +335,7 @@ class Protocol:
             self._end_receives(ANY_SOURCE, error)
 
     def end(self, error: BaseException) -> None:
-        """End everything."""
+        """End all transfers."""
         for transfer in self.pending():
             transfer.finish(error)
         self._outboxes.clear()
@@ -343,11 +345,11 @@ class Protocol:
         self._matcher = Matcher()
 
     def forget(self, transfer: Transfer) -> None:
-        """Take a receive back that no message has been given to; its caller has given up."""
+        """Withdraw a receive without a message, because its caller stopped waiting."""
         self._matcher.withdraw(transfer)
 
     def pending(self) -> list[Transfer]:
-        """Return what has not ended."""
+        """Return the transfers that have not ended."""
         found = [*self._offered.values(), *self._claimed.values(), *self._matcher.posted()]
         for out in self._outboxes.values():
             found += self._sends(out)

@@ -14,7 +14,7 @@ from echelon.dist.progress.outcome import Outcome
 
 
 class Watch(Protocol):
-    """What bounds a transfer.
+    """The limits of a transfer.
 
     Attributes:
         deadline_s: when it times out, on the monotonic clock.
@@ -23,7 +23,7 @@ class Watch(Protocol):
     deadline_s: float
 
     def check(self, needed: Callable[[], Sequence[int]] | None = None) -> None:
-        """Raise what ends the transfer: its deadline, or a death among the `needed` ranks."""
+        """Raise if the transfer must end: at its deadline, or if a `needed` rank has died."""
 
 
 def _has_none(peer: int) -> bool:  # noqa: ARG001
@@ -31,30 +31,30 @@ def _has_none(peer: int) -> bool:  # noqa: ARG001
 
 
 class Withdrawable(Protocol):
-    """A receive from any rank in another engine, for the same message as one here."""
+    """A receive from any rank in another engine that competes with one here for a message."""
 
     def withdraw(self) -> bool:
-        """Take it back; return False if it has a message, or has ended."""
+        """Withdraw it; return False if it has a message or has ended."""
 
     @property
     def source(self) -> int:
-        """The group rank whose message it got; -1 while it has none."""
+        """The group rank whose message it got; -1 until then."""
 
 
 class Transfer(Outcome):
-    """A send or a receive; the `Pending` of its operation.
+    """A send or a receive, which is the `Pending` of its operation.
 
     Attributes:
-        operation: what the caller asked for.
+        operation: the caller's operation.
         dtype: the key of its dtype's name.
-        data: [num_bytes] of the caller's array, which it keeps alive.
-        source: group rank that sent what a receive got; -1 until that is known.
-        order: number among the posted receives of the group; the lower was posted first.
-        moved: bytes that have left or arrived so far.
-        watch: what bounds it; None if the thread that called it watches over it.
+        data: [num_bytes], a view of the caller's array that keeps it alive.
+        source: the group rank that sent a receive's message; -1 until known.
+        order: number among the posted receives of the group; lower numbers were posted first.
+        moved: number of bytes that have been sent or received so far.
+        watch: its limits; None if the calling thread checks them.
         rival: a receive in another engine that gets the message if this one does not.
-        has_unread: whether bytes of a rank have arrived and were not read yet; any thread asks.
-        is_shared: whether ranks outside this engine may answer it, too.
+        has_unread: returns whether unread bytes of a rank have arrived; callable from any thread.
+        is_shared: whether ranks outside this engine may also answer it.
     """
 
     __slots__ = (
@@ -80,17 +80,17 @@ class Transfer(Outcome):
         self._claims: dict[str, bool] = {}  # empty, or whether it gets a message: see `take`
 
     def take(self) -> bool:
-        """Decide that a receive from any rank gets a message.
+        """Claim a message for a receive from any rank.
 
         Returns:
-            False if it was withdrawn, or its rival has got one.
+            False if it was withdrawn or its rival has got a message.
         """
         if self.rival is not None and not self.rival.withdraw():
             return False
         return self._claims.setdefault("message", True)
 
     def withdraw(self) -> bool:
-        """Take back a receive from any rank, which ends; return False if it has a message."""
+        """Withdraw and end a receive from any rank; return False if it has a message."""
         if self.done or self._claims.setdefault("message", False):
             return False
         self.finish()
@@ -98,25 +98,25 @@ class Transfer(Outcome):
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, or waits for nothing any more since its rival has got a message."""
+        """Whether it has ended, or no longer waits because its rival has got a message."""
         return self.done or (self.rival is not None and self.rival.source >= 0)
 
     def needed(self) -> list[int]:
-        """Return the group ranks without which it cannot end."""
+        """Return the group ranks without which it cannot complete."""
         return [] if self.done else [self.operation.peer]
 
     def needed_alive(self) -> list[int]:
-        """Return the ranks whose deaths end it: not one whose message may have arrived."""
+        """Return the ranks whose deaths end it, excluding one whose message may have arrived."""
         ranks = [rank for rank in self.needed() if not self.has_unread(rank)]
         return [] if self.done else ranks  # it may have arrived while we looked
 
     def check(self) -> None:
-        """Raise what its watch finds; see `Watch.check`."""
+        """Check its watch and raise its error; see `Watch.check`."""
         if self.watch is not None:
             self.check_with(self.watch)
 
     def check_with(self, watch: Watch) -> None:
-        """Raise what a watch finds: a rank may send, and end before its message is read."""
+        """Check a watch, considering that a rank may send and exit before its message is read."""
         if self.operation.peer == ANY_SOURCE:
             watch.check(None)
         else:

@@ -1,1 +1,1 @@
-"""Operations: what the caller asked for, checked, with flat views of its arrays."""
+"""Operations: checked calls with flat views of their arrays."""

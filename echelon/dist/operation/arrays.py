@@ -1,10 +1,10 @@
-"""Zero-copy views of the arrays that users pass: NumPy, torch, CuPy, anything with DLPack.
+"""Zero-copy views of users' arrays: NumPy, torch, CuPy, and anything with DLPack.
 
-A view is one flat NumPy array over the caller's own memory, plus the true dtype's name: NumPy knows
-no bfloat16, so such data is carried as uint16 and named "bfloat16"; a dtype that can be moved but
-not summed (complex64, float8, ...) is carried as bytes. An array in a device's memory is carried as
-its address. What cannot be viewed without a copy is refused here, before anything is sent. torch is
-never imported: if a tensor was passed, it is loaded already.
+A view is one flat NumPy array over the caller's own memory, plus the name of the true dtype: NumPy
+does not have bfloat16, so such data is carried as uint16 and named "bfloat16"; a dtype that can be
+moved but not summed (complex64, float8, ...) is carried as bytes. An array in device memory is
+carried as its address. Arrays that cannot be viewed without a copy are refused here, before
+anything is sent. torch is never imported: if a tensor was passed, torch is already loaded.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Flat = npt.NDArray[Any]
 class Array(Protocol):
     """An array that a group's calls accept: NumPy, torch, CuPy, or another DLPack array.
 
-    What lies in memory decides the rest: it must be contiguous, and writable where a result goes
-    into it. JAX's arrays are read-only, so they serve as inputs only.
+    Its memory must be contiguous, and writable if a result is stored in it. JAX arrays are
+    read-only, so they can only be inputs.
 
     Example:
         >>> def total(parts: Array) -> None:
@@ -66,13 +66,13 @@ _TYPES = {name: "<u2" if name == "bfloat16" else np.dtype(name).str for name in 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFlat:
-    """Contiguous memory of a device: what the NumPy array is for the host's.
+    """Contiguous device memory, the counterpart of a NumPy array on the host.
 
     Attributes:
-        pointer: its address there.
+        pointer: its address on the device.
         length: number of elements.
-        itemsize: bytes of one.
-        index: number of the device among its kind.
+        itemsize: size of one element in bytes.
+        index: index of the device among its kind.
         owner: the caller's array, kept alive.
     """
 
@@ -94,10 +94,10 @@ class DeviceFlat:
 
 @dataclass(slots=True)  # not frozen: that makes each one three times as expensive
 class View:
-    """An array as the backends see it.
+    """A view of an array for the backends.
 
-    `data`: [numel], over the caller's memory; dtype uint16 where `dtype` is "bfloat16", uint8
-    ([numel * itemsize]) where it is none of `DTYPES`; a `DeviceFlat` where `device` is not "cpu".
+    `data`: [numel], over the caller's memory; with dtype uint16 if `dtype` is "bfloat16", and uint8
+    ([numel * itemsize]) if it is not one of `DTYPES`; a `DeviceFlat` if `device` is not "cpu".
     """
 
     data: Flat
@@ -111,17 +111,17 @@ class View:
         return int(self.data.nbytes)
 
     def __str__(self) -> str:
-        """Show it as a person would write it: `float32[1024, 4096]`."""
+        """Return the readable form: `float32[1024, 4096]`."""
         return f"{self.dtype}{list(self.shape)}"
 
 
 def is_floating(dtype: str) -> bool:
-    """Return whether a dtype's name is a floating-point one."""
+    """Return whether a dtype's name is that of a floating-point dtype."""
     return dtype in _FLOATS
 
 
 def is_numeric(dtype: str) -> bool:
-    """Return whether a dtype can be reduced, and not only moved."""
+    """Return whether a dtype can be reduced and not only moved."""
     return dtype in _NUMERIC
 
 
@@ -131,11 +131,11 @@ def view(array: Any, name: str, *, writable: bool) -> View:
     Args:
         array: the caller's array, of any shape.
         name: the argument's name, for the error.
-        writable: whether the result of an operation goes into it.
+        writable: whether the result of an operation is stored in it.
 
     Raises:
-        ValueError: not an array, masked, not contiguous, not writable, or of a dtype whose elements
-            are not plain bytes.
+        ValueError: the array is not an array, is masked, not contiguous or not writable, or its
+            elements are not plain bytes.
     """
     if type(array) is np.ndarray:
         dtype = _PLAIN.get(array.dtype)
@@ -168,7 +168,7 @@ def _view_numpy(array: Flat, name: str, *, writable: bool) -> View:
             "contiguous; pass numpy.ascontiguousarray(...) of it"
         )
     if writable and not array.flags.writeable:
-        raise ValueError(f"{name}: the array is read-only, and the result goes into it")
+        raise ValueError(f"{name}: the array is read-only, but the result is stored in it")
     flat = array.reshape(-1)
     if dtype == "bfloat16":
         flat = flat.view(np.uint16)
@@ -187,7 +187,7 @@ def _view_torch(torch: Any, tensor: Any, name: str) -> View:
             "pass tensor.contiguous()"
         )
     if tensor.is_conj() or tensor.is_neg():
-        raise ValueError(f"{name}: a lazily conjugated or negated tensor; pass tensor.clone()")
+        raise ValueError(f"{name}: the tensor is lazily conjugated or negated; pass tensor.clone()")
     if tensor.device.type != "cpu":
         flat = tensor.detach().reshape(-1)
         data: Any = DeviceFlat(
@@ -199,10 +199,10 @@ def _view_torch(torch: Any, tensor: Any, name: str) -> View:
 
 
 class _HostMemory:
-    """A tensor's memory for NumPy, flat, with the tensor kept alive.
+    """A tensor's memory as a flat buffer for NumPy, which keeps the tensor alive.
 
-    `Tensor.numpy()` would do, but marks the storage as one that cannot be resized from then on, and
-    FSDP1 and PowerSGD do resize what they have sent.
+    `Tensor.numpy()` would also work, but marks the storage as not resizable, and FSDP1 and PowerSGD
+    resize tensors that they have sent.
     """
 
     __slots__ = ("__array_interface__", "_tensor")
@@ -218,7 +218,7 @@ class _HostMemory:
 
 
 def _view_cuda(array: Any, name: str, *, writable: bool) -> View:
-    """View CuPy's arrays and their like, by the interface that Numba defined."""
+    """View CuPy and similar arrays through the interface defined by Numba."""
     facts = array.__cuda_array_interface__
     dtype, shape = np.dtype(facts["typestr"]), tuple(facts["shape"])
     pointer, read_only = facts["data"]
@@ -226,14 +226,14 @@ def _view_cuda(array: Any, name: str, *, writable: bool) -> View:
     if strides is not None and not _are_contiguous(shape, tuple(strides), dtype.itemsize):
         raise ValueError(f"{name}: a {dtype.name}{list(shape)} device array is not contiguous")
     if writable and read_only:
-        raise ValueError(f"{name}: the array is read-only, and the result goes into it")
+        raise ValueError(f"{name}: the array is read-only, but the result is stored in it")
     index = _device_index(getattr(array, "device", None))
     data: Any = DeviceFlat(pointer, math.prod(shape), dtype.itemsize, index, array)
     return View(data, dtype.name, shape, "cuda")
 
 
 def _device_index(device: Any) -> int:
-    """Return a device's number on this host: JAX's `id` counts through all processes."""
+    """Return a device's number on this host; JAX's `id` counts across all processes."""
     local = getattr(device, "local_hardware_id", None)
     return int(getattr(device, "id", 0) if local is None else local)
 
@@ -250,7 +250,7 @@ def _are_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: 
 
 
 def _from_other_library(array: Any, name: str, *, writable: bool) -> Flat:
-    """View an array by DLPack; one that NumPy's DLPack does not know, by `__array__`."""
+    """View an array through DLPack or, if NumPy's DLPack does not support it, `__array__`."""
     kind = f"{type(array).__module__.partition('.')[0]}.{type(array).__name__}"
     if not hasattr(array, "__dlpack__"):
         raise ValueError(
@@ -267,7 +267,7 @@ def _from_other_library(array: Any, name: str, *, writable: bool) -> Flat:
         viewed = np.asarray(array)  # JAX's bfloat16, say: NumPy's DLPack has no such type
     if writable and not viewed.flags.writeable:
         raise ValueError(
-            f"{name}: {kind} is read-only, and the result goes into it; pass a NumPy array"
+            f"{name}: {kind} is read-only, but the result is stored in it; pass a NumPy array"
         )
     return viewed
 

@@ -1,4 +1,4 @@
-"""Checks of the caller's arguments: each raises a ValueError that quotes what was passed."""
+"""Checks of the caller's arguments: each raises a ValueError that quotes the argument."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def check_reduce_op(op: str, dtype: str) -> str:
     """Check that a reduction is defined on a dtype.
 
     Returns:
-        The reduction that the engines carry out: on bool, "max" for sum, max and bor, and "min" for
-        prod, min and band; else `op` itself.
+        The reduction that engines carry out: for bool, "max" for sum, max and bor, and "min" for
+        prod, min and band; otherwise `op` itself.
 
     Raises:
         ValueError: the reduction is unknown, or is not defined on the dtype.
@@ -34,7 +34,7 @@ def check_reduce_op(op: str, dtype: str) -> str:
     if op not in REDUCE_OPS:
         raise ValueError(f"op {op!r} is not known; use one of {', '.join(REDUCE_OPS)}")
     if not is_numeric(dtype):
-        raise ValueError(f"op {op!r} is not defined on {dtype}: it can be moved, not reduced")
+        raise ValueError(f"op {op!r} is not defined on {dtype}, which can be moved but not reduced")
     if op in _BITWISE and is_floating(dtype):
         raise ValueError(f"op {op!r} needs integers or bool, got {dtype}")
     if dtype != "bool":
@@ -47,12 +47,12 @@ def check_reduce_op(op: str, dtype: str) -> str:
 def check_pair(
     call: str, large_name: str, large: View, small_name: str, small: View, size: int, rank: int
 ) -> None:
-    """Check that one array holds `size` parts like the other, and does not overlap it wrongly.
+    """Check that one array holds `size` parts like the other, and that they overlap only in place.
 
-    The small array may be exactly part `rank` of the large one (the operation is then in place).
+    The small array may be exactly part `rank` of the large one; the operation is then in place.
 
     Raises:
-        ValueError: dtypes, devices or sizes do not fit, or the arrays overlap in another way.
+        ValueError: dtypes, devices or sizes do not match, or the arrays overlap in another way.
     """
     _check_alike(call, large_name, large, small_name, small)
     if len(large.data) != size * len(small.data):
@@ -67,7 +67,7 @@ def check_rows(call: str, out: View, x: View) -> None:
     """Check that two arrays hold rows (dim 0) of equal dtype and shape on one device.
 
     Raises:
-        ValueError: they do not.
+        ValueError: the rows do not match.
     """
     _check_alike(call, "out", out, "x", x)
     if out.shape[1:] != x.shape[1:]:
@@ -90,11 +90,11 @@ def _place(data: View) -> str:
 def check_overlap(
     call: str, large_name: str, large: View, small_name: str, small: View, offset: int = -1
 ) -> None:
-    """Check that two arrays share no memory, by address: views by any library are compared.
+    """Check by address that two arrays do not share memory, whichever library made the views.
 
     Args:
-        offset: where the small array may lie exactly, in bytes from the start of the large one; -1:
-            nowhere.
+        offset: the only position allowed for the small array, in bytes from the start of the large
+            one; -1 if none is.
 
     Raises:
         ValueError: they overlap.
@@ -109,7 +109,7 @@ def check_overlap(
 
 
 def _shared_starts(a: View, b: View) -> tuple[int, int] | None:
-    """Return both addresses if the arrays share memory, else None."""
+    """Return both start addresses if the arrays share memory, else None."""
     if a.device == "cpu" and not np.may_share_memory(a.data, b.data):  # bounds only: it is fast
         return None
     starts = [_address(a), _address(b)]
@@ -126,19 +126,21 @@ def _address(data: View) -> int:
 
 
 def check_splits(name: str, splits: Sequence[int] | None, data: View, size: int) -> tuple[int, ...]:
-    """Return how many elements of `data.data` belong to each rank.
+    """Return the number of elements of `data.data` for each rank.
 
     Args:
         name: the argument's name, for the error.
-        splits: rows (dim 0) per rank; None: equal parts.
+        splits: rows (dim 0) per rank; None means equal parts.
 
     Raises:
-        ValueError: not one whole number from 0 per rank, or they do not add up to the rows.
+        ValueError: `splits` is not one integer >= 0 per rank, or does not add up to the rows.
     """
     rows = data.shape[0] if data.shape else 1
     if splits is None:
         if rows % size:
-            raise ValueError(f"{name}: {rows} rows of {data} do not divide among {size} ranks")
+            raise ValueError(
+                f"{name}: {rows} rows of {data} cannot be divided evenly among {size} ranks"
+            )
         splits = [rows // size] * size
     counts = [check_index(count, name) for count in splits]
     if len(counts) != size or min(counts) < 0 or sum(counts) != rows:
@@ -157,13 +159,13 @@ def check_uneven(
     size: int,
     rank: int,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Check an array of unequal parts, and this rank's part beside it.
+    """Check an array of unequal parts together with this rank's part.
 
     Args:
         whole, part, splits: each with the argument's name.
 
     Returns:
-        Rows per rank, and elements per rank.
+        The rows per rank and the elements per rank.
 
     Raises:
         ValueError: the splits do not add up to the whole, the part does not hold this rank's rows,
@@ -186,10 +188,10 @@ def check_uneven(
 
 
 def check_index(value: Any, name: str) -> int:
-    """Return a whole number as Python's own; NumPy's and other integers are taken.
+    """Return an integer as a Python int; NumPy's and other integers are accepted.
 
     Raises:
-        ValueError: it is not one: a float, a string, a bool.
+        ValueError: the value is not an integer but a float, a string or a bool.
     """
     if type(value) is int:
         return value
@@ -202,10 +204,10 @@ def check_index(value: Any, name: str) -> int:
 
 
 def check_rank(rank: Any, name: str, group: str, size: int) -> int:
-    """Return a rank of a group, as Python's own integer.
+    """Return a rank of a group as a Python int.
 
     Raises:
-        ValueError: it is not a rank of the group.
+        ValueError: the value is not a rank of the group.
     """
     number = check_index(rank, name)
     if not 0 <= number < size:
@@ -214,10 +216,10 @@ def check_rank(rank: Any, name: str, group: str, size: int) -> int:
 
 
 def check_timeout(timeout_s: float) -> float:
-    """Return a limit in seconds.
+    """Return a timeout in seconds.
 
     Raises:
-        ValueError: it is not a number above 0.
+        ValueError: the timeout is not a positive number.
     """
     if isinstance(timeout_s, (int, float)) and timeout_s > 0:
         return float(timeout_s)
@@ -225,10 +227,10 @@ def check_timeout(timeout_s: float) -> float:
 
 
 def check_tag(tag: Any) -> int:
-    """Return a message's tag.
+    """Return a message's tag as a Python int.
 
     Raises:
-        ValueError: it is not a number from 0 to 2^31 - 3.
+        ValueError: the tag is not a number from 0 to 2^31 - 3.
     """
     number = check_index(tag, "tag")
     if not 0 <= number <= _LARGEST_TAG:
@@ -240,7 +242,7 @@ def check_ranks(ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
     """Return the members of a new group.
 
     Raises:
-        ValueError: none, one twice, or one that is not a rank of the world.
+        ValueError: there are none, one is listed twice, or one is not a rank of the world.
     """
     members = tuple(check_index(rank, "ranks") for rank in ranks)
     if not members:

@@ -1,7 +1,7 @@
-"""One checked operation, with flat views in place of the caller's arrays.
+"""One checked operation, with flat views instead of the caller's arrays.
 
-What must be equal on all ranks is packed into `call`, fixed-size bytes that any engine can compare
-without interpreting them; `describe_call` turns them back into words for the error.
+Everything that must be equal on all ranks is packed into `call`, fixed-size bytes that any engine
+can compare without interpreting them; `describe_call` decodes them for error messages.
 """
 
 from __future__ import annotations
@@ -52,23 +52,23 @@ class Operation:
         kind: one of `OPERATIONS`, or `OPEN`.
         sequence: a collective's number in the group, from 0; a send's or receive's number among
             those with this peer in this direction.
-        dtype: the data's true dtype ("bfloat16" travels as uint16); "" for a barrier.
-        device: where the data lies: "cpu", "cuda", "xpu", ...; "cpu" for a barrier.
-        reduce_op: one of `REDUCE_OPS`, "" if it does not reduce.
-        root: group rank, -1 if it has none.
+        dtype: the data's true dtype ("bfloat16" is carried as uint16); "" for a barrier.
+        device: the device of the data: "cpu", "cuda", "xpu", ...; "cpu" for a barrier.
+        reduce_op: one of `REDUCE_OPS`, or "" if it does not reduce.
+        root: group rank of the root, or -1 if it has none.
         peer: group rank at the other end of a send or receive; `ANY_SOURCE` for a receive from any
             rank, whose `Pending.source` then is the sender's group rank; else -1.
-        source, target: [numel] each, or None where this rank gives or gets nothing. In place:
-            the same array. all_gather, gather: target is [group_size * n]; reduce_scatter,
-            scatter: source is.
+        source, target: [numel] each, or None if this rank sends or receives nothing; the same array
+            for an in-place operation. The target of all_gather and gather and the source of
+            reduce_scatter and scatter are [group_size * n].
         input_splits, output_splits: elements to and from each rank. all_to_all has both. An
             uneven all_gather has the latter (rank r's `source` holds `output_splits[r]`), an uneven
             reduce_scatter the former (rank r's `target` holds `input_splits[r]`): the same on all
-            ranks; () where all parts are equal.
-        shape: what the caller passed, for messages.
-        call: what must be equal on all ranks; b"" for a send or receive.
-        is_detached: a device's send that the caller does not wait for: its array may be written as
-            soon as the call returns.
+            ranks; () if all parts are equal.
+        shape: the shape that the caller passed, for messages.
+        call: the data that must be equal on all ranks; b"" for a send or receive.
+        is_detached: whether it is a send on a device for which the caller does not wait: its array
+            may be overwritten as soon as the call returns.
     """
 
     kind: str
@@ -90,25 +90,25 @@ class Operation:
 
     @property
     def is_message(self) -> bool:
-        """Whether it concerns two ranks: a send, a receive, or the opening of a channel."""
+        """Whether it involves two ranks: a send, a receive, or the opening of a channel."""
         return self.peer != -1
 
     @property
     def head(self) -> bytes:
-        """What a collective's ranks compare: its number, 8 bytes, and its call."""
+        """The bytes that a collective's ranks compare: its number (8 bytes) and its call."""
         return self.sequence.to_bytes(8, "little") + self.call
 
     def __str__(self) -> str:
-        """Show what was called: `all_reduce(sum) float32[3, 4]`."""
+        """Return the readable form: `all_reduce(sum) float32[3, 4]`."""
         if self.is_message:
             return f"{self.kind}(tag {self.tag}) {self.dtype}{list(self.shape)}"
         return describe_call(self.call)
 
 
 def encode_dtype(dtype: str, num_bytes: int) -> bytes:
-    """Return a dtype's name in at most `num_bytes`: a longer one ends in a checksum.
+    """Encode a dtype's name in at most `num_bytes`; a longer name ends in a checksum.
 
-    Two names therefore never become equal by being cut.
+    Different names therefore never become equal by truncation.
     """
     name = dtype.encode()
     if len(name) <= num_bytes:
@@ -127,11 +127,11 @@ def encode_call(
     device: str = "cpu",
     splits: tuple[int, ...] = (),
 ) -> bytes:
-    """Pack what must be equal on all ranks.
+    """Pack the data that must be equal on all ranks.
 
     Args:
-        shape: the array's; None where there is none.
-        splits: rows per rank where all ranks must pass the same.
+        shape: the array's shape; None if there is no array.
+        splits: rows per rank if all ranks must pass the same ones.
     """
     dims = list(shape or ())
     if kind == "all_to_all" and dims:
@@ -158,7 +158,7 @@ def encode_call(
 
 
 def describe_call(call: bytes) -> str:
-    """Describe what a rank called: `broadcast(root 0) float32[3, 4]`. Takes bytes of any origin."""
+    """Describe a rank's call: `broadcast(root 0) float32[3, 4]`. Accepts arbitrary bytes."""
     if len(call) < CALL_BYTES:
         return "nothing"
     kind, reduce_op, num_dims, num_splits, root, checksum, dtype, device, *numbers = (

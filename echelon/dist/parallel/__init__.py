@@ -1,6 +1,6 @@
 """One mesh, one call: replicas, shards, pipeline stages and tensor parallelism of one model.
 
-Plans need no torch; `parallelize` and `Parallel` load it when first used.
+Plans do not need torch; `parallelize` and `Parallel` load it when first used.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Axes: the groups of a mesh by what each axis is for."""
+"""Axes: the groups of a mesh by the purpose of each axis."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ NAMES = ("pp", "replicate", "shard", "tp")
 
 @dataclass(frozen=True)
 class Axes:
-    """A mesh whose axes have names that `parallelize` knows.
+    """A mesh with the axis names of `parallelize`.
 
     Attributes:
-        mesh: of all four axes; those that the caller's mesh lacks have one rank.
+        mesh: a mesh with all four axes; axes missing from the caller's mesh have one rank.
         stages: the ranks that hold the model's stages.
         tensor: the ranks among which layers are divided.
     """
@@ -45,10 +45,10 @@ class Axes:
 
 
 def axes_of(mesh: DeviceMesh) -> Axes:
-    """Return a mesh's axes, with those added that it lacks. Collective where any is added.
+    """Return a mesh's axes with missing ones added. Collective if any is added.
 
     Raises:
-        ValueError: not a mesh, an unknown axis, or axes in another order.
+        ValueError: the argument is not a mesh, or has unknown axes or axes in the wrong order.
         CollectiveTimeoutError: a rank did not join within the world's timeout.
     """
     if not isinstance(mesh, DeviceMesh):
@@ -56,7 +56,7 @@ def axes_of(mesh: DeviceMesh) -> Axes:
     known = tuple(name for name in NAMES if name in mesh.names)
     if known != mesh.names:
         raise ValueError(
-            f"a mesh for parallelize has axes of {', '.join(NAMES)}, in this order; got "
+            f"a mesh for parallelize has axes from {', '.join(NAMES)}, in this order; got "
             f"{', '.join(mesh.names)}"
         )
     return Axes(mesh.completed(NAMES))

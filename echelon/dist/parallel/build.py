@@ -1,4 +1,4 @@
-"""parallelize: from a model on every rank to this rank's part of it."""
+"""parallelize: divides a model that every rank has into the ranks' parts."""
 
 from __future__ import annotations
 
@@ -52,37 +52,38 @@ def parallelize(
         parallel.clip_grad_norm_(1.0)
         optimizer.step()
 
-    The axes, of which a mesh has any in this order: "pp", stages of a pipeline; "replicate", equal
-    copies, each trained on other data; "shard", `fully_shard`; "tp", layers divided by heads and
-    features, which wants the fastest links: its ranks are neighbours. Every rank of the world calls
-    this with the same arguments and an equal model, which is divided in place; it blocks until all
-    have, within the groups' timeouts. Values are those of the first rank along each axis but "pp".
+    A mesh may have any of these axes, in this order: "pp", stages of a pipeline; "replicate", equal
+    copies trained on different data; "shard", `fully_shard`; "tp", layers divided by heads and
+    features, which needs the fastest links, so its ranks are neighbours. Every rank of the world
+    must call this with the same arguments and an equal model, which is divided in place; the call
+    blocks until all ranks have made it, within the groups' timeouts. Values are those of the first
+    rank along each axis except "pp".
 
     Args:
-        model: on the host, on a device, or on the meta device.
+        model: the model, on the host, on a device, or on the meta device.
         mesh: the ranks.
-        plan: how this kind of model is divided; None: `model.plan()`.
-        loss_fn: called with the model's output and the targets, returns the mean over what it was
-            given; None: the model's output is the loss.
-        num_microbatches: into how many a rank's batch is split along dim 0, with a pipeline or
-            without: gradients are averaged over them and reduced once.
-        schedule: of the pipeline, by name.
-        num_chunks: of the pipeline: stages per rank.
-        sequence: sequence parallelism: norms and residuals hold an even part of each sequence on
-            each rank of axis "tp".
+        plan: how to divide this kind of model; None means `model.plan()`.
+        loss_fn: called with the model's output and the targets, returns the mean loss over them;
+            None if the model's output is the loss.
+        num_microbatches: the number of parts into which a rank's batch is split along dim 0, with
+            or without a pipeline; gradients are averaged over them and reduced once.
+        schedule: the name of the pipeline's schedule.
+        num_chunks: the number of pipeline stages per rank.
+        sequence: whether to use sequence parallelism: norms and residuals hold an even part of each
+            sequence on each rank of axis "tp".
         mp_policy: as in `fully_shard`.
         reshard_after_forward: as in `fully_shard`.
         offload_policy: as in `fully_shard`.
         prefetch: as in `fully_shard`.
         memory_budget_bytes: as in `fully_shard`.
         device: for a model on the meta device, as in `fully_shard`.
-        init: for a model on the meta device, as in `fully_shard`. Slices of ranks of "tp" are drawn
-            from different seeds.
+        init: for a model on the meta device, as in `fully_shard`. The slices on ranks of "tp" are
+            drawn from different seeds.
 
     Raises:
-        ValueError: a bad argument, or a model, plan and mesh that do not fit each other.
-        PlanError: the schedule cannot run.
-        CollectiveError: a rank is lost or did not join.
+        ValueError: an argument is invalid, or the model, plan and mesh do not match.
+        PlanError: the schedule cannot be executed.
+        CollectiveError: a rank was lost or did not join.
 
     Example:
         >>> mesh = DeviceMesh((2,), ("tp",))  # on each of 2 ranks
@@ -96,10 +97,12 @@ def parallelize(
     if not isinstance(num_microbatches, int) or num_microbatches < 1:
         raise ValueError(f"num_microbatches must be a number >= 1, got {num_microbatches!r}")
     if sequence and axes.tensor.size == 1:
-        raise ValueError("sequence=True needs two ranks or more on axis tp, which shares sequences")
+        raise ValueError(
+            "sequence=True needs at least two ranks on axis tp, which divides sequences"
+        )
     has_stages = axes.stages.size > 1
     if not has_stages and num_chunks not in (None, 1):
-        raise ValueError(f"num_chunks={num_chunks} needs two ranks or more on axis pp")
+        raise ValueError(f"num_chunks={num_chunks} needs at least two ranks on axis pp")
     blocks = [module for _, module, _ in matches(model, plan.blocks)]
     first = first_names(model)
     undivided = Undivided()
@@ -143,7 +146,7 @@ def _plan_of(model: nn.Module, plan: Plan | None) -> Plan:
     if plan is None:
         make: Any = getattr(model, "plan", None)
         if not callable(make):
-            raise ValueError(f"{type(model).__name__} has no plan() of its own: pass plan=")
+            raise ValueError(f"{type(model).__name__} does not have a plan() method: pass plan=")
         plan = make()
     if not isinstance(plan, Plan):
         raise ValueError(f"plan must be an echelon.dist.parallel.Plan, got {type(plan).__name__}")
@@ -156,10 +159,10 @@ def _shard(
     axes: Axes,
     settings: dict[str, Any],
 ) -> None:
-    """Make units of the blocks in each top module and of the rest of it, where that does anything.
+    """Make units of the blocks in each top module and of its remaining parameters, if needed.
 
-    A rank that shares its parameters with no other has nothing to gather; it needs units only to
-    compute in another dtype, or to give memory to a model on the meta device.
+    A rank that does not share its parameters with others has nothing to gather; it needs units only
+    to compute in another dtype or to allocate a model on the meta device.
     """
     is_meta = any(parameter.is_meta for top in tops for parameter in top.parameters())
     needs_units = is_meta or settings["mp_policy"] is not None or settings["offload_policy"]
@@ -176,7 +179,7 @@ def _shard(
 
 @contextlib.contextmanager
 def _own_seed(axes: Axes) -> Iterator[None]:
-    """Let each rank of axis tp draw other values: slices are parts of one random matrix."""
+    """Use a different seed on each rank of axis tp: slices are parts of one random matrix."""
     if axes.tensor.size == 1:
         yield
         return
@@ -186,7 +189,7 @@ def _own_seed(axes: Axes) -> Iterator[None]:
 
 
 def _make_copies_equal(tops: Sequence[nn.Module], undivided: Undivided, axes: Axes) -> None:
-    """Give every rank of axis tp the first one's values of what all of them hold."""
+    """Copy the first rank's values of undivided parameters to every rank of axis tp."""
     whole = {id(one) for one in (*undivided.partial, *undivided.equal)}
     if axes.tensor.size == 1:
         return

@@ -1,4 +1,4 @@
-"""Parallel: what one rank trains of a model that `parallelize` divided."""
+"""Parallel: one rank's part of a model divided by `parallelize`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from echelon.dist.pipeline.execute.stage import LossFn
 
 
 class Parallel:
-    """One rank's part of a model, and the calls that train it; made by `parallelize`.
+    """One rank's part of a model, and the calls that train it; created by `parallelize`.
 
     Attributes:
-        model: this rank's module, under the whole model's names; of a pipeline, its stages as one
-            module. What a checkpoint's state takes: `{"model": parallel.model, ...}`.
-        mesh: of all four axes.
-        data: (rank, size) by which the batch is divided. Ranks with one number get the same data.
-        pipeline: runs the stages; None without axis "pp".
+        model: this rank's module, under the whole model's names; in a pipeline, its stages as one
+            module. Use it in a checkpoint's state: `{"model": parallel.model, ...}`.
+        mesh: the mesh with all four axes.
+        data: (rank, size) by which the batch is divided. Ranks with equal `data` get the same data.
+        pipeline: the pipeline that runs the stages; None without axis "pp".
 
     Example:
         >>> mesh = DeviceMesh((1, 2), ("pp", "shard"))  # on each of 2 ranks
@@ -70,34 +70,34 @@ class Parallel:
         self._aliases = [*copies, *(shared.parameters if axes.tensor.rank else ())]
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Return what this rank's optimizer trains."""
+        """Return the parameters that this rank's optimizer trains."""
         return self.model.parameters()
 
     @property
     def has_loss(self) -> bool:
-        """Whether this rank computes losses: it holds the last stage."""
+        """Whether this rank computes losses, that is, holds the last stage."""
         return self.pipeline is None or self.pipeline.has_last
 
     def step(self, inputs: Any, targets: Any = None, *, loss_scale: float = 1.0) -> Tensor:
-        """Run forward and backward on this rank's share of a batch; the gradients are reduced.
+        """Run forward and backward on this rank's share of a batch, and reduce the gradients.
 
-        They are the gradients of the mean loss over all ranks' data, added to `.grad`. Collective
-        among all ranks; each operation blocks at most for its group's timeout.
+        The gradients of the mean loss over all ranks' data are added to `.grad`. Collective among
+        all ranks; each operation blocks at most for its group's timeout.
 
         Args:
             inputs: a tensor or a tuple of them, [batch_size, ...]: the same on all ranks that share
                 `data[0]`. Stages after the first ignore them.
-            targets: in the same way, for the loss; stages before the last ignore them.
-            loss_scale: of a gradient scaler, the same on all ranks. Gradients are multiplied by it,
-                losses are not.
+            targets: the targets for the loss, in the same form; stages before the last ignore them.
+            loss_scale: the scale of a gradient scaler, the same on all ranks. Gradients are
+                multiplied by it, losses are not.
 
         Returns:
-            This rank's term of the mean loss, a scalar without a graph: the sum over all ranks of
-            the world is the mean. 0 where there is no loss (`has_loss`).
+            This rank's term of the mean loss, a scalar without a graph; the sum over all ranks of
+            the world is the mean. It is 0 on ranks without a loss (`has_loss`).
 
         Raises:
-            ValueError: a bad argument, or ranks of axis "tp" got different data.
-            CollectiveError: a rank is lost or did not join.
+            ValueError: an argument is invalid, or ranks of axis "tp" got different data.
+            CollectiveError: a rank was lost or did not join.
         """
         if not (loss_scale > 0 and math.isfinite(loss_scale)):
             raise ValueError(f"loss_scale must be positive and finite, got {loss_scale!r}")
@@ -116,20 +116,20 @@ class Parallel:
         return self._term(losses)
 
     def evaluate(self, inputs: Any, targets: Any = None) -> Tensor:
-        """Run forward alone, without gradients.
+        """Run only the forward, without gradients.
 
         Args:
-            inputs: as `step`.
-            targets: as `step`.
+            inputs: as in `step`.
+            targets: as in `step`.
 
         Returns:
-            This rank's term of the mean loss, as `step`.
+            This rank's term of the mean loss, as in `step`.
 
         Raises:
-            ValueError, CollectiveError: as `step`.
+            ValueError, CollectiveError: as in `step`.
         """
         if self.has_loss and self._loss_fn is not None and targets is None:
-            raise ValueError("evaluate: targets are None, and there is a loss_fn")
+            raise ValueError("evaluate: targets are None, but there is a loss_fn")
         self._compare(inputs, targets)
         if self.pipeline is not None:
             with self._ending_on_failure("evaluate"):
@@ -138,17 +138,16 @@ class Parallel:
             return self._term([self._loss(*one) for one in self._microbatches(inputs, targets)])
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
-        """Scale all gradients so that their common norm is at most `max_norm`.
+        """Scale all gradients so that their total norm is at most `max_norm`.
 
-        Each element of the whole model counts once, on whichever ranks it is. Collective among all
-        ranks.
+        Each element of the whole model counts once, wherever it is. Collective among all ranks.
 
         Returns:
-            The norm before scaling, with the same bits on every rank.
+            The norm before scaling, bitwise identical on every rank.
 
         Raises:
-            ValueError: a bad argument.
-            CollectiveError: a rank is lost or did not join.
+            ValueError: an argument is invalid.
+            CollectiveError: a rank was lost or did not join.
         """
         return clip_grad_norm_(
             self.model, max_norm, norm_type, over=dist.world(), aliases=self._aliases
@@ -158,7 +157,7 @@ class Parallel:
         """Return the whole model's parameters and buffers on the host, on every rank. Collective.
 
         Raises:
-            CollectiveError: a rank is lost or did not join.
+            CollectiveError: a rank was lost or did not join.
         """
         return whole.full_state_dict(self.model, self._axes, self._names)
 
@@ -189,7 +188,7 @@ class Parallel:
     ) -> list[tuple[list[Tensor], list[Tensor] | None]]:
         num = self.num_microbatches
         if self._loss_fn is not None and targets is None:
-            raise ValueError("step: targets are None, and there is a loss_fn")
+            raise ValueError("step: targets are None, but there is a loss_fn")
         parts = split_batch("inputs", inputs, num)
         if targets is None:
             return [(part, None) for part in parts]
@@ -211,9 +210,9 @@ class Parallel:
         return torch.device("cpu") if first is None else first.device
 
     def _compare(self, inputs: Any, targets: Any) -> None:
-        """Check before the first step that ranks of axis tp were given the same data.
+        """Check before the first step that the ranks of axis tp were given the same data.
 
-        Each would train on its own data with the others' parts of the layers, and none would fail.
+        Otherwise each would silently train on its own data with the others' parts of the layers.
         """
         group = self._axes.tensor
         if self._has_compared or group.size == 1:
@@ -228,7 +227,7 @@ class Parallel:
             )
 
     def _ending_on_failure(self, call: str) -> contextlib.AbstractContextManager[None]:
-        """After a failed step of a pipeline, other ranks wait for this one in axis tp, too."""
+        """End groups if a pipeline's step fails: other ranks may also wait in axis tp."""
         group = self._axes.tensor
         rank = group.ranks[group.rank]
         return ending_on_failure(call, next(self._numbers), rank, lambda: [group])

@@ -1,4 +1,4 @@
-"""Plan: which modules of a model are units, are divided, and stand in which stage."""
+"""Plan: the units, the divided modules and the stages of a model."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ _STYLES = get_args(TensorStyle)
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a kind of model is divided. Names are patterns: `*` stands for one part of a name.
+    """How to divide a kind of model. Names are patterns: `*` matches one part of a name.
 
     Attributes:
         blocks: modules that are units of `fully_shard`, in the order of the model. The rest of the
             model, or of a stage, is one more unit.
-        tensor: what tensor parallelism does with which modules:
+        tensor: the modules that tensor parallelism changes, and how:
 
-            * "region": a module whose first argument enters the divided part of the model, and in
-              which "column" and "row" modules stand: attention, a feed-forward network.
+            * "region": a module whose first argument enters the divided part of the model, and
+              which contains "column" and "row" modules: attention, a feed-forward network.
             * "column": an `nn.Linear` divided by its outputs.
             * "row": an `nn.Linear` divided by its inputs; its outputs are summed over the ranks.
-            * "vocabulary": an `nn.Embedding` divided by its rows, where the ranks divide them
-              evenly; else as "embedding".
+            * "vocabulary": an `nn.Embedding` divided by its rows if that is possible evenly;
+              otherwise like "embedding".
             * "embedding": an `nn.Embedding` that every rank holds.
-            * "head": an `nn.Linear` whose outputs are divided where the ranks divide them evenly,
-              and put together again.
+            * "head": an `nn.Linear` whose outputs are divided if that is possible evenly, and
+              gathered again.
 
-        stages: called with the model, the number of a stage and how many there are, returns the
-            stage's module under the model's names. None: the model cannot be a pipeline.
-        divisors: attributes that tensor parallelism must divide, by what to call them: heads.
+        stages: called with the model, the number of a stage and the number of stages, returns the
+            stage's module under the model's names. None if the model cannot be a pipeline.
+        divisors: attributes that the number of ranks must divide, by their names in messages:
+            heads.
 
     Example:
         >>> plan = Plan(
@@ -55,7 +56,7 @@ class Plan:
         """Check the styles.
 
         Raises:
-            ValueError: an unknown style.
+            ValueError: a style is unknown.
         """
         for pattern, style in self.tensor.items():
             if style not in _STYLES:
@@ -73,7 +74,7 @@ def is_match(name: str, pattern: str) -> bool:
 def matches(
     model: nn.Module, patterns: Iterator[str] | tuple[str, ...]
 ) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield name, module and pattern of each match, in the model's order.
+    """Yield the name, module and pattern of each match, in the model's order.
 
     Raises:
         ValueError: a pattern matches no module.

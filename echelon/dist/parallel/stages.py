@@ -1,4 +1,4 @@
-"""Cut a model into this rank's stages, and find the parameters that stages share."""
+"""Cutting a model into this rank's stages, and finding the parameters that stages share."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from echelon.dist.pipeline.plan.plan import Plan as Schedule
 
 
 def cut(model: nn.Module, plan: Plan, schedule: Schedule, group: ProcessGroup) -> list[Stage]:
-    """Return this rank's stages of a model, as the schedule places them.
+    """Return this rank's stages of a model, as placed by the schedule.
 
     Raises:
-        ValueError: the plan has no stages, or the model cannot be cut into so many.
+        ValueError: the plan does not define stages, or the model cannot be cut into so many.
     """
     if plan.stages is None:
         raise ValueError(
-            f"the mesh has {group.size} ranks on axis pp, and the plan does not say how to cut "
+            f"the mesh has {group.size} ranks on axis pp, but the plan does not define how to cut "
             f"{type(model).__name__} into stages: plan.stages"
         )
     num = schedule.num_stages
@@ -31,7 +31,7 @@ def cut(model: nn.Module, plan: Plan, schedule: Schedule, group: ProcessGroup) -
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """Return, for each name of a parameter, the first name that the same parameter has."""
+    """Return, for each name of a parameter, the first name of the same parameter."""
     first: dict[int, str] = {}
     return {
         name: first.setdefault(id(parameter), name)
@@ -42,15 +42,15 @@ def first_names(model: nn.Module) -> dict[str, str]:
 def find_ties(
     stages: Sequence[Stage], first: dict[str, str], group: ProcessGroup
 ) -> list[list[str]]:
-    """Return the parameters that several stages hold, as `Pipeline` takes them. Collective.
+    """Return the parameters that several stages hold, in the form for `Pipeline`. Collective.
 
     Args:
-        stages: this rank's.
-        first: of the whole model, by `first_names`; the same on all ranks.
+        stages: this rank's stages.
+        first: the whole model's `first_names`, the same on all ranks.
         group: the pipeline's ranks.
 
     Raises:
-        CollectiveError: a rank is lost or did not join.
+        CollectiveError: a rank was lost or did not join.
     """
     mine = [
         [stage.index, [name for name, _ in stage.module.named_parameters(remove_duplicate=False)]]

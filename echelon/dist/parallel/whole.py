@@ -1,4 +1,4 @@
-"""The whole model from all ranks' parts: shards, then slices, then stages."""
+"""Assembly of the whole model from all ranks' parts: shards, then slices, then stages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from echelon.dist.parallel.axes import Axes
 
 
 def full_state_dict(model: nn.Module, axes: Axes, names: dict[str, str]) -> dict[str, Tensor]:
-    """Return the whole model on the host, as the undivided model's `state_dict()`. Collective.
+    """Return the whole model's state on the host, like its `state_dict()`. Collective.
 
     Args:
         model: this rank's part, under the whole model's names.
@@ -20,7 +20,7 @@ def full_state_dict(model: nn.Module, axes: Axes, names: dict[str, str]) -> dict
         names: the first name of each parameter of the whole model, by name.
 
     Raises:
-        CollectiveError: a rank is lost or did not join.
+        CollectiveError: a rank was lost or did not join.
     """
     mine = fsdp.full_state_dict(model)
     parts = {
@@ -47,7 +47,7 @@ def _joined(value: Tensor, part: Slice, group: ProcessGroup) -> Tensor:
 
 
 def _from_all_stages(mine: dict[str, Tensor], group: ProcessGroup) -> dict[str, Tensor]:
-    """Collect what each stage holds, from the first rank that has it."""
+    """Collect each stage's entries from the first rank that has them."""
     forms = {name: [list(value.shape), str(value.dtype)] for name, value in mine.items()}
     every = group.all_gather_object(forms)
     found: dict[str, Tensor] = {}

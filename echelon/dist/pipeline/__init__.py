@@ -1,6 +1,7 @@
 """Pipeline parallelism: schedules as data, a simulator, and one executor for all of them.
 
-Plans and their simulation need no torch; `Pipeline`, `Stage` and `split` load it when first used.
+Plans and their simulation do not need torch; `Pipeline`, `Stage` and `split` load it when first
+used.
 """
 
 from importlib import import_module

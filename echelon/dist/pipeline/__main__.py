@@ -1,4 +1,4 @@
-"""`python -m echelon.dist.pipeline`: show, check and search schedules. Needs no torch."""
+"""`python -m echelon.dist.pipeline`: show, check and search schedules. Does not need torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from echelon.dist.pipeline.simulate.trace import draw_trace
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; return its exit code: 0 well, 1 a plan that cannot be carried out, 2 usage."""
+    """Run a command; return the exit code: 0, 1 for an invalid plan, or 2 for bad usage."""
     arguments = _parser().parse_args(argv)
     try:
         run = {"show": _show, "check": _check, "search": _search}[arguments.command]
@@ -32,21 +32,21 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m echelon.dist.pipeline", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    show = commands.add_parser("show", help="draw a schedule's steps and say what it costs")
+    show = commands.add_parser("show", help="draw a schedule's steps and print its cost")
     show.add_argument("schedule", help=f"{', '.join(NAMES)}, or a CSV file")
     _add_sizes(show)
-    show.add_argument("-v", "--chunks", type=int, help="stages a rank")
+    show.add_argument("-v", "--chunks", type=int, help="stages per rank")
     show.add_argument("--svg", type=Path, help="write a picture")
     show.add_argument("--trace", type=Path, help="write a Chrome trace")
     show.add_argument("--csv", type=Path, help="write the plan in PyTorch's CSV")
     show.add_argument(
-        "--lowered", action="store_true", help="in the CSV, with messages and sharding actions"
+        "--lowered", action="store_true", help="include messages and sharding actions in the CSV"
     )
-    check = commands.add_parser("check", help="say whether a plan in a CSV file can be carried out")
+    check = commands.add_parser("check", help="check whether a plan in a CSV file can be executed")
     check.add_argument("file", type=Path)
     find = commands.add_parser("search", help="find the best schedule for costs and a memory limit")
     _add_sizes(find)
-    find.add_argument("--max-chunks", type=int, default=4, help="most stages a rank")
+    find.add_argument("--max-chunks", type=int, default=4, help="most stages per rank")
     find.add_argument("--overhead", type=float, default=0.0, help="of every action")
     find.add_argument("--activation-bytes", type=float, default=0.0, help="of a share, for a batch")
     find.add_argument("--message-bytes", type=float, default=0.0, help="of a batch")
@@ -97,7 +97,7 @@ def _check(arguments: argparse.Namespace) -> None:
     plan = Plan.load(arguments.file)
     print(
         f"{arguments.file}: {plan.num_ranks} ranks, {plan.num_stages} stages, "
-        f"{plan.num_microbatches} micro-batches: can be carried out"
+        f"{plan.num_microbatches} micro-batches: can be executed"
     )
 
 

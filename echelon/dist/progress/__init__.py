@@ -1,1 +1,1 @@
-"""Operations under way: who waits for them, who carries them out, how they end."""
+"""Operations in progress: their waiters, their execution and their ends."""

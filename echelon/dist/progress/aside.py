@@ -1,4 +1,4 @@
-"""A job on a thread of its own, which may be left behind where it blocks in a library."""
+"""A job on a separate thread that can be abandoned if it blocks in a library."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _LOOK_S = 0.1
 def make_aside(
     make: Callable[[], _Made], drop: Callable[[_Made], object], check: Callable[[], None]
 ) -> _Made:
-    """Return what `make` returns, which runs on a thread of its own; block until then.
+    """Run `make` on a separate thread; block until it ends and return its result.
 
     Args:
-        make: may block in a library that no call can interrupt.
-        drop: releases what was made when the caller has given up; called on either thread.
-        check: called every 0.1 s until then; what it raises is raised here, and `make` is left
-            behind on its thread.
+        make: a function that may block in a library without being interruptible.
+        drop: releases the result if the caller has stopped waiting; called on either thread.
+        check: called every 0.1 s during the wait; an exception from it is raised here, and `make`
+            is abandoned on its thread.
 
     Raises:
-        Exception: what `make` or `check` raised.
+        Exception: `make` or `check` raised it.
     """
     made: list[_Made] = []
     lock = threading.Lock()
@@ -61,7 +61,7 @@ class _Aside:
         """Wait for the job; return whether it has ended.
 
         Raises:
-            BaseException: what it raised.
+            BaseException: the job raised it.
         """
         if not self._has_ended.wait(timeout_s):
             return False

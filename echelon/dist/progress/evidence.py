@@ -1,6 +1,6 @@
-"""Evidence: what a rank finds out about the others from outside the engine, as a group asks for it.
+"""Evidence: the interface through which a group learns about other ranks from outside the engine.
 
-`membership/liveness.py` has it for groups of several ranks.
+`membership/liveness.py` implements it for groups of several ranks.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class Evidence(Protocol):
-    """What this rank can find out about the other members from outside the engine."""
+    """The information about other members that does not come from the engine."""
 
     def serve(self, state: GroupState) -> None:
-        """Begin to answer liveness checks of other ranks, and to fail `state` with verdicts."""
+        """Start answering other ranks' liveness checks and failing `state` on their verdicts."""
 
     def dead(self, ranks: Sequence[int]) -> list[int]:
-        """Return those of the group ranks whose processes are known to have ended. Local."""
+        """Return the given group ranks whose processes are known to have ended. Local."""
 
     def find(
         self,
@@ -35,43 +35,44 @@ class Evidence(Protocol):
         needed: Sequence[int] | None,
         dead: Sequence[int] = (),
     ) -> CollectiveError:
-        """Determine which ranks are at fault, within 2.5 s.
+        """Determine the ranks at fault, within 2.5 s.
 
         Args:
-            operation: the one that cannot end.
-            broken: what the engine saw; None if a rank died or the operation timed out.
+            operation: the operation that cannot complete.
+            broken: the error that the engine observed; None if a rank died or the operation timed
+                out.
             needed: group ranks that have not arrived, if the engine knows them.
             dead: group ranks that are known to have died.
         """
 
     def explain(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return a better explanation of what the engine raised, if other ranks published one."""
+        """Return a better explanation of the engine's error if other ranks published one."""
 
     def hear(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return the verdict of the rank whose failure ended an operation here; else `error`.
+        """Return the verdict of the rank whose failure ended an operation here, else `error`.
 
         Blocks while that rank determines which rank is at fault, for at most 3 s.
         """
 
     def arriving(self) -> AbstractContextManager[object]:
-        """Let the other members know, inside, that this rank is in a monitored barrier."""
+        """Notify the other members during the block that this rank is in a monitored barrier."""
 
     def publish(self, error: CollectiveError) -> None:
-        """Let the other members know why the group ended on this rank. Returns at once."""
+        """Notify the other members why the group ended on this rank. Returns at once."""
 
     def leave(self) -> None:
-        """Let the other members know that this rank closed the group. Returns at once."""
+        """Notify the other members that this rank closed the group. Returns at once."""
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Release everything. Safe to call twice.
 
         Args:
-            timeout_s: limit of publishing what is still to be published.
+            timeout_s: limit for publishing pending notices.
         """
 
 
 class NoEvidence:
-    """The evidence of a group of one."""
+    """The evidence of a group with one rank."""
 
     def __init__(self, members: Members) -> None:
         self._members = members
@@ -90,7 +91,7 @@ class NoEvidence:
         needed: Sequence[int] | None,
         dead: Sequence[int] = (),  # noqa: ARG002
     ) -> CollectiveError:
-        """Report what the engine saw."""
+        """Report the engine's observation."""
         if broken is not None:
             return build.connection_broken(self._members, operation, broken)
         return build.timed_out(self._members, operation, needed or [])

@@ -1,6 +1,6 @@
-"""The lane of a library that allows one call at a time and process: oneCCL on host memory.
+"""The lane of a library that allows only one call at a time per process: oneCCL on host memory.
 
-Groups share it, so a collective may be called on any thread and waits its turn. A blocking call
+Groups share it, so a collective may be called on any thread and waits for its turn. A blocking call
 runs on the caller's thread if the lane is idle.
 """
 
@@ -21,7 +21,7 @@ class LanePending(Outcome):
     __slots__ = ()
 
     def join(self) -> None:
-        """Block until it has ended; raise what it ended with."""
+        """Block until it has ended; raise its error if it failed."""
         while not self.wait(0.1):
             pass  # in slices: a signal's handler runs between them
         if self.error is not None:
@@ -49,7 +49,7 @@ class Lane:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing runs and nothing is queued."""
+        """Whether no job is running or queued."""
         with self._changed:
             return not self._busy and not self._jobs
 
@@ -65,7 +65,7 @@ class Lane:
         return pending
 
     def run(self, job: Callable[[], None]) -> None:
-        """Run a job on this thread if nothing is before it, else in its turn."""
+        """Run a job on this thread if the lane is idle, otherwise when its turn comes."""
         with self._changed:
             inline = not self._busy and not self._jobs
             self._busy = self._busy or inline
@@ -80,7 +80,7 @@ class Lane:
                 self._changed.notify_all()
 
     def close(self, *, wait: bool = True) -> None:
-        """End the thread after what is queued; the caller has made that fail."""
+        """Stop the thread after the queued jobs, which the caller has made fail."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

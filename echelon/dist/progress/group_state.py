@@ -1,14 +1,15 @@
-"""GroupState: what a group has called, what is under way, and how the group ended.
+"""GroupState: a group's calls, its operations in progress, and how the group ended.
 
-This is the only place that knows whether a group is broken, aborted or closed. Engines raise what
-they saw (see `backends/interface.py`); here that becomes the group's first error, which is the one
-that every later call reports, on this rank and, through `Evidence`, on the others.
+This is the only place that records whether a group is broken, aborted or closed. Engines raise what
+they observed (see `backends/interface.py`); here that becomes the group's first error, which every
+later call reports, on this rank and, through `Evidence`, on the others.
 
-[Note: the end of a group] The first of a failure, an abort and a close wins, by one atomic
-`dict.setdefault`, so no lock is needed: `abort` may be called by a signal handler on a thread that
-holds any lock of this object. The winner cuts the engine. The engine is released (`close`) only
-once no thread is inside it: `close` waits a moment for other threads, and where the caller itself
-is inside (a signal handler that calls `shutdown`), the interrupted call releases it on its way out.
+[Note: the end of a group] The first of a failure, an abort and a close wins, decided by one atomic
+`dict.setdefault`, so that no lock is needed: `abort` may be called by a signal handler on a thread
+that holds any lock of this object. The winner cuts the engine. The engine is released (`close`)
+only once no thread is inside it: `close` waits briefly for other threads, and if the caller itself
+is inside (a signal handler that calls `shutdown`), the interrupted call releases the engine when it
+returns.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ if hasattr(os, "register_at_fork"):
 
 
 class Turn:
-    """A lock that knows its owner, since a signal handler may ask for it on the same thread.
+    """A lock that records its owner, because a signal handler may request it on the same thread.
 
-    `with turn as is_nested`: a nested block runs within the owner's.
+    Used as `with turn as is_nested`: a nested block runs within the owner's block.
     """
 
     __slots__ = ("_depth", "_lock", "_owner")
@@ -88,14 +89,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """How a group ended on this rank: with an error, by an abort (no error), or in order."""
+    """How a group ended on this rank: with an error, by an abort (no error), or by a close."""
 
     error: CollectiveError | None = None
     is_abort: bool = False
 
 
 class GroupState:
-    """The operations of one group on this rank, from their numbers to the group's end."""
+    """The operations of one group on this rank, from their numbering to the group's end."""
 
     def __init__(self, members: Members, engine: Engine, evidence: Evidence | None = None) -> None:
         self.members = members
@@ -119,7 +120,7 @@ class GroupState:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether this process is a fork of the one that owns the group."""
+        """Whether this process is a fork of the group's owner."""
         return self._num_forks != _num_forks
 
     @property
@@ -135,10 +136,10 @@ class GroupState:
         return self._message_numbers.get((kind, peer), 0)
 
     def admit(self, operation: Operation, *, is_nested: bool = False) -> None:
-        """Give an operation its number for good, unless it is refused; its turn is held.
+        """Assign an operation its final number, unless it is refused; the caller holds its turn.
 
         Raises:
-            ValueError: the engine refuses it; no number was given.
+            ValueError: the engine refuses it; no number was assigned.
             CollectiveError: the group has ended, or a nested collective cannot run.
         """
         if self._works:
@@ -212,7 +213,7 @@ class GroupState:
             spent.collectives_s = before_s + time.monotonic() - began_s
 
     def _leave(self, thread: tuple[int, Operation]) -> None:
-        """Note that a thread left the engine; the last one releases it if the group is closed."""
+        """Record that a thread left the engine; the last one releases it if the group is closed."""
         self._inside.remove(thread)
         if self.is_closed and not self._inside:
             self._release(time.monotonic() + _CLOSE_S)
@@ -220,16 +221,16 @@ class GroupState:
     # ---- operations under way ----
 
     def sweep(self) -> None:
-        """Settle what has ended."""
+        """Settle all operations that have ended."""
         if self._works:
             with self._lock:
                 for work in self._ended():
                     self._settle(work)
 
     def settle(self, work: Work) -> None:
-        """Note the end of an operation, after those before it: the first error is the cause.
+        """Record the end of an operation after those of earlier ones: the first error is the cause.
 
-        One on a device may have been waited for and still run: it is noted later.
+        An operation on a device may still be running after a wait; its end is recorded later.
         """
         with self._lock:
             for earlier in self._ended():
@@ -238,7 +239,7 @@ class GroupState:
                 self._settle(work)
 
     def tick(self) -> bool:
-        """Settle and check what is under way, on the watcher's thread; False if nothing is."""
+        """Settle and check operations in progress, on the watcher's thread; False if none."""
         self.sweep()
         with self._lock:
             works = list(self._works)
@@ -288,7 +289,7 @@ class GroupState:
     # ---- failing ----
 
     def raise_end(self, operation: Operation, raised: BaseException) -> NoReturn:
-        """Raise to the user what an operation ended with.
+        """Raise the error of an operation to the user.
 
         Raises:
             BaseException: always.
@@ -299,7 +300,7 @@ class GroupState:
         raise error from None
 
     def explain(self, operation: Operation, raised: BaseException) -> BaseException:
-        """Turn what an engine raised into what the user gets, and end the group with it."""
+        """Convert an engine's error to the user's error, and end the group with it."""
         if isinstance(raised, Refused):
             return raised
         is_ours = isinstance(raised, Exception) and not is_from_handler(raised)
@@ -313,7 +314,7 @@ class GroupState:
         return error if first is error else self.end_of(operation, error)
 
     def _determine(self, operation: Operation, raised: BaseException) -> CollectiveError:
-        """Return which rank is at fault for what an engine raised; it may take up to 2.5 s."""
+        """Determine the ranks at fault for an engine's error; may take up to 2.5 s."""
         self._explained.append(operation)
         try:
             if isinstance(raised, CollectiveError):
@@ -329,11 +330,11 @@ class GroupState:
         return error
 
     def waits(self) -> list[Operation]:
-        """Return the operations for which threads of this rank wait; for any thread."""
+        """Return the operations for which threads of this rank wait; callable from any thread."""
         return [operation for _, operation in list(self._inside)] + list(self._explained)
 
     def fail(self, error: CollectiveError) -> CollectiveError | None:
-        """End the group with an error, if nothing has ended it; return the error that did."""
+        """End the group with an error unless it has ended; return the error that ended it."""
         mine = _End(error)
         first = self._ends.setdefault("end", mine)
         if first is mine:
@@ -344,8 +345,8 @@ class GroupState:
     def hear(self, error: CollectiveError) -> None:
         """End the group with the verdict of another rank; never blocks.
 
-        A rank that has failed in a collective has finished those before it, so all ranks took part
-        in them. Where such a one is under way here, it gets a moment to end by itself.
+        A rank that failed in a collective has finished the earlier ones, so all ranks took part in
+        them. If such a collective is in progress here, it gets a moment to end by itself.
         """
         number = error.sequence
         if error.operation in COLLECTIVES and self._is_before(number):
@@ -360,7 +361,7 @@ class GroupState:
         self.fail(error)
 
     def _is_before(self, number: int) -> bool:
-        """Return whether a collective before the one of a number is under way."""
+        """Return whether a collective before a given number is in progress."""
         if 0 <= self._running < number:
             return True
         return any(
@@ -377,10 +378,10 @@ class GroupState:
             self.evidence.publish(error)
 
     def end_of(self, operation: Operation, raised: BaseException | None = None) -> CollectiveError:
-        """Return the error of an operation of a group that has ended.
+        """Return the error for an operation of a group that has ended.
 
         Args:
-            raised: what the engine raised for this operation, if it was under way.
+            raised: the engine's error for this operation, if it was in progress.
         """
         end = self._ends["end"]
         if end.error is not None:
@@ -409,10 +410,10 @@ class GroupState:
     # ---- the end ----
 
     def close(self) -> None:
-        """End the group on this rank and release what it holds. Local work only, at most 1 s.
+        """End the group on this rank and release its resources. Local work only, at most 1 s.
 
-        A verdict that is still to be published is waited for within that second; where the store
-        does not answer in time, the watcher continues with it after this has returned.
+        Within that second it waits for a pending verdict to be published; if the store does not
+        answer in time, the watcher continues after the return.
         """
         if self.is_closed or self.is_foreign:
             return
@@ -444,7 +445,7 @@ class GroupState:
 
 
 class OperationWatch:
-    """What bounds one operation; see `interface.Watch`."""
+    """The limits of one operation; see `interface.Watch`."""
 
     __slots__ = ("_operation", "_state", "deadline_s")
 
@@ -454,7 +455,7 @@ class OperationWatch:
         self.deadline_s = time.monotonic() + operation.timeout_s
 
     def check(self, needed: Callable[[], Sequence[int]] | None = None) -> None:
-        """Raise what ends this operation; see `interface.Watch.check`."""
+        """Raise if this operation must end; see `interface.Watch.check`."""
         state, operation = self._state, self._operation
         state.check_end(operation)
         members = state.members

@@ -1,4 +1,4 @@
-"""Tell an exception of a signal handler from one of a library."""
+"""Distinguishing exceptions of signal handlers from those of libraries."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from types import CodeType
 def is_from_handler(raised: BaseException) -> bool:
     """Return whether a Python signal handler raised this exception.
 
-    Handlers run on the main thread, inside whatever call they interrupt; what they raise comes out
-    of that call. Their frames in the traceback are what distinguishes them.
+    Handlers run on the main thread inside the call that they interrupt, and that call propagates
+    their exceptions. Their frames in the traceback distinguish them.
     """
     if threading.current_thread() is not threading.main_thread():
         return False

@@ -1,4 +1,4 @@
-"""Outcome: how an operation ended, for its waiters; the base of the hosts' `Pending`."""
+"""Outcome: how an operation ended, for its waiters; the base of `Pending` on the host."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 
 class Outcome:
-    """An operation that has not ended, then its error or success. Thread-safe."""
+    """The outcome of an operation: not ended, then its error or success. Thread-safe."""
 
     __slots__ = ("_ended_mono_ns", "_error", "_finished")
 
@@ -18,21 +18,21 @@ class Outcome:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, with success or failure."""
+        """Whether it has succeeded or failed."""
         return self._finished.is_set()
 
     @property
     def error(self) -> BaseException | None:
-        """What it ended with; None if it succeeded or has not ended."""
+        """The error with which it failed; None if it succeeded or has not ended."""
         return self._error
 
     @property
     def ended_mono_ns(self) -> int:
-        """When it ended; 0 while it has not."""
+        """When it ended; 0 until then."""
         return self._ended_mono_ns
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Block until it has ended or the time is up; return whether it has ended."""
+        """Block until it has ended or the time has expired; return whether it has ended."""
         return self._finished.wait(timeout_s)
 
     def finish(self, error: BaseException | None = None) -> None:

@@ -1,9 +1,9 @@
-"""Serial: the collectives of an engine that can only block, one after the other on one thread.
+"""Serial: runs the collectives of a blocking engine one after the other on one thread.
 
-Every collective runs on that thread, also one that the caller waits for. So a Python signal handler
-never interrupts a collective half way: it runs on the caller's thread, which only waits, and what
-the handler calls is queued behind. Callers take no lock: the queue is one that may be entered again
-by a handler (`queue.SimpleQueue`).
+Every collective runs on that thread, even one for which the caller waits. So a Python signal
+handler never interrupts a collective halfway: it runs on the caller's thread, which only waits, and
+the handler's calls are queued behind. Callers do not take locks: the queue is reentrant for
+handlers (`queue.SimpleQueue`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Job(Outcome):
 
 
 class Serial:
-    """Runs the collectives of one engine in the order of their calls."""
+    """The runner of one engine's collectives, in the order of their calls."""
 
     def __init__(self, name: str, carry_out: CarryOut) -> None:
         self._name = name
@@ -47,7 +47,7 @@ class Serial:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing runs and nothing is queued."""
+        """Whether no job is running or queued."""
         return not self._unfinished
 
     def submit(self, operation: Operation, watch: Watch) -> Job:
@@ -63,10 +63,10 @@ class Serial:
         return job
 
     def run(self, operation: Operation, watch: Watch) -> None:
-        """Carry out a collective in its turn; block until it has ended.
+        """Carry out a collective when its turn comes; block until it has ended.
 
         Raises:
-            Exception: what carrying it out raised, or what ended it before its turn.
+            Exception: the collective raised it, or it ended the collective before its turn.
         """
         job = self.submit(operation, watch)
         while not job.wait(CHECK_EVERY_S):
@@ -76,7 +76,7 @@ class Serial:
             raise job.error
 
     def close(self, timeout_s: float) -> bool:
-        """End the thread after what it runs; return whether it has ended in time."""
+        """Stop the thread after its current job; return whether it has ended in time."""
         self._is_closing = True
         self._inbox.put(None)
         thread = self._thread.get("serial")
@@ -113,7 +113,7 @@ class Serial:
         job.finish(error)
 
     def _check_waiting(self) -> None:
-        """End the queued jobs whose time is up: the first may run for long yet."""
+        """End the queued jobs past their deadline, because the running one may take long."""
         self._take(block=False)
         now = time.monotonic()
         for job in [one for one in self._waiting if now >= one.watch.deadline_s]:
@@ -126,7 +126,7 @@ class Serial:
 
 
 class _Turn:
-    """The watch of the running job, which looks after those behind it, too."""
+    """The watch of the running job, which also checks the jobs queued behind it."""
 
     def __init__(self, watch: Watch, check_waiting: Callable[[], None]) -> None:
         self._watch = watch

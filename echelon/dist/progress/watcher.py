@@ -1,9 +1,9 @@
-"""The process's watcher: one thread that looks after the operations of all groups.
+"""The process's watcher: one thread that monitors the operations of all groups.
 
-It settles operations that no caller waits for, so that the black box has their ends; it checks
-deadlines and deaths for engines that have no thread of their own; and it runs the jobs that must
-not delay a failing call, such as publishing a verdict. It does nothing while there is nothing to
-look after. A forked child has a watcher of its own.
+It settles operations for which no caller waits, so that the black box has their ends; it checks
+deadlines and deaths for engines without their own thread; and it runs jobs that must not delay a
+failing call, such as publishing a verdict. It is idle while there is nothing to watch. A forked
+child has its own watcher.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _LINGER_S = 2.0  # a thread costs more to start than to keep for a moment
 
 
 class Watched(Protocol):
-    """What the watcher checks periodically."""
+    """An object that the watcher checks periodically."""
 
     def tick(self) -> bool:
-        """Look after it; False if there is nothing to look after any more."""
+        """Check it; return False if it no longer needs watching."""
 
 
 class Watcher:
@@ -44,7 +44,7 @@ class Watcher:
         self._thread: threading.Thread | None = None
 
     def add(self, watched: Watched) -> None:
-        """Look after an object until its `tick` returns False."""
+        """Watch an object until its `tick` returns False."""
         with self._guard:
             if watched in self._watched:
                 return
@@ -52,7 +52,7 @@ class Watcher:
         self._start()
 
     def remove(self, watched: Watched) -> None:
-        """Stop looking after an object; with the last one the thread ends."""
+        """Stop watching an object; after the last one the thread ends."""
         with self._guard:
             self._watched.discard(watched)
             thread = self._thread
@@ -70,10 +70,10 @@ class Watcher:
         self._wake.set()
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until the jobs posted so far have run, or the time is up.
+        """Wait until the jobs posted so far have run or the time has expired.
 
-        Jobs that have outlasted one flush are not waited for again, so that closing many groups
-        costs one timeout in all. They run all the same, unless the process ends first.
+        Jobs that outlasted one flush are not waited for again, so that closing many groups costs
+        only one timeout in total. They still run, unless the process exits first.
         """
         if threading.current_thread() is self._thread or self._is_behind:
             return

@@ -1,7 +1,7 @@
-"""Make the echelon group behind a torch group.
+"""Creation of the echelon group behind a torch group.
 
-Torch hands over its store, a rank and a size; the members meet there, so no second rendezvous is
-needed, and our own `init` may be used in the same program beside it.
+Torch passes its store, a rank and a size; the members meet there, so a second rendezvous is not
+needed, and echelon's own `init` may be used in the same program.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _world_options = Options()
 
 
 def create(torch_options: Any, group_options: Any) -> TorchGroup:
-    """Make the backend of one torch group; every member calls this and blocks until all join.
+    """Create the backend of one torch group; every member calls this and blocks until all join.
 
     Args:
         torch_options: torch's `_DistributedBackendOptions`.
-        group_options: what the user passed as `pg_options`: our `Options` or None, which stands
-            for the default group's.
+        group_options: the user's `pg_options`: echelon's `Options`, or None for those of the
+            default group.
 
     Raises:
         TypeError: `pg_options` is something else.
-        CollectiveTimeoutError: members did not come within the group's timeout.
+        CollectiveTimeoutError: members did not join within the group's timeout.
     """
     global _world_options
     if group_options is not None and not isinstance(group_options, Options):
         raise TypeError(
-            "pg_options of backend 'echelon' is echelon.dist.Options(...), "
+            "pg_options of backend 'echelon' must be echelon.dist.Options(...), "
             f"got {type(group_options).__name__}"
         )
     is_world = not torch_options.global_ranks_in_group
@@ -54,7 +54,7 @@ def create(torch_options: Any, group_options: Any) -> TorchGroup:
 
 
 class Maker:
-    """Makes the echelon group of one torch group."""
+    """The maker of one torch group's echelon group."""
 
     def __init__(self, torch_options: Any, options: Options, is_world: bool) -> None:
         self.rank = int(torch_options.group_rank)
@@ -68,10 +68,10 @@ class Maker:
         self._meeting: Meeting | None = None
 
     def make(self, description: str) -> ProcessGroup:
-        """Make the group; every member calls this and blocks until all have joined.
+        """Create the group; every member calls this and blocks until all have joined.
 
         Args:
-            description: torch's `group_desc`, such as "mesh_dp": what verdicts call the group.
+            description: torch's `group_desc`, such as "mesh_dp", which names the group in verdicts.
         """
         deadline_s = time.monotonic() + self.timeout_s
         name = "world" if self.is_world else description
@@ -96,7 +96,7 @@ class Maker:
         return group
 
     def close(self) -> None:
-        """Leave the store; call it when the group is closed."""
+        """Disconnect from the store; to be called when the group is closed."""
         if self._meeting is not None:
             self._meeting.close()
 
@@ -113,7 +113,7 @@ class Maker:
             ) from err
 
     def _introduce(self, store: PrefixStore, *, one_host: bool) -> None:
-        """Tell the black box who we are, as `init` does."""
+        """Record this process's rank in the black box, as `init` does."""
         black_box.record_as_rank(self.rank, self.size)
         recorder = black_box.current()
         if recorder is None:
@@ -129,7 +129,7 @@ class Maker:
 
 
 def seconds(timeout: Any) -> float:
-    """Return torch's timeout in seconds; a very long one stands for none."""
+    """Return torch's timeout in seconds; a very long one means no timeout."""
     value = float(timeout.total_seconds())
     return min(value, _LONGEST_TIMEOUT_S) if value > 0 and math.isfinite(value) else 0.001
 

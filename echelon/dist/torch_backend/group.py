@@ -1,13 +1,13 @@
 """The adapter: a torch process group that passes every operation to an echelon ProcessGroup.
 
 Torch's C++ and Python code call the methods below by these names; older names are aliases. The
-arguments of an operation become contiguous arrays (tensors.py), the ProcessGroup checks, records
-and carries out the operation, and torch gets a `TorchWork` (work.py). A call that blocks (`asyncOp`
-false) is carried out on the calling thread and raises its error there, unchanged.
+arguments of an operation are converted to contiguous arrays (tensors.py), the ProcessGroup checks,
+records and carries out the operation, and torch gets a `TorchWork` (work.py). A blocking call
+(`asyncOp` false) runs on the calling thread and raises its error there, unchanged.
 
-The subclass replaces torch's whole group, whatever devices were named: tensors on the host and on a
-device all go to one ProcessGroup, which has an engine for each kind. Ranks are ranks within the
-group: torch translates `src` and `dst`, and passes `group_src` and `group_dst` on.
+The subclass replaces torch's whole group, whatever devices were named: tensors on the host and on
+devices all use one ProcessGroup, which has an engine for each kind. Ranks are ranks within the
+group: torch translates `src` and `dst`, and passes on `group_src` and `group_dst`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _open_groups: weakref.WeakSet[TorchGroup] = weakref.WeakSet()
 
 
 class TorchGroup(Identity):
-    """One torch group: the members of an echelon ProcessGroup, by torch's names."""
+    """One torch group: the methods of an echelon ProcessGroup under torch's names."""
 
     def __init__(self, maker: Maker, store: Any) -> None:
         super().__init__(maker.rank, maker.size, store)
@@ -106,7 +106,7 @@ class TorchGroup(Identity):
         return self._run(opts, start, [data], finish)
 
     def broadcast(self, tensor: Any, opts: Any = None) -> TorchWork:
-        """Copy the tensor of the root into every rank's, which has as many elements."""
+        """Copy the root's tensor into every rank's tensor, which must have as many elements."""
         data, root = tensors.only(tensor, "broadcast"), opts.rootRank
         group, (x, finish) = self._group, tensors.target(data)
         return self._run(opts, partial(group.broadcast, x.reshape(-1), root), [data], finish)
@@ -151,7 +151,7 @@ class TorchGroup(Identity):
         return partial(self._group.all_gather, out, tensors.source(data))
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        """Reduce lists of tensors, which may differ in size; this rank's part is kept."""
+        """Reduce lists of tensors, which may differ in size, and keep this rank's part."""
         name = "reduce_scatter"
         output, parts = tensors.only(outputs, name), tensors.only_list(inputs, name)
         self._check_list(parts, output, name)
@@ -160,14 +160,14 @@ class TorchGroup(Identity):
         return self._run(opts, start, [output], finish)
 
     def reduce_scatter_single(self, output: Tensor, data: Tensor, opts: Any = None) -> TorchWork:
-        """Reduce a tensor over all ranks; this rank's part is kept."""
+        """Reduce a tensor over all ranks and keep this rank's part."""
         start, finish = self._scattering(output, data, Reduction.of(opts))
         return self._run(opts, start, [output], finish)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> TorchWork:
-        """Reduce several tensors; this rank's part of each is kept."""
+        """Reduce several tensors and keep this rank's part of each."""
         reduction = Reduction.of(opts)
         pairs = zip(outputs, inputs, strict=True)
         calls = [self._scattering(output, data, reduction) for output, data in pairs]
@@ -196,7 +196,7 @@ class TorchGroup(Identity):
         return start, finish
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        """Collect every rank's tensor into the list of the root."""
+        """Collect every rank's tensor into the root's list."""
         data, root = tensors.only(inputs, "gather"), opts.rootRank
         group, x = self._group, tensors.source(data)
         outs: Sequence[Tensor] = ()
@@ -209,7 +209,7 @@ class TorchGroup(Identity):
         return self._run(opts, partial(group.gather, out, x, root), list(outs), finish)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        """Send each rank its tensor of the list of the root."""
+        """Send each rank its tensor from the root's list."""
         output, root = tensors.only(outputs, "scatter"), opts.rootRank
         group, (out, finish) = self._group, tensors.target(output)
         x: Tensor | None = None
@@ -227,7 +227,7 @@ class TorchGroup(Identity):
         input_splits: Sequence[int],
         opts: Any = None,
     ) -> TorchWork:
-        """Send rows to each rank, and put the rows that each rank sends into the output."""
+        """Send rows to each rank, and store the rows received from each rank in the output."""
         group, x = self._group, tensors.source(data)
         out, finish = tensors.target(output)
         splits = list(output_splits) or None, list(input_splits) or None
@@ -282,7 +282,7 @@ class TorchGroup(Identity):
     ) -> None:
         """Block until every rank has called it; a timeout names all ranks that have not.
 
-        A timeout of 0 looks once which ranks have called it, as Gloo's does.
+        With a timeout of 0 it checks once which ranks have called it, like Gloo's.
         """
         limit_s = None if timeout is None else max(timeout.total_seconds(), _MOMENT_S)
         self._group.monitored_barrier(limit_s)
@@ -324,7 +324,7 @@ class TorchGroup(Identity):
         return False
 
     def abort(self) -> None:
-        """End the group on all ranks, from any thread, within 1 s: what waits in it raises."""
+        """End the group on all ranks, from any thread, within 1 s; waiting operations raise."""
         if self._made is not None:
             self._made.abort()
 
@@ -343,11 +343,11 @@ class TorchGroup(Identity):
 
     @property
     def _group(self) -> ProcessGroup:
-        """The group below; made by its first use, in which all members take part."""
+        """The underlying group, created by its first use, in which all members take part."""
         return self._made or self._meet()
 
     def _meet(self) -> ProcessGroup:
-        """Make the group below unless it exists. Blocks until all members have joined."""
+        """Create the underlying group unless it exists. Blocks until all members have joined."""
         with self._making:
             if self._closed:
                 raise ValueError(f"group {self._description!r} is shut down")
@@ -395,7 +395,7 @@ class TorchGroup(Identity):
 
 
 def _limit(timeout: timedelta | None) -> float | None:
-    """Return torch's timeout of one call in seconds; its 0 and -1 ms stand for the group's."""
+    """Return torch's timeout of one call in seconds; 0 and -1 ms mean the group's timeout."""
     seconds = 0.0 if timeout is None else timeout.total_seconds()
     return seconds if seconds > 0 else None
 

@@ -1,4 +1,4 @@
-"""Identity: name, rank and size of a group, which torch reads in C++ and in Python."""
+"""Identity: the name, rank and size of a group, which torch reads in C++ and in Python."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _core: Any = torch._C._distributed_c10d
 class Identity(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class, untyped
     """The part of a torch group that describes it.
 
-    Torch's own methods need a backend below the group; a subclass replaces both.
+    Torch's own methods need a backend under the group; a subclass replaces both.
     """
 
     supports_splitting = False
@@ -29,7 +29,7 @@ class Identity(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class, 
         self._description = ""
 
     def rank(self) -> int:
-        """Return this rank within the group."""
+        """Return this process's rank within the group."""
         return self._group_rank
 
     def size(self) -> int:
@@ -64,7 +64,7 @@ class Identity(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class, 
         self._torch_name = name
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """Set the description; torch does so last, so the members join here."""
+        """Set the description. Torch calls this last, so the members join here."""
         self._description = description
         self._meet()
 

@@ -1,4 +1,4 @@
-"""Torch's reduce operations, by echelon's names."""
+"""Torch's reduce operations under echelon's names."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _LINEAR = ("sum", "avg")
 
 
 class Reduction:
-    """A reduce operation, read out of torch's options while they are alive.
+    """A reduce operation, read from torch's options while they are alive.
 
     `opts.reduceOp` refers to a C++ struct that is freed when the call returns.
 
     Attributes:
-        factor: every rank's data is multiplied by it first (PREMUL_SUM); None: by nothing.
+        factor: a factor by which every rank's data is first multiplied (PREMUL_SUM), or None.
     """
 
     __slots__ = ("factor", "name")
@@ -37,7 +37,7 @@ class Reduction:
 
     @classmethod
     def of(cls, options: Any) -> Reduction:
-        """Read the operation of torch's options, of a bare operation, or the default, a sum."""
+        """Return the operation from torch's options, a bare operation, or the default, a sum."""
         if options is None:
             return _PLAIN[torch_dist.ReduceOp.SUM]
         kind = getattr(options, "reduceOp", options)
@@ -51,7 +51,7 @@ class Reduction:
         return _PLAIN[kind]
 
     def real(self, tensor: Any) -> Any:
-        """Return a view of real numbers, on which a sum of complex numbers can be done."""
+        """Return a view as real numbers, on which a sum of complex numbers can be computed."""
         if not tensor.is_complex():
             return tensor
         if self.name not in _LINEAR:

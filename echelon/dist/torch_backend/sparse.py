@@ -1,7 +1,7 @@
-"""Sums of sparse tensors: each rank gets all non-zeros, and adds them in rank order.
+"""Sums of sparse tensors: each rank gets all non-zeros and adds them in rank order.
 
-DDP uses this for embeddings with sparse gradients. Three gathers on the host: the number of
-non-zeros of each rank, their indices, and their values, padded to the longest. Blocks until done.
+DDP uses this for embeddings with sparse gradients. It makes three gathers on the host: each rank's
+number of non-zeros, their indices, and their values, padded to the longest. Blocks until done.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def all_reduce(group: ProcessGroup, tensor: Any, reduction: Reduction) -> None:
     """
     if reduction.name not in ("sum", "avg") or reduction.factor is not None:
         raise ValueError(
-            f"all_reduce of sparse tensors takes 'sum' and 'avg', not {reduction.name!r}"
+            f"all_reduce of sparse tensors supports 'sum' and 'avg', not {reduction.name!r}"
         )
     with torch.no_grad():
         mine = tensor.detach().coalesce().to("cpu")

@@ -1,9 +1,10 @@
-"""Meeting: the place in torch's own store where the members of a torch group join.
+"""Meeting: the place in torch's own store at which the members of a torch group join.
 
-Torch passes a backend the store of its rendezvous, so no second one is needed. If it is a TCPStore,
-echelon's or torch's, echelon's client connects to the same server: its waits log nothing, let
-signals through, and cost one round trip on echelon's server. One client serves all groups of a
-process. Any other kind of store, a FileStore or the program's own, is used through torch.
+Torch passes the store of its rendezvous to a backend, so a second one is not needed. If it is a
+TCPStore, echelon's or torch's, echelon's client connects to the same server: its waits do not log,
+can be interrupted by signals, and take one round trip on echelon's server. One client serves all
+groups of a process. Any other kind of store, a FileStore or the program's own, is used through
+torch.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Meeting:
         self.store = PrefixStore(f"echelon/torch/{place}", below)
 
     def withdraw(self) -> None:
-        """Undo this rank's joining: the group was not made, and making it may be tried again."""
+        """Undo this rank's joining, so that creating the group can be retried after a failure."""
         with contextlib.suppress(StoreError):
             self._through_torch.add(f"echelon/uses/{self._rank}", -1)
             if self._rank == 0:
@@ -94,7 +95,7 @@ def _observed(operation: str, key: str) -> span:
 
 
 class TorchStore(Store):
-    """A torch store as one of echelon's; keys and values are passed unchanged."""
+    """An adapter from a torch store to echelon's interface; keys and values are unchanged."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -102,7 +103,7 @@ class TorchStore(Store):
 
     @property
     def endpoint(self) -> str:
-        """The address of torch's store, as far as it is known."""
+        """The address of torch's store, as far as known."""
         root = _root(self._store)
         host, port = getattr(root, "host", None), getattr(root, "port", None)
         return f"{host}:{port}" if host else f"torch's {type(root).__name__}"
@@ -159,7 +160,7 @@ class TorchStore(Store):
             self._do_set(key, value)
 
     def _do_queue_push(self, key: bytes, value: bytes) -> None:
-        """Keep a queue as numbered keys: torch has queues on its TCPStore only."""
+        """Implement a queue with numbered keys, as torch has queues only on its TCPStore."""
         self._do_set(b"%s/item/%d" % (key, self._do_add(key + b"/pushed", 1)), value)
 
     def _do_queue_pop(self, key: bytes) -> bytes | None:

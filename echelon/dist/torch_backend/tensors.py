@@ -1,7 +1,7 @@
-"""Torch's tensors in the form that groups take: one contiguous array in, one out.
+"""Torch's tensors in the form that groups accept: one contiguous input, one contiguous output.
 
-Torch passes lists of tensors, tensors with gaps, and complex ones. Tensors that are one piece of
-memory already are used in place; others go through a buffer, and `finish` copies the result back.
+Torch passes lists of tensors, tensors with gaps, and complex ones. Tensors that are already one
+piece of memory are used in place; others go through a buffer, and `finish` copies the result back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Finish = Callable[[], None]
 
 
 def only(data: Any, call: str) -> Tensor:
-    """Return the one tensor of torch's list, or the tensor itself."""
+    """Return the only tensor of torch's list, or the tensor itself."""
     if isinstance(data, torch.Tensor):
         return data
     if len(data) != 1:
@@ -25,7 +25,7 @@ def only(data: Any, call: str) -> Tensor:
 
 
 def only_list(data: Any, call: str) -> Sequence[Tensor]:
-    """Return the one list of torch's list of lists, or the list itself."""
+    """Return the only list of torch's list of lists, or the list itself."""
     if data and isinstance(data[0], torch.Tensor):
         return list(data)
     if len(data) != 1:
@@ -34,7 +34,7 @@ def only_list(data: Any, call: str) -> Sequence[Tensor]:
 
 
 def flat_source(tensors: Sequence[Tensor]) -> Tensor:
-    """Return tensors, one after the other, as one: in place if memory allows, else a copy."""
+    """Return tensors concatenated as one: a view if their memory allows, else a copy."""
     whole = _as_one_piece(tensors)
     if whole is not None:
         return whole
@@ -42,7 +42,7 @@ def flat_source(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def flat_target(tensors: Sequence[Tensor]) -> tuple[Tensor, Finish | None]:
-    """Return one tensor for the results of several, and what copies them there, if anything."""
+    """Return one target for several results, and a function that copies them there if needed."""
     whole = _as_one_piece(tensors)
     if whole is not None:
         return whole, None
@@ -62,7 +62,7 @@ def source(tensor: Tensor) -> Tensor:
 
 
 def target(tensor: Tensor) -> tuple[Tensor, Finish | None]:
-    """Return a contiguous target for a result, and what copies it into the tensor, if anything."""
+    """Return a contiguous target for a result, and a function that copies it back if needed."""
     if tensor.is_contiguous():
         return tensor.detach(), None
     buffer = tensor.detach().contiguous()
@@ -70,7 +70,7 @@ def target(tensor: Tensor) -> tuple[Tensor, Finish | None]:
 
 
 def both(finishes: Sequence[Finish | None]) -> Finish | None:
-    """Return one finish that runs several."""
+    """Return one finish function that runs several."""
     some = [finish for finish in finishes if finish is not None]
     if not some:
         return None
@@ -83,26 +83,26 @@ def both(finishes: Sequence[Finish | None]) -> Finish | None:
 
 
 def check_own(tensors: Sequence[Tensor], own: Tensor, rank: int, what: str) -> None:
-    """Check that a list with one tensor per rank gives this rank's own tensor its size.
+    """Check that a list with one tensor per rank has the right size for this rank's own tensor.
 
     Raises:
-        ValueError: it does not.
+        ValueError: it does not have that size.
     """
     if tensors[rank].numel() != own.numel():
         raise ValueError(
             f"{what}: the list has {tensors[rank].numel()} elements for rank {rank} of the group, "
-            f"whose own tensor has {own.numel()}"
+            f"but its own tensor has {own.numel()}"
         )
 
 
 def splits(tensors: Sequence[Tensor]) -> list[int] | None:
-    """Return how many elements each tensor of a list holds; None if all hold equally many."""
+    """Return the number of elements of each tensor of a list, or None if all are equal."""
     numels = [tensor.numel() for tensor in tensors]
     return numels if len(set(numels)) > 1 else None
 
 
 def same_sizes(tensors: Sequence[Tensor], what: str) -> None:
-    """Check that all tensors of a list hold equally many elements.
+    """Check that all tensors of a list have the same number of elements.
 
     Raises:
         ValueError: they do not.

@@ -1,10 +1,10 @@
-"""TorchWork: echelon's works as torch's, returned for `async_op=True` and awaited by DDP.
+"""TorchWork: echelon's works as torch works, returned for `async_op=True` and awaited by DDP.
 
-[Note: errors and futures] A torch future made of a work is completed by a thread that waits for it.
+[Note: errors and futures] A torch future for a work is completed by a thread that waits for it.
 Torch turns a Python exception into a wrong result in one place (`_create_work_from_future`) and
 into a crash in another (`Future.set_exception` under DDP). So `wait()` of this class raises the
-error itself, and a future is always a child made by `then`, whose callback raises: C++ then sees a
-RuntimeError that carries the error's name and text.
+error itself, and a future is always a child created by `then`, whose callback raises: C++ then sees
+a RuntimeError with the error's name and text.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ CompleteLater = Callable[[Job], object]
 
 
 class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
-    """One or several of echelon's operations as one of torch's.
+    """One or several echelon operations as one torch work.
 
     Args:
-        parts: the works below; empty if all is done.
+        parts: the underlying works; empty if everything is done.
         result: the tensors that the operation fills.
         finish: copies results from a buffer into the caller's tensors; run once, by the first
             thread that sees the operation done.
@@ -53,11 +53,11 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
 
     @property
     def parts(self) -> Sequence[Work]:
-        """The works below."""
+        """The underlying works."""
         return self._parts
 
     def take_finish(self) -> Finish | None:
-        """Return what copies the results, which this work then leaves to the caller."""
+        """Return the function that copies the results, which the caller must then run."""
         with self._lock:
             finish, self._finish = self._finish, None
         return finish
@@ -66,9 +66,9 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
         """Block until the operation has ended; return True.
 
         Raises:
-            CollectiveTimeoutError: it has not ended within `timeout`, and continues. (Without one,
-                the operation's own timeout bounds the wait.)
-            CollectiveError: what the operation itself ended with.
+            CollectiveTimeoutError: it has not ended within `timeout` and continues. (Without a
+                `timeout`, the operation's own timeout bounds the wait.)
+            CollectiveError: the operation itself failed.
         """
         limit_s = None if timeout is None else timeout.total_seconds()
         if limit_s is not None and limit_s <= 0:  # torch's 0 and -1 ms mean none
@@ -87,11 +87,11 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Order the current stream behind the operation; on the host: wait."""
+        """Order the current stream behind the operation; on the host, wait."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether the operation has ended, with success or failure."""
+        """Return whether the operation has succeeded or failed."""
         if not all(part.is_completed() for part in self._parts):
             return False
         if self.is_success():
@@ -99,11 +99,11 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
         return True
 
     def is_success(self) -> bool:
-        """Return whether the operation has ended with success."""
+        """Return whether the operation has succeeded."""
         return all(part.is_completed() for part in self._parts) and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """Return what the operation ended with; None if it succeeded or has not ended."""
+        """Return the operation's error; None if it succeeded or has not ended."""
         errors = (part.exception() for part in self._parts)
         return next((error for error in errors if error is not None), None)
 

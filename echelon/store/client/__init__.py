@@ -1,1 +1,1 @@
-"""The client: calls, the connections that carry them, and hosting a server in the process."""
+"""The client: its calls, the connections that carry them, and servers hosted in this process."""

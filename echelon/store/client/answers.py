@@ -1,4 +1,4 @@
-"""How the answers to torch's commands are read from a channel."""
+"""Readers for the answers to torch's commands."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def take_check(channel: Channel, deadline: Deadline) -> bool:
 
 
 def take_if_present(channel: Channel, deadline: Deadline) -> bytes | None:
-    """Read the answers to CHECK and GET."""
+    """Read the answers to CHECK and GET; return None if the key is missing."""
     is_there = channel.take(1, deadline) == p.CHECK_PRESENT
     value = channel.take_string(deadline)
     return value if is_there else None
 
 
 def take_if_still_present(channel: Channel, deadline: Deadline) -> bytes | None:
-    """Read the answers to CHECK, GET and CHECK: a key that was deleted in between is missing."""
+    """Read the answers to CHECK, GET and CHECK; a key deleted in between counts as missing."""
     value = take_if_present(channel, deadline)
     return value if take_check(channel, deadline) else None
 
@@ -38,7 +38,7 @@ def take_pong(channel: Channel, deadline: Deadline) -> None:
 
 
 def take_nothing(_: Channel, __: Deadline) -> None:
-    """Read the answer of a command that has none."""
+    """Read nothing: the command has no answer."""
 
 
 def take_bool(channel: Channel, deadline: Deadline) -> bool:
@@ -53,7 +53,7 @@ def take_item(channel: Channel, deadline: Deadline) -> bytes | None:
 
 
 def take_wait(channel: Channel, deadline: Deadline) -> bool:
-    """Read the answer to WAIT or BARRIER; at the deadline cancel it and return False."""
+    """Read the answer to WAIT or BARRIER; cancel at the deadline and return False."""
     try:
         channel.take(1, deadline)
     except TimeoutError:

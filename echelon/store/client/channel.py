@@ -1,8 +1,8 @@
-"""One connection of a client: bytes out, replies in, each call bounded by a deadline.
+"""One connection of a client: sends bytes and reads replies, each call bounded by a deadline.
 
-At most one thread reads and one writes; the owners see to that. A receive sleeps in the kernel
-for a second at most before it looks at the deadline again, which spares a poll for each answer;
-close to the deadline, and for sending, the channel polls.
+At most one thread reads and one writes; the owners ensure that. A receive sleeps in the kernel for
+at most one second before it checks the deadline again, which saves a poll per answer. Close to the
+deadline, and for sending, the channel polls.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class Channel:
     """A connected socket that has passed the handshake.
 
     Attributes:
-        instance: random bytes of our server's run; b"" on torch's server, which has no extensions.
-        num_unconfirmed: commands without a reply sent since the last reply: they may be lost
-            if the connection breaks now.
+        instance: random bytes that identify the run of echelon's server; b"" for torch's server,
+            which has no extensions.
+        num_unconfirmed: commands without a reply that were sent since the last reply; they may be
+            lost if the connection breaks now.
     """
 
     __slots__ = (
@@ -68,11 +69,11 @@ class Channel:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the server understands our extensions."""
+        """Whether the server understands echelon's extensions."""
         return bool(self.instance)
 
     def seal(self, to_server: bytes, to_client: bytes) -> None:
-        """Send records from now on, and take nothing else (see `seal`).
+        """Send and accept only sealed records from now on (see `seal`).
 
         Raises:
             StoreConnectionError: unread bytes precede the sealed stream.
@@ -83,32 +84,32 @@ class Channel:
 
     @property
     def descriptor(self) -> int:
-        """The socket's file descriptor, -1 when it is closed."""
+        """The socket's file descriptor, or -1 if it is closed."""
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Close the socket; the server takes back what this connection waits for."""
+        """Close the socket; the server withdraws this connection's waits."""
         self._socket.close()
 
     @property
     def peer(self) -> Address:
-        """The numeric address at the other end, to dial it again."""
+        """The numeric address of the server, for reconnecting."""
         return self._socket.family, self._socket.getpeername()
 
     def interrupt(self) -> None:
-        """Make a thread that waits on this channel fail; callable from any thread."""
+        """Make any thread that waits on this channel fail; callable from any thread."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def is_stale(self) -> bool:
-        """Whether the server has closed, or sent something unsolicited."""
+        """Whether the server has closed the connection or sent unsolicited data."""
         return bool(self._poller.poll(0)) or self._at < len(self._buffer)
 
     def send(self, data: bytes, deadline: Deadline) -> None:
-        """Send all of it.
+        """Send all of the data.
 
         Raises:
-            TimeoutError: the server did not take it in time.
+            TimeoutError: the server did not accept the data in time.
             OSError: the connection broke.
         """
         if self._sealer is not None:
@@ -124,7 +125,7 @@ class Channel:
         writable.register(self._socket, select.POLLOUT)
         while rest:
             if not writable.poll(deadline.left_s * 1000):
-                raise TimeoutError("the server does not read")
+                raise TimeoutError("the server does not read from the connection")
             with contextlib.suppress(BlockingIOError):
                 rest = rest[self._socket.send(rest, _NO_WAIT) :]
 
@@ -132,7 +133,7 @@ class Channel:
         """Return the next `size` bytes of the reply.
 
         Raises:
-            TimeoutError: they did not come in time; those that did are kept.
+            TimeoutError: they did not arrive in time; those that did are kept.
             ConnectionError: the server closed the connection.
         """
         end = self._at + size
@@ -144,7 +145,7 @@ class Channel:
         return data
 
     def _fill(self, size: int, deadline: Deadline) -> None:
-        """Receive until `size` bytes have arrived, at the start of the buffer."""
+        """Receive until the buffer begins with `size` bytes."""
         pieces = [self._buffer[self._at :]]
         have = len(pieces[0])
         self._at = 0
@@ -184,9 +185,9 @@ class Channel:
         return p.unpack_i64(self.take(8, deadline))
 
     def take_frame(self, deadline: Deadline) -> tuple[int, int, bytes]:
-        """Return (status, tag, payload) of an answer to one of our queries.
+        """Return (status, tag, payload) of an answer to one of echelon's queries.
 
-        After a TimeoutError it may be called again and continues where it stopped.
+        After a TimeoutError a further call continues where this one stopped.
         """
         if self._header is None:
             self._header = p.unpack_frame_header(self.take(p.FRAME_HEADER_BYTES, deadline))
@@ -196,9 +197,9 @@ class Channel:
         return status, tag, payload
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """Return whether the server has closed the connection; waits that long for it.
+        """Wait for the server to close the connection; return whether it did in time.
 
-        For a thread beside those that read and write.
+        For a thread that neither reads nor writes.
         """
         ended = select.poll()
         ended.register(self._socket, getattr(select, "POLLRDHUP", 0))
@@ -207,12 +208,12 @@ class Channel:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a store is, and who dials it.
+    """The address of a store, and the identity of the client that connects to it.
 
     Attributes:
         host, port: the server.
-        secret: what both sides must know, None for an open server.
-        session: names the client to our server, whichever connection it uses.
+        secret: the shared secret, or None for an open server.
+        session: identifies the client to echelon's server across connections.
     """
 
     host: str
@@ -222,13 +223,14 @@ class Place:
 
 
 def connect(place: Place, known: tuple[Address, ...], deadline: Deadline) -> Channel:
-    """Connect to a store server, try every address of the host, and pass the handshake.
+    """Connect to a store server, trying every address of the host, and perform the handshake.
 
     Args:
-        known: addresses that are tried before the name is resolved, which may take long.
+        known: addresses to try before the name is resolved, which may take long.
 
     Raises:
-        OSError: no address could be reached, or the server left; trying again may help.
+        OSError: no address could be reached, or the server closed the connection; a retry may
+            succeed.
         StoreConnectionError: the server was reached and does not accept this client.
     """
     channel = Channel(_dial(place, known, deadline))
@@ -287,7 +289,7 @@ def _dial_one(family: int, address: tuple[Any, ...], timeout_s: float) -> socket
 
 
 def _shake_hands(channel: Channel, place: Place, deadline: Deadline) -> None:
-    """Announce this client; find out whose server it is; prove the secret if there is one."""
+    """Announce this client, detect which server it is, and prove the secret if there is one."""
     secret = place.secret
     opening = p.encode(p.VALIDATE, p.VALIDATE_MAGIC) + p.encode(p.PING, p.OUR_NONCE)
     channel.send(opening, deadline)
@@ -297,7 +299,9 @@ def _shake_hands(channel: Channel, place: Place, deadline: Deadline) -> None:
             raise StoreConnectionError("the server is torch's, which cannot prove the secret")
         return
     if answer != p.pack_u32(p.OUR_ANSWER):
-        raise StoreProtocolError(f"the server answered PING with {answer.hex()}: no store server")
+        raise StoreProtocolError(
+            f"the server answered PING with {answer.hex()}: it is not a store server"
+        )
     client_nonce = trust.new_nonce()
     channel.send(p.tagged(p.HELLO, 1, client_nonce, p.EXTENSION_VERSION, place.session), deadline)
     instance, server_nonce, proof = _take_welcome(channel, deadline)
@@ -328,7 +332,7 @@ def _take_ok(channel: Channel, deadline: Deadline) -> bytes:
 
 
 def _take_welcome(channel: Channel, deadline: Deadline) -> tuple[bytes, bytes, bytes]:
-    """Return what our server answers to HELLO: its instance, its nonce, its proof."""
+    """Return the answer of echelon's server to HELLO: its instance, nonce and proof."""
     parts = p.unpack_strings(_take_ok(channel, deadline))
     if len(parts) != 3 or not parts[0]:
         raise StoreProtocolError("the server's welcome cannot be read")

@@ -1,11 +1,11 @@
 """The client: torch's Store API over a connection to echelon's server or torch's.
 
-Blocking, safe from several threads, each call bounded by a deadline. Whose server it is shows in
-the handshake; from then on the calls are those of `our_calls` or `torch_calls`. On echelon's server
-every call is one round trip, and gather, barrier, get and queue_pop wait inside the server.
+Calls block, are thread-safe, and are each bounded by a deadline. The handshake reveals which server
+it is; after that, `our_calls` or `torch_calls` implements the calls. On echelon's server every call
+is one round trip, and gather, barrier, get and queue_pop wait inside the server.
 
-What may be repeated after a broken connection without harm (reading, waiting) is repeated; what
-may not (add, append, compare_set, queue operations, rounds) fails, and says so.
+After a broken connection, calls that are safe to repeat (reads and waits) are repeated. Others
+(add, append, compare_set, queue operations, rounds) fail with an error that says so.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ _INIT_WIRE: Final = b"init/"
 
 
 class TCPStore(Store):
-    """Join the store server at an address, or host it.
+    """A client of the store server at an address, which it can also host.
 
     Args:
         host_name: the server's host; the master binds it.
-        port: the server's port; the master binds it, and 0 is any free one.
-        world_size: how many clients to expect; None if that is not known.
+        port: the server's port; the master binds it, and 0 means any free port.
+        world_size: how many clients to expect; None if unknown.
         is_master: host the server in this process as well.
-        timeout: how long connecting may take, and each call that names no timeout of its own.
-        wait_for_workers: have the master wait in here until `world_size` clients have joined.
+        timeout: limit for connecting, and for each call that does not specify its own.
+        wait_for_workers: make the master's constructor wait until `world_size` clients have joined.
         multi_tenant: let several masters of this process share one server at the port.
         master_listen_fd: descriptor of a listening socket for the master to take over.
-        use_libuv: accepted for torch's sake; there is one server.
-        observer: see `Store.observer`; in a job's worker the black box, unless one is given.
-        secret: what clients and server must both know, at least 16 bytes. None: the job's, if this
-            is the store of the job whose worker this process is, else an open store.
+        use_libuv: accepted for compatibility with torch; without effect.
+        observer: see `Store.observer`; in a job's worker it defaults to the black box.
+        secret: the secret shared by clients and server, at least 16 bytes. None means the job's
+            secret if this process is a worker and this is its job's store, else an open store.
 
     Raises:
         StoreTimeoutError: no server came up, or not all workers joined, within the timeout.
         StoreError: the master's address cannot be bound.
-        StoreConnectionError: the server is there and does not accept this client.
+        StoreConnectionError: the server was reached but does not accept this client.
 
     Example:
         >>> store = TCPStore("127.0.0.1", server.port, timeout=10)
@@ -122,14 +122,15 @@ class TCPStore(Store):
 
     @property
     def has_extensions(self) -> bool:
-        """Whether the server is echelon's, so that gather and the like cost one round trip."""
+        """Whether the server is echelon's; if so, operations such as gather take one round trip."""
         return isinstance(self._calls, OurCalls)
 
     def clone(self, timeout: Timeout | None = None) -> TCPStore:
         """Return another client of the same server.
 
         Args:
-            timeout: limit of connecting, and of calls that name none; None: as this client's.
+            timeout: limit for connecting, and for calls that do not specify one; None means this
+                client's timeout.
         """
         return TCPStore(
             self.host,
@@ -140,13 +141,13 @@ class TCPStore(Store):
         )
 
     def close(self) -> None:
-        """Leave the server; if this store hosts it, stop it once no store here shares it."""
+        """Disconnect; stop a server hosted here once no store of this process uses it."""
         hosted = self._leave()
         if hosted is not None:
             hosted.leave()
 
     def _leave(self) -> Hosted | None:
-        """Close the connections; return the server if this process's store hosts one."""
+        """Close the connections; return the server if this store hosts one in this process."""
         calls = getattr(self, "_calls", None)
         if calls is not None:
             calls.close()
@@ -160,15 +161,15 @@ class TCPStore(Store):
                 hosted.leave_soon()  # a finalizer waits for no thread
 
     def _join(self, world_size: int, is_master: bool, deadline: Deadline) -> None:
-        """Count this client in; the master waits until all are."""
+        """Count this client as joined; the master waits for all clients."""
         joined = self._open_calls.add_wire(_INIT_WIRE, 1, _INIT_WIRE)
         pause = threading.Event()
         while is_master and joined < world_size:
             if deadline.left_s <= 0:
                 raise StoreTimeoutError(
                     f"TCPStore on {self.endpoint} after {deadline.timeout_s:.1f} s: "
-                    f"{joined} of {world_size} workers joined. See the output of those that did "
-                    f"not, and whether they dial this address",
+                    f"{joined} of {world_size} workers joined. See the output of the missing "
+                    f"ones, and check that they connect to this address",
                     endpoint=self.endpoint,
                 )
             pause.wait(0.005)
@@ -183,11 +184,12 @@ class TCPStore(Store):
         """Return what echelon's server holds and which connections wait.
 
         Raises:
-            StoreError: the server is torch's, which keeps none.
+            StoreError: the server is torch's, which does not keep statistics.
         """
         if not isinstance(self._calls, OurCalls):
             raise StoreError(
-                f"statistics on {self.endpoint}: needs echelon's server, this one is torch's",
+                f"statistics on {self.endpoint}: this needs echelon's server, "
+                f"but the server is torch's",
                 endpoint=self.endpoint,
             )
         return self._calls.statistics()

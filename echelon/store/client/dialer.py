@@ -1,8 +1,8 @@
-"""Connecting to one store server, again and again, and the errors that say why it failed.
+"""Connecting and reconnecting to one store server, with errors that explain failures.
 
-A client connects once when it is made, however long the server takes to come up, and again when a
-connection breaks: for 10 s, or 1 s where the server's machine answers that nothing listens. A
-server of another instance has lost the keys, so it is refused.
+A client first connects when it is created, and waits up to its timeout for the server to start. It
+reconnects when a connection breaks: for 10 s, or 1 s if the server's machine refuses the
+connection. A server with a different instance has lost the keys, so the client refuses it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REFUSED_S = 1.0  # ... when its machine answers that nothing listens: the proce
 
 
 class Dialer:
-    """Connects one client to one server.
+    """The connector of one client to one server.
 
     Attributes:
         place: the server.
@@ -49,15 +49,15 @@ class Dialer:
         return self._pid == os.getpid()
 
     def check_usable(self, operation: str, key: str) -> None:
-        """Raise unless the client may be used here.
+        """Raise unless the client can be used in this process.
 
         Raises:
-            StoreError: it was closed, or made by another process.
+            StoreError: it was closed, or another process created it.
         """
         if self.is_closed:
             why = "the store is closed"
         elif not self.is_in_its_process:
-            why = "the store was opened before a fork, by another process: open one of your own"
+            why = "another process opened the store before a fork; open a new one in this process"
         else:
             return
         raise StoreError(
@@ -67,11 +67,11 @@ class Dialer:
         )
 
     def connect(self, operation: str, key: str, deadline: Deadline) -> Channel:
-        """Connect, trying again with growing, jittered delays until the window closes.
+        """Connect, retrying with growing, jittered delays until the window closes.
 
         Raises:
             StoreTimeoutError: no server came up in time.
-            StoreConnectionError: it is gone, is another one, or does not accept this client.
+            StoreConnectionError: the server is gone, was replaced, or does not accept this client.
         """
         self.check_usable(operation, key)
         window_s = deadline.left_s if self._instance is None else _RECONNECT_S
@@ -100,7 +100,7 @@ class Dialer:
             channel.close()
             raise StoreConnectionError(
                 f"{call(operation, key)} on {self.endpoint}: the server was restarted and its "
-                f"keys are gone. Open a new store and start the rendezvous over",
+                f"keys are lost. Open a new store and repeat the rendezvous",
                 endpoint=self.endpoint,
             )
         self._known = (channel.peer,)
@@ -112,7 +112,7 @@ class Dialer:
         waited_s = deadline.timeout_s - deadline.left_s
         text = (
             f"{call(operation, key)} on {self.endpoint}: no server after {waited_s:.1f} s "
-            f"({error}). Is it running, and is this its address and port?"
+            f"({error}). Check that it runs at this address and port"
         )
         if self._instance is None or deadline.left_s <= 0:
             return StoreTimeoutError(text, key=key or None, endpoint=self.endpoint)
@@ -121,7 +121,7 @@ class Dialer:
     def timed_out(
         self, operation: str, key: str, deadline: Deadline, why: str
     ) -> StoreTimeoutError:
-        """Return the error of a call that the server did not answer in time."""
+        """Return the error for a call that the server did not answer in time."""
         return StoreTimeoutError(
             f"{call(operation, key)} on {self.endpoint} after {deadline.timeout_s:.1f} s: {why}. "
             f"Is the server's process alive and reachable?",
@@ -132,9 +132,9 @@ class Dialer:
     def lost(
         self, operation: str, key: str, why: str, num_unconfirmed: int
     ) -> StoreConnectionError:
-        """Return the error of a call whose connection broke."""
+        """Return the error for a call whose connection broke."""
         if self.is_closed:
-            why = "the store was closed while it waited"
+            why = "the store was closed during the call"
         if num_unconfirmed:
             why += f"; {num_unconfirmed} earlier writes may not have arrived"
         return StoreConnectionError(
@@ -146,5 +146,5 @@ class Dialer:
 
 
 def call(operation: str, key: str) -> str:
-    """Return a call as messages show it."""
+    """Format a call for messages."""
     return f"{operation}({key!r})" if key else operation

@@ -1,9 +1,9 @@
-"""Request and answer: the three ways in which a client talks to torch's server.
+"""Request and answer: the three kinds of exchange between a client and torch's server.
 
 `ask` sends a request that is answered at once, on the shared connection. `tell` sends one that has
-no answer. `hold` runs an exchange that waits for others, on a connection of its own. Each turns
-what went wrong below into an error that names operation, key and server, and each leaves no
-connection behind on which an answer may still come.
+no answer. `hold` runs an exchange that may block for long, on its own connection. Each turns a
+failure into an error that names the operation, key and server, and closes any connection on which a
+late answer could still arrive.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 
 class Exchanges:
-    """Exchange messages over the connections of one client.
+    """The exchanges over the connections of one client.
 
-    What may be repeated without harm is marked `can_repeat` and continues over a new connection
-    when one breaks, unless writes without an answer may have been lost with it. torch's server
-    closes the connection over what it refuses, so nothing is repeated more than twice.
+    A call that is safe to repeat is marked `can_repeat` and is retried over a new connection when
+    one breaks, unless unanswered writes may have been lost with it. torch's server closes the
+    connection when it refuses a request, so no request is repeated more than twice.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -100,9 +100,9 @@ class Exchanges:
         *,
         can_repeat: bool = False,
     ) -> T:
-        """Run an exchange that waits for others on a connection of its own.
+        """Run an exchange that may block for long on its own connection.
 
-        `exchange` reads the answer; at the deadline it cancels and returns or raises by itself.
+        `exchange` reads the answer; at the deadline it cancels the request and returns or raises.
         """
         name = show(key)
         pool = self._pool

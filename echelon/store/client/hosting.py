@@ -1,7 +1,7 @@
-"""Servers that stores of this process host, and share.
+"""Servers that are hosted and shared by the stores of this process.
 
-torch lets several masters of one process share a server by its port (`multi_tenant`); the last
-one to close stops it.
+torch lets several masters in one process share a server on one port (`multi_tenant`); the last one
+to close stops it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from echelon.errors import StoreError
 
 
 class Hosted:
-    """A server in this process, and how many stores share it.
+    """A server in this process, and the number of stores that share it.
 
     Attributes:
-        port: where it listens.
-        pid: the process that hosts it.
+        port: the port on which it listens.
+        pid: the process ID of its host.
     """
 
     def __init__(self, host: str, port: int, secret: bytes | None, listen_fd: int | None) -> None:
@@ -37,12 +37,12 @@ class Hosted:
         return self
 
     def leave(self) -> None:
-        """Count one store less; the last one stops the server and waits for its end."""
+        """Count one store fewer; the last one stops the server and waits until it has stopped."""
         if self._is_last():
             self._server.close()
 
     def leave_soon(self) -> None:
-        """Count one store less without waiting, from a finalizer at whatever moment."""
+        """Count one store fewer without waiting; safe in a finalizer."""
         if self._is_last():
             self._server.stop_soon()
 
@@ -62,7 +62,7 @@ _shared_lock = threading.RLock()
 def host(
     address: str, port: int, secret: bytes | None, multi_tenant: bool, listen_fd: int | None
 ) -> Hosted:
-    """Start a server, or share the one that this process has at the port."""
+    """Start a server, or share the one that this process already hosts on the port."""
     shared = _share(port) if multi_tenant else None
     if shared is not None:
         return shared

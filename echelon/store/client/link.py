@@ -1,12 +1,13 @@
-"""One connection to our server, shared by all threads of a client.
+"""One connection to echelon's server, shared by all threads of a client.
 
-Every query carries a tag and its answer the same one, so waits, watches and short calls share the
-connection, and answers may arrive in any order. Nothing here has a thread: of the callers that
-wait, one reads and hands the others' answers over; when its own has arrived, another one reads on.
+Every query carries a tag, which its answer repeats, so waits, watches and short calls share the
+connection, and answers may arrive in any order. There is no reader thread: one of the waiting
+callers reads and hands over the others' answers; once its own answer has arrived, another caller
+takes over.
 
-[Note: quiet writes] `set` and the like travel with tag 0, which is answered only by a refusal. The
-server executes one connection's queries in order, so the answer to any later query says that those
-before it were executed.
+[Note: quiet writes] `set` and similar queries carry tag 0 and are answered only if they are
+refused. The server executes the queries of a connection in order, so the answer to any later query
+confirms that the earlier ones were executed.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ _MAX_TAG = 0xFFFFFFFF
 
 
 class Call:
-    """A query under way.
+    """A query in progress.
 
     Attributes:
         tag: its number on the link.
-        status: of its answer, None until that has arrived.
-        payload: of its answer.
-        frames: of a watch, what has arrived and was not taken.
+        status: the status of its answer, None until it arrives.
+        payload: the payload of its answer.
+        frames: for a watch, the frames that have arrived but were not taken.
     """
 
     __slots__ = ("_num_quiet", "event", "frames", "payload", "status", "tag")
@@ -47,16 +48,16 @@ class Call:
 
     @property
     def is_ready(self) -> bool:
-        """Whether something has arrived that was not taken."""
+        """Whether an answer or a frame has arrived and was not taken."""
         return self.status is not None or bool(self.frames)
 
 
 class Link:
-    """Owns a channel; all methods may be called from any thread.
+    """The owner of a channel; all methods may be called from any thread.
 
     Attributes:
-        problem: why the link is of no use any more.
-        refusal: what the server said before it closed the connection, or about a quiet write.
+        problem: why the link can no longer be used.
+        refusal: the server's text when it closed the connection or refused a quiet write.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -76,24 +77,25 @@ class Link:
 
     @property
     def num_unconfirmed(self) -> int:
-        """Quiet writes of which it is not known whether they have arrived."""
+        """The number of quiet writes that are not confirmed."""
         return self._num_quiet - self._num_confirmed
 
     def take_unconfirmed(self) -> int:
-        """Return `num_unconfirmed` and count from 0 again: one error reports them."""
+        """Return `num_unconfirmed` and reset it, so that only one error reports them."""
         number, self._num_confirmed = self.num_unconfirmed, self._num_quiet
         return number
 
     @property
     def is_idle(self) -> bool:
-        """Whether no answer is due."""
+        """Whether no answer is outstanding."""
         return not self._calls
 
     def start(self, query: int, body: bytes, deadline: Deadline, *, is_watch: bool = False) -> Call:
         """Send a query.
 
         Raises:
-            TimeoutError: the server did not take it in time; the link is broken if it took a part.
+            TimeoutError: the server did not accept it in time; if it accepted a part, the link is
+                broken.
             OSError: the link is broken.
         """
         if not self._writing.acquire(timeout=deadline.left_s):
@@ -109,7 +111,7 @@ class Link:
         return call
 
     def send_all(self, queries: list[tuple[int, bytes]], deadline: Deadline) -> list[Call]:
-        """Send several queries in one packet; errors as of `start`."""
+        """Send several queries in one packet; raises like `start`."""
         if not self._writing.acquire(timeout=deadline.left_s):
             raise TimeoutError("another thread's call is being sent")
         try:
@@ -128,7 +130,7 @@ class Link:
         return calls
 
     def write(self, query: int, body: bytes, deadline: Deadline) -> None:
-        """Send a query that is answered only if it is refused; errors as of `start`."""
+        """Send a query that is answered only if it is refused; raises like `start`."""
         if not self._writing.acquire(timeout=deadline.left_s):
             raise TimeoutError("another thread's call is being sent")
         try:
@@ -147,7 +149,10 @@ class Link:
             raise
 
     def cancel(self, call: Call, deadline: Deadline) -> None:
-        """Ask the server to withdraw a wait or watch; its answer, or this one's, still arrives."""
+        """Ask the server to withdraw a wait or watch.
+
+        The answer to the query or to the withdrawal still arrives.
+        """
         if not self._writing.acquire(timeout=deadline.left_s):
             raise TimeoutError("another thread's call is being sent")
         try:
@@ -158,14 +163,14 @@ class Link:
             self._close_if_unused()
 
     def forget(self, call: Call) -> None:
-        """Drop what a call will still be answered."""
+        """Discard answers that still arrive for a call."""
         self._calls.pop(call.tag, None)
 
     def finish(self, call: Call, deadline: Deadline) -> None:
-        """Return once the call is ready.
+        """Wait until the call is ready.
 
         Raises:
-            TimeoutError: it is not in time; it may be waited for again.
+            TimeoutError: it was not ready in time; it can be waited for again.
             OSError: the link broke.
         """
         while not call.is_ready:
@@ -194,7 +199,7 @@ class Link:
                 self._promote()  # this thread may have been asked to read on
 
     def _promote(self) -> None:
-        """Have one of the followers read on."""
+        """Make one of the followers the reader."""
         if self._followers and not self._reading.locked():
             for call in list(self._followers):
                 if call.event is not None:
@@ -202,7 +207,7 @@ class Link:
                     return
 
     def _take(self, deadline: Deadline) -> None:
-        """Read one frame and hand it to its call; the reading lock is held."""
+        """Read one frame and hand it to its call; the caller holds the reading lock."""
         self._demand_up()
         try:
             status, tag, payload = self.channel.take_frame(deadline)
@@ -228,7 +233,7 @@ class Link:
             call.event.set()
 
     def drain(self) -> None:
-        """Take what has arrived unasked while no answer is due: refusals, events, the end."""
+        """Process refusals, events and the end of the stream while no answer is outstanding."""
         if not self._reading.acquire(blocking=False):
             return
         try:
@@ -248,7 +253,7 @@ class Link:
     def _close_if_unused(self) -> None:
         """Close the socket of a link that has failed once no thread is inside it.
 
-        Who takes a lock later finds the problem and does not touch the socket.
+        A thread that takes a lock later finds the problem and does not touch the socket.
         """
         if self.problem is not None and not (self._reading.locked() or self._writing.locked()):
             self.channel.close()

@@ -1,4 +1,4 @@
-"""The Store API on our server: one tagged query for nearly every call."""
+"""The Store API on echelon's server: one tagged query for nearly every call."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _wires(keys: list[bytes]) -> list[bytes]:
 
 
 class OurCalls(Store):
-    """The primitives of a client of our server; `TCPStore` is its front."""
+    """The primitives of a client of echelon's server, used by `TCPStore`."""
 
     def __init__(self, session: Session, timeout_s: Callable[[], float]) -> None:
         self._session = session
@@ -52,7 +52,7 @@ class OurCalls(Store):
         self._leases = _Leases(session)
 
     def clone(self) -> Store:
-        """Not of use: `TCPStore` clones."""
+        """Raise NotImplementedError: `TCPStore` implements it."""
         raise NotImplementedError
 
     @property
@@ -76,7 +76,7 @@ class OurCalls(Store):
     ) -> bytes:
         payload = self._ask(operation, key, query, body, can_repeat=can_repeat)
         if payload is None:
-            raise StoreProtocolError(f"{operation} on {self.endpoint}: an answer without a value")
+            raise StoreProtocolError(f"{operation} on {self.endpoint}: the answer has no value")
         return payload
 
     def _write(self, operation: str, key: bytes, query: int, body: bytes) -> None:
@@ -104,7 +104,7 @@ class OurCalls(Store):
         return self.add_wire(b"/" + key, amount, key)
 
     def add_wire(self, wire: bytes, amount: int, key: bytes) -> int:
-        """Add to a key as it travels; `key` is its name in messages."""
+        """Add to a key in its wire form; `key` is its name in messages."""
         return p.unpack_i64(self._sure("add", key, p.ACK_ADD, _body(wire, amount)))
 
     def _do_append(self, key: bytes, value: bytes) -> None:
@@ -207,7 +207,7 @@ class OurCalls(Store):
         return StoreStatistics.from_json(self._sure("statistics", b"", p.STATISTICS, b""))
 
     def _do_pipeline(self, steps: list[Step]) -> None:
-        """Send in windows that fit the sockets' buffers, so that neither side waits for itself."""
+        """Send in windows that fit the socket buffers, so that neither side blocks the other."""
         while steps:
             queries: list[tuple[int, bytes]] = []
             size = 0
@@ -226,7 +226,7 @@ class OurCalls(Store):
             steps = steps[len(queries) :]
 
     def _outcome(self, step: Step, status: int, payload: bytes) -> object:
-        """Return what a step of a pipeline answers, or the error that stands for it."""
+        """Return the answer of a pipeline's step, or the error in its place."""
         if status == p.ERROR:
             text = payload.decode("utf-8", "replace")
             name = show(step.key)
@@ -271,7 +271,7 @@ class OurCalls(Store):
 
 
 class _PushedWatch(Watch):
-    """A watch whose changes our server pushes."""
+    """A watch whose changes echelon's server pushes."""
 
     def __init__(self, link: Link, watching: Call) -> None:
         self._link = link
@@ -288,7 +288,7 @@ class _PushedWatch(Watch):
     def _next(self, deadline: Deadline) -> Change | None:
         watching = self._watching
         if watching is None or watching.frames is None:
-            raise StoreConnectionError("watch: it was closed")
+            raise StoreConnectionError("watch: the watch was closed")
         try:
             self._link.finish(watching, deadline)
         except TimeoutError:
@@ -300,13 +300,13 @@ class _PushedWatch(Watch):
             self._watching = None
             raise StoreConnectionError(f"watch: {payload.decode('utf-8', 'replace')}")
         if status != p.EVENT or not payload:
-            raise StoreProtocolError(f"watch: a frame of status {status} where events come")
+            raise StoreProtocolError(f"watch: unexpected frame of status {status}")
         wire, value = p.unpack_strings(payload, 1)
         return Change(wire[1:].decode("utf-8", "surrogateescape"), value if payload[0] else None)
 
 
 class _Leases:
-    """Renews the presences of one client, from a thread of its own while there are any."""
+    """The presences of one client, renewed by a thread as long as there are any."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -328,7 +328,7 @@ class _Leases:
                 self._thread.start()
 
     def release(self, key: bytes) -> None:
-        """End a presence; without a server it ends by itself."""
+        """End a presence; if the server cannot be reached, its lease expires."""
         with self._lock:
             known = self._lease_s.pop(key, None)
         if known is not None and self._session.dialer.is_in_its_process:
@@ -354,7 +354,7 @@ class _Leases:
                 return
 
     def _renew(self) -> None:
-        """Renew until nothing is left; connect again at once when the connection ends."""
+        """Renew until no presence is left; reconnect at once when the connection closes."""
         while True:
             with self._lock:
                 if not self._lease_s or self._is_closed:

@@ -1,12 +1,11 @@
-"""The connections of a client of torch's server: who may use which, and when one is replaced.
+"""The connections of a client of torch's server.
 
-[Note: one connection for answers, others for waits] Replies carry no ids, so a connection serves
+[Note: one connection for answers, others for waits] Replies carry no IDs, so a connection serves
 one exchange at a time. Exchanges that the server answers at once share the main connection under a
-lock. A call that waits for others takes the main connection away for itself, and the next call
-opens or reuses another: a program of one thread has one connection, and a blocked thread stops
-no other. Before it is taken away, commands without a reply (`set`) that are still on their way are
-confirmed by a PING, so that what a thread has set is there for its own next call, whichever
-connection carries it.
+lock. A call that may block for long takes the main connection for itself, and the next call opens
+or reuses another. So a program with one thread has one connection, and a blocked thread does not
+block the others. Before the connection is taken, a PING confirms any outstanding commands without a
+reply (`set`), so that a thread's next call sees its own writes, whichever connection carries it.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ _MAX_IDLE = 4
 
 
 class Pool:
-    """Own the channels of one client.
+    """The channels of one client.
 
     Args:
         dialer: connects to the server.
-        first: the channel over which the server was found to be torch's.
+        first: the channel whose handshake showed that the server is torch's.
     """
 
     def __init__(self, dialer: Dialer, first: Channel) -> None:
@@ -40,7 +39,7 @@ class Pool:
         keep_from_children(self)
 
     def descriptors(self) -> list[int]:
-        """Return the sockets that a forked child must not hold."""
+        """Return the sockets that a forked child must not keep open."""
         channels = (*self._taken, *self._idle, self._main)
         return [channel.descriptor for channel in channels if channel is not None]
 
@@ -55,10 +54,10 @@ class Pool:
         return self._dialer.is_closed
 
     def turn(self, operation: str, key: str, deadline: Deadline) -> threading.Lock:
-        """Take the main connection's lock; the caller releases what is returned.
+        """Take the main connection's lock and return it; the caller releases it.
 
         Raises:
-            StoreTimeoutError: other threads' calls hold it for too long.
+            StoreTimeoutError: calls of other threads held it for too long.
             StoreError: the store is closed, or belongs to another process.
         """
         self._dialer.check_usable(operation, key)
@@ -67,7 +66,7 @@ class Pool:
         return self._lock
 
     def main(self, operation: str, key: str, deadline: Deadline) -> Channel:
-        """Return the main connection, connecting if there is none; the lock is held."""
+        """Return the main connection, connecting if there is none; the caller holds the lock."""
         if self._main is not None and not self._main.num_unconfirmed and self._main.is_stale():
             self.drop(self._main)  # cut while nothing was asked: nothing can be lost
         if self._main is None:
@@ -81,7 +80,7 @@ class Pool:
         return self._main
 
     def take_away(self, operation: str, key: str, deadline: Deadline) -> Channel:
-        """Take the main connection for a call that waits; nothing is on its way on it."""
+        """Take the main connection for a call that blocks; no exchange is in progress on it."""
         lock = self.turn(operation, key, deadline)
         try:
             channel = self.main(operation, key, deadline)
@@ -94,7 +93,7 @@ class Pool:
         return channel
 
     def give_back(self, channel: Channel) -> None:
-        """Return a connection whose exchange is complete; does not wait for another's call."""
+        """Return a connection whose exchange is complete, without waiting for other calls."""
         self._taken.discard(channel)
         if not self._lock.acquire(blocking=False):
             channel.close()
@@ -119,7 +118,7 @@ class Pool:
         channel.close()
 
     def close(self) -> None:
-        """Close all; calls that wait in other threads fail."""
+        """Close all connections; calls that wait in other threads fail."""
         self._dialer.is_closed = True
         forked = not self._dialer.is_in_its_process
         for channel in (*self._taken, *self._idle, self._main):
@@ -135,18 +134,18 @@ class Pool:
     # Failures.
 
     def timed_out(self, operation: str, key: str, deadline: Deadline, why: str) -> StoreError:
-        """Return the error of a call that the server did not answer in time."""
+        """Return the error for a call that the server did not answer in time."""
         return self._dialer.timed_out(operation, key, deadline, why)
 
     def lost(self, operation: str, key: str, channel: Channel, error: OSError) -> StoreError:
-        """Close a broken connection and return the error that says so."""
+        """Close a broken connection and return the error that reports it."""
         num_unconfirmed = channel.num_unconfirmed
         self.drop(channel)
         why = f"the connection broke ({error})"
         return self._dialer.lost(operation, key, why, num_unconfirmed)
 
     def _confirm(self, channel: Channel, operation: str, key: str, deadline: Deadline) -> None:
-        """Make sure that what was sent has arrived."""
+        """Make sure that the server has received everything sent."""
         try:
             channel.send(p.encode(p.PING, 0), deadline)
             channel.take(4, deadline)

@@ -1,9 +1,10 @@
-"""A client's use of our server: calls over one link, which is replaced when it breaks.
+"""A client's session with echelon's server: calls over one link, which is replaced when it breaks.
 
-`ask` sends a query that is answered at once, `wait` one that waits for others and is cancelled at
-the deadline, `write` one that is answered only by a refusal. What may be repeated without harm is
-marked `can_repeat` and continues over a new link, unless quiet writes may have been lost with the
-old one. A server that closes the connection twice without an answer is not asked a third time.
+`ask` sends a query that is answered at once, `wait` one that may block and is cancelled at the
+deadline, and `write` one that is answered only if it is refused. A query that is safe to repeat is
+marked `can_repeat` and is retried over a new link, unless quiet writes may have been lost with the
+old one. If the server closes the connection twice without answering, the query is not sent a third
+time.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ CANCEL_S: Final = 2.0  # how long the server may take to answer a cancelled wait
 
 
 def show(key: bytes) -> str:
-    """Return a key as its user wrote it."""
+    """Return a key as the user wrote it."""
     return key.decode("utf-8", "replace")
 
 
 class WaitCancelledError(Exception):
-    """A wait ended at its deadline.
+    """A wait was cancelled at its deadline.
 
     Attributes:
-        payload: what the server says of the round that was waited for.
+        payload: the server's information about the round that was waited for.
     """
 
     def __init__(self, payload: bytes) -> None:
@@ -42,7 +43,7 @@ class WaitCancelledError(Exception):
 
 
 class Session:
-    """Calls of one client, on whichever link is up. Safe from several threads."""
+    """The calls of one client over its current link. Thread-safe."""
 
     def __init__(self, dialer: Dialer, channel: Channel) -> None:
         self.dialer = dialer
@@ -51,7 +52,7 @@ class Session:
         keep_from_children(self)
 
     def descriptors(self) -> list[int]:
-        """Return the socket that a forked child must not hold."""
+        """Return the socket that a forked child must not keep open."""
         link = self._link
         return [] if link is None else [link.channel.descriptor]
 
@@ -65,11 +66,11 @@ class Session:
             link.channel.close()
 
     def link(self, operation: str, key: bytes, deadline: Deadline) -> Link:
-        """Return a link that was up a moment ago, connecting if there is none.
+        """Return a link that was usable a moment ago, connecting if there is none.
 
         Raises:
             StoreError: the store is closed, or belongs to another process.
-            StoreTimeoutError, StoreConnectionError: there is no server.
+            StoreTimeoutError, StoreConnectionError: the server cannot be reached.
         """
         link = self._link
         if link is not None and link.is_idle and self.dialer.is_in_its_process:
@@ -82,7 +83,7 @@ class Session:
         name = show(key)
         self.dialer.check_usable(operation, name)
         if not self._connecting.acquire(timeout=deadline.left_s):
-            raise self.dialer.timed_out(operation, name, deadline, "another thread connects")
+            raise self.dialer.timed_out(operation, name, deadline, "another thread is connecting")
         try:
             if self._link is link or self._link is None:
                 lost = 0 if link is None else link.num_unconfirmed
@@ -104,7 +105,7 @@ class Session:
         *,
         can_repeat: bool = False,
     ) -> bytes | None:
-        """Send a query that is answered at once; return its payload, None for NOTHING.
+        """Send a query that is answered at once; return the answer's payload, or None for NOTHING.
 
         Raises:
             StoreError: the server refuses it.
@@ -158,7 +159,7 @@ class Session:
     def write(
         self, operation: str, key: bytes, query: int, body: bytes, deadline: Deadline
     ) -> None:
-        """Send a query that is answered only if it is refused, then by the next call's error."""
+        """Send a query that gets no answer; a refusal is raised by the next call."""
         link = self.link(operation, key, deadline)
         try:
             link.write(query, body, deadline)
@@ -177,7 +178,7 @@ class Session:
         *,
         can_repeat: bool = False,
     ) -> bytes:
-        """Send a query that waits for others; return its payload.
+        """Send a query that may block; return the payload of its answer.
 
         Raises:
             WaitCancelledError: the deadline passed and the server withdrew the wait.

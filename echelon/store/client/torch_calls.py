@@ -1,10 +1,10 @@
-"""The Store API on torch's server, by torch's own commands.
+"""The Store API on torch's server, with torch's own commands.
 
-Replies carry no ids, so a connection serves one exchange at a time (see the note in `pool`).
-Gathers are built of plain commands (see the note in `base`).
+Replies carry no IDs, so a connection serves one exchange at a time (see the note in `pool`).
+Gathers are built from plain commands (see the note in `base`).
 
-What may be repeated after a broken connection without harm (reading, waiting) is repeated once;
-what may not (add, append, compare_set, queue operations, rounds) fails, and says so.
+After a broken connection, calls that are safe to repeat (reads and waits) are repeated once. Others
+(add, append, compare_set, queue operations, rounds) fail with an error that says so.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _wires(keys: list[bytes]) -> list[bytes]:
 
 
 class TorchCalls(Store):
-    """The primitives of a client of torch's server; `TCPStore` is its front."""
+    """The primitives of a client of torch's server, used by `TCPStore`."""
 
     def __init__(self, pool: Pool, timeout_s: Callable[[], float]) -> None:
         self._pool = pool
@@ -55,7 +55,7 @@ class TorchCalls(Store):
         self._default_s = timeout_s
 
     def clone(self) -> Store:
-        """Not of use: `TCPStore` clones."""
+        """Raise NotImplementedError: `TCPStore` implements it."""
         raise NotImplementedError
 
     @property
@@ -104,7 +104,7 @@ class TorchCalls(Store):
         return self.add_wire(_wire(key), amount, key)
 
     def add_wire(self, wire: bytes, amount: int, key: bytes) -> int:
-        """Add to a key as it travels; `key` is its name in messages."""
+        """Add to a key in its wire form; `key` is its name in messages."""
         return self._ask("add", key, p.encode(p.ADD, wire, amount), Channel.take_int)
 
     def _do_append(self, key: bytes, value: bytes) -> None:
@@ -139,7 +139,7 @@ class TorchCalls(Store):
             self._raise_wait_timeout(operation, keys, self._missing_of(keys), deadline)
 
     def _missing_of(self, keys: list[bytes]) -> list[bytes]:
-        """Return which of the keys are not there, in one round trip."""
+        """Return the keys that do not exist, in one round trip."""
         request = b"".join(p.encode(p.CHECK, [_wire(key)]) for key in keys)
 
         def read(channel: Channel, deadline: Deadline) -> list[bytes]:
@@ -204,7 +204,7 @@ class TorchCalls(Store):
         self._ask("set_confirmed", key, request, take_pong)
 
     def _do_pipeline(self, steps: list[Step]) -> None:
-        """Send in windows that fit the sockets' buffers, so that neither side waits for itself."""
+        """Send in windows that fit the socket buffers, so that neither side blocks the other."""
         while steps:
             window: list[tuple[Step, Read]] = []
             request: list[bytes] = []
@@ -230,7 +230,7 @@ class TorchCalls(Store):
             step.reply.settle(answer)
 
     def _encode_step(self, step: Step) -> tuple[bytes, Read]:
-        """Return the command of a pipeline's step and the reader of its answer."""
+        """Return the command of a pipeline step and the reader of its answer."""
         wire = _wire(step.key)
         if step.operation == "get":
             return p.encode(p.CHECK, [wire]) + p.encode(p.GET, wire), take_if_present

@@ -1,1 +1,1 @@
-"""The server: its loop, its peers, and what each command does."""
+"""The server: its loop, its peers and its commands."""

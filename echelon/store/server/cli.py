@@ -1,15 +1,14 @@
-"""`echelon store`: a store server alone.
+"""`echelon store`: a standalone store server.
 
-Prints its port number, alone, on the first line, and serves until it is told to stop: by SIGTERM
-or SIGINT, and, only when standard input is a pipe, by its end, so that a parent that dies takes
-its server along while a server started from a terminal or with input closed continues. With
-`--parent-only` only that end counts: a signal to all processes of a node is the parent's to handle,
-and its other children may still need the server.
+The first line of output is the port number. The server runs until SIGTERM or SIGINT or, if standard
+input is a pipe, until that pipe closes. So the server ends with its parent, while one started from
+a terminal or with input closed continues. With `--parent-only` only the pipe counts: the parent
+handles signals to all processes of a node, and its other children may still need the server.
 
-A parent may say more through that pipe, a line each: `admit ADDRESS` lets torch's clients in from
-an address whose owner the parent knows; `publish KEY VALUE`, each of them one word, stores a value;
-`renew` drops all members and keys, and is answered by the same line once that is done. Any other
-line is ignored.
+A parent may also send commands through that pipe, one per line: `admit ADDRESS` admits torch's
+clients from an address that the parent trusts; `publish KEY VALUE` stores a value (both are single
+words); `renew` drops all members and keys, and the server prints the same line once that is done.
+Any other line is ignored.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     sink = StderrSink()
     log.addHandler(sink)
     if secret is None and not is_loopback(server.address):
-        log.warning("store: serving %s without a secret: all who reach it are let in", args.host)
+        log.warning("store: serving %s without a secret: any client is admitted", args.host)
     if has_parent_pipe:
         threading.Thread(target=_listen_to_parent, args=(server,), daemon=True).start()
     server.serve_forever(on_ready=lambda: print(server.port, flush=True))
@@ -82,8 +81,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--secret-file",
         type=Path,
-        help="file that holds the shared secret; without it everyone who can reach the port "
-        "is let in",
+        help="file that holds the shared secret; without it every client that can reach "
+        "the port is admitted",
     )
     parser.add_argument(
         "--parent-only",
@@ -115,7 +114,7 @@ def _is_pipe(descriptor: int) -> bool:
 
 
 def _listen_to_parent(server: StoreServer) -> None:
-    """Obey standard input to its end, then stop the server."""
+    """Execute commands from standard input until it ends, then stop the server."""
     with os.fdopen(os.dup(0), encoding="utf-8", errors="replace") as lines:
         for line in lines:
             _obey(server, line.split())

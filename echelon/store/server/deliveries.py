@@ -1,6 +1,7 @@
-"""What one peer is sent outside its own commands: answers to its waits, and events of its watches.
+"""Data sent to one peer outside its own commands: answers to its waits and events of its watches.
 
-While too much lies unread, answers are put off at the cost of a reference each; a watch ends.
+While the peer has too many unread bytes, answers are deferred, which costs one reference each, and
+watches end.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _PARKED_S: Final = 0.01  # before an answer that was put off is tried again, if 
 
 
 class Deliveries:
-    """The deliveries to one peer. True while some are put off."""
+    """The deliveries to one peer; truthy while some are deferred."""
 
     __slots__ = ("_parked", "_peer")
 
@@ -44,7 +45,7 @@ class Deliveries:
         self._peer.stop_reading()
 
     def deliver_parked(self) -> None:
-        """Deliver what was put off, as far as the peer has caught up."""
+        """Deliver the deferred answers as far as the peer has caught up."""
         while self._parked and not self._is_full:
             self._deliver(*self._parked.popleft())
         if self._parked:
@@ -53,7 +54,7 @@ class Deliveries:
             self._peer.read_on_unless_put_off()
 
     def push_event(self, tag: int, event: bytes) -> None:
-        """Send a watched key's change; a watch whose events lie unread ends."""
+        """Send a watched key's change; end the watch if its events remain unread."""
         peer = self._peer
         if self._is_full:
             peer.hub.unwatch(peer, tag)
@@ -62,7 +63,7 @@ class Deliveries:
             peer.answer_later(p.EVENT, tag, event)
 
     def drop(self) -> None:
-        """Forget what was put off."""
+        """Discard the deferred answers."""
         self._parked.clear()
 
     @property

@@ -1,8 +1,8 @@
-"""What the connections of one server share: the state, the members, and the housekeeping.
+"""The shared part of one server's connections: the state, the members and the housekeeping.
 
-Everything here runs on the server's event loop. The hub delivers wake-ups, pushes watched
-changes, asks the kernel about local torch clients (in a thread, for many at once), and once a
-second looks for connections that never became members, or stopped inside a command.
+Everything here runs on the server's event loop. The hub delivers wake-ups, pushes watched changes,
+asks the kernel about local torch clients (in a thread, for many at once), and once per second looks
+for connections that never became members or stopped inside a command.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _PROGRESS_BYTES = 64 << 10
 
 
 class Hub:
-    """Hold the state and the connections of one server.
+    """The state and the connections of one server.
 
     Attributes:
         state: the keys, queues and waiters.
-        limits: what a peer may ask for.
-        secret: what members must prove, None for an open store.
-        instance: random bytes by which a client notices that the server was restarted.
-        executor: executes plain commands in C, None without the C core.
-        turns: shares the loop's time among peers that send much.
-        leases: the presences.
-        connections: all that are open.
-        strangers: of them those that have not become members.
-        admitted_addresses: numeric addresses whose torch clients are let in without the secret.
-        num_refused: connections closed for what they did.
+        limits: the limits for each peer.
+        secret: the secret that members must prove to know; None for an open store.
+        instance: random bytes by which a client detects a restarted server.
+        executor: executes plain commands in C; None without the C core.
+        turns: shares the loop's time among busy peers.
+        leases: the presences and their leases.
+        connections: all open connections.
+        strangers: the open connections that have not become members.
+        admitted_addresses: numeric addresses whose torch clients are admitted without the secret.
+        num_refused: the number of connections closed for a violation.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Hub:
     # Members.
 
     def accept(self, connection: Peer) -> bool:
-        """Take a new connection in; False when the server is full."""
+        """Accept a new connection; return False if the server is full."""
         if len(self.connections) >= self.limits.num_connections:
             return False
         if len(self.strangers) >= self.limits.num_strangers:
@@ -95,13 +95,13 @@ class Hub:
         return True
 
     def join_session(self, connection: Peer, session: bytes) -> None:
-        """Note that a connection belongs to a client, which may have had others."""
+        """Record that a connection belongs to a client, which may have had earlier ones."""
         if not connection.session:
             connection.session = session
             self._num_in_session[session] += 1
 
     def leave(self, connection: Peer) -> None:
-        """Take back everything of a connection; called once or twice for each."""
+        """Withdraw everything that belongs to a connection; called once or twice for each."""
         if connection not in self.connections:
             return
         self.connections.discard(connection)
@@ -118,7 +118,7 @@ class Hub:
             self.deliver_woken()
 
     def log_refusal(self, connection: Peer, why: str) -> None:
-        """Log in one line which peer was closed and why; a flood of them is counted instead."""
+        """Log which peer was closed and why, in one line; during a flood only count them."""
         self.num_refused += 1
         if self._num_logged < _REFUSALS_LOGGED:
             self._num_logged += 1
@@ -127,7 +127,7 @@ class Hub:
             self._num_unlogged += 1
 
     def _log_unlogged(self) -> None:
-        """Log how many refusals were not; called by each sweep and at the end."""
+        """Log the number of refusals that were only counted; called by sweeps and at the end."""
         self._num_logged = 0
         number, self._num_unlogged = self._num_unlogged, 0
         if number:
@@ -148,7 +148,7 @@ class Hub:
         self.deliver_woken()
 
     def renew(self) -> None:
-        """Drop all members and keys and take another instance, as a new server would."""
+        """Drop all members and keys and take a new instance, like a newly started server."""
         for connection in list(self.connections):
             connection.close()
         self.state = StoreState(self.limits.num_keys)
@@ -161,7 +161,7 @@ class Hub:
     # Deliveries.
 
     def deliver_woken(self) -> None:
-        """Answer the waiters that the last commands have satisfied, as many as a slice allows."""
+        """Answer the waiters that the last commands satisfied, as many as one slice allows."""
         woken = self.state.woken
         while woken:
             batch, woken[:_DELIVERED_AT_ONCE] = woken[:_DELIVERED_AT_ONCE], []
@@ -176,7 +176,7 @@ class Hub:
         self._gathered = (None, b"")
 
     def deliver_woken_to(self, connection: Peer) -> None:
-        """Answer those of one connection's waiters that are satisfied and whose turn is to come."""
+        """Answer the satisfied waiters of one connection that are still queued for delivery."""
         woken = self.state.woken
         if woken:
             own = [waiter for waiter in woken if waiter.owner is connection]
@@ -189,7 +189,7 @@ class Hub:
         self.deliver_woken()
 
     def _pack_gathered(self, values: list[bytes] | None) -> bytes:
-        """Encode the values of a gather once for all its ranks."""
+        """Encode the values of a gather once for all ranks."""
         if values is None:
             return b""
         if values is not self._gathered[0]:
@@ -200,7 +200,7 @@ class Hub:
         """Push changes of these keys to the connection until the watch ends.
 
         Raises:
-            ValueError: the connection watches as much as it may.
+            ValueError: the connection has reached its limit of watched keys.
         """
         watched = set(keys)
         held = sum(map(len, connection.watches.values())) + len(watched)
@@ -228,7 +228,7 @@ class Hub:
     # Admission of torch's clients.
 
     def look_up(self, connection: Peer) -> None:
-        """Decide about a client that cannot prove the secret, now or a moment later."""
+        """Decide, now or shortly after, whether to admit a client that cannot prove the secret."""
         ends = connection.address
         if ends is None:  # it was reset before it was accepted
             self.loop.call_soon(connection.settle, False)
@@ -244,7 +244,7 @@ class Hub:
                 self._asking = self.loop.create_task(self._ask_kernel())
 
     async def _ask_kernel(self) -> None:
-        """Find out whose the waiting loopback peers are, all in one look."""
+        """Find the owners of all waiting loopback peers with one look at the kernel's table."""
         try:
             while self._asked:
                 asked, self._asked = self._asked, {}
@@ -258,7 +258,7 @@ class Hub:
     # Housekeeping.
 
     def _sweep(self) -> None:
-        """Close peers that took too long; release items promised to peers that went silent."""
+        """Close peers that took too long, and release items promised to silent peers."""
         self._sweeper = self.loop.call_later(self._sweep_s, self._sweep)
         now = self.loop.time()
         self._log_unlogged()

@@ -1,7 +1,7 @@
-"""Log lines to standard error from a thread of their own.
+"""Logging to standard error from a separate thread.
 
-A pipe that is not read blocks its writer, and the server's loop must not stop for its
-log. Lines that find the queue full are dropped; the next line that fits says how many.
+A pipe that no process reads blocks its writer, and the server's loop must not block on its log.
+When the queue is full, lines are dropped; the next line that fits reports how many.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _CLOSE_S = 1.0
 
 
 class StderrSink(logging.Handler):
-    """Writes records to standard error; `emit` never blocks."""
+    """A log handler for standard error; `emit` never blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class StderrSink(logging.Handler):
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queue the record's line, or drop it."""
+        """Queue the record's line, or drop it if the queue is full."""
         line = self.format(record)
         if self._num_dropped:
             line += f" ({self._num_dropped} lines before this one were dropped)"
@@ -37,7 +37,7 @@ class StderrSink(logging.Handler):
             self._num_dropped += 1
 
     def close(self) -> None:
-        """Wait a moment until what is queued is written."""
+        """Wait briefly until the queued lines are written."""
         try:
             self._lines.put(None, timeout=_CLOSE_S)
             self._thread.join(_CLOSE_S)

@@ -1,4 +1,4 @@
-"""The C core that executes plain commands; without a compiler at installation there is none."""
+"""The C core that executes plain commands; absent if there was no compiler at installation."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ Executor = Callable[[bytes, int, bool], tuple[int, bytes]]
 
 
 class Receiver(Protocol):
-    """A peer's `data_received`: executes plain commands itself, hands the rest on.
+    """A peer's `data_received`, which executes plain commands itself and passes on the rest.
 
     Attributes:
-        is_plain: whether the peer is a member between two commands, and reads. The owner keeps it:
-            while it is False everything is handed on.
+        is_plain: whether the peer is a member, is between two commands, and reads its replies. Set
+            by the owner; while it is False everything is passed on.
         is_ours: whether the peer may send tagged queries.
-        write: the transport's.
+        write: the transport's `write`.
         num_queued: the transport's `get_write_buffer_size`.
-        may_be_queued: whether the transport was handed anything since it was seen empty. The
-            owner sets it with each write of its own.
-        descriptor: the socket's. Replies are sent there while the transport has nothing queued;
-            what the kernel does not take, and every error, is left to it. -1: all is.
+        may_be_queued: whether anything was written to the transport since it was last seen empty.
+            The owner sets it on each write of its own.
+        descriptor: the socket's file descriptor. Replies are sent to it directly while the
+            transport has nothing queued; the transport gets what the kernel does not accept, and
+            handles every error. With -1 the transport sends everything.
     """
 
     is_plain: bool
@@ -42,7 +43,7 @@ class Receiver(Protocol):
     descriptor: int
 
     def __call__(self, data: bytes, /) -> None:
-        """Take received bytes."""
+        """Process received bytes."""
 
 
 def available() -> bool:
@@ -51,10 +52,10 @@ def available() -> bool:
 
 
 def make_executor(state: StoreState, limits: Limits) -> Executor | None:
-    """Return what executes plain commands on `state`; None where the handlers execute all.
+    """Return an executor of plain commands on `state`, or None if the handlers execute all.
 
-    It stops before the first command that needs more than plain keys, is cut in two or breaks a
-    limit, and refuses nothing itself. It returns early once it has gathered 256 KiB of replies.
+    It stops before the first command that needs more than plain keys, is incomplete or exceeds a
+    limit, and refuses nothing itself. It returns early once it has collected 256 KiB of replies.
     """
     if _native is None:
         return None
@@ -74,7 +75,7 @@ def make_executor(state: StoreState, limits: Limits) -> Executor | None:
 def make_receiver(
     executor: Executor, state: StoreState, receive: Callable[[bytes], None]
 ) -> Receiver:
-    """Return a peer's `data_received`, in front of its own, which takes what is not plain."""
+    """Return a native `data_received` that passes what is not plain to the peer's own."""
     promised: dict[Hashable, bytes] = state.promised_to
     receiver: Receiver = _native.Receiver(executor=executor, promised=promised, receive=receive)
     return receiver

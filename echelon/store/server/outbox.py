@@ -1,4 +1,4 @@
-"""Replies on their way to one peer: gathered while a packet's commands run, sent in one write."""
+"""Replies to one peer, collected while a packet's commands run and sent in one write."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Outbox:
     """The unsent replies of one connection.
 
     Args:
-        most_bytes: above how much in its buffer the transport pauses the writing.
+        most_bytes: the number of buffered bytes above which the transport pauses writing.
 
     Attributes:
-        transport: where they go; None before the connection is made.
-        sealer: makes records of them, on a connection that is sealed.
-        receiver: the C core's, which must know when something was written past it.
-        num_bytes: how much has been put in and not been flushed.
+        transport: the transport that sends them; None before the connection is made.
+        sealer: makes records of them on a sealed connection.
+        receiver: the C core's receiver, which must be notified of writes that bypass it.
+        num_bytes: the number of bytes added but not flushed.
     """
 
     __slots__ = ("_most_bytes", "_pieces", "num_bytes", "receiver", "sealer", "transport")
@@ -41,7 +41,7 @@ class Outbox:
 
     @property
     def num_unread_bytes(self) -> int:
-        """Bytes of replies that the peer has not taken yet."""
+        """The number of reply bytes that the peer has not read yet."""
         waiting = 0 if self.transport is None else self.transport.get_write_buffer_size()
         return self.num_bytes + waiting
 
@@ -65,7 +65,7 @@ class Outbox:
         self.num_bytes += length + 8
 
     def put_frame(self, status: int, tag: int, payload: bytes) -> None:
-        """Add the answer to one of our queries."""
+        """Add the answer to one of echelon's queries."""
         length = len(payload)
         if length < _JOIN_BYTES:
             self._pieces.append(p.frame(status, tag, payload))
@@ -74,7 +74,7 @@ class Outbox:
         self.num_bytes += length + p.FRAME_HEADER_BYTES
 
     def flush(self) -> None:
-        """Hand the replies to the transport: in one write, but long ones of a sealed stream."""
+        """Pass the replies to the transport in one write, except long ones on a sealed stream."""
         pieces, transport = self._pieces, self.transport
         if transport is None:
             self.drop()
@@ -96,10 +96,10 @@ class Outbox:
         pieces.clear()
 
     def _seal_ahead(self, transport: asyncio.Transport, sealer: Sealer) -> None:
-        """Make records until the transport holds enough; it asks for more when it has sent them.
+        """Make records until the transport has enough; it asks for more once it has sent them.
 
-        Records are copies and a hash each: all of a long reply would stop the loop and double its
-        memory.
+        Each record needs a copy and a hash, so sealing a long reply at once would block the loop
+        and double its memory.
         """
         pieces = self._pieces
         while pieces and transport.get_write_buffer_size() <= self._most_bytes:
@@ -111,6 +111,6 @@ class Outbox:
             transport.write(sealer.seal(portion))
 
     def drop(self) -> None:
-        """Forget what was not flushed."""
+        """Discard everything that was not flushed."""
         self._pieces.clear()
         self.num_bytes = 0

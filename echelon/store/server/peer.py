@@ -1,13 +1,13 @@
-"""One connection of the server: messages in, replies out, on the event loop.
+"""One connection of the server: receives messages and sends replies on the event loop.
 
 The connection owns its parser, its unsent replies and, while its peer reads too slowly, the
-messages that were read but not yet carried out. What it waits for lives in the shared
-`StoreState` under the connection as owner, so that closing it takes everything back.
+messages that were read but not yet executed. Its waits are kept in the shared `StoreState` with the
+connection as owner, so that closing it withdraws all of them.
 
-Replies of one received packet leave in one write, unless its commands take longer than a slice of
-the loop's time: then the rest waits its turn (see `turns.py`). When more than
-`Limits.unread_bytes` lie unread, the connection stops carrying out commands and stops reading
-until the peer has caught up: a slow reader costs the server at most that plus one reply and one
+The replies to one received packet are sent in one write, unless its commands take longer than a
+slice of the loop's time: then the rest waits for its turn (see `turns.py`). When more than
+`Limits.unread_bytes` are unread, the connection stops executing commands and reading until the peer
+has caught up. A slow reader therefore costs the server at most that amount plus one reply and one
 packet of commands.
 """
 
@@ -39,7 +39,7 @@ _LINGER_S = 2.0  # how long a closed connection's last replies may take
 
 
 class Standing(Enum):
-    """How far a peer has got."""
+    """A peer's progress towards membership."""
 
     NEW = "new"  # must say VALIDATE, then PING
     CHALLENGED = "challenged"  # ours; owes a proof of the secret
@@ -49,19 +49,19 @@ class Standing(Enum):
 
 
 class Peer(asyncio.Protocol):
-    """Serve one peer. All methods run on the server's loop.
+    """The connection to one peer. All methods run on the server's loop.
 
     Attributes:
         peer: "address:port" of the peer.
-        standing: how far it has got.
+        standing: its progress towards membership.
         since: loop time of the accept, or of the first byte of an incomplete command.
         is_inside_command: whether the peer has begun a command and not completed it.
-        transcript: of the handshake under way, what its proofs cover.
-        partial_bytes: what came of the incomplete command.
-        session: which client this is, b"" of torch's.
+        transcript: the part of the current handshake that its proofs cover.
+        partial_bytes: the bytes received of the incomplete command.
+        session: identifies the client; b"" for torch's clients.
         watches: the keys of each watch, by its tag.
         out: its unsent replies.
-        deliveries: what it is sent outside its own commands.
+        deliveries: the data sent outside its own commands.
     """
 
     def __init__(self, hub: Hub) -> None:
@@ -96,7 +96,7 @@ class Peer(asyncio.Protocol):
 
     @property
     def address(self) -> tuple[str, int, str, int] | None:
-        """Far address and port, near address and port; None when the peer has gone."""
+        """Remote address and port, local address and port; None if the peer has disconnected."""
         transport = self._transport
         if transport is None:
             return None
@@ -105,23 +105,23 @@ class Peer(asyncio.Protocol):
 
     @property
     def descriptor(self) -> int:
-        """The socket's file descriptor, -1 when it is closed."""
+        """The socket's file descriptor, or -1 if it is closed."""
         held = self._transport.get_extra_info("socket") if self._transport is not None else None
         return -1 if held is None else int(held.fileno())
 
     @property
     def is_deaf(self) -> bool:
-        """Whether the server does not read from the peer, whose time stands still then."""
+        """Whether the server has stopped reading from the peer, which suspends its time limits."""
         return self._is_deaf
 
     @property
     def num_unread_bytes(self) -> int:
-        """Bytes of replies that the peer has not taken yet."""
+        """The number of reply bytes that the peer has not read yet."""
         return self.out.num_unread_bytes
 
     @property
     def is_paused(self) -> bool:
-        """Whether the peer's commands are put off."""
+        """Whether the peer's commands are deferred."""
         return self._is_paused
 
     @property
@@ -136,13 +136,13 @@ class Peer(asyncio.Protocol):
 
     @property
     def is_ours(self) -> bool:
-        """Whether the peer has announced itself as our client."""
+        """Whether the peer has announced itself as a client of echelon."""
         return self._parser.extensions
 
     # asyncio.Protocol.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Note the numeric peer, and turn it away if the server is full."""
+        """Record the peer's numeric address, and refuse the peer if the server is full."""
         self._transport = self.out.transport = cast(asyncio.Transport, transport)
         if self._receiver is not None:
             self._receiver.write = self._transport.write
@@ -156,7 +156,7 @@ class Peer(asyncio.Protocol):
             self.refuse(f"server is full ({self.hub.limits.num_connections} connections)")
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        """Take back all that the peer waited for or arrived at."""
+        """Withdraw all waits and arrivals of the peer."""
         self.standing = Standing.CLOSED
         self._leave_plain()
         self._backlog.clear()
@@ -166,45 +166,45 @@ class Peer(asyncio.Protocol):
         self.hub.leave(self)
 
     def eof_received(self) -> bool:
-        """Take back everything of a peer that sends no more, then close."""
+        """Withdraw everything that belongs to a peer that has finished sending, then close."""
         self.close()
         return False
 
     def pause_writing(self) -> None:
-        """Stop reading: the peer does not read what it asked for."""
+        """Stop reading because the peer does not read its replies."""
         self._is_choked = True
         self._pause()
 
     def _pause(self) -> None:
-        """Put off what the peer sends from here on."""
+        """Defer everything that the peer sends from here on."""
         self._is_paused = True
         self._leave_plain()
         self.stop_reading()
 
     def _leave_plain(self) -> None:
-        """Have everything that arrives go through `data_received` until it says otherwise."""
+        """Route all received bytes through `data_received` until it allows the fast path again."""
         if self._receiver is not None:
             self._receiver.is_plain = False
 
     def resume_writing(self) -> None:
-        """Continue with the replies and commands that were put off."""
+        """Continue with the deferred replies and commands."""
         self._is_choked = False
         if self.out:
             self.flush()
         self._resume()
 
     def _resume(self) -> None:
-        """Deliver what was parked, then execute what was put off unless it must wait longer."""
+        """Deliver deferred answers, then execute deferred commands unless they must wait longer."""
         self._is_paused = self._is_choked or self._is_busy
         self.deliveries.deliver_parked()
         if not self.deliveries:
             self._work_off()
 
     def data_received(self, data: bytes) -> None:
-        """Cut out commands and execute them.
+        """Extract commands from received bytes and execute them.
 
-        In front of it stands the C core's receiver, which executes plain commands without Python
-        while `is_plain` says that it may. Here alone that becomes true.
+        The C core's receiver is called first and executes plain commands without Python while
+        `is_plain` allows it. Only this method sets that flag.
         """
         self._receive(data)
         receiver = self._receiver
@@ -230,10 +230,10 @@ class Peer(asyncio.Protocol):
         self._take(num_bytes)
 
     def _take(self, num_bytes: int) -> None:
-        """Cut commands out of what was received and execute them, until the slice is used up.
+        """Extract commands from the received bytes and execute them until the slice is used up.
 
         Args:
-            num_bytes: how much was received since the last call.
+            num_bytes: the number of bytes received since the last call.
         """
         has_completed = False
         while self._rest and not self._must_wait:
@@ -252,9 +252,10 @@ class Peer(asyncio.Protocol):
             self.refuse(self._parser.violation)
 
     def _execute_plain(self, executor: Executor) -> bool:
-        """Execute the plain commands at the start of the rest without the parser.
+        """Execute the plain commands at the start of the remaining bytes without the parser.
 
-        A command that an earlier packet began is completed first. Returns whether any was executed.
+        A command that began in an earlier packet is completed first. Returns whether any command
+        was executed.
         """
         has_completed, data = False, self._rest
         if self._parser.is_inside_command and len(data) <= _CHUNK_BYTES:
@@ -277,22 +278,22 @@ class Peer(asyncio.Protocol):
 
     @property
     def _must_wait(self) -> bool:
-        """Whether nothing more may be executed now."""
+        """Return whether execution must pause now."""
         return bool(self._backlog) or self._is_paused or self.standing is Standing.CLOSED
 
     @property
     def _is_flowing(self) -> bool:
-        """Whether a member's command may be carried out as soon as it comes."""
+        """Return whether a member's command may be executed as soon as it arrives."""
         return self.standing is Standing.MEMBER and not self._must_wait
 
     @property
     def _is_plain(self) -> bool:
-        """Whether plain commands may be executed as soon as they arrive, on plain keys alone."""
+        """Return whether plain commands may be executed on arrival, on plain keys only."""
         promised = self.state.promised_to
         return self._is_flowing and (not promised or self not in promised)
 
     def _note_progress(self, num_bytes: int, has_completed: bool) -> None:
-        """Note since when a command is incomplete, and how much of it came."""
+        """Record since when a command is incomplete and how much of it has arrived."""
         is_inside = self._parser.is_inside_command or (
             self._opener is not None and self._opener.is_inside_record
         )
@@ -304,14 +305,14 @@ class Peer(asyncio.Protocol):
         self.is_inside_command = is_inside
 
     def stop_reading(self) -> None:
-        """Leave what the peer sends from here on to the kernel."""
+        """Stop reading; the kernel buffers what the peer sends."""
         transport = self._transport
         if transport is not None and not self._is_deaf and not transport.is_closing():
             self._is_deaf = True
             transport.pause_reading()
 
     def read_on_unless_put_off(self) -> None:
-        """Read again unless commands are put off, whose turn comes first."""
+        """Resume reading unless deferred commands must run first."""
         if not self._is_paused and not self._backlog and not self._rest:
             self._read_on()
 
@@ -326,7 +327,7 @@ class Peer(asyncio.Protocol):
     # Carrying out.
 
     def _carry_out(self, messages: Collection[p.Message]) -> None:
-        """Carry out messages in order; put the rest off while the peer's replies lie unread."""
+        """Execute messages in order; defer the rest while too many replies are unread."""
         if len(messages) == 1 and self._is_flowing:
             (message,) = messages
             if cast(int, message[0]) < p.RUN:
@@ -351,7 +352,7 @@ class Peer(asyncio.Protocol):
             self.flush()
 
     def _receive_stranger(self, messages: Iterator[p.Message]) -> None:
-        """Carry out the requests that a peer may make before it is a member."""
+        """Execute the requests that a peer may send before it is a member."""
         for message in messages:
             if not self._is_admitted(message):
                 return
@@ -361,26 +362,29 @@ class Peer(asyncio.Protocol):
                 return
 
     def _demand_nothing_unsealed(self, rest: Iterator[p.Message]) -> None:
-        """Refuse a peer whose packet continued after its proof: that may be another's bytes."""
+        """Refuse a peer whose packet continued after its proof.
+
+        Another sender may have added the bytes.
+        """
         if self.is_sealed and (
             self._rest or next(rest, None) is not None or self._parser.is_inside_command
         ):
-            self.refuse("bytes after the proof that are not sealed")
+            self.refuse("unsealed bytes after the proof")
 
     @property
     def is_sealed(self) -> bool:
-        """Whether every byte of the peer proves that it is a member's."""
+        """Whether the peer's stream is sealed, so that every byte is authenticated."""
         return self._opener is not None
 
     def seal(self, to_server: bytes, to_client: bytes) -> None:
-        """Demand records from the peer from its next byte on, and send records."""
+        """Require records from the peer from its next byte on, and send records."""
         self._opener, self.out.sealer = Opener(to_server), Sealer(to_client)
 
     def _has_become(self, standing: Standing) -> bool:
         return self.standing is standing
 
     def _carry_out_one(self, message: Any) -> None:
-        """Carry out a member's only message: what `_carry_out` does, with less around it."""
+        """Execute a member's single message: a faster `_carry_out` for the common case."""
         state = self.state
         if state.promised_to and self in state.promised_to:
             release_unless_popped(self, message)
@@ -394,10 +398,10 @@ class Peer(asyncio.Protocol):
             self.flush()
 
     def put_off(self) -> None:
-        """Let other peers have their turn before the next command.
+        """Let other peers run before the next command.
 
-        A peer that is busy has its place in the queue, for its commands or for a long answer, which
-        a second place would overtake.
+        A busy peer already has a place in the queue, for its commands or for a long answer, and a
+        second place would overtake it.
         """
         if self._is_busy:
             return
@@ -411,7 +415,7 @@ class Peer(asyncio.Protocol):
             self._resume()
 
     def _work_off(self) -> None:
-        """Carry out what was put off, then read on."""
+        """Execute the deferred commands, then resume reading."""
         if self._is_paused:
             return
         self.hub.turns.begin()
@@ -424,9 +428,9 @@ class Peer(asyncio.Protocol):
             self._read_on()
 
     def answer_in_slices(self, steps: Generator[None, None, list[bytes]]) -> None:
-        """Answer with the bytes that `steps` returns, made in one turn of the loop per step.
+        """Answer with the bytes that `steps` returns, running one step per turn of the loop.
 
-        Other peers are served between the steps. What this peer sends after the command waits.
+        Other peers are served between the steps. This peer's later commands wait.
         """
         pieces = self._next_slice(steps)
         if pieces is not None:
@@ -454,7 +458,7 @@ class Peer(asyncio.Protocol):
 
     @staticmethod
     def _next_slice(steps: Generator[None, None, list[bytes]]) -> list[bytes] | None:
-        """Take one step; return what was made once it is complete."""
+        """Run one step; return the answer once it is complete."""
         try:
             next(steps)
         except StopIteration as done:
@@ -463,20 +467,20 @@ class Peer(asyncio.Protocol):
         return None
 
     def answer_later(self, status: int, tag: int, payload: bytes) -> None:
-        """Answer outside a command of this connection: a wake-up or an event."""
+        """Send an answer outside a command of this connection: a wake-up or an event."""
         if self.standing is not Standing.CLOSED:
             self.out.put_frame(status, tag, payload)
             self.flush()
 
     def flush(self) -> None:
-        """Hand the replies to the transport, or drop them if the connection is closed."""
+        """Pass the replies to the transport, or drop them if the connection is closed."""
         if self.standing is Standing.CLOSED:
             self.out.drop()
         else:
             self.out.flush()
 
     def refuse(self, why: str) -> None:
-        """Close the connection for what it did, and say so in the log."""
+        """Close the connection because of a violation, and log it."""
         if self.standing is Standing.CLOSED:
             return
         self.hub.log_refusal(self, why)
@@ -485,7 +489,7 @@ class Peer(asyncio.Protocol):
         self.close()
 
     def close(self) -> None:
-        """Close the connection; replies already earned are still sent if the peer reads them."""
+        """Close the connection; pending replies are still sent if the peer reads them."""
         if self.out:
             self.flush()
         self.standing = Standing.CLOSED
@@ -506,7 +510,7 @@ class Peer(asyncio.Protocol):
     # Becoming a member.
 
     def _is_admitted(self, message: p.Message) -> bool:
-        """Decide whether this message may be carried out; put it off or refuse otherwise."""
+        """Decide whether this message may be executed; otherwise defer or refuse it."""
         query = message[0]
         if self.standing is Standing.CLOSED:
             return False
@@ -532,7 +536,7 @@ class Peer(asyncio.Protocol):
         self._parser.admitted = True
 
     def settle(self, is_allowed: bool) -> None:
-        """Take the answer of the look-up of a torch client."""
+        """Act on the result of the look-up of a torch client."""
         if self.standing is not Standing.LOOKED_UP:
             return
         if not is_allowed:
@@ -542,5 +546,5 @@ class Peer(asyncio.Protocol):
         self._work_off()
 
     def waiter_of(self, tag: int) -> Waiter | None:
-        """Return what waits under a tag."""
+        """Return the waiter with a tag."""
         return next((w for w in self.state.waiters_of(self) if w.tag == tag), None)

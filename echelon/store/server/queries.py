@@ -1,8 +1,9 @@
-"""What each of echelon's queries does: one small function for each query byte.
+"""The implementation of echelon's queries: one small function per query byte.
 
 A function gets the connection, the tag and the fields; it returns the payload of its answer, or
-None if the answer is given elsewhere: later, or with another status than success. What cannot be
-done raises ValueError, whose text is the answer. A query of tag 0 is answered only in that case.
+None if the answer is sent elsewhere: later, or with a status other than success. A query that
+cannot be executed raises ValueError, whose text is the answer. A query with tag 0 is answered only
+in that case.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _MAX_LEASE_MS: Final = 600_000
 
 
 def _answering(act: Act) -> Callable[..., None]:
-    """Return a handler that answers with what `act` returns, or with why it cannot."""
+    """Return a handler that answers with the result of `act` or the reason for its failure."""
 
     @wraps(act)
     def handle(peer: Peer, tag: int, *fields: Any) -> None:
@@ -55,7 +56,7 @@ def _hello(peer: Peer, tag: int, client_nonce: bytes, version: int, session: byt
     if len(client_nonce) != trust.NONCE_BYTES or len(session) != trust.SESSION_BYTES:
         raise ValueError("a nonce or session of the wrong size")
     if peer.session and peer.session != session:
-        raise ValueError("the session of a connection does not change")
+        raise ValueError("the session of a connection must not change")
     secret = peer.hub.secret
     server_nonce, proof = b"", b""
     if secret and not peer.is_sealed:
@@ -70,7 +71,7 @@ def _proof(peer: Peer, tag: int, mac: bytes) -> None:
     transcript, peer.transcript = peer.transcript, b""
     secret = peer.hub.secret
     if secret is None or peer.is_sealed:
-        raise ValueError("no proof is asked for")
+        raise ValueError("no proof was requested")
     if not transcript or not trust.is_equal(mac, trust.client_proof(secret, transcript)):
         peer.out.put_frame(p.ERROR, tag, b"the secret is not this server's")
         peer.flush()
@@ -150,7 +151,7 @@ def _list_keys(peer: Peer, tag: int) -> None:
 def _framed(
     tag: int, steps: Generator[None, None, list[bytes]]
 ) -> Generator[None, None, list[bytes]]:
-    """Put what is made in slices into the frame of an answer."""
+    """Wrap an answer made in slices in its frame."""
     try:
         pieces = yield from steps
     except ValueError as error:
@@ -172,7 +173,7 @@ def _demand_tag(peer: Peer, tag: int) -> None:
 
 
 def _wait(peer: Peer, tag: int, wants: Wants, keys: list[bytes]) -> bool:
-    """Return whether the keys are all there; else the tag waits."""
+    """Return whether all keys exist; otherwise start a wait under the tag."""
     if tag and all(key in peer.state.values for key in keys):
         return True
     _demand_tag(peer, tag)
@@ -222,7 +223,7 @@ def _arrive_as(
 
 
 def _cancel(peer: Peer, tag: int) -> None:
-    """Withdraw a wait or a watch; what is over has been answered already."""
+    """Withdraw a wait or a watch; one that is over has been answered already."""
     waiter: Waiter | None = peer.waiter_of(tag)
     if waiter is not None:
         world_size, arrived, missing = peer.state.story_of(waiter)

@@ -1,13 +1,13 @@
-"""The store's server: one event loop, on a thread of its own or in the foreground.
+"""The store's server: one event loop, on its own thread or in the foreground.
 
-`StoreServer` binds and listens when it is made, so that its port is known and a failure to bind
-is an exception of the caller; `start()` runs the loop (uvloop's, asyncio's where there is none) on
-one daemon thread, `serve_forever()` on the calling one. It binds the address that it was given and
-nothing else. Peers are numeric throughout: no name is ever looked up on the loop.
+`StoreServer` binds and listens when it is created, so that its port is known and a failure to bind
+raises in the caller. `start()` runs the loop (uvloop's, or asyncio's if uvloop is not installed) on
+a daemon thread, `serve_forever()` on the calling thread. It binds only the address that it was
+given. Peers are identified by numeric addresses: no name is resolved on the loop.
 
 [Note: the server in a training process] The loop holds the interpreter lock while it works, so a
-server inside a busy rank answers late. A job's own store belongs to the launcher or to
-`echelon store`; a rank hosts one for tests, small jobs and torch's habits.
+server inside a busy rank answers late. A job's own store should be hosted by the launcher or by
+`echelon store`; a rank hosts one only for tests, for small jobs and for compatibility with torch.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ T = TypeVar("T")
 
 
 class StoreServer:
-    """Serve a store at one address.
+    """A server of a store at one address.
 
     Args:
-        host: address or name of this machine to bind; a name is resolved here, once, and all its
+        host: address or name of this machine to bind; a name is resolved once, here, and all its
             addresses are bound. "0.0.0.0" and "::" mean every interface.
-        port: 0 for any free one; `port` then says which.
-        secret: what our clients must prove to know. None leaves the store open to everyone who
-            can reach the address, as torch's is.
-        limits: what one peer may ask for.
-        listen_fd: descriptor of a socket that listens already; it is taken over.
+        port: the port, or 0 for any free one; the attribute `port` has the bound one.
+        secret: the secret that echelon's clients must prove to know. None leaves the store open to
+            every client that can reach the address, like torch's server.
+        limits: the limits for each peer.
+        listen_fd: descriptor of a socket that is already listening; the server takes it over.
         bind_all_if_foreign: bind every interface when `host` resolves to no address of this
             machine (a service address); needs a secret.
 
@@ -103,7 +103,7 @@ class StoreServer:
         keep_from_children(self)
 
     def descriptors(self) -> Iterator[int]:
-        """Return the sockets that a forked child must not hold."""
+        """Return the sockets that a forked child must not keep open."""
         yield from (listener.fileno() for listener in self._sockets)
         hub = self._hub
         if hub is not None:
@@ -115,7 +115,7 @@ class StoreServer:
         return str(self._sockets[0].getsockname()[0])
 
     def start(self) -> Self:
-        """Serve on a daemon thread of its own; returns once connections are accepted."""
+        """Serve on a daemon thread; return once connections are accepted."""
         with self._lock:
             assert self._thread is None, "start() was called before"
             started = threading.Event()
@@ -135,7 +135,7 @@ class StoreServer:
     def serve_forever(self, *, on_ready: Callable[[], None] | None = None) -> None:
         """Serve on this thread until `close()` from elsewhere, SIGTERM or SIGINT.
 
-        A signal that is ignored when this is called stays ignored.
+        A signal that is ignored at the time of the call stays ignored.
         """
         with self._lock:
             assert self._thread is None, "start() was called before"
@@ -150,7 +150,7 @@ class StoreServer:
         self._run(on_ready or (lambda: None))
 
     def stop_soon(self) -> None:
-        """Make `serve_forever` return, also if it has not begun; callable from any thread."""
+        """Make `serve_forever` return, even if it has not begun; callable from any thread."""
         self._must_stop = True
         loop = self._loop
         if loop is not None and self._is_serving:  # else `_begin` looks at `_must_stop`
@@ -181,10 +181,10 @@ class StoreServer:
         self.close()
 
     def admit(self, address: str) -> None:
-        """Let torch's clients in from a numeric address, without the secret.
+        """Admit torch's clients from a numeric address without the secret.
 
-        For the addresses of agents that have authenticated. Such a client is trusted by its
-        address alone.
+        This is for the addresses of authenticated agents. Such a client is trusted only because of
+        its address.
         """
         plain = plain_address(address)
         self._call(lambda hub: hub.admitted_addresses.add(plain))
@@ -199,10 +199,10 @@ class StoreServer:
         self._call(lambda hub: hub.publish(wire, value.encode()))
 
     def renew(self) -> None:
-        """Hang up on everyone and drop all keys, for an owner that begins something new.
+        """Disconnect all clients and drop all keys, so that the owner can start afresh.
 
-        Members of the past cannot write into what comes: their connections are gone, and our own
-        clients refuse a server that was restarted.
+        Earlier members cannot write to the renewed store: their connections are closed, and
+        echelon's clients refuse a restarted server.
 
         Raises:
             StoreError: the server is not running.
@@ -256,7 +256,7 @@ class StoreServer:
         except concurrent.futures.TimeoutError:
             raise StoreTimeoutError(
                 f"store server on {self._endpoint}: its loop did not answer within "
-                f"{_CLOSE_S:.0f} s. Does something else in this process hold the interpreter lock?",
+                f"{_CLOSE_S:.0f} s. Does other code in this process hold the interpreter lock?",
                 endpoint=self._endpoint,
             ) from None
 
@@ -265,7 +265,7 @@ class StoreServer:
         return f"{self.host}:{self.port}"
 
     def _prepare(self) -> None:
-        """Make the loop and the hub; nothing runs yet."""
+        """Create the loop and the hub without running them."""
         self._loop = _new_event_loop()
         self._hub = Hub(self._loop, self._limits, self._secret)
 
@@ -292,7 +292,7 @@ class StoreServer:
                 listener.close()
 
     def _begin(self, on_ready: Callable[[], None]) -> None:
-        """Report that the loop runs; from here on `stop_soon` stops it by itself."""
+        """Report that the loop runs; from now on `stop_soon` can stop it."""
         assert self._loop is not None
         self._is_serving = True
         if self._must_stop:
@@ -302,7 +302,7 @@ class StoreServer:
 
 
 def _finish(loop: asyncio.AbstractEventLoop) -> None:
-    """Let last replies and closes out, then close the loop, however often it is told to stop."""
+    """Send the last replies and closes, then close the loop, however often it is asked to stop."""
 
     async def wind_down() -> None:
         await asyncio.sleep(_WIND_DOWN_S)
@@ -316,7 +316,7 @@ def _finish(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
-    """Return a libuv loop, or asyncio's own where uvloop is not installed."""
+    """Return a uvloop loop, or asyncio's own if uvloop is not installed."""
     try:
         import uvloop
     except ImportError:
@@ -330,7 +330,7 @@ def _bind(host: str, port: int, may_bind_all: bool) -> list[socket.socket]:
     """Bind every address of `host`, all to the same port.
 
     Raises:
-        StoreError: none of them could be bound.
+        StoreError: no address could be bound.
     """
     if not host:
         raise ValueError("host is empty; name an address, or '0.0.0.0' for every interface")
@@ -366,7 +366,7 @@ def _bind(host: str, port: int, may_bind_all: bool) -> list[socket.socket]:
 def _bind_all(
     addresses: Sequence[tuple[int, Any]], port: int
 ) -> tuple[list[socket.socket], OSError | None]:
-    """Bind what can be bound, all to one port; return the sockets and the last problem."""
+    """Bind as many addresses as possible to one port; return the sockets and the last error."""
     bound: list[socket.socket] = []
     problem: OSError | None = None
     for family, address in addresses:
@@ -380,7 +380,7 @@ def _bind_all(
 
 
 def _listen(family: int, address: tuple[Any, ...]) -> socket.socket:
-    """Return a listening socket; the caller owns it."""
+    """Return a listening socket that the caller owns."""
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -396,7 +396,7 @@ def _listen(family: int, address: tuple[Any, ...]) -> socket.socket:
 
 
 def _raise_descriptor_limit() -> None:
-    """Raise the soft limit on open files to the hard one: a connection is a descriptor."""
+    """Raise the soft limit on open files to the hard limit: each connection is a descriptor."""
     try:
         import resource
     except ImportError:

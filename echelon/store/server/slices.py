@@ -1,8 +1,8 @@
-"""Answers about everything that a store holds, made in slices so that the loop serves others too.
+"""Answers that cover the whole store, made in slices so that the loop can serve other peers.
 
 Each is a generator that yields between slices and returns the answer. It works on a snapshot of
 references (tens of milliseconds for four million keys, the most that a server holds by default),
-so the answer is the store at one moment: the one at which it was asked.
+so the answer describes the store at the moment of the query.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def packed_keys(state: StoreState, limit_bytes: int) -> Generator[None, None, li
     """Return all keys as encoded strings, in pieces.
 
     Raises:
-        ValueError: they are longer than `limit_bytes`, what a reply may be.
+        ValueError: they are longer than `limit_bytes`, the limit for a reply.
     """
     return packed("list_keys", list(state.values), limit_bytes)
 
@@ -31,7 +31,7 @@ def packed(
     """Return strings in their encoding, in pieces.
 
     Raises:
-        ValueError: they are longer than `limit_bytes`, what a reply may be.
+        ValueError: they are longer than `limit_bytes`, the limit for a reply.
     """
     pieces: list[bytes] = []
     size, start = 0, 0
@@ -51,7 +51,7 @@ def packed(
 
 
 def total_bytes(state: StoreState) -> Generator[None, None, int]:
-    """Return how many bytes all values and queued items hold."""
+    """Return the total size of all values and queued items in bytes."""
     held = list(state.values.values())
     for queue in state.queues.values():
         held += queue

@@ -1,9 +1,9 @@
-"""Sharing the loop: a peer with more work than a slice of time continues after the others.
+"""Sharing the loop: a peer with more work than fits in a slice of time continues after the others.
 
 One received packet may hold a quarter of a million commands, and one command may cost a
-millisecond, so a flood by one peer would delay all the others by seconds. Each peer therefore
-executes for at most a slice at a time. What is left waits here, in the order of arrival, and the
-loop reads the other sockets in between. Only a single command can take longer than its slice.
+millisecond, so a flood from one peer would delay all the others by seconds. Each peer therefore
+executes for at most one slice at a time. The remaining work waits here, in the order of arrival,
+and the loop reads the other sockets in between. Only a single command can exceed its slice.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _TURN_S: Final = 0.005  # of put-off work between two looks at the sockets
 
 
 class Turns:
-    """The put-off work of one server's peers. Runs on its loop.
+    """The deferred work of one server's peers. Runs on its loop.
 
     Args:
-        clock: seconds that never go back.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Turns:
         self._slice_ends = 0.0
 
     def begin(self) -> None:
-        """Begin a slice."""
+        """Start a slice."""
         self._slice_ends = self._clock() + _SLICE_S
 
     @property
@@ -44,7 +44,7 @@ class Turns:
         return self._clock() >= self._slice_ends
 
     def put_off(self, work: Callable[[], None]) -> None:
-        """Have `work` called in a slice of its own, after what was put off before."""
+        """Schedule `work` in a slice of its own, after the work deferred before."""
         self._waiting.append(work)
         self._schedule()
 
@@ -54,7 +54,7 @@ class Turns:
             self._loop.call_soon(self._work)
 
     def _work(self) -> None:
-        """Let those who wait have a slice each, for at most a turn; then look at the sockets."""
+        """Give each waiting peer a slice, for at most one turn, then return to the sockets."""
         self._is_scheduled = False
         ends = self._clock() + _TURN_S
         try:

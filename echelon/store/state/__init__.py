@@ -1,1 +1,1 @@
-"""What a store holds: keys, queues, rounds, leases and their waiters. No I/O, no clock."""
+"""The state of a store: keys, queues, rounds, leases and their waiters. No I/O, no clock."""

@@ -1,10 +1,10 @@
-"""Presences: keys with a lease, which their session renews.
+"""Presences: keys with a lease that their session renews.
 
-A connection tells little about a process: a forked child, an address translation or a machine that
-vanished may keep it open, and a hiccup may close it. So a presence belongs to a session, a client
-that may return over another connection, and ends when it is released or its lease runs out. When
-the session's connection closes, what is left of its leases is cut to a grace in which a client that
-lives will have connected again.
+A connection says little about its process: a forked child, address translation or a vanished
+machine may keep it open, and a brief network failure may close it. A presence therefore belongs to
+a session, that is, to a client that may return over another connection, and it ends when it is
+released or its lease expires. When the session's connection closes, its leases are shortened to a
+grace period in which a live client will have reconnected.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Leases:
         return len(self._leases)
 
     def num_of(self, session: bytes) -> int:
-        """Return how many presences a session holds."""
+        """Return the number of presences of a session."""
         return len(self._keys_of.get(session, ()))
 
     def take(self, session: bytes, key: bytes, value: bytes, lease_s: float) -> None:
-        """Store a key that ends with its lease, unless someone stores another value over it.
+        """Store a key that is deleted when its lease ends, unless another value was stored over it.
 
         Raises:
-            ValueError: the server holds as many keys as it may.
+            ValueError: the server has reached its limit of keys.
         """
         lease = _Lease(session, lease_s, self._now() + lease_s)
         self._state.set_presence(lease, key, value)
@@ -53,7 +53,7 @@ class Leases:
         self._keys_of.setdefault(session, set()).add(key)
 
     def renew(self, session: bytes) -> int:
-        """Renew the session's leases and return how many it has."""
+        """Renew the session's leases and return their number."""
         now = self._now()
         keys = self._keys_of.get(session, ())
         for key in keys:
@@ -68,13 +68,13 @@ class Leases:
             self._end(key, lease)
 
     def has_closed(self, session: bytes) -> None:
-        """Cut the leases of a session whose connection has closed to the grace."""
+        """Shorten the leases of a session whose connection has closed to the grace period."""
         ends = self._now() + GRACE_S
         for key in self._keys_of.get(session, ()):
             self._leases[key].ends = min(self._leases[key].ends, ends)
 
     def expire(self) -> None:
-        """End the presences whose lease has run out."""
+        """End the presences whose lease has expired."""
         now = self._now()
         for key, lease in [(key, lease) for key, lease in self._leases.items() if lease.ends < now]:
             self._end(key, lease)

@@ -1,17 +1,18 @@
-"""What a store holds, and who waits for it: one class, no I/O, no clock, no threads.
+"""The contents of a store and its waiters: one class without I/O, clock or threads.
 
-`StoreState` is told what a member asks and answers at once, or keeps a `Waiter`. Waiters that
-an event has satisfied are collected in `woken`; the driver of the state (the server's loop, or
-`MemoryStore` under its lock) drains that list and delivers. Everything that a member waits for or
-has put in for a time belongs to its `owner` token, and `forget(owner)` takes all of it back: a
-death or a cancel leaves nothing behind.
+`StoreState` answers a member's request at once or keeps a `Waiter`. Waiters that an event has
+satisfied are collected in `woken`; the driver of the state (the server's loop, or `MemoryStore`
+under its lock) drains that list and delivers the answers. All waits and temporary entries of a
+member belong to its `owner` token, and `forget(owner)` withdraws them, so a death or a cancellation
+leaves nothing behind.
 
 [Note: items promised to a waiter] torch's blocking queue_pop is WAIT, then QUEUE_POP, and the
-server cannot tell that WAIT from the one of a get. Were all who wait woken by one push, all but
-one would fail on an empty queue. A push therefore wakes one such waiter (`Wants.CLAIM`) and keeps
-the item for its owner until that owner speaks again: if it pops, the item is its own; if it does
-anything else, dies, or says nothing for a while (the driver calls `release_promise`), the next
-waiter is woken. So no item is lost and no waiter sleeps beside one.
+server cannot distinguish that WAIT from the WAIT of a get. If one push woke all waiters, all but
+one of them would fail on an empty queue. A push therefore wakes one such waiter (`Wants.CLAIM`) and
+reserves the item for its owner until the owner's next command: if that is a pop, the owner gets the
+item; if it is anything else, or the owner dies or stays silent for a while (the driver calls
+`release_promise`), the next waiter is woken. So no item is lost, and no waiter sleeps while an item
+is free.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
 
 
 class StoreState:
-    """Hold keys, queues, rounds and waiters.
+    """Keys, queues, rounds and waiters.
 
     Args:
-        max_keys: how many keys and queues it takes; an operation that needs one more raises
-            ValueError and changes nothing.
+        max_keys: the limit on keys and queues; an operation that would exceed it raises ValueError
+            and changes nothing.
 
     Attributes:
         values: the plain keys.
         queues: the queues that are not empty.
-        promised_to: for each owner with a promise the queue in which an item is kept for it.
+        promised_to: for each owner with a promise, the queue in which an item is reserved for it.
         woken: waiters satisfied since the driver last drained it.
-        waiting: for each key its waiters, longest waiting first.
+        waiting: for each key its waiters, the longest waiting first.
         rounds: the open barriers and gathers.
         present_by: keys that are deleted with their owner, and that owner.
         watched: keys whose changes are reported.
@@ -62,7 +63,7 @@ class StoreState:
     # Keys.
 
     def set(self, key: bytes, value: bytes) -> None:
-        """Store a value and wake who waits for the key."""
+        """Store a value and wake the waiters for the key."""
         if key not in self.values:
             self._demand_room(1)
         self.values[key] = value
@@ -78,35 +79,35 @@ class StoreState:
         return self.values.get(key)
 
     def add(self, key: bytes, amount: int) -> int:
-        """Add to a decimal number, 0 when missing.
+        """Add to a decimal counter (0 if missing).
 
         Raises:
-            ValueError: the key holds no 64-bit integer, or would no longer.
+            ValueError: the old or the new value is not a 64-bit integer.
         """
         total = self.sum_with(key, amount)
         self.set(key, b"%d" % total)
         return total
 
     def sum_with(self, key: bytes, amount: int) -> int:
-        """Return what `add` would make of a key, and change nothing."""
+        """Return the value that `add` would store, without changing anything."""
         held = self.values.get(key, b"0")
         try:
             total = int(held) + amount
         except ValueError:
             raise ValueError(f"key {show_key(key)} holds {held[:40]!r}, not an integer") from None
         if not INT64_MIN <= total <= INT64_MAX:
-            raise ValueError(f"key {show_key(key)} would leave 64 bits: {total}")
+            raise ValueError(f"key {show_key(key)} would exceed 64 bits: {total}")
         return total
 
     def append(self, key: bytes, value: bytes) -> None:
-        """Append to a value, empty when missing."""
+        """Append to a value (empty if missing)."""
         self.set(key, self.values.get(key, b"") + value)
 
     def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        """Store `desired` if the key holds `expected` (or is missing and that is empty).
+        """Store `desired` if the key holds `expected` (or is missing and `expected` is empty).
 
-        Returns what the key holds afterwards; of a missing key that was not stored, `expected`,
-        as torch's clients rely on.
+        Returns the value of the key afterwards, or `expected` if the key is still missing: torch's
+        clients rely on that.
         """
         held = self.values.get(key)
         if held is None and expected:
@@ -126,7 +127,7 @@ class StoreState:
         return queue is not None or value is not None
 
     def set_many(self, pairs: Iterable[tuple[bytes, bytes]]) -> None:
-        """Store several values; no waiter runs in between."""
+        """Store several values as one change; no waiter runs in between."""
         found = dict(pairs)
         if len(self.values) + len(self.queues) + len(found) > self._max_keys:
             self._demand_room(len(found.keys() - self.values.keys()))
@@ -142,22 +143,22 @@ class StoreState:
             raise ValueError(f"more than {self._max_keys} keys")
 
     def is_present(self, key: bytes) -> bool:
-        """Whether the key has a value or a queue with an item."""
+        """Return whether the key has a value or names a queue with an item."""
         return key in self.values or key in self.queues
 
     # Queues.
 
     def push(self, key: bytes, item: bytes) -> None:
-        """Append an item and hand it to, or wake, the one who has waited longest."""
+        """Append an item, and deliver it to the longest waiting waiter or wake that waiter."""
         if key not in self.queues:
             self._demand_room(1)
         self.queues.setdefault(key, deque()).append(item)
         self._serve_queue(key)
 
     def pop(self, key: bytes, owner: Hashable) -> tuple[int, bytes]:
-        """Take the oldest item; return how many there were, and it.
+        """Take the oldest item; return the number of items before that, and the item.
 
-        An item promised to another owner is not seen (see the note above).
+        Items promised to other owners are skipped (see the note above).
         """
         if self.promised_to.get(owner) == key:
             self._drop_promise(owner)
@@ -165,12 +166,12 @@ class StoreState:
         return (available, self._take(key)) if available > 0 else (0, b"")
 
     def queue_length(self, key: bytes) -> int:
-        """Return how many items the queue holds."""
+        """Return the number of items in the queue."""
         queue = self.queues.get(key)
         return len(queue) if queue else 0
 
     def release_promise(self, owner: Hashable) -> None:
-        """Give the item kept for `owner` to the next waiter, if there is one kept."""
+        """Offer an item promised to `owner` to the next waiter."""
         key = self._drop_promise(owner)
         if key is not None:
             self._serve_queue(key)
@@ -195,7 +196,7 @@ class StoreState:
         self._promises[key] = self._promises.get(key, 0) + 1
 
     def _serve_queue(self, key: bytes) -> None:
-        """Wake who waits for the queue to hold something, then hand free items out in turn."""
+        """Wake the waiters for a non-empty queue, then hand out free items in turn."""
         waiters = list(self.waiting.get(key, ()))
         for waiter in waiters:
             if waiter.wants is Wants.WAKE and key in self.queues:
@@ -219,9 +220,10 @@ class StoreState:
     # Waiting.
 
     def wait(self, owner: Hashable, wants: Wants, keys: list[bytes]) -> Waiter | None:
-        """Wait until all keys are present; None when they are already.
+        """Wait until all keys are present; return None if they already are.
 
-        WAKE and CLAIM count a queue with an item as present, VALUE and VALUES only a value.
+        For WAKE and CLAIM a queue with an item counts as present, for VALUE and VALUES only a
+        value.
         """
         if all(key in self.values for key in keys):
             return None
@@ -234,7 +236,7 @@ class StoreState:
         return waiter
 
     def _claim(self, waiter: Waiter) -> None:
-        """Keep an item for a satisfied waiter that may be about to pop it."""
+        """Reserve an item for a satisfied waiter that may be about to pop it."""
         key = waiter.keys[0] if waiter.keys else b""
         if waiter.wants is not Wants.CLAIM or key in self.values or len(waiter.keys) != 1:
             return
@@ -264,7 +266,7 @@ class StoreState:
         self._waiters_of.setdefault(waiter.owner, {})[waiter] = None
 
     def _wake_key(self, key: bytes) -> None:
-        """Tell all who wait for the key that it has a value now."""
+        """Satisfy or update all waiters for a key that now has a value."""
         for waiter in list(self.waiting[key]):
             if waiter.wants is not Wants.ITEM:
                 waiter.missing.discard(key)
@@ -273,9 +275,9 @@ class StoreState:
                     self._look_again(waiter)
 
     def _look_again(self, waiter: Waiter) -> None:
-        """Satisfy the waiter if all its keys exist, else list what is missing now.
+        """Satisfy the waiter if all its keys exist; otherwise update its list of missing keys.
 
-        A key that was there earlier may have been deleted while the waiter waited for another.
+        A key that existed earlier may have been deleted while the waiter waited for another one.
         """
         for key in waiter.missing:
             self._unlist(waiter, key)
@@ -323,13 +325,13 @@ class StoreState:
         world_size: int,
         value: bytes = b"",
     ) -> Waiter:
-        """Arrive at a barrier or gather; the last one of a round wakes all, itself among them.
+        """Arrive at a barrier or gather; the last arrival of a round wakes all, including itself.
 
-        A rank that arrives twice takes the place of its earlier arrival, which fails: the earlier
-        process is gone and its connection is only not yet known to be.
+        If a rank arrives twice, the new arrival replaces the earlier one, which fails: the earlier
+        process has exited, but its connection has not been closed yet.
 
         Raises:
-            ValueError: the arrival contradicts itself or those who came before.
+            ValueError: the arrival is inconsistent in itself or with earlier arrivals.
         """
         named = rank >= 0 or wants is Wants.GATHER
         if not 1 <= world_size <= MAX_WORLD_SIZE or (named and not 0 <= rank < world_size):
@@ -373,49 +375,49 @@ class StoreState:
         self._unregister(waiter)
 
     def story_of(self, waiter: Waiter) -> RoundStory:
-        """Return what a waiter that is about to give up knows of its round."""
+        """Return the status of a waiter's round, for its timeout error."""
         round_ = self.rounds.get(waiter.keys[0]) if waiter.keys else None
         if round_ is None or waiter not in round_.arrivals:
             return 0, 0, []
         return round_.world_size, len(round_.arrivals), round_.missing_ranks()
 
     def waiters_of(self, owner: Hashable) -> list[Waiter]:
-        """Return what the owner waits for."""
+        """Return the waiters of the owner."""
         return list(self._waiters_of.get(owner, ()))
 
     def num_waits_of(self, owner: Hashable) -> int:
-        """Return how many things the owner waits for."""
+        """Return the number of the owner's waiters."""
         return len(self._waiters_of.get(owner, ()))
 
     def set_presence(self, owner: Hashable, key: bytes, value: bytes) -> None:
-        """Store a value that ends with its owner, unless someone stores another over it."""
+        """Store a value that is deleted with its owner, unless another value was stored over it."""
         self.set(key, value)
         self.present_by[key] = owner
 
     def end_presence(self, owner: Hashable, key: bytes) -> None:
-        """Delete the owner's key, unless someone stored another value over it."""
+        """Delete the owner's key, unless another value was stored over it."""
         if self.present_by.get(key) is owner:
             self.delete(key)
 
     def forget(self, owner: Hashable) -> None:
-        """Take back everything of an owner that is gone."""
+        """Withdraw everything that belongs to an owner that has left."""
         for waiter in self.waiters_of(owner):
             self.withdraw(waiter)
         self.release_promise(owner)
 
     def waiting_keys(self) -> dict[str, int]:
-        """Return how many wait for each key, barriers and gathers included."""
+        """Return the number of waiters per key, including barriers and gathers."""
         waiting = {show_key(key): len(waiters) for key, waiters in self.waiting.items()}
         for key, round_ in self.rounds.items():
             waiting[show_key(key)] = waiting.get(show_key(key), 0) + len(round_.arrivals)
         return waiting
 
     def num_waiters(self) -> int:
-        """Return how many waits are open."""
+        """Return the number of open waits."""
         return sum(map(len, self._waiters_of.values()))
 
     def num_presences(self) -> int:
-        """Return how many keys are deleted with their owner."""
+        """Return the number of keys that are deleted with their owner."""
         return len(self.present_by)
 
     def _tell(self, key: bytes, value: bytes | None) -> None:
@@ -424,9 +426,9 @@ class StoreState:
 
 
 def show_key(key: bytes) -> str:
-    """Return a key as its user wrote it, without the "/" that travels with it.
+    """Return a key as the user wrote it, without the "/" of its wire form.
 
-    What a terminal would obey is escaped.
+    Terminal control characters are escaped.
     """
     text = key.decode("utf-8", "replace").removeprefix("/")
     if text.isprintable():

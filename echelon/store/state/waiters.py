@@ -1,4 +1,4 @@
-"""Who waits at a store, for what, and who has arrived at a barrier or gather."""
+"""The waiters of a store, and the arrivals at barriers and gathers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_MISSING = 4096
 
 
 class Wants(Enum):
-    """What a waiter wants delivered."""
+    """The kind of result that a waiter expects."""
 
     WAKE = "wait"
     CLAIM = "wait of a torch client"
@@ -30,16 +30,16 @@ class Wants(Enum):
 
 @dataclass(eq=False, slots=True)
 class Waiter:
-    """One thing that one owner waits for.
+    """One pending wait of one owner.
 
     Attributes:
-        owner: token of the connection or caller that it belongs to.
-        wants: what satisfies it.
-        keys: the keys it is about; a round has one.
-        missing: keys that were not there when last looked at.
-        tag: of the query that waits, 0 of torch's clients; the state does not look at it.
-        rank: of a round, who arrived; -1 for an unnamed arrival.
-        value: of a gather what the rank put in; after waking, the value or item it gets.
+        owner: token of the connection or caller to which it belongs.
+        wants: the kind of result that satisfies it.
+        keys: the keys that it waits for; a round has one.
+        missing: keys that did not exist at the last check.
+        tag: the tag of the waiting query, 0 for torch's clients; the state does not use it.
+        rank: in a round, the rank that arrived; -1 if it was not given.
+        value: in a gather, the rank's own value; after waking, the value or item received.
         values: after a gather, all values by rank; after a wait for values, those of the keys.
         failure: set instead of a result when the wait can never be satisfied.
     """
@@ -57,13 +57,13 @@ class Waiter:
 
 @dataclass(eq=False, slots=True)
 class Round:
-    """One use of a barrier or gather key: who has arrived so far.
+    """One use of a barrier or gather key, with the arrivals so far.
 
     Attributes:
         wants: BARRIER or GATHER.
-        world_size: how many complete it.
-        arrivals: who has arrived, in order.
-        by_rank: of them those who gave a rank.
+        world_size: the number of arrivals that completes it.
+        arrivals: the waiters that have arrived, in order.
+        by_rank: the arrivals that gave a rank.
     """
 
     wants: Wants
@@ -72,21 +72,21 @@ class Round:
     by_rank: dict[int, Waiter] = field(default_factory=dict)
 
     def add(self, waiter: Waiter) -> None:
-        """Note an arrival."""
+        """Record an arrival."""
         self.arrivals[waiter] = None
         if waiter.rank >= 0:
             self.by_rank[waiter.rank] = waiter
 
     def remove(self, waiter: Waiter) -> None:
-        """Take an arrival back."""
+        """Withdraw an arrival."""
         del self.arrivals[waiter]
         if self.by_rank.get(waiter.rank) is waiter:
             del self.by_rank[waiter.rank]
 
     def missing_ranks(self, most: int = MAX_MISSING) -> list[int]:
-        """Return ranks that have not come, the lowest `most` of them.
+        """Return the missing ranks, at most the `most` lowest.
 
-        None are named when an unnamed arrival makes that unknowable.
+        Returns none if an arrival without a rank makes them impossible to determine.
         """
         if len(self.by_rank) < len(self.arrivals):
             return []

@@ -1,1 +1,1 @@
-"""The wire: commands to bytes and back, their limits, the proof of a secret, sealed records."""
+"""The wire protocol: encoding, limits, the proof of a secret, and sealed records."""

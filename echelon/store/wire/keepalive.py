@@ -1,11 +1,11 @@
-"""Noticing that a peer's machine is gone.
+"""Detection of a peer whose machine has vanished.
 
-A process that dies closes its connections; a machine that loses power or its network does not, and
-what it waited for or arrived at would stay. Both ends therefore let the kernel probe an idle peer,
-which takes it for dead after about half a minute of silence. While data is on its way there are no
-probes, and the kernel would send it again for a quarter of an hour: a limit on unacknowledged data
-closes that hole. It also ends the connection of a peer that reads nothing for that long while
-more than its buffers hold is on its way.
+The connections of a dead process are closed; those of a machine that loses power or its network are
+not, and its waits and arrivals would remain. Both ends therefore let the kernel probe an idle peer
+and consider it dead after about half a minute of silence. While data is unacknowledged there are no
+probes, and the kernel would retransmit for a quarter of an hour: a limit on the age of
+unacknowledged data closes that gap. It also ends the connection of a peer that does not read for
+that long while more data is in flight than its buffers hold.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OPTIONS = {
 
 
 def keep_alive(end: socket.socket) -> None:
-    """Switch the probes on; on a listening socket, for all that it accepts."""
+    """Enable the probes; on a listening socket, also for all connections that it accepts."""
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _OPTIONS.items():
         option = getattr(socket, name, None)

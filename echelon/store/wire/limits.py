@@ -1,4 +1,4 @@
-"""What one peer may ask of a server: the numbers behind every refusal."""
+"""The limits that a server imposes on a peer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one peer may ask of a server before it is turned away.
+    """Limits whose violation makes a server refuse a peer.
 
     Attributes:
         key_bytes: longest key, with its leading "/" and every prefix (torch's limit).
@@ -17,16 +17,16 @@ class Limits:
         untrusted_bytes: most bytes in one command before the peer is admitted.
         num_keys: most keys and queues that a server holds.
         num_connections: most connections; one more is closed at once.
-        num_strangers: of them, most that have not become members.
-        num_waiters: most things that one connection may wait for at a time.
-        num_presences: most presences of one client, all of which each of its heartbeats renews.
+        num_strangers: most connections that have not become members.
+        num_waiters: most open waits of one connection.
+        num_presences: most presences of one client; each of its heartbeats renews all of them.
         num_watched_keys: most keys that one connection may watch, counted once per watch.
-        unread_bytes: replies that may lie unread before the server stops reading from that
-            connection; one reply may be added on top.
+        unread_bytes: most unread reply bytes before the server stops reading from that connection;
+            one more reply may be added.
         reply_bytes: longest single reply.
-        handshake_s: time in which a connection must have become a member.
-        command_s: time in which a command must be complete once begun, plus `command_s` for
-            every 64 KiB of it that came.
+        handshake_s: time within which a connection must become a member.
+        command_s: time within which a started command must be complete, plus the same time for
+            every 64 KiB received of it.
     """
 
     key_bytes: int = 8192

@@ -1,13 +1,13 @@
-"""Cutting a stream of bytes into messages: incremental, bounded, and the same however it is split.
+"""Parsing a byte stream into messages: incremental, bounded, and independent of packet boundaries.
 
 A message is a flat tuple: the query byte, then its fields in order (bytes, int, list of bytes). A
 run of SET or GET commands of equal lengths is one message: the query with `protocol.RUN`, the
-layout of a record and the records (see `expand_run`).
-Each byte is looked at a bounded number of times whatever the packets, and every length is held
-against `Limits` before anything is kept.
+layout of a record, and the records (see `expand_run`). Each byte is examined a bounded number of
+times, however the stream is split into packets, and every length is checked against `Limits` before
+anything is stored.
 
-What the parser refuses it refuses for good: `violation` says why in one line, messages completed
-before it are still delivered, and whatever follows is dropped.
+A violation is final: `violation` gives the reason in one line, messages completed before it are
+still delivered, and everything after it is dropped.
 """
 
 from __future__ import annotations
@@ -105,17 +105,17 @@ _Steps = Generator[int, bytes, p.Message | None]
 
 
 class Parser:
-    """Cut a stream of bytes into messages.
+    """An incremental parser from a byte stream to messages.
 
-    Complete commands of the common shapes are cut out of the received bytes directly; everything
-    else (rare commands, and a command that the packet cuts in two) runs through a generator that
-    asks for so many bytes at a time, so that no byte is parsed twice.
+    Complete commands of the common shapes are extracted from the received bytes directly.
+    Everything else (rare commands, and a command that is split across packets) runs through a
+    generator that requests a number of bytes at a time, so that no byte is parsed twice.
 
     The owner sets `admitted` once the peer is a member; until then commands are small.
 
     Attributes:
-        violation: why the peer must be turned away, None while it behaves.
-        extensions: whether the peer has announced itself as ours.
+        violation: why the peer must be refused, None if it has kept the protocol.
+        extensions: whether the peer has announced itself as a client of echelon.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -136,7 +136,7 @@ class Parser:
         return self._steps is not None
 
     def feed(self, data: bytes) -> list[p.Message]:
-        """Take received bytes and return the messages that they complete."""
+        """Parse received bytes and return the messages that they complete."""
         out: list[p.Message] = []
         if self.violation is not None:
             return out
@@ -156,9 +156,9 @@ class Parser:
         return out
 
     def finish(self, data: bytes) -> tuple[list[p.Message], bytes]:
-        """Take received bytes up to the end of the open command; return its message and the rest.
+        """Parse received bytes up to the end of the open command; return its message and the rest.
 
-        For an owner that executes the commands behind it without this parser.
+        For an owner that executes the following commands without this parser.
         """
         out: list[p.Message] = []
         if self.violation is not None:
@@ -174,7 +174,7 @@ class Parser:
         return out, data[position:]
 
     def _after_held(self, data: bytes) -> bytes:
-        """Return what is held and `data` once that is enough for the open command, else b""."""
+        """Return the held bytes plus `data` once they suffice for the open command, else b""."""
         self._held += data
         if len(self._held) < self._need:
             return b""
@@ -183,7 +183,7 @@ class Parser:
         return data
 
     def _scan(self, data: bytes, position: int, out: list[p.Message]) -> None:
-        """Cut out whole commands from `position` on; begin the first that is not whole."""
+        """Extract complete commands from `position` on; start the first incomplete one."""
         size = len(data)
         key_bytes, value_bytes = self.limits.key_bytes, self.limits.value_bytes
         shapes, read_u64 = self._shapes, _U64.unpack_from
@@ -247,7 +247,7 @@ class Parser:
             shapes = self._shapes
 
     def _cut_tagged(self, data: bytes, position: int, out: list[p.Message]) -> int:
-        """Cut out one tagged command of a common shape; return its end, 0 if it is not whole."""
+        """Extract one tagged command of a common shape; return its end, or 0 if incomplete."""
         size, query, key_at = len(data), data[position], position + 13
         if key_at > size:
             return 0
@@ -281,7 +281,7 @@ class Parser:
         return end
 
     def _open(self, data: bytes, out: list[p.Message]) -> int:
-        """Take the first bytes of the connection; return where the first command begins."""
+        """Process the first bytes of the connection; return where the first command begins."""
         self._is_fresh = False
         if data.startswith(_OPENING):
             return len(_OPENING)
@@ -300,7 +300,7 @@ class Parser:
         self._choose_shapes()
 
     def _choose_shapes(self) -> None:
-        """Note which queries of this peer may take the fast path."""
+        """Record which queries of this peer may take the fast path."""
         if self._is_admitted:
             self._shapes = _OUR_SHAPES if self.extensions else _TORCH_SHAPES
         else:
@@ -330,21 +330,21 @@ class Parser:
         return position
 
     def _complete(self, message: p.Message | None, out: list[p.Message]) -> None:
-        """Close the open command; the handshake yields no message."""
+        """Finish the open command; the handshake yields no message."""
         self._steps = None
         if message is not None:
             out.append(message)
 
     def _handshake(self) -> _Steps:
-        """Demand VALIDATE and its magic number before anything else."""
+        """Require VALIDATE and its magic number before anything else."""
         first = (yield 1)[0]
         if first != p.VALIDATE:
             raise StoreProtocolError(
-                f"first byte 0x{first:02x}, expected VALIDATE: no store client"
+                f"first byte 0x{first:02x}, expected VALIDATE: not a store client"
             )
         (magic,) = _U32.unpack((yield 4))
         if magic != p.VALIDATE_MAGIC:
-            raise StoreProtocolError(f"VALIDATE with magic 0x{magic:08x}: no store client")
+            raise StoreProtocolError(f"VALIDATE with magic 0x{magic:08x}: not a store client")
         return None
 
     def _command(self, query: int) -> _Steps:
@@ -379,13 +379,13 @@ class Parser:
         return tuple(message)
 
     def _note_ping(self, nonce: object) -> None:
-        """Understand our queries from here on if the peer announces itself as ours."""
+        """Accept echelon's queries from here on if the peer announces itself as its client."""
         if nonce == p.OUR_NONCE:
             self.extensions = True
             self._choose_shapes()
 
     def _allowed(self, query: int, kind: str, length: int) -> int:
-        """Return `length` if a string of it may still come in this command."""
+        """Return `length` if this command may contain another string of that length."""
         limit = self.limits.key_bytes if kind == "K" else self.limits.value_bytes
         if length > limit:
             what = "key" if kind == "K" else "value"
@@ -398,7 +398,7 @@ class Parser:
 
 @dataclass(frozen=True, slots=True)
 class _RunShape:
-    """Commands of one query and equal lengths in a row: where they end, and their fields."""
+    """Consecutive commands of one query and equal lengths: their end, and their fields."""
 
     pattern: re.Pattern[bytes] | None
     layout: struct.Struct
@@ -408,9 +408,9 @@ _run_shapes: dict[tuple[int, int, int], _RunShape] = {}
 
 
 def _run_shape(query: int, key_bytes: int, value_bytes: int) -> _RunShape:
-    """Return the shape of a run; `value_bytes` -1 for commands of a key alone.
+    """Return the shape of a run; `value_bytes` is -1 for commands with only a key.
 
-    The number of compiled patterns is bounded, as peers choose the lengths.
+    The number of compiled patterns is bounded because peers choose the lengths.
     """
     shape = _run_shapes.get((query, key_bytes, value_bytes))
     if shape is None:
@@ -429,11 +429,11 @@ def _run_shape(query: int, key_bytes: int, value_bytes: int) -> _RunShape:
 
 
 def _cut_run(data: bytes, position: int, record: int, key_end: int, out: list[p.Message]) -> int:
-    """Cut out a run of key-value (or, `key_end` -1, key) commands of equal lengths.
+    """Extract a run of key-value (or, with `key_end` -1, key-only) commands of equal lengths.
 
     The command at `position` is `record` bytes long; returns where the run ends. As long as the
-    bytes that hold query and lengths repeat every `record` bytes, so do whole commands. Runs of
-    SET and GET stay one message.
+    bytes that hold the query and the lengths repeat every `record` bytes, so do the commands. Runs
+    of SET and GET remain one message.
     """
     query = data[position]
     key_bytes = record - 9 if key_end < 0 else key_end - position - 9
@@ -454,7 +454,7 @@ def _cut_run(data: bytes, position: int, record: int, key_end: int, out: list[p.
 
 
 def _end_of_run(data: bytes, position: int, record: int, key_end: int) -> int:
-    """Return where a run ends, by comparing columns of its headers."""
+    """Return the end of a run, found by comparing columns of its headers."""
     count = (len(data) - position) // record
     headers: Iterable[int] = range(position, position + 9)
     if key_end >= 0:

@@ -1,12 +1,12 @@
-"""The store's wire protocol: bytes to messages and back, with no I/O.
+"""The store's wire protocol, without I/O.
 
-A connection is a raw stream of commands with no framing, no ids and no error replies, because it
-is the protocol that PyTorch's TCPStore speaks; integers are little-endian, a string is a u64 length
-and its bytes. Queries from 0x80 on are echelon's, carry a tag, and are understood only after the
-client has sent PING with `OUR_NONCE`, which our server answers with the complement, torch's with an
-echo.
+A connection is a raw stream of commands without framing, IDs or error replies, because this is the
+protocol of PyTorch's TCPStore. Integers are little-endian; a string is a u64 length followed by its
+bytes. Queries from 0x80 on are echelon's: they carry a tag and are accepted only after the client
+has sent PING with `OUR_NONCE`, which echelon's server answers with the complement and torch's
+server with an echo.
 
-`parser` reads the commands; here are the numbers, the encoders, and the readers of replies.
+This module has the numbers, the encoders and the readers of replies; `parser` reads commands.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def unpack_integers(data: bytes) -> list[int]:
 
 
 def frame(status: int, tag: int, payload: bytes = b"") -> bytes:
-    """Encode the answer to one of our queries."""
+    """Encode the answer to one of echelon's queries."""
     return _FRAME.pack(status, tag, len(payload)) + payload
 
 
@@ -184,20 +184,20 @@ def frame_header(status: int, tag: int, length: int) -> bytes:
 
 
 def unpack_frame_header(data: bytes) -> tuple[int, int, int]:
-    """Decode (status, tag, payload length) of an answer's frame."""
+    """Decode (status, tag, payload length) from the header of an answer's frame."""
     status, tag, length = _FRAME.unpack(data)
     return status, tag, length
 
 
 def tagged(query: int, tag: int, *fields: bytes | int | list[bytes]) -> bytes:
-    """Encode one of our queries; the fields as in `encode`."""
+    """Encode one of echelon's queries; for the fields see `encode`."""
     return _HEAD.pack(query, tag) + encode(query, *fields)[1:]
 
 
 def encode(query: int, *fields: bytes | int | list[bytes]) -> bytes:
     """Encode one command: bytes as a string, int as i64, a list as its count and strings.
 
-    MULTI_SET's list holds keys and values alternating; PING and VALIDATE take a u32.
+    The list of MULTI_SET alternates keys and values; PING and VALIDATE take a u32.
     """
     pieces = [bytes((query,))]
     for field in fields:

@@ -1,12 +1,13 @@
-"""The stream after the handshake: records that only the two ends can make.
+"""The sealed stream after the handshake: records that only the two ends can make.
 
 [Note: why the stream is sealed] A handshake proves who began a connection, not who continues it:
-a false server that passes the proofs on to the true one would hold a member's connection once it
-drops the victim. So both ends derive a key per direction from the secret and both nonces, and from
-the proof on every byte travels in a record: u32 length, 16 bytes of keyed BLAKE2b over the record's
-number and its bytes, the bytes. A relay can then only forward or cut. Binding the addresses into
-the proof was rejected: it breaks at every NAT, service address and port forward, and still trusts
-the network afterwards. Nothing is encrypted: who sees the traffic can read it.
+a false server that relays the proofs to the real one could take over a member's connection by
+dropping the client. So both ends derive one key per direction from the secret and both nonces, and
+after the proof every byte is sent in a record: u32 length, 16 bytes of keyed BLAKE2b over the
+record's number and its bytes, the bytes. A relay can then only forward or cut the stream. Binding
+the addresses into the proof was rejected: it breaks at every NAT, service address and port forward,
+and still trusts the network afterwards. Nothing is encrypted: the traffic can be read by anyone who
+sees it.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ _NUMBER = struct.Struct("<Q")
 
 
 def stream_keys(secret: bytes, transcript: bytes) -> tuple[bytes, bytes]:
-    """Return the keys of one connection: of the client's stream, of the server's.
+    """Return the keys of one connection: for the client's stream and for the server's.
 
     Args:
-        secret: the job's.
-        transcript: both nonces and what else the handshake agreed on.
+        secret: the job's secret.
+        transcript: both nonces and everything else that the handshake agreed on.
     """
     to_server = hmac.digest(secret, b"echelon store stream 2 to server" + transcript, "sha256")
     to_client = hmac.digest(secret, b"echelon store stream 2 to client" + transcript, "sha256")
@@ -43,7 +44,7 @@ def _mac(key: bytes, number: int, data: bytes) -> bytes:
 
 
 class Sealer:
-    """Makes the records of one direction."""
+    """A maker of the records of one direction."""
 
     __slots__ = ("_key", "_number")
 
@@ -66,7 +67,7 @@ class Sealer:
 
 
 class Opener:
-    """Opens the records of one direction, in whatever pieces they arrive."""
+    """A reader of the records of one direction, in whatever pieces they arrive."""
 
     __slots__ = ("_held", "_key", "_number")
 
@@ -81,10 +82,10 @@ class Opener:
         return bool(self._held)
 
     def open(self, data: bytes) -> bytes:
-        """Take received bytes and return what the records that they complete carry.
+        """Process received bytes and return the data of the records that they complete.
 
         Raises:
-            StoreProtocolError: a record was not made by the other end, or not at this place.
+            StoreProtocolError: a record was not made by the other end, or is out of place.
         """
         if self._held:
             data = self._held + data

@@ -1,4 +1,4 @@
-"""What a server tells about itself, as a frozen record."""
+"""Statistics of a server, as a frozen record."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from echelon.errors import StoreProtocolError
 
 @dataclass(frozen=True, kw_only=True)
 class StoreStatistics:
-    """A server at one moment.
+    """The statistics of a server at one moment.
 
     Attributes:
         num_keys: keys with a value.
         num_queues: queues that hold an item.
-        num_connections: open connections, of members and of those who may become one.
-        num_waiters: calls that wait: for keys, items, barriers and gathers.
-        num_watched_keys: keys whose changes are pushed to someone.
+        num_connections: open connections, including those that are not members yet.
+        num_waiters: calls that wait for keys, items, barriers or gathers.
+        num_watched_keys: keys whose changes are pushed to a client.
         num_presences: keys with a lease.
-        num_refused: connections that were closed for what they did, so far.
+        num_refused: connections closed for a violation so far.
         value_bytes: bytes in all values and items together.
-        waiting: for each key how many wait for it.
-        missing_ranks: for each open barrier or gather the ranks that have not come, the first 64;
-            empty where arrivals gave no rank.
+        waiting: the number of waiters per key.
+        missing_ranks: for each open barrier or gather, the first 64 missing ranks; empty if
+            arrivals gave no rank.
     """
 
     num_keys: int
@@ -46,10 +46,10 @@ class StoreStatistics:
 
     @classmethod
     def from_json(cls, text: bytes) -> StoreStatistics:
-        """Decode what a server sent; fields that we do not know are left out.
+        """Decode a server's statistics; unknown fields are ignored.
 
         Raises:
-            StoreProtocolError: it is not such a record.
+            StoreProtocolError: the data is not such a record.
         """
         try:
             plain = json.loads(text)

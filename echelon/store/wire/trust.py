@@ -1,13 +1,13 @@
-"""Who may use a store: the shared secret, and what the kernel says about a local peer.
+"""Authentication: the shared secret, and the kernel's information about a local peer.
 
-Our clients prove that they know the secret by HMAC-SHA256 over both sides' fresh nonces, and the
-server proves it first; what follows is sealed (see `seal`), so a recorded exchange, a false server
-and a relay all gain nothing. torch's clients cannot do that; the kernel says whose process is at
-the other end of a loopback connection (`host.tcp_table`), so that only processes of the server's
-own user are let in.
+Echelon's clients prove that they know the secret with HMAC-SHA256 over both sides' fresh nonces,
+and the server proves it first. The following stream is sealed (see `seal`), so a recorded exchange,
+a false server or a relay gains nothing. torch's clients cannot do that; for them the kernel reports
+the owner of the process at the other end of a loopback connection (`host.tcp_table`), so that only
+processes of the server's own user are admitted.
 
-The server answers any caller with a proof, and with it anyone can try guesses of the secret
-elsewhere: short secrets are refused. Nothing here encrypts.
+The server sends its proof to any client, which can use it to test guesses of the secret offline;
+therefore short secrets are refused. Nothing is encrypted here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def new_nonce() -> bytes:
 
 
 def new_session() -> bytes:
-    """Return random bytes that name one client, whichever connection it uses."""
+    """Return random bytes that identify one client across its connections."""
     return secrets.token_bytes(SESSION_BYTES)
 
 
@@ -43,7 +43,7 @@ def secret_bytes(secret: str | bytes | None) -> bytes | None:
     """Return the secret as bytes.
 
     Raises:
-        ValueError: it is too short to withstand guessing.
+        ValueError: the secret is too short to withstand guessing.
     """
     if secret is None:
         return None
@@ -59,7 +59,9 @@ def secret_bytes(secret: str | bytes | None) -> bytes | None:
 
 
 def transcript(client_nonce: bytes, server_nonce: bytes, session: bytes, instance: bytes) -> bytes:
-    """Return what both proofs and the stream's keys cover; only the last part varies in size.
+    """Return the bytes that both proofs and the stream's keys cover.
+
+    Only the last part varies in size.
 
     Raises:
         ValueError: a nonce is not `NONCE_BYTES` long.
@@ -74,30 +76,30 @@ def transcript(client_nonce: bytes, server_nonce: bytes, session: bytes, instanc
 
 
 def server_proof(secret: bytes, transcript: bytes) -> bytes:
-    """Return what only a server that knows the secret can answer to this client."""
+    """Return the proof that only a server that knows the secret can give to this client."""
     return hmac.digest(secret, _SERVER + transcript, "sha256")
 
 
 def client_proof(secret: bytes, transcript: bytes) -> bytes:
-    """Return what only a client that knows the secret can answer to this server."""
+    """Return the proof that only a client that knows the secret can give to this server."""
     return hmac.digest(secret, _CLIENT + transcript, "sha256")
 
 
 def is_equal(left: bytes, right: bytes) -> bool:
-    """Compare two proofs in constant time."""
+    """Return whether two proofs are equal, compared in constant time."""
     return hmac.compare_digest(left, right)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a numeric address is this machine's loopback."""
+    """Return whether a numeric address is a loopback address."""
     return ipaddress.ip_address(plain_address(host)).is_loopback
 
 
 def own_uid() -> int | None:
-    """Return this process's uid, None where another user's could look the same.
+    """Return this process's uid, or None if another user's could look the same.
 
-    In a user namespace that does not map all users the kernel shows every other one as the
-    overflow uid (mostly 65534, "nobody"): a server that runs as that one believes no uid.
+    In a user namespace that does not map all users, the kernel reports every unmapped user as the
+    overflow uid (mostly 65534, "nobody"). A server that runs under that uid cannot trust any uid.
     """
     uid = os.getuid()
     try:

@@ -155,7 +155,7 @@ def test_an_accumulator_keeps_few_vectors():
 
 def test_an_accumulator_refuses_what_is_out_of_turn():
     sums = TreeSums(Run(2, 4, 8), 3)
-    with pytest.raises(ValueError, match="next is 2"):
+    with pytest.raises(ValueError, match="next one is 2"):
         sums.add(3, torch.ones(3))
     with pytest.raises(ValueError, match="micro-batches 2 to 3"):
         sums.nodes()
@@ -165,7 +165,7 @@ def test_an_accumulator_refuses_what_is_out_of_turn():
     sums.add(3, torch.ones(3))
     with pytest.raises(ValueError, match="the run is complete"):
         sums.add(4, torch.ones(3))
-    with pytest.raises(ValueError, match="is a part"):
+    with pytest.raises(ValueError, match="is only a part"):
         sums.total()
     for dtype in (torch.bfloat16, torch.int64):
         with pytest.raises(TypeError):

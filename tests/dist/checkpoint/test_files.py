@@ -143,18 +143,18 @@ GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 def test_a_forged_safetensors_header_is_refused(tmp_path, entry):
     path = tmp_path / "c.safetensors"
     path.write_bytes(forged({"weight": entry}))
-    with pytest.raises(CheckpointError, match="no safetensors file"):
+    with pytest.raises(CheckpointError, match="not a safetensors file"):
         load(path, {"model": make()[0]})
 
 
 def test_weights_alone_need_one_module_to_go_to(saved, tmp_path):
     path, _, _ = saved
     export(path, tmp_path / "m.safetensors")
-    with pytest.raises(ValueError, match="holds the weights of one module, the state has 2"):
+    with pytest.raises(ValueError, match="holds the weights of one module, but the state has 2"):
         load(tmp_path / "m.safetensors", {"a": make()[0], "b": make()[0]})
     with pytest.raises(ValueError, match="there is no other to export"):
         export(path, tmp_path / "m.pt", "other")
-    with pytest.raises(ValueError, match="step is not a module in it"):
+    with pytest.raises(ValueError, match="step is not a module in this checkpoint"):
         export(path, tmp_path / "m.safetensors", "step")
 
 
@@ -170,7 +170,7 @@ def test_the_command_shows_verifies_and_exports(saved, tmp_path, capsys):
     assert main(["show", str(path)]) == 0
     assert capsys.readouterr().out.endswith("  step: 8\nolder versions: 000001\n")
     assert main(["verify", str(path)]) == 0
-    assert capsys.readouterr().out.count("bytes are as they were saved") == 2
+    assert capsys.readouterr().out.count("bytes are intact") == 2
     assert main(["show", str(tmp_path / "nothing")]) == 1
     assert main(["verify", str(tmp_path / "nothing")]) == 1
     with pytest.raises(SystemExit) as usage:
@@ -193,4 +193,4 @@ def test_a_damaged_version_fails_the_command_and_the_others_are_read_all_the_sam
     assert done.returncode == 1
     assert done.stderr.startswith(f"{path / '000001'}: DAMAGED: {file}: damaged between bytes 0")
     assert done.stderr.count("\n") == 1
-    assert done.stdout.startswith(f"{path / '000002'}: 0 bytes are as they were saved")
+    assert done.stdout.startswith(f"{path / '000002'}: 0 bytes are intact")

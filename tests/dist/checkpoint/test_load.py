@@ -177,7 +177,7 @@ def other_dtype(model):
     ("change", "complaint"),
     [
         (other_shape, r"model/up.weight has shape \[7, 6\] in it, \[8, 6\] here; model/up.bias"),
-        (smaller, "model/up.bias is in it, and not in the module here; model/up.weight"),
+        (smaller, "model/up.bias is in the checkpoint but not in this module; model/up.weight"),
         (larger, "model/more.weight is not in it; model/more.bias is not in it"),
         (other_dtype, "model/counts is int64 in it, float32 here"),
     ],
@@ -197,7 +197,7 @@ def test_another_model_is_refused_and_left_alone(saved, change, complaint):
     ("state", "complaint"),
     [
         ({"best": 0}, "best is not in it; it has: model, optimizer, step"),
-        ({"step": torch.nn.Linear(1, 1)}, "step is of kind value in it, module here"),
+        ({"step": torch.nn.Linear(1, 1)}, "step is of kind value in the checkpoint, module here"),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1)}, "no parameter 0.0 in it"),
     ],
 )
@@ -210,12 +210,12 @@ def test_another_state_is_refused(saved, state, complaint):
 @pytest.mark.parametrize(
     ("state", "complaint"),
     [
-        ([1], "a state is a dict, not list"),
-        ({1: 2}, "keys are texts"),
-        ({"a/b": 2}, "keys are texts without a slash"),
+        ([1], "a state must be a dict, not list"),
+        ({1: 2}, "keys must be strings"),
+        ({"a/b": 2}, "keys must be strings without a slash"),
         ({"f": lambda: 0}, "f: cannot save an object of type function"),
         ({"a": {"b": [{1, 2}]}}, "a: cannot save an object of type set"),
-        ({"a": np.array(["text"])}, "a: a checkpoint holds no arrays of dtype"),
+        ({"a": np.array(["text"])}, "a: cannot save arrays of dtype"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_and_the_old_checkpoint_stays(saved, state, complaint):
@@ -228,7 +228,7 @@ def test_what_cannot_be_saved_is_refused_and_the_old_checkpoint_stays(saved, sta
 
 def test_a_sparse_tensor_and_one_without_storage_are_refused(tmp_path):
     for tensor in (torch.zeros(2, 2).to_sparse(), torch.zeros(2, device="meta")):
-        with pytest.raises(ValueError, match="t: a checkpoint holds dense tensors with storage"):
+        with pytest.raises(ValueError, match="t: only dense tensors with storage"):
             save(tmp_path / "c", {"t": tensor})
 
 
@@ -260,7 +260,7 @@ def test_a_flipped_bit_is_found_and_the_file_is_named(saved, position):
 def test_a_file_that_was_cut_short_is_named(saved):
     path, model, _ = saved
     file = damaged(path, "rank_00000.bin", lambda data: data.__delitem__(slice(-5, None)))
-    with pytest.raises(CheckpointError, match=r"bytes, [0-9]+ were saved") as error:
+    with pytest.raises(CheckpointError, match=r"bytes, but [0-9]+ were saved") as error:
         load(path, {"model": model})
     one_line(error, file)
 
@@ -287,7 +287,7 @@ def test_nothing_there_is_one_line(tmp_path):
         load(tmp_path / "none", {})
     one_line(error, tmp_path / "none")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="no complete checkpoint in it"):
+    with pytest.raises(CheckpointError, match="does not contain a complete checkpoint"):
         load(tmp_path / "empty", {})
 
 

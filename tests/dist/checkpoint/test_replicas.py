@@ -63,7 +63,7 @@ def _uneven_stages(rank, world_size, folder):
     other = refused(
         folder,
         {"model": numbered(4, 4 + rank)},
-        rf"model/0.weight: float32\[{4 + rank}, 4\] on rank {rank}, and not on rank {1 - rank}",
+        rf"model/0.weight: float32\[{4 + rank}, 4\] on rank {rank}, but not on rank {1 - rank}",
     )
     dist.shutdown()
     return same, other

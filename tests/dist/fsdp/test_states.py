@@ -239,8 +239,8 @@ def _arguments(rank, size):
         ((nn.ModuleList([layer]),), {}, "has no forward"),
         (([],), {}, "at least one"),
         ((layer, "world"), {}, "must be a ProcessGroup"),
-        ((layer, mesh), {}, "a mesh is mesh="),
-        ((layer, dist.world(), mesh), {}, "exclude each other"),
+        ((layer, mesh), {}, "a mesh goes to mesh="),
+        ((layer, dist.world(), mesh), {}, "mutually exclusive"),
         ((layer,), {"mesh": (2, 2)}, "mesh must be"),
         ((layer,), {"offload_policy": True}, "CPUOffloadPolicy"),
         ((nn.Linear(2, 2, dtype=torch.complex64),), {}, "complex64"),
@@ -262,7 +262,7 @@ def _arguments(rank, size):
             {"memory_budget_bytes": (0, 1 << 30)[rank]},
             "_bytes .* is 0 on rank 0, 107.* on rank 1",
         ),
-        ({"prefetch": rank}, "prefetch must be equal .* 'world', and is 0 on rank 0, 1 on rank 1"),
+        ({"prefetch": rank}, "prefetch must be equal .* 'world', but is 0 on rank 0, 1 on rank 1"),
         ({"reshard_after_forward": bool(rank)}, "reshard_after_forward must be equal"),
         ({"mp_policy": MixedPrecisionPolicy(output_dtype=DTYPES[rank])}, "mp_policy must be eq"),
         ({"module": kinds[rank](2, 2, 1)}, "module must be equal .* 'Linear' on rank 0, 'Conv1d'"),
@@ -270,7 +270,7 @@ def _arguments(rank, size):
         with pytest.raises(ValueError, match=text):
             fully_shard(**{"module": layer, **arguments})
     fully_shard(layer)
-    with pytest.raises(ValueError, match="sharded already"):
+    with pytest.raises(ValueError, match="already sharded"):
         fully_shard(layer)
     dist.shutdown()
 

@@ -60,7 +60,7 @@ def test_torchs_own_zero_bubble_schedule_can_be_read_and_checked(tmp_path):
     path.write_text(text)
     assert Plan.load(path).num_microbatches == 2
     path.write_text(text.replace("1F1,1B1", "1B1,1F1"))
-    with pytest.raises(PlanError, match=r"row 1, column 3: 1B1 stands before 1F1") as caught:
+    with pytest.raises(PlanError, match=r"row 1, column 3: 1B1 is before 1F1") as caught:
         Plan.load(path)
     assert (caught.value.row, caught.value.column) == (1, 3)
 

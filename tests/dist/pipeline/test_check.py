@@ -12,21 +12,21 @@ MESSAGES = "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"
 
 MISTAKES = [
     ("0F0,0G1\n1F0,1B0\n", 0, 1, "'0G1' is not an action"),
-    (GOOD.replace("1F1,1B1", "1B1,1F1"), 1, 2, "1B1 stands before 1F1, see row 1, column 3"),
+    (GOOD.replace("1F1,1B1", "1B1,1F1"), 1, 2, "1B1 is before 1F1, see row 1, column 3"),
     (GOOD.replace("0B1", "0B0"), 0, 3, "0B0 appears twice, see row 0, column 2"),
-    (GOOD.replace(",0B1", ""), 0, 1, "neither 0B1 nor 0I1 is there"),
+    (GOOD.replace(",0B1", ""), 0, 1, "both 0B1 and 0I1 are missing"),
     (GOOD.replace("0F1,", ""), 0, 2, "0F1 is missing"),
-    (GOOD.replace("1B0", "1I0"), 1, 1, "1I0 has no 1W0 after it"),
+    (GOOD.replace("1B0", "1I0"), 1, 1, "1I0 is not followed by 1W0"),
     (GOOD.replace("1B0", "1B0,1W0"), 1, 2, "1W0 is part of 1B0, see row 1, column 1"),
-    (GOOD.replace("1B0", "1W0,1I0"), 1, 1, "1W0 stands before 1I0"),
+    (GOOD.replace("1B0", "1W0,1I0"), 1, 1, "1W0 is before 1I0"),
     (GOOD.replace("1", "2").replace("F2", "F1").replace("B2", "B1"), 1, 0, "but no stage 1"),
     (GOOD + "1F2,1B2\n", 2, 0, "1F2: stage 1 is on another rank, see row 1, column 0"),
     ("", 0, 0, "the plan has no computation"),
     (MESSAGES.replace(",0SEND_F0", ""), 1, 0, "1RECV_F0 has no 0SEND_F0 on rank 0"),
     (MESSAGES.replace("1RECV_F0,", ""), 0, 1, "0SEND_F0 has no 1RECV_F0 on rank 1"),
-    (MESSAGES.replace("0RECV_B0,0B0", "0B0,0RECV_B0"), 0, 3, "0RECV_B0 stands after 0B0"),
-    (MESSAGES.replace("0F0,0SEND_F0", "0SEND_F0,0F0"), 0, 0, "0SEND_F0 stands before 0F0"),
-    (MESSAGES.replace("1SEND_B0", "1SEND_B0,1SEND_F0"), 1, 4, "1SEND_F0: nothing goes this way"),
+    (MESSAGES.replace("0RECV_B0,0B0", "0B0,0RECV_B0"), 0, 3, "0RECV_B0 is after 0B0"),
+    (MESSAGES.replace("0F0,0SEND_F0", "0SEND_F0,0F0"), 0, 0, "0SEND_F0 is before 0F0"),
+    (MESSAGES.replace("1SEND_B0", "1SEND_B0,1SEND_F0"), 1, 4, "1SEND_F0: no message is sent"),
     ("0UNSHARD,0F0,0RESHARD,0B0\n", 0, 3, "0B0 runs while stage 0 is sharded"),
     # Each rank's own order is right, and still they wait for each other.
     (

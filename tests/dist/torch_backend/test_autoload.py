@@ -96,4 +96,7 @@ def test_wrong_options_are_one_clear_error(tmp_path):
         timeout_s=150,
     )
     assert done.returncode == 1
-    assert "TypeError: pg_options of backend 'echelon' is echelon.dist.Options(...)" in done.stderr
+    assert (
+        "TypeError: pg_options of backend 'echelon' must be echelon.dist.Options(...)"
+        in done.stderr
+    )

@@ -261,7 +261,7 @@ def test_broken_folders_are_named(tmp_path):
     piece = sorted(tmp_path.glob("*.safetensors"))[1]
     content = piece.read_bytes()
     piece.write_bytes(content[:-4])
-    with pytest.raises(CheckpointError, match=rf"{piece.name}: no safetensors file"):
+    with pytest.raises(CheckpointError, match=rf"{piece.name}: not a safetensors file"):
         load_pretrained(tmp_path)
     piece.unlink()
     with pytest.raises(CheckpointError, match=rf"{piece.name}: No such file"):
@@ -346,7 +346,7 @@ def test_a_stage_loads_its_part_alone(tmp_path):
     """One process that has a stage only is an error: what it lacks is nowhere."""
     model = _made(GPT2)
     save_pretrained(model, tmp_path)
-    with pytest.raises(ValueError, match="and not in the module here"):
+    with pytest.raises(ValueError, match="but not in this module"):
         load_weights(tmp_path, make_stage(Transformer(GPT2), 0, 2))
 
 

@@ -1,1 +1,1 @@
-"""Backends whose arrays lie on a device."""
+"""Backends for arrays on a device."""

@@ -1,4 +1,4 @@
-"""Operations of one `coalesce()` block: what waits for its launch, and what may run at once."""
+"""The operations of one `coalesce()` block, and which of them may run together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from echelon.dist.operation.operation import Operation
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An operation that waits for its launch."""
+    """An operation that is waiting to be launched."""
 
     operation: Operation
     pending: DevicePending
@@ -20,7 +20,7 @@ class Call:
 
 
 def connection_key(operation: Operation) -> tuple[object, ...]:
-    """Return what decides how a library connects for an operation."""
+    """Return the key that determines how a library connects for an operation."""
     sizes = tuple(
         None if data is None else data.nbytes for data in (operation.source, operation.target)
     )
@@ -29,9 +29,9 @@ def connection_key(operation: Operation) -> tuple[object, ...]:
 
 
 def apart(batch: Sequence[Call]) -> list[list[Call]]:
-    """Divide a batch so that no two operations of a part use the same memory.
+    """Split a batch so that no two operations of one part use the same memory.
 
-    A library may run the operations of a group at the same time.
+    A library may run the operations of a group concurrently.
     """
     parts: list[list[Call]] = []
     used: list[tuple[int, int]] = []

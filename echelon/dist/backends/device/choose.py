@@ -1,8 +1,8 @@
-"""Which engine carries a group's arrays on a device: its library's, or the host's with copies.
+"""The choice of a group's engine on a device: the library's, or the host's with copies.
 
-The library's (NCCL, oneCCL, a plug-in's), where it is ready on all ranks and each has a device of
-its own. Else, and in groups that were asked for by a host backend's name, arrays go through pinned
-memory of the host (`staged.py`). All ranks exchange what they know, so all choose alike.
+The library's engine (NCCL, oneCCL, a plug-in's) is used if it is ready on all ranks and each rank
+has its own device. Otherwise, and in groups created with a host backend's name, arrays pass through
+pinned host memory (`staged.py`). All ranks exchange their readiness, so all make the same choice.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from echelon.store import PrefixStore
 
 
 def refusal(device: str, *, is_staged: bool) -> str:
-    """Return why this rank can carry no arrays on a kind of device; "" if it can. Local.
+    """Return why this rank cannot carry arrays on a kind of device, or "" if it can. Local.
 
     Args:
         device: "cuda", "xpu", ...
-        is_staged: whether only the way over the host is open.
+        is_staged: whether only transfer through the host is allowed.
     """
     name, reason = ("", "") if is_staged else registry.for_device(device)
     if name:
@@ -40,17 +40,17 @@ def create(
     *,
     is_staged: bool,
 ) -> Engine:
-    """Make the engine of a group's arrays on a device; every member calls this.
+    """Create the engine for a group's arrays on a device; every member must call this.
 
     Args:
-        members: with this rank's device.
-        store: a part of the store that is the engine's own.
+        members: the group, with this rank's device.
+        store: a view of the store reserved for the engine.
         host: name of the backend that carries the group's arrays on the host.
-        deadline_s: on the monotonic clock.
-        is_staged: whether only the way over the host is open.
+        deadline_s: deadline on the monotonic clock.
+        is_staged: whether only transfer through the host is allowed.
 
     Raises:
-        ValueError: this rank or another can carry no such arrays.
+        ValueError: this rank or another cannot carry such arrays.
         CollectiveTimeoutError: members did not call it by `deadline_s`.
     """
     name = "" if is_staged else registry.for_device(members.device)[0]

@@ -1,8 +1,8 @@
-"""DeviceClock: when work on a device began and ended, on the host's monotonic clock.
+"""DeviceClock: start and end times of device work on the host's monotonic clock.
 
-Timing events know when the device passed them, relative to each other. An event that was recorded
-on an idle stream and seen to happen at once ties them to the host's clock. Their difference is a
-float32 of milliseconds, so the tie is made again from time to time, to keep its resolution.
+Timing events give times only relative to each other. An event that was recorded on an idle stream
+and observed immediately ties them to the host's clock. Differences are float32 milliseconds, so the
+tie is renewed from time to time to keep the resolution.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ class DeviceClock:
     """The clock of one device."""
 
     def __init__(self, runtime: DeviceRuntime) -> None:
-        """Make the clock of the current device."""
+        """Create the clock of the current device."""
         self._runtime = runtime
         self._stream = runtime.accelerator.Stream()
         self._tie = self._make_tie()
 
     def tie(self) -> Tie:
-        """Return a young tie; take it before an event is recorded."""
+        """Return a recent tie; to be called before an event is recorded."""
         if time.monotonic_ns() - self._tie[1] > _TIE_AGAIN_NS:
             self._tie = self._make_tie()
         return self._tie
 
     @staticmethod
     def mono_ns(tie: Tie, event: Any) -> int:
-        """Return when an event happened that was recorded after the tie; 0 if it has no time."""
+        """Return the time of an event that was recorded after the tie, or 0 if it has none."""
         happened, at_ns = tie
         try:
             return at_ns + int(1e6 * happened.elapsed_time(event))
@@ -43,7 +43,7 @@ class DeviceClock:
             return 0
 
     def _make_tie(self) -> Tie:
-        """Tie the clocks by the event, of a few, that was seen to happen soonest."""
+        """Tie the clocks with the event, out of a few, that completed fastest."""
         ties = []
         with self._runtime.relaxed():
             for _ in range(_NUM_TRIES):

@@ -1,7 +1,8 @@
-"""How a group's collectives are made of the few that the libraries have.
+"""A group's collectives, built from the few that the libraries have.
 
 gather, scatter and all_to_all are grouped sends and receives: all members make them at the same
-time, so none holds another up. Sums in rank order are a gather and a reduction by torch.
+time, so they cannot block each other. Sums in rank order are a gather followed by a reduction with
+torch.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ _ON_BOOL = {"bor": "max", "max": "max", "band": "min", "min": "min"}
 
 
 def refuses(library: DeviceLibrary, kind: str, dtype: str, reduce_op: str) -> str:
-    """Return why the library cannot carry such an operation; "" if it can.
+    """Return why the library cannot carry such an operation, or "" if it can.
 
-    bool travels as bytes: "or" is their maximum, "and" their minimum.
+    bool is sent as bytes: "or" is their maximum and "and" their minimum.
     """
     del kind  # bytes can always be moved
     if not reduce_op:
@@ -31,7 +32,10 @@ def refuses(library: DeviceLibrary, kind: str, dtype: str, reduce_op: str) -> st
 
 
 class Collectives:
-    """Launches collectives of one group on one stream; the caller is inside the communicator."""
+    """The launcher of one group's collectives on one stream.
+
+    The caller must have entered the communicator.
+    """
 
     def __init__(
         self, library: DeviceLibrary, size: int, rank: int, *, is_rank_ordered: bool
@@ -49,9 +53,9 @@ class Collectives:
 
         Args:
             on: the group's communicator.
-            operation: what was called.
-            source, target: its arrays as flat tensors.
-            stream: where to queue it; the communicator's device is current.
+            operation: the operation that was called.
+            source, target: its arrays, as flat tensors.
+            stream: the stream to queue it on; the communicator's device must be current.
         """
         if max(0 if one is None else one.numel() for one in (source, target)) == 0:
             return  # all members know, since their shapes are equal
@@ -73,7 +77,7 @@ class Collectives:
     def _move(
         self, on: Communicator, operation: Operation, source: Any, target: Any, stream: Any
     ) -> None:
-        """Move bytes, whatever they mean."""
+        """Move bytes without interpreting them."""
         root = operation.root
         if operation.kind == "all_to_all":
             width = source.numel() // max(1, sum(operation.input_splits)) or (
@@ -162,9 +166,9 @@ class Collectives:
     def _all_reduce_in_order(
         self, on: Communicator, operation: Operation, source: Any, target: Any, op: str, stream: Any
     ) -> None:
-        """Have each rank reduce a part of the elements, then gather the parts.
+        """Reduce one part of the elements on each rank, then gather the parts.
 
-        So it takes the memory of one more copy of the data, and not of one per rank.
+        This needs memory for only one more copy of the data, not for one per rank.
         """
         pieces = source.tensor_split(self._size)
         results = target.tensor_split(self._size)

@@ -1,11 +1,11 @@
 """Handle: the one owner of a communicator.
 
-A library frees a communicator in `abort` and `destroy`, and then every later use, and a second end,
-is a use of freed memory. So all calls go through one lock, and the end happens exactly once: a flag
-turns away new calls, a thread of its own waits until the last one has left, and only then frees. A
-call that does not leave, since it waits for a rank that is missing, is revoked first, which
-libraries allow beside a call. Where a library cannot revoke (NCCL before 2.29, oneCCL), the
-communicator and the threads that are inside stay until the process ends.
+A library frees a communicator in `abort` and `destroy`; any later use, and a second end, would be a
+use of freed memory. So all calls go through one lock, and the end happens exactly once: a flag
+rejects new calls, and a separate thread waits until the last call has returned before it frees the
+communicator. A call that does not return because it waits for a missing rank is revoked first,
+which libraries allow during a call. If a library cannot revoke (NCCL before 2.29, oneCCL), the
+communicator and the threads inside it remain until the process exits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class HandleEnded(Exception):  # noqa: N818 -- the group's own error is what use
 
 
 class Handle:
-    """A communicator with a lock and one end."""
+    """A communicator with a lock that is ended exactly once."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -35,12 +35,12 @@ class Handle:
 
     @property
     def is_ended(self) -> bool:
-        """Whether no call is let in any more."""
+        """Whether new calls are rejected."""
         return bool(self._ends)
 
     @property
     def error(self) -> BaseException | None:
-        """What the library raised when it was to free the communicator."""
+        """The error that the library raised while freeing the communicator."""
         return self._error
 
     @contextlib.contextmanager
@@ -48,7 +48,7 @@ class Handle:
         """Use the communicator; one thread at a time.
 
         Raises:
-            HandleEnded: it is ending.
+            HandleEnded: the communicator is ending or has ended.
         """
         with self._inside:
             if self._ends:
@@ -56,7 +56,7 @@ class Handle:
             yield self._communicator
 
     def failure(self) -> str:
-        """Return what the library reports; "" while another thread is inside. Never blocks."""
+        """Return the library's error; "" while another thread is inside. Never blocks."""
         if self._ends or not self._inside.acquire(blocking=False):
             return ""
         try:
@@ -65,13 +65,13 @@ class Handle:
             self._inside.release()
 
     def abort(self, wait_s: float) -> bool:
-        """End what runs, and free the communicator; return whether it is free after `wait_s`."""
+        """Abort what runs and free the communicator; return whether it is free after `wait_s`."""
         return self._end(self._abort, wait_s)
 
     def destroy(self, wait_s: float) -> bool:
-        """Free the communicator, on which nothing runs; return whether it is free after `wait_s`.
+        """Free an idle communicator; return whether it is free after `wait_s`.
 
-        A library may wait for the other members there; it is not interrupted, since an abort after
+        A library may wait here for the other members. It is not interrupted, because an abort after
         a destroy would free the communicator twice.
         """
         return self._end(self._destroy, wait_s)

@@ -1,4 +1,4 @@
-"""Lanes: those of one group on a device, which one a message takes, and how they are opened."""
+"""The lanes of one group on a device: which one a message takes, and how they are opened."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ MAX_LANES = 256  # of a group on a rank: each has a communicator, with buffers o
 
 
 class Lanes:
-    """The lanes of one group on one device, made as they are needed.
+    """The lanes of one group on one device, created on demand.
 
     Args:
-        library: whose communicators carry the messages.
-        rank: this one's rank in the group.
+        library: the library whose communicators carry the messages.
+        rank: this process's rank in the group.
         name: the group's name, for errors.
-        index: this rank's device.
-        store: where the two ends of a lane meet.
-        clock: of the device.
+        index: index of this rank's device.
+        store: the store at which the two ends of a lane meet.
+        clock: the clock of the device.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Lanes:
         self._lock = threading.Lock()
 
     def ways(self, operation: Operation) -> list[Way]:
-        """Return the lanes of a message: the one that it takes, or both if it opens them."""
+        """Return the ways of a message: the one it takes, or both directions if it opens them."""
         mine, peer, name = self._rank, operation.peer, f"tag/{operation.tag}"
         out, back = Way(mine, peer, name), Way(peer, mine, name)
         if operation.kind == OPEN:
@@ -54,10 +54,10 @@ class Lanes:
         return [out if operation.kind == "send" else back]
 
     def prepare(self, operation: Operation) -> None:
-        """Check that there may be another lane, if the message needs one.
+        """Check that another lane is allowed if the message needs one.
 
         Raises:
-            ValueError: there are too many.
+            ValueError: there are too many lanes.
         """
         num_new = sum(way not in self._lanes for way in self.ways(operation))
         if num_new and len(self._lanes) + num_new > MAX_LANES:
@@ -67,7 +67,7 @@ class Lanes:
             )
 
     def lane(self, way: Way) -> Lane:
-        """Return a lane; it is made by its first message."""
+        """Return a lane, creating it if it does not exist."""
         with self._lock:
             lane = self._lanes.get(way)
             if lane is None:
@@ -81,17 +81,17 @@ class Lanes:
         return [self.lane(way) for way in self.ways(operation)]
 
     def all(self) -> list[Lane]:
-        """Return the lanes that were made."""
+        """Return the lanes that exist."""
         return list(self._lanes.values())
 
 
 class Opening(Outcome):
-    """Lanes that are being connected: the engine's handle of an `open`."""
+    """Lanes that are being connected: the engine's handle for an `open`."""
 
     is_detached = False
 
     def __init__(self, lanes: Sequence[Lane], check: Callable[[], None]) -> None:
-        """Begin to connect; never blocks."""
+        """Start connecting; never blocks."""
         super().__init__()
         self._num_left = len(lanes)
         self._lock = threading.Lock()
@@ -105,15 +105,15 @@ class Opening(Outcome):
                 self.finish(error)  # one at a time, or a success could hide another's error
 
     def fail(self, error: BaseException) -> None:
-        """Note how it failed."""
+        """Record the failure."""
         self.finish(error)
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to do."""
+        """Whether the operation has ended."""
         return self.done
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether the library does nothing for it any more."""
+        """Whether the library has finished all work for it."""
         return self._num_left == 0

@@ -1,7 +1,7 @@
-"""What an engine on a device needs of a library of collectives.
+"""The interface that an engine on a device expects of a library of collectives.
 
-`DeviceLibrary` is the base of NCCL on CUDA, of oneCCL on Intel GPUs, and of the made-up device that
-the tests run. It holds no state of a group: communicators do, and each has one owner (`handle.py`).
+`DeviceLibrary` is the base of NCCL on CUDA, of oneCCL on Intel GPUs, and of the fake device in the
+tests. It holds no group state: communicators do, and each has one owner (`handle.py`).
 """
 
 from __future__ import annotations
@@ -14,47 +14,47 @@ from echelon.dist.backends.device.runtime import DeviceRuntime
 
 
 class Communicator(Protocol):
-    """A communicator of the library. One thread at a time calls it, but for `revoke`."""
+    """A communicator of the library. Only one thread at a time may call it, except for `revoke`."""
 
     def launch(
         self, kind: str, source: Any, target: Any, reduce_op: str, peer: int, stream: Any
     ) -> None:
         """Queue one of the library's operations on a stream.
 
-        The first call of a kind may block on the host until all members make it.
+        The first call of a kind may block the host until all members make it.
 
         Args:
             kind: all_reduce, reduce, all_gather, reduce_scatter, broadcast, send or recv.
-            source, target: flat tensors; for a broadcast the same one.
-            reduce_op: of `DeviceLibrary.reduce_ops`; "" if it does not reduce.
+            source, target: flat tensors; the same one for a broadcast.
+            reduce_op: one of `DeviceLibrary.reduce_ops`; "" if the operation does not reduce.
             peer: the root or the other end, as a rank of the communicator.
-            stream: of the communicator's device.
+            stream: a stream of the communicator's device.
         """
 
     def failure(self) -> str:
-        """Return the error that the library has found since; "" if none."""
+        """Return the error that the library has detected, or "" if there is none."""
 
     def revoke(self) -> bool:
-        """End what runs and what blocks inside, and free nothing; callable beside another call.
+        """Abort running and blocked operations, freeing nothing; callable during another call.
 
         Returns:
-            False if the library cannot.
+            False if the library does not support it.
         """
 
     def abort(self) -> None:
-        """End what runs and free the communicator."""
+        """Abort running operations and free the communicator."""
 
     def destroy(self) -> None:
-        """Free a communicator on which nothing runs; may block until other members do so too."""
+        """Free an idle communicator; may block until the other members do the same."""
 
 
 class DeviceLibrary(DeviceRuntime, ABC):
     """A library of collectives on one kind of device.
 
     Attributes:
-        name: of the backend.
-        dtypes: what the library reduces; bytes of any dtype can be moved.
-        reduce_ops: the reductions that it has.
+        name: the name of the backend.
+        dtypes: the dtypes that the library reduces; it can move bytes of any dtype.
+        reduce_ops: the reductions that it supports.
     """
 
     name = ""
@@ -67,22 +67,22 @@ class DeviceLibrary(DeviceRuntime, ABC):
 
     @abstractmethod
     def unique_id(self) -> bytes:
-        """Draw the id by which the members of a new communicator find each other."""
+        """Generate the ID by which the members of a new communicator find each other."""
 
     @abstractmethod
     def open(
         self, size: int, rank: int, unique_id: bytes, index: int, *, is_lane: bool
     ) -> Communicator:
-        """Make a communicator on the current device, which is `index`; block until all members do.
+        """Create a communicator on the current device; block until all members do the same.
 
         Args:
             size: number of members.
-            rank: of this process among them.
-            unique_id: as rank 0 drew it.
-            index: the device.
-            is_lane: whether it carries messages between two ranks only.
+            rank: the rank of this process among them.
+            unique_id: the ID that rank 0 generated.
+            index: the device index.
+            is_lane: whether it carries only messages between two ranks.
         """
 
     @abstractmethod
     def group(self) -> AbstractContextManager[object]:
-        """Launch what this thread calls inside as one."""
+        """Launch the calls that this thread makes inside the block as one."""

@@ -1,8 +1,8 @@
 """The nccl backend: real NCCL through nccl4py, on CUDA arrays. See `stream.py` for how it works.
 
-Written against nccl4py 0.6.0, whose signatures and ids were checked with the real library (NCCL
-2.32). No operation has run yet, since no machine with an NVIDIA GPU was at hand. What is tested is
-everything above the library, on the tests' made-up device; the tests of NCCL itself are marked
+Written against nccl4py 0.6.0, whose signatures and IDs were checked with the real library (NCCL
+2.32). No operation has run yet, because no machine with an NVIDIA GPU was available. Everything
+above the library is tested on the fake device of the tests; the tests of NCCL itself are marked
 `gpu`.
 """
 
@@ -43,9 +43,9 @@ def not_ready() -> str:
 
 
 def versions() -> str:
-    """Return the versions of NCCL as torch has it, and of the packages that the backend needs.
+    """Return the versions of torch's NCCL and of the packages that the backend needs.
 
-    Of two NCCL libraries in a process the one that is loaded first serves both.
+    If a process loads two NCCL libraries, the first one serves both users.
     """
     found = []
     with contextlib.suppress(Exception):  # a torch without NCCL
@@ -58,21 +58,24 @@ def versions() -> str:
 
 
 def create(members: Members, store: PrefixStore, timeout_s: float) -> StreamEngine:
-    """Make the engine of a group; every member calls this.
+    """Create the engine of a group; every member must call this.
 
-    Where the members' device is not known from an array, it is the one that the program made
-    current, or else the GPU of LOCAL_RANK.
+    If no array determines a member's device, it is the device that the program made current, or
+    else the GPU given by LOCAL_RANK.
 
     Raises:
         CollectiveTimeoutError: members did not call it within `timeout_s`.
-        nccl.core.NCCLError: what NCCL raises.
+        nccl.core.NCCLError: NCCL reported an error.
     """
     library = NcclLibrary()
     return StreamEngine(library, with_own_device(members, library.accelerator), store, timeout_s)
 
 
 def _needs_own_device() -> bool:
-    """Several ranks on one GPU are an experiment of NCCL's (2.30), by this variable."""
+    """Whether each rank needs its own GPU.
+
+    NCCL 2.30 supports several ranks per GPU as an experiment, enabled by this variable.
+    """
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1"
 
 
@@ -96,13 +99,13 @@ class NcclLibrary(DeviceLibrary):
         self._nccl: Any = importlib.import_module("nccl.core")
 
     def unique_id(self) -> bytes:
-        """Draw the id of a communicator."""
+        """Generate the ID of a communicator."""
         return bytes(self._nccl.get_unique_id())
 
     def open(
         self, size: int, rank: int, unique_id: bytes, index: int, *, is_lane: bool
     ) -> NcclCommunicator:
-        """Make a communicator on the current device; blocks until all members do."""
+        """Create a communicator on the current device; block until all members do the same."""
         del index  # NCCL takes the current device
         drawn = self._nccl.UniqueId.from_bytes(unique_id)
         config = self._nccl.NCCLConfig(max_ctas=_LANE_CTAS) if is_lane else None
@@ -110,7 +113,7 @@ class NcclLibrary(DeviceLibrary):
         return NcclCommunicator(self._nccl, made)
 
     def group(self) -> AbstractContextManager[object]:
-        """Launch what this thread calls inside as one."""
+        """Launch the calls that this thread makes inside the block as one."""
         return cast("AbstractContextManager[object]", self._nccl.group())
 
 
@@ -143,7 +146,7 @@ class NcclCommunicator:
             nccl.recv(target, peer, **on)
 
     def failure(self) -> str:
-        """Return the error that NCCL has found since; "" if none."""
+        """Return the error that NCCL has detected, or "" if there is none."""
         result = self._communicator.get_async_error()
         if int(result) in (_SUCCESS, _IN_PROGRESS):
             return ""
@@ -151,7 +154,7 @@ class NcclCommunicator:
         return f"{result!s}: {said}" if said else str(result)
 
     def revoke(self) -> bool:
-        """End what runs and what blocks inside; NCCL has this from 2.29 on."""
+        """Abort running and blocked operations; supported by NCCL 2.29 and later."""
         revoke = getattr(self._communicator, "revoke", None)
         if revoke is None:
             return False
@@ -159,9 +162,9 @@ class NcclCommunicator:
         return True
 
     def abort(self) -> None:
-        """End what runs and free the communicator."""
+        """Abort running operations and free the communicator."""
         self._communicator.abort()
 
     def destroy(self) -> None:
-        """Free the communicator; may block until the members of this host do so too."""
+        """Free the communicator; may block until the members on this host do the same."""
         self._communicator.destroy()

@@ -1,4 +1,4 @@
-"""Which device is this rank's, where no array says it."""
+"""The choice of this rank's device when no array determines it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from echelon.dist.membership.environment import local_rank
 def with_own_device(members: Members, accelerator: Any) -> Members:
     """Return the members with this rank's device filled in.
 
-    The program's choice (`torch.cuda.set_device`) comes first, as far as it can be seen: the
-    current device, unless that is the first. Else LOCAL_RANK's, counted around the devices that are
-    there.
+    The program's choice (`torch.cuda.set_device`) has priority if it can be detected: the current
+    device, unless that is device 0. Otherwise it is LOCAL_RANK modulo the number of devices.
 
     Raises:
-        ValueError: there is no device.
+        ValueError: the process sees no device.
     """
     if members.device:
         return members

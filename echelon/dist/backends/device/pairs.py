@@ -1,15 +1,15 @@
-"""Lanes: how messages travel between two ranks on a device.
+"""Lanes: the transport of messages between two ranks on a device.
 
-A send holds its stream on the device until the receive runs there, and a library runs the calls of
-one communicator one after the other. So a message that shared either with anything else could hold
-up what its own receiver waits for. A lane shares nothing: it leads from one rank to another, under
-one name (a tag, or a channel's name), and has a communicator of two ranks and a stream of its own.
-Within a lane messages are in order; two lanes never wait for each other.
+A send blocks its device stream until the receive runs, and a library runs the calls of one
+communicator one after the other. If a message shared its stream or communicator, it could block the
+very operation that its receiver is waiting for. So lanes share nothing: a lane leads from one rank
+to another under one name (a tag or a channel's name), and has its own two-rank communicator and its
+own stream. Messages are ordered within a lane; two lanes never wait for each other.
 
-A lane is made by its first message or by `open`, whichever comes first at each of its ends. Making
-it blocks until both ends do it, on the lane's own thread. One byte goes over a new lane, since
-libraries connect in the first call and not when the communicator is made. The lane is open once the
-byte has arrived: a message in a graph runs on another stream, where it would overtake the byte.
+A lane is created by its first message or by `open`, whichever comes first at each end. Its creation
+blocks the lane's own thread until both ends take part. One byte is sent over each new lane, because
+libraries connect in the first call and not when the communicator is created. The lane is open once
+that byte has arrived: a message in a graph runs on another stream and could overtake it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MESSAGE = "message"  # all messages of a lane use one connection
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """From which group rank to which a lane leads, and under which name."""
+    """The direction of a lane: its two group ranks and its name."""
 
     sender: int
     receiver: int
@@ -42,7 +42,7 @@ class Way:
 
     @property
     def path(self) -> str:
-        """Where its ends meet in the store."""
+        """The store key at which its ends meet."""
         return f"lane/{self.sender}/{self.receiver}/{self.name}"
 
 
@@ -50,12 +50,12 @@ class Lane:
     """One end of a lane.
 
     Args:
-        library: whose communicators carry the messages.
-        way: from where to where.
-        rank: this one's rank in the group.
-        index: this rank's device.
-        store: where the two ends meet.
-        clock: of the device.
+        library: the library whose communicators carry the messages.
+        way: the direction and name.
+        rank: this process's rank in the group.
+        index: index of this rank's device.
+        store: the store at which the two ends meet.
+        clock: the clock of the device.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class Lane:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the lane is connected, so that a message does not block the host."""
+        """Whether the lane is connected, so that messages do not block the host."""
         return self._launcher.knows(_MESSAGE)
 
     @property
     def handle(self) -> Handle | None:
-        """The communicator; None while the lane is not open."""
+        """The communicator, or None while the lane is not open."""
         return self._handle
 
     def launch(self, pending: DevicePending, check: Callable[[], None]) -> None:
@@ -115,7 +115,7 @@ class Lane:
         self._launcher.launch(job, _MESSAGE)
 
     def put(self, communicator: Any, source: Any, target: Any, stream: Any = None) -> None:
-        """Queue a message's bytes on a stream; None: on the lane's own."""
+        """Queue a message's bytes on a stream; None means the lane's own."""
         as_bytes = self._library.torch.uint8
         source = None if source is None else source.view(as_bytes)
         target = None if target is None else target.view(as_bytes)
@@ -128,10 +128,10 @@ class Lane:
     def open(
         self, opened: Callable[[BaseException | None], None], check: Callable[[], None]
     ) -> None:
-        """Begin to connect, if no message has; never blocks.
+        """Start connecting unless a message already has; never blocks.
 
         Args:
-            opened: called once, on any thread, with the error or None.
+            opened: called once, from any thread, with the error or None.
             check: raises when the operation or the group has ended.
         """
 
@@ -148,12 +148,12 @@ class Lane:
         self._launcher.launch(job, _MESSAGE)
 
     def abort(self, wait_s: float) -> bool:
-        """End what runs; return whether the communicator is free after `wait_s`."""
+        """Abort running operations; return whether the communicator is free after `wait_s`."""
         self._is_over = True
         return self._handle is None or self._handle.abort(wait_s)
 
     def destroy(self, wait_s: float) -> bool:
-        """Release the communicator of a lane on which nothing runs."""
+        """Release the communicator of an idle lane."""
         self._is_over = True
         return self._handle is None or self._handle.destroy(wait_s)
 
@@ -183,7 +183,7 @@ class Lane:
         return handle
 
     def _meet(self, check: Callable[[], None]) -> bytes:
-        """Exchange the communicator's id; both ends stand ready before the library blocks."""
+        """Exchange the communicator's ID, so that both ends are ready before the library blocks."""
         path, drawn = self.way.path, b""
         if self._role == _SENDER:
             drawn = self._library.unique_id()

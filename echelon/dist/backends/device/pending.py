@@ -1,4 +1,4 @@
-"""DevicePending: an operation on a device, from its call until the device has done it."""
+"""DevicePending: an operation on a device, from its call to its completion."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _TIMED = {"enable_timing": True}
 
 
 class LibraryFailed(RuntimeError):  # noqa: N818 -- `CollectiveError` is what users see
-    """What the library reports of an operation that was launched."""
+    """The library reported an error of a launched operation."""
 
 
 class DevicePending:
-    """An operation that was handed to the device, or is about to be.
+    """An operation that was passed to the device or is about to be.
 
-    It keeps the arrays until the device has done it, so the allocator need not know of the engine's
-    streams.
+    It keeps the arrays alive until the device has completed it, so the allocator does not need to
+    track the engine's streams.
 
     Attributes:
-        operation: what was called; None once the device has done it.
+        operation: the operation called; None once the device has completed it.
         index: the device.
-        is_detached: whether the caller does not wait for it.
-        tensors: source and target, flat; None where there is none.
-        is_launched: set once it is on the stream, or has failed.
+        is_detached: whether it runs without the caller waiting for it.
+        tensors: flat source and target; None for a missing one.
+        is_launched: set once it is on the stream or has failed.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class DevicePending:
         callers: Sequence[Any],
         failure: Callable[[], str],
     ) -> None:
-        """Note where the callers' streams are now; made with the device current.
+        """Record the current position of the callers' streams; the device must be current.
 
         Args:
-            index: the device.
-            callers: the streams on which the caller works on the arrays, the current one first.
-            failure: returns what the library reports; "" if nothing.
+            index: the device index.
+            callers: the streams on which the caller uses the arrays, the current one first.
+            failure: returns the library's error, or "" if there is none.
         """
         self._runtime = runtime
         self.operation: Operation | None = operation
@@ -70,7 +70,7 @@ class DevicePending:
     # ---- launching, by the engine ----
 
     def begin(self, stream: Any, clock: DeviceClock) -> None:
-        """Order a stream behind the callers', and note the start; with the device current."""
+        """Order a stream behind the callers' and record the start; the device must be current."""
         for event in self._ready:
             stream.wait_event(event)
         self._tie = clock.tie()
@@ -78,26 +78,26 @@ class DevicePending:
         self._start.record(stream)
 
     def launched(self, stream: Any) -> None:
-        """Note that the operation is on the stream."""
+        """Record that the operation is on the stream."""
         end = self._runtime.accelerator.Event(**_TIMED)
         end.record(stream)
         self._end = end
         self.is_launched.set()
 
     def fail(self, error: BaseException) -> None:
-        """Note how it failed; the first error stays."""
+        """Record its failure; the first error is kept."""
         if self._error is None and not self._ended_mono_ns:
             self._error = error
         self.is_launched.set()
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, and the device with it; may ask the device."""
+        """Whether it has ended on the device too; may query the device."""
         return self.done and (self._ended_mono_ns != 0 or self.is_at_rest)
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether the device works on the arrays no more."""
+        """Whether the device has finished using the arrays."""
         if self._end is None:
             return self._start is None
         try:
@@ -109,31 +109,31 @@ class DevicePending:
 
     @property
     def done(self) -> bool:
-        """Whether the device has done it, or it has failed. Never blocks."""
+        """Whether the device has completed it or it has failed. Never blocks."""
         if self._error is None and not self._ended_mono_ns and self._end is not None:
             self._look()
         return self._error is not None or self._ended_mono_ns != 0
 
     @property
     def error(self) -> BaseException | None:
-        """What it failed with."""
+        """The error with which it failed."""
         return self._error
 
     @property
     def started_mono_ns(self) -> int:
-        """When the device began it, waiting for peers included; 0 while it has not ended."""
+        """When the device began it, including the wait for peers; 0 until it ends."""
         return self._started_mono_ns
 
     @property
     def ended_mono_ns(self) -> int:
-        """When the device ended it; 0 while it has not."""
+        """When the device completed it; 0 until then."""
         return self._ended_mono_ns
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Order the caller's streams behind it; block only while it is not on its stream yet.
+        """Order the caller's streams behind it; block only until it is on its stream.
 
-        It is not as long as the library connects to ranks that have not called it. Nothing waits
-        for a detached one.
+        That takes as long as the library connects to ranks that have not called it. For a detached
+        operation there is no wait.
         """
         if self.is_detached:  # made from a copy, and no result comes of it
             return True
@@ -167,7 +167,7 @@ class DevicePending:
 
 
 class DonePending:
-    """An operation with no end of its own: it became part of a graph, or nothing was to be done."""
+    """An operation without its own completion: it is part of a graph, or had nothing to do."""
 
     error = None
     done = True
@@ -176,7 +176,7 @@ class DonePending:
         self.ended_mono_ns = time.monotonic_ns()
 
     def wait(self, timeout_s: float | None) -> bool:  # noqa: ARG002
-        """Return at once: a graph is ordered as the caller's stream is."""
+        """Return at once: a graph is ordered by the caller's stream."""
         return True
 
 

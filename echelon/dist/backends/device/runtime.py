@@ -1,4 +1,4 @@
-"""What the engines on a device need of the device's runtime: torch's, but for the tests' own."""
+"""The device runtime that the engines need: torch's, except in the tests."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class DeviceRuntime:
     """Streams, events and memory of one kind of device, through torch.
 
     Attributes:
-        device: kind of device: "cuda", "xpu".
-        accelerator: torch's module of it.
+        device: the kind of device: "cuda" or "xpu".
+        accelerator: torch's module for it.
     """
 
     def __init__(self, device: str) -> None:
@@ -25,11 +25,11 @@ class DeviceRuntime:
         self._modes = _capture_modes() if device == "cuda" else None
 
     def find_accelerator(self) -> Any:
-        """Return torch's module of the device."""
+        """Return torch's module for the device."""
         return getattr(self.torch, self.device)
 
     def identity(self, index: int) -> str:
-        """Return what tells a device from all others, whatever the process calls it."""
+        """Return an identity of a device that does not depend on its number in the process."""
         host = host_identity()["boot"]
         properties = self.accelerator.get_device_properties(index)
         number = getattr(properties, "uuid", None) or index
@@ -45,7 +45,7 @@ class DeviceRuntime:
             job()
 
     def empty_like(self, tensor: Any, length: int, stream: Any) -> Any:
-        """Return an uninitialised tensor for use on a stream, of another tensor's dtype."""
+        """Return an uninitialised tensor of another tensor's dtype for use on a stream."""
         with self.accelerator.stream(stream):
             return tensor.new_empty(length)
 
@@ -56,21 +56,21 @@ class DeviceRuntime:
         return tensor.clone()
 
     def on_device(self, tensor: Any, index: int) -> Any:
-        """Return a tensor of the host on a device."""
+        """Copy a host tensor to a device."""
         return tensor.to(f"{self.device}:{index}")
 
     def foreign_stream(self, pointer: int, index: int) -> Any:
-        """Return a stream of another library as torch's."""
+        """Return another library's stream as a torch stream."""
         return self.accelerator.ExternalStream(pointer, device=f"{self.device}:{index}")
 
     def is_capturing(self) -> bool:
-        """Return whether this thread's stream records a graph: events cannot be queried then."""
+        """Return whether this thread's stream is capturing a graph, which forbids event queries."""
         ask = getattr(self.accelerator, "is_current_stream_capturing", None)
         return ask is not None and bool(ask())
 
     @contextlib.contextmanager
     def relaxed(self) -> Iterator[None]:
-        """Let this thread ask events while another records a graph, as torch's watchdog does."""
+        """Let this thread query events while another captures a graph, as torch's watchdog does."""
         if self._modes is None:
             yield
             return
@@ -82,7 +82,7 @@ class DeviceRuntime:
             exchange(before)
 
     def has_happened(self, event: Any) -> bool:
-        """Ask an event, unless this thread records a graph, which the question would break."""
+        """Query an event, unless this thread captures a graph, which the query would break."""
         if self.is_capturing():
             return False
         with self.relaxed():
@@ -91,17 +91,17 @@ class DeviceRuntime:
     # ---- memory of the host that the device can copy to and from while others compute ----
 
     def pinned(self, num_bytes: int) -> Any:
-        """Return a tensor of bytes in pinned memory of the host."""
+        """Return a tensor of bytes in pinned host memory."""
         return self.torch.empty(num_bytes, dtype=self.torch.uint8, pin_memory=True)
 
     def copy_over(self, target: Any, source: Any, stream: Any) -> None:
-        """Queue a copy of bytes between device and pinned memory on a stream."""
+        """Queue a copy of bytes between device and pinned host memory on a stream."""
         with self.accelerator.stream(stream):
             target.copy_(source, non_blocking=True)
 
 
 def _capture_modes() -> tuple[Any, Any] | None:
-    """Return CUDA's call that exchanges a thread's capture mode, and the relaxed mode."""
+    """Return CUDA's function that exchanges a thread's capture mode, and the relaxed mode."""
     try:
         runtime: Any = importlib.import_module("cuda.bindings.runtime")
     except ImportError:

@@ -1,13 +1,13 @@
-"""StagedEngine: arrays of a device over an engine of the host, through pinned memory.
+"""StagedEngine: carries device arrays with a host engine, through pinned memory.
 
-For ranks that share a GPU, which NCCL refuses, and for groups that were asked for by a host
-engine's name. An operation's input is copied to the host behind the caller's stream; when the copy
-has ended the host's engine carries the operation out, and its result is copied back. One thread for
-each group (the pump) moves operations from one stage to the next, so the caller is not held up;
-`wait` blocks until the copy back is on its stream, and orders the caller's stream behind it.
+It is for ranks that share a GPU, which NCCL refuses, and for groups created with a host engine's
+name. An operation's input is copied to the host behind the caller's stream; after the copy, the
+host engine carries out the operation, and its result is copied back. One thread per group (the
+pump) moves operations from one stage to the next, so the caller is not blocked; `wait` blocks until
+the copy back is on its stream, and orders the caller's stream behind it.
 
-The host's engine is the group's own second one: its operations are not those of the group's arrays
-on the host, so the two need not agree on an order.
+This host engine is separate from the one for the group's host arrays, so the two need not agree on
+an order of operations.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _JOIN_S = 0.3
 
 @dataclasses.dataclass(slots=True)
 class _Staged:
-    """An operation on its way through the host."""
+    """An operation in transit through the host."""
 
     pending: DevicePending
     operation: Operation  # on the host's copies
@@ -49,12 +49,12 @@ class _Staged:
 
 
 class StagedEngine:
-    """Carries out operations on arrays of a device with an engine of the host."""
+    """An engine that carries out operations on device arrays with a host engine."""
 
     nests = False
 
     def __init__(self, runtime: DeviceRuntime, members: Members, host: Engine) -> None:
-        """Make the engine of a group; `host` becomes part of it."""
+        """Create the engine of a group; it takes ownership of `host`."""
         self.name = host.name
         self.device = runtime.device
         self._runtime = runtime
@@ -70,14 +70,14 @@ class StagedEngine:
         self._is_closed = False
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
-        """Return why the host's engine cannot carry such operations; "" if it can."""
+        """Return why the host engine cannot carry such operations, or "" if it can."""
         return self._host.refuses(kind, dtype, reduce_op)
 
     def prepare(self, operation: Operation) -> None:
-        """Check that no graph is being captured: the host takes part.
+        """Check that no graph is being captured, because the host takes part.
 
         Raises:
-            ValueError: one is.
+            ValueError: a graph is being captured.
         """
         if self._runtime.is_capturing():
             raise ValueError(
@@ -123,7 +123,7 @@ class StagedEngine:
         return pending
 
     def _fly(self, pending: DevicePending) -> None:
-        """Register what `cut` must end; threads submit collectives and messages side by side."""
+        """Register an operation that `cut` must end; threads may submit concurrently."""
         with self._making:
             self._flying = [*(one for one in self._flying if not one.done), pending]
 
@@ -131,7 +131,7 @@ class StagedEngine:
         return self._reason
 
     def batch(self) -> AbstractContextManager[object]:
-        """No-op: the host's engine gets its operations from another thread."""
+        """Do nothing: the host engine gets its operations from another thread."""
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:
@@ -143,7 +143,7 @@ class StagedEngine:
         self._work.release()
 
     def close(self) -> None:
-        """Release the host's engine. Local work only, at most 1 s."""
+        """Release the host engine. Local work only, at most 1 s."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -152,7 +152,7 @@ class StagedEngine:
         self._host.close()
 
     def drain(self, check: Any) -> None:
-        """Block until the device has done what the caller's streams hold."""
+        """Block until the device has completed the work on the caller's streams."""
         accelerator = self._runtime.accelerator
         events = []
         for index in list(self._streams):
@@ -169,7 +169,7 @@ class StagedEngine:
     def _stage(
         self, operation: Operation, watch: Watch, pending: DevicePending, down: Any
     ) -> _Staged:
-        """Queue the copy of the input to the host; the device is current."""
+        """Queue the copy of the input to the host; the device must be current."""
         source, target = pending.tensors
         copies: dict[int, Any] = {}
         for tensor, is_input in ((source, True), (target, False)):
@@ -211,7 +211,7 @@ class StagedEngine:
                 pause_s = min(2 * pause_s, _LONG_S)
 
     def _advance(self, running: list[_Staged]) -> bool:
-        """Move on what can be; return whether anything could, or nothing is left."""
+        """Advance operations; return whether any could be advanced, or none is left."""
         moved = False
         while self._coming and self._is_down(self._coming[0]):
             staged = self._coming.popleft()
@@ -257,7 +257,7 @@ class StagedEngine:
             pending.fail(err)
 
     def _on(self, index: int) -> tuple[Any, Any, DeviceClock]:
-        """Return a device's streams, down and up, and its clock; the device is current."""
+        """Return a device's streams, down and up, and its clock; the device must be current."""
         with self._making:
             if index not in self._streams:
                 make = self._runtime.accelerator.Stream
@@ -266,7 +266,7 @@ class StagedEngine:
 
 
 def _flat(copy: Any, dtype: str) -> Flat:
-    """View bytes of the host as the engines of the host expect them."""
+    """View host bytes as host engines expect them."""
     name = "uint16" if dtype == "bfloat16" else dtype if dtype in DTYPES else "uint8"
     return np.asarray(copy.numpy()).view(np.dtype(name))
 

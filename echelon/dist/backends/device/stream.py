@@ -1,16 +1,16 @@
-"""StreamEngine: carries out a group's operations on the streams of a device.
+"""StreamEngine: carries out a group's operations on device streams.
 
-An operation is put on a stream of the engine that first waits for the caller's streams; `wait`
+An operation is queued on a stream of the engine, which first waits for the caller's streams; `wait`
 orders the caller's streams behind it. So the host never waits for the device: a blocking call
-returns when the operation is *ordered*, as in torch, and `Work.done` asks the event behind it. What
-may block the host inside the library is done on a thread of its own (`launcher.py`), and every
-operation is registered before it is launched, so its timeout holds even there.
+returns when the operation is *ordered*, as in torch, and `Work.done` queries the event behind it.
+Calls that may block the host inside the library run on a separate thread (`launcher.py`), and every
+operation is registered before it is launched, so its timeout applies even there.
 
-Collectives share one communicator and one stream. Messages have lanes (`pairs.py`). Inside the
-capture of a graph an operation goes straight onto the captured stream, and has no event and no end
-of its own.
+Collectives share one communicator and one stream. Messages have lanes (`pairs.py`). During the
+capture of a graph an operation is queued directly on the captured stream, and has no event or
+completion of its own.
 
-Ranks are not compared: a mismatch shows as a timeout, and the black box names it.
+The ranks' calls are not compared: a mismatch appears as a timeout, and the black box identifies it.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ _kept: list[Any] = []  # arrays on which a device may work until the process end
 
 
 class StreamEngine:
-    """Carries out operations on one device of this rank."""
+    """An engine that carries out operations on one device of this rank."""
 
     nests = False
 
     def __init__(
         self, library: DeviceLibrary, members: Members, store: PrefixStore, timeout_s: float
     ) -> None:
-        """Make the group's communicator; every member calls this.
+        """Create the group's communicator; every member must call this.
 
         Raises:
             CollectiveTimeoutError: members did not call it within `timeout_s`.
-            RuntimeError: what the library raises.
+            RuntimeError: the library reported an error.
         """
         self.name = library.name
         self.device = library.device
@@ -87,27 +87,27 @@ class StreamEngine:
     # ---- what can be carried ----
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
-        """Return why the library cannot carry such operations; "" if it can."""
+        """Return why the library cannot carry such operations, or "" if it can."""
         return refuses(self._library, kind, dtype, reduce_op)
 
     def prepare(self, operation: Operation) -> None:
-        """Check on which device the arrays are, and what a capture cannot do.
+        """Check the device of the arrays and the restrictions of a capture.
 
         Raises:
-            ValueError: an array is on another device than the group's; a capture needs a connection
-                that no earlier operation has made; a receive is from any rank; there are too many
-                lanes.
+            ValueError: an array is on a device other than the group's, a capture needs a connection
+                that no earlier operation has made, a receive is from any rank, or there are too
+                many lanes.
         """
         arrays: list[Any] = [operation.source, operation.target]
         for data in arrays:
             if data is not None and data.index != self._index:
                 raise ValueError(
-                    f"an array on {self.device}:{data.index}; this group of backend {self.name!r} "
-                    f"works on {self.device}:{self._index}"
+                    f"an array on {self.device}:{data.index}, but this group of backend "
+                    f"{self.name!r} works on {self.device}:{self._index}"
                 )
         if operation.is_message:
             if operation.peer < 0:
-                raise ValueError(f"a receive on {self.device} names the rank that sends")
+                raise ValueError(f"a receive on {self.device} must name its sender")
             self._lanes.prepare(operation)
         with self._library.accelerator.device(self._index):
             is_capturing = self._library.is_capturing()
@@ -120,7 +120,7 @@ class StreamEngine:
     # ---- carrying out ----
 
     def execute(self, operation: Operation, watch: Watch) -> None:
-        """Put one operation in order with the caller's stream."""
+        """Carry out one operation in order with the caller's stream."""
         pending = self.submit(operation, watch)
         pending.wait(None)
         if pending.error is not None:
@@ -129,8 +129,8 @@ class StreamEngine:
     def submit(self, operation: Operation, watch: Watch) -> Pending:
         """Start one operation; never blocks.
 
-        A detached one is made from a copy, so that the caller's stream does not wait for the
-        receiver: ranks may all send first and receive then.
+        A detached send uses a copy, so that the caller's stream does not wait for the receiver: all
+        ranks may send first and then receive.
         """
         if self._reason is not None:
             raise self._reason
@@ -160,7 +160,7 @@ class StreamEngine:
         return pending
 
     def _take(self, pending: _Taken) -> _Taken:
-        """Register what `cut` must end."""
+        """Register an operation that `cut` must end."""
         self._fly()
         with self._lock:
             self._flying.append(pending)
@@ -170,10 +170,10 @@ class StreamEngine:
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Launch what this thread submits inside when the block ends, collectives as one.
+        """Launch the operations submitted inside when the block ends, collectives as one.
 
-        Nothing is launched if the block raises. Its operations have failed then, since they have
-        numbers and the other ranks may launch theirs.
+        If the block raises, nothing is launched and its operations fail: they already have numbers,
+        and other ranks may launch theirs.
         """
         batch: list[Call] = []
         self._here.batch = batch
@@ -196,10 +196,10 @@ class StreamEngine:
     def drain(self, check: Callable[[], None]) -> None:
         """Block until the device has completed the group's collectives and the caller's stream.
 
-        Messages may remain under way: their receivers may call `recv` only later.
+        Messages may still be in flight, since their receivers may call `recv` later.
 
         Raises:
-            Exception: what `check` raises, or the device.
+            Exception: `check` or the device raised it.
         """
         if self._library.is_capturing():
             return
@@ -215,7 +215,7 @@ class StreamEngine:
             time.sleep(_DRAIN_S)
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """End all local progress: no call is let into the library, and what runs there ends."""
+        """End all local progress: reject new library calls and abort running operations."""
         self._reason = reason or build.closed(self._members, Operation("close", 0))
         if reason is None:
             self._let_go()
@@ -286,7 +286,7 @@ class StreamEngine:
         stream = self._library.accelerator.current_stream()
         if operation.is_message:
             (lane,) = self._lanes.of(operation)
-            assert lane.handle is not None, "a lane that is not connected passed prepare"
+            assert lane.handle is not None, "an unconnected lane passed prepare"
             with lane.handle.entered() as communicator:
                 lane.put(communicator, *tensors, stream)
         else:
@@ -334,21 +334,21 @@ class StreamEngine:
         return self._store.get("unique_id")
 
     def _fly(self) -> bool:
-        """Forget the oldest that have ended; return whether any has not."""
+        """Remove the oldest ended operations; return whether any are left."""
         with self._lock:
             while self._flying and self._flying[0].is_over:
                 self._flying.popleft()
             return bool(self._flying)
 
     def _let_go(self) -> None:
-        """Give the sends that returned before their receivers came a moment to arrive."""
+        """Wait briefly for the receivers of sends that have already returned."""
         limit_s = time.monotonic() + _LET_GO_S
         sent = [one for one in list(self._flying) if one.is_detached]
         while time.monotonic() < limit_s and not all(one.done for one in sent):
             time.sleep(_DRAIN_S)
 
     def _free(self, limit_s: float) -> None:
-        """Release all communicators, at the same time; `limit_s`: when to leave them to it."""
+        """Release all communicators concurrently; stop waiting at `limit_s`."""
         owners: list[Handle | Lane] = [self._handle, *self._lanes.all()]
         for wait_s in (0.0, None):
             for one in owners:
@@ -356,7 +356,7 @@ class StreamEngine:
                 (one.abort if self._is_cut else one.destroy)(left_s)
 
     def _failure(self) -> str:
-        """Return what the library has found since; asks it at most every `_LOOK_S`."""
+        """Return the library's error; queries it at most every `_LOOK_S`."""
         now_s = time.monotonic()
         if now_s - self._looked_s < _LOOK_S:
             return ""

@@ -10,7 +10,7 @@ from echelon.dist.operation.operation import Operation
 
 
 def tensor_of(runtime: DeviceRuntime, data: Any) -> Any:
-    """Return a flat tensor over an operation's array; None for None."""
+    """Return a flat tensor view of an operation's array, or None for None."""
     if data is None:
         return None
     assert isinstance(data, DeviceFlat)
@@ -20,10 +20,10 @@ def tensor_of(runtime: DeviceRuntime, data: Any) -> Any:
 
 
 def callers(runtime: DeviceRuntime, operation: Operation) -> list[Any]:
-    """Return torch's current stream, and those on which other libraries use the arrays.
+    """Return torch's current stream and the streams on which other libraries use the arrays.
 
-    CuPy and Numba say by `__cuda_array_interface__` on which stream an array is used: by number, 1
-    and 2 for the two default streams.
+    CuPy and Numba give the stream of an array in `__cuda_array_interface__`, as a number; 1 and 2
+    are the two default streams.
     """
     streams = [runtime.accelerator.current_stream()]
     arrays: list[Any] = [operation.source, operation.target]

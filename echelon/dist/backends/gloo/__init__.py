@@ -1,1 +1,1 @@
-"""Real Gloo, through PyTorch's build of it, on our store: the engine between hosts."""
+"""Real Gloo, from PyTorch's build, on echelon's store: the engine between hosts."""

@@ -1,6 +1,6 @@
-"""The gloo backend: Gloo's exchanges, with what it lacks built from what it does well.
+"""The gloo backend: Gloo's collectives, with missing ones built from its fast ones.
 
-    all_reduce of float32/64, int32/64     Gloo's own ring (unless rank-ordered sums are asked for;
+    all_reduce of float32/64, int32/64     Gloo's own ring (unless rank-ordered sums are requested;
                                            not min and max of floats: they may lose a NaN)
     other sums                             all_to_all of shares, summed here in rank order with
                                            float32 accumulation, then all_gather: 2 n bytes a rank
@@ -9,9 +9,9 @@
     reduce                                 reduce_scatter, then gather
     two ranks: all_reduce, reduce_scatter, all_gather     swaps, see `Transport.swap`
 
-Before every collective the ranks exchange what they called, so that a mismatch is an error with
-names. That exchange is the barrier, too, and carries data of up to 256 bytes (`inline.py`).
-Messages have connections of their own (`sockets.py`).
+Before every collective the ranks exchange their calls, so that a mismatch raises an error that
+names the ranks. That exchange also serves as the barrier, and carries up to 256 bytes of data
+(`inline.py`). Messages have their own connections (`sockets.py`).
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ _CONNECTION = re.compile(
 
 
 def not_ready() -> str:
-    """Say why this machine cannot run the backend; "" if it can."""
+    """Return why this machine cannot run the backend, or "" if it can."""
     if importlib.util.find_spec("torch") is None:
         return "needs torch, whose build of Gloo it uses: pip install '.[torch]'"
     return ""
 
 
 def create(members: Members, store: PrefixStore, timeout_s: float) -> GlooEngine:
-    """Make the engine of a group; every member calls this.
+    """Create the engine of a group; every member must call this.
 
     Raises:
         CollectiveTimeoutError: members did not join within `timeout_s`.
@@ -70,7 +70,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> GlooEngine
 
 
 class GlooEngine(HostEngine):
-    """Carries out operations over TCP: collectives by Gloo, messages over its own connections."""
+    """An engine over TCP: collectives use Gloo, messages use its own connections."""
 
     name = "gloo"
 
@@ -80,8 +80,8 @@ class GlooEngine(HostEngine):
         """Connect the members.
 
         Args:
-            is_step: whether it carries out steps of another engine's collectives: then that engine
-                compares the calls, and there are no messages.
+            is_step: whether it only carries out steps of another engine's collectives; that engine
+                then compares the calls, and there are no messages.
 
         Raises:
             CollectiveTimeoutError: members did not join within `timeout_s`.
@@ -117,7 +117,7 @@ class GlooEngine(HostEngine):
         }
 
     def carry_out(self, operation: Operation, watch: Watch) -> None:
-        """Carry out one collective on this thread, whose turn it is."""
+        """Carry out one collective on this thread when its turn comes."""
         with _telling_apart():
             rows = self._compare_calls(operation, watch)
             if rows is not None and inline.is_small(operation):
@@ -126,13 +126,13 @@ class GlooEngine(HostEngine):
                 self._run[operation.kind](operation, watch)
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """Break the connections, here and at the peers; in order where nothing is under way."""
+        """Break the connections, here and at the peers; close them properly if idle."""
         if self._transport is not None and not (reason is None and self._serial.is_idle):
             self._transport.break_off()
         super().cut(reason)
 
     def close(self) -> None:
-        """Close the connections and end the threads."""
+        """Close the connections and stop the threads."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -142,7 +142,7 @@ class GlooEngine(HostEngine):
             self._transport.close()
 
     def close_in_child(self) -> None:
-        """Drop a forked child's copies of the connections, and destroy nothing of Gloo's."""
+        """Drop a forked child's copies of the connections without destroying Gloo's objects."""
         if self._transport is not None:
             self._transport.keep()
         if self._sockets is not None:
@@ -151,15 +151,15 @@ class GlooEngine(HostEngine):
     # ---- steps of another engine ----
 
     def start_all_gather(self, out: Flat, data: Flat) -> Any:
-        """Start collecting the bytes of all members; `finish` waits for them."""
+        """Start an all_gather of bytes; `finish` waits for it."""
         return self._transport.all_gather(out, data)
 
     def start_swap(self, out: Flat, data: Flat, deadline_s: float) -> Any:
-        """Start to swap `data` with the only other member; both know both sizes."""
+        """Start to swap `data` with the only other member; both must know both sizes."""
         return self._transport.swap(out, data, max(0.001, deadline_s - time.monotonic()))
 
     def finish(self, watch: Watch, work: Any) -> None:
-        """Wait for what was started."""
+        """Wait for an operation that was started."""
         with _telling_apart():
             self._wait(watch, work)
 
@@ -169,7 +169,7 @@ class GlooEngine(HostEngine):
         wait(work, watch)
 
     def _compare_calls(self, operation: Operation, watch: Watch) -> Flat | None:
-        """Return every rank's call, with data if that is small; None where nothing is compared."""
+        """Return every rank's call, with its data if small, or None if calls are not compared."""
         if self._size == 1 or not self._compares:
             return None
         mine = inline.pack(operation)
@@ -203,7 +203,7 @@ class GlooEngine(HostEngine):
         np.copyto(data, whole.reshape(-1)[: len(data)])
 
     def _all_reduce_of_two(self, operation: Operation, watch: Watch, data: Flat) -> None:
-        """Swap halves and sum one, then swap the sums; what is small is swapped at once."""
+        """Swap halves, sum one half each, then swap the sums; small data is swapped whole."""
         middle = (len(data) + 1) // 2
         halves = [data[:middle], data[middle:]]
         if data.nbytes <= self._transport.small_bytes:
@@ -229,7 +229,7 @@ class GlooEngine(HostEngine):
             np.copyto(operation.target, whole.reshape(-1)[: len(source)])
 
     def _summed_share(self, operation: Operation, watch: Watch, source: Flat) -> Flat:
-        """Sum this rank's 1/size of every rank's data, padded so that all shares are equal."""
+        """Sum this rank's share (1/size) of every rank's data, padded to equal shares."""
         length = -(-len(source) // self._size)
         padded = source
         if length * self._size != len(source):
@@ -350,13 +350,13 @@ def _array(data: Flat | None) -> Flat:
 
 
 def _meet(members: Members, store: PrefixStore, address: str, deadline_s: float) -> Sockets:
-    """Listen for messages, and tell the other members where."""
+    """Listen for messages and publish the address to the other members."""
     try:
         sockets = Sockets(members.rank, address)
     except OSError as err:
         raise CollectiveError(
             f"setting up group {members.name!r}: cannot listen at {address}, this host's address "
-            f"towards the store: {err}",
+            f"on its route to the store: {err}",
             group=members.name,
             operation="init",
             ranks=[members.ranks[members.rank]],
@@ -387,7 +387,7 @@ def _connect(members: Members, store: PrefixStore, address: str, deadline_s: flo
 
 @contextlib.contextmanager
 def _telling_apart() -> Iterator[None]:
-    """Raise a broken connection as one, and every other error of Gloo's as it is."""
+    """Translate Gloo's errors for broken connections; pass on its other errors unchanged."""
     try:
         yield
     except RuntimeError as err:

@@ -1,12 +1,12 @@
-"""Byte streams over TCP for the messages of a group; Gloo's own connections carry collectives.
+"""Byte streams over TCP for a group's messages; Gloo's own connections carry its collectives.
 
 Gloo's sends and receives cannot be polled, wait in C where no signal handler runs, close every
-connection when one wait times out, and do not say which peer broke. So messages have connections of
-their own: one for each direction of a pair that is used, made when it is first needed. A stream is
-written by one end and read by the other, so that closing it never resets bytes under way.
+connection when one wait times out, and do not report which peer failed. So messages have their own
+connections: one per direction of each pair in use, made on demand. A stream is written by one end
+and read by the other, so that closing it never discards bytes in flight.
 
-A connection begins with 40 bytes of the sender: its rank, and a digest over a secret that the group
-shares through its store. It keeps strangers out; it does not encrypt.
+A connection begins with 40 bytes from the sender: its rank, and a digest over a secret that the
+group shares through its store. This keeps out strangers but does not encrypt.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Address = tuple[str, int]
 
 @dataclass(slots=True)
 class _Out:
-    """A connection to a peer, which this rank writes."""
+    """A connection to a peer on which this rank writes."""
 
     socket: socket.socket
     hello: bytes  # what is left of it
@@ -47,7 +47,7 @@ class _Out:
 
 
 class Sockets:
-    """The streams of one rank of a group. Used by one thread, but for `wake`."""
+    """The streams of one rank of a group. Used by one thread, except for `wake`."""
 
     slice_s = 5.0
 
@@ -83,19 +83,19 @@ class Sockets:
 
     @property
     def address(self) -> Address:
-        """Where peers connect."""
+        """The address to which peers connect."""
         found = self._listener.getsockname()
         return str(found[0]), int(found[1])
 
     def introduce(self, addresses: list[Address], secret: bytes) -> None:
-        """Take the addresses of all ranks and the group's secret: [SECRET_BYTES]."""
+        """Set the addresses of all ranks and the group's secret: [SECRET_BYTES]."""
         self._addresses = addresses
         self._secret = secret
 
     # ---- the driver's side ----
 
     def open(self, peer: int) -> None:
-        """Start to connect, so that the peer's end is noticed even if it never sends."""
+        """Start connecting, so that the peer's end is noticed even if it never sends."""
         if peer in self._out or peer in self._dropped:
             return
         host, port = self._addresses[peer]
@@ -122,7 +122,7 @@ class Sockets:
                 one.close()
 
     def wait(self, timeout_s: float) -> list[int]:
-        """Block until a connection may be read or written; return the peers to read from."""
+        """Block until a connection is readable or writable; return the peers to read from."""
         readable = []
         if self._ending:
             timeout_s = min(timeout_s, _READ_ON_S / 4)
@@ -144,16 +144,17 @@ class Sockets:
         return readable
 
     def writable(self) -> list[int]:
-        """Return the peers whose full connection has room again."""
+        """Return the peers whose connection was full and has room again."""
         found = list(self._writable)
         self._writable.clear()
         return found
 
     def broken(self) -> list[tuple[int, str]]:
-        """Return the peers whose connections have ended, with the reason.
+        """Return the peers whose connections have ended, with the reasons.
 
-        A peer that leaves closes all its connections. We may see the end of the one that we write
-        before all that it sent on the other has arrived; that one is read to its own end.
+        A peer that leaves closes all its connections. The connection on which this rank writes may
+        end before all the peer's bytes have arrived on the other one, which is therefore read to
+        its own end.
         """
         now = time.monotonic()
         found = []
@@ -164,7 +165,7 @@ class Sockets:
         return found
 
     def read(self, peer: int, view: memoryview) -> int:
-        """Read what has arrived.
+        """Read the bytes that have arrived.
 
         Raises:
             StreamBroken: the peer has closed the connection, or it broke.
@@ -183,7 +184,7 @@ class Sockets:
         return num_bytes
 
     def has_unread(self, peer: int) -> bool:
-        """Return whether bytes of a peer have arrived and were not read; from any thread."""
+        """Return whether unread bytes of a peer have arrived; callable from any thread."""
         incoming = self._in.get(peer)
         try:
             return incoming is not None and bool(incoming.recv(1, socket.MSG_PEEK))
@@ -191,7 +192,7 @@ class Sockets:
             return False
 
     def write(self, peer: int, views: list[memoryview]) -> int:
-        """Write what the connection takes; `broken` reports one that takes nothing any more.
+        """Write as much as the connection accepts; `broken` reports one that has ended.
 
         Raises:
             StreamBroken: the connections of this peer were dropped.
@@ -213,13 +214,13 @@ class Sockets:
         return 0
 
     def wake(self) -> None:
-        """End the present `wait`, or the next."""
+        """Wake the current `wait`, or the next one."""
         if not self._is_closed:
             with contextlib.suppress(OSError):
                 os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
-        """Close every connection: the peers notice at once."""
+        """Close every connection; the peers notice at once."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -229,7 +230,7 @@ class Sockets:
         os.close(self._bell)
 
     def close_in_child(self) -> None:
-        """Close a forked child's copies: while it has one, peers would not notice our end."""
+        """Close a forked child's copies, which would hide this rank's exit from its peers."""
         self._is_closed = True
         descriptors = [one.detach() for one in self._sockets()]
         for fd in (*descriptors, self._bell):
@@ -255,7 +256,7 @@ class Sockets:
                 self._poll.register(made, select.EPOLLIN)
 
     def _identify(self, fd: int) -> list[int]:
-        """Read the first bytes of a connection; return whose it is once that is known."""
+        """Read the first bytes of a connection; return its peer once it is known."""
         made, hello = self._strangers[fd]
         try:
             hello += made.recv(_HELLO.size - len(hello))
@@ -288,7 +289,7 @@ class Sockets:
         made.close()
 
     def _continue(self, peer: int, events: int) -> None:
-        """Notice that a connection was made, has room, or was closed by its reader."""
+        """Detect that a connection was made, has room, or was closed by its reader."""
         out = self._out[peer]
         if not out.is_connected:
             code = out.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -331,7 +332,7 @@ def _hello(secret: bytes, sender: int, receiver: int) -> bytes:
 
 
 def _end_of(one: socket.socket) -> str:
-    """Return why a connection that nothing comes from has ended; "" if it has not."""
+    """Return why a write-only connection has ended, or "" if it has not."""
     try:
         return "it sent unexpected bytes" if one.recv(1) else "it closed the connection"
     except _NOT_NOW:

@@ -1,6 +1,6 @@
-"""Torch's ProcessGroupGloo on our store: made, waited for in slices, and torn down.
+"""Torch's ProcessGroupGloo on echelon's store: created, waited for in slices, and torn down.
 
-Imported only where Gloo is used, since it imports torch.
+Imported only where Gloo is used, because it imports torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _REDUCE_OPS = {
 
 
 class _Bridge(_core.Store):  # type: ignore[misc]  # torch's own class, untyped
-    """Our store as the one that Gloo's full mesh is negotiated on."""
+    """An adapter that lets Gloo set up its full mesh through echelon's store."""
 
     def __init__(self, store: PrefixStore, timeout_s: float, check: Callable[[], None]) -> None:
         super().__init__()
@@ -64,10 +64,10 @@ class _Bridge(_core.Store):  # type: ignore[misc]  # torch's own class, untyped
 
 
 class Swap:
-    """A receive and a send under way, to be waited for as one of Gloo's collectives.
+    """A receive and a send in progress, which can be waited for like a Gloo collective.
 
-    Gloo waits for messages in C and closes all connections when that times out, so a thread of the
-    mesh does it, and what waits for that thread can look around in between.
+    Gloo waits for messages in C and closes all connections if that times out. So a thread of the
+    mesh waits for them, and the caller that waits for that thread can check its watch in between.
     """
 
     def __init__(self, wait_for_both: Callable[[], None]) -> None:
@@ -76,7 +76,7 @@ class Swap:
         self._finished = threading.Event()
 
     def run(self) -> None:
-        """Wait for both, on the thread of the mesh."""
+        """Wait for both on the mesh's thread."""
         try:
             self._wait_for_both()
         except BaseException as err:  # noqa: BLE001 -- it belongs to the one that waits
@@ -89,10 +89,10 @@ class Swap:
         return self._finished.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Block until then.
+        """Block until it has ended.
 
         Raises:
-            RuntimeError: a connection broke, or the time is up.
+            RuntimeError: a connection broke, or the time expired.
         """
         if not self._finished.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError("not done yet")
@@ -108,7 +108,7 @@ class _Swapper:
         self._thread: threading.Thread | None = None
 
     def submit(self, swap: Swap) -> Swap:
-        """Wait for a swap after those before it."""
+        """Queue a swap behind the earlier ones."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._serve, name="echelon-gloo-swaps", daemon=True
@@ -118,7 +118,7 @@ class _Swapper:
         return swap
 
     def close(self, timeout_s: float) -> None:
-        """End the thread after the swaps that were submitted."""
+        """Stop the thread after the submitted swaps."""
         self._swaps.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
@@ -156,16 +156,16 @@ class Transport:
         return made
 
     def close(self) -> None:
-        """Release the connections: they close once nothing waits on them. At most 1 s."""
+        """Release the connections; they close once no operation waits on them. At most 1 s."""
         self._made = None
         self._swapper.close(_CLOSE_S)
 
     def break_off(self) -> None:
-        """Close the connections under whatever waits on them, here and at the peers.
+        """Close the connections despite pending waits, here and at the peers.
 
-        Gloo has no call for that; but a receive that is not answered in time closes them all. Now
-        and then one of its threads is not woken by that, and its destructor waits for its threads
-        while it holds the interpreter's lock: so what is broken is never destroyed.
+        Gloo has no call for that, but a receive that times out closes all of them. Occasionally
+        this does not wake one of Gloo's threads, and its destructor waits for its threads while it
+        holds the interpreter lock, so a broken object is never destroyed.
         """
         made = self._made
         self.keep()
@@ -177,34 +177,35 @@ class Transport:
     def keep(self) -> None:
         """Never destroy Gloo's object: its destructor waits for threads that may not end.
 
-        In a forked child they do not even exist.
+        In a forked child these threads do not exist.
         """
         made, self._made = self._made, None
         if made is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
 
     def all_gather(self, out: Flat, data: Flat) -> Any:
-        """Start collecting everyone's bytes."""
+        """Start an all_gather of bytes."""
         return self._group._allgather_base(tensor(out), tensor(data))
 
     def all_reduce(self, data: Flat, reduce_op: str) -> Any:
-        """Start Gloo's own ring; only for dtypes and ops that it has."""
+        """Start Gloo's own ring all_reduce; only for dtypes and operations that it supports."""
         options = _core.AllreduceOptions()
         options.reduceOp = _REDUCE_OPS[reduce_op]
         return self._group.allreduce([torch.from_numpy(data)], options)
 
     def all_to_all(self, out: Flat, data: Flat, outs: list[int], ins: list[int]) -> Any:
-        """Start exchanging bytes by splits."""
+        """Start an all_to_all of bytes by splits."""
         return self._group.alltoall_base(
             tensor(out), tensor(data), outs, ins, _core.AllToAllOptions()
         )
 
     def swap(self, out: Flat, data: Flat, timeout_s: float) -> Any:
-        """Start to exchange bytes with the only other member; both know both sizes.
+        """Start to exchange bytes with the only other member; both must know both sizes.
 
-        Gloo's all_to_all sends first. Its word to the peer that memory is ready then waits behind
-        its own data on the same connection, and the other direction stays idle all that time: on a
-        link of 60 MB/s half of the exchanges took twice as long. So we receive first.
+        Gloo's all_to_all sends first. Its notice to the peer that memory is ready then queues
+        behind its own data on the same connection, and the other direction stays idle for that
+        time: on a 60 MB/s link half of the exchanges took twice as long. So this rank posts the
+        receive first.
         """
         if max(out.nbytes, data.nbytes) <= self.small_bytes:
             sizes = [[0, 0], [0, 0]]
@@ -223,20 +224,20 @@ class Transport:
         return self._swapper.submit(Swap(wait_for_both))
 
     def broadcast(self, data: Flat, root: int) -> Any:
-        """Start sending the root's bytes to all."""
+        """Start a broadcast of the root's bytes."""
         options = _core.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         return self._group.broadcast([tensor(data)], options)
 
     def gather(self, rows: list[Flat] | None, data: Flat, root: int) -> Any:
-        """Start collecting everyone's bytes at the root."""
+        """Start a gather of bytes at the root."""
         options = _core.GatherOptions()
         options.rootRank = root
         outs = [] if rows is None else [[tensor(row) for row in rows]]
         return self._group.gather(outs, [tensor(data)], options)
 
     def scatter(self, out: Flat, rows: list[Flat] | None, root: int) -> Any:
-        """Start giving each rank its bytes of the root."""
+        """Start a scatter of the root's bytes."""
         options = _core.ScatterOptions()
         options.rootRank = root
         ins = [] if rows is None else [[tensor(row) for row in rows]]
@@ -252,7 +253,7 @@ class Transport:
 
 
 def tensor(data: Flat) -> Any:
-    """View bytes as a tensor; a read-only array too, since Gloo only reads its inputs."""
+    """View bytes as a tensor; read-only arrays are allowed because Gloo only reads its inputs."""
     raw = data.view(np.uint8)
     if not raw.flags.writeable and raw.size:
         window: Any = (ctypes.c_uint8 * raw.size).from_address(raw.ctypes.data)
@@ -265,7 +266,7 @@ def wait(work: Any, watch: Watch) -> None:
 
     Raises:
         RuntimeError: Gloo's own error.
-        CollectiveError: the watch ended it.
+        CollectiveError: the watch ended the operation.
     """
     while True:
         try:

@@ -1,1 +1,1 @@
-"""Our own engine for ranks of one host: NumPy over shared memory."""
+"""Echelon's engine for ranks on one host, over shared memory."""

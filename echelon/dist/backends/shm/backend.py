@@ -1,7 +1,7 @@
-"""The shm backend: the C core where it was built, else the pure-Python engine.
+"""The shm backend: the C core if it was built, else the pure-Python engine.
 
-All members of a group use the same engine: one without the core, or with ECHELON_SHM=python in its
-environment, brings the whole group to the pure-Python one.
+All members of a group use the same engine: a single member without the core, or with
+ECHELON_SHM=python in its environment, switches the whole group to the pure-Python engine.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ _LINE_BYTES = 64
 
 
 def not_ready() -> str:
-    """Say why this machine cannot run the backend; "" if it can."""
+    """Return why this machine cannot run the backend, or "" if it can."""
     if not futex.available():
         return "needs Linux on a known architecture, for its futex"
     return "" if native.available() else _python_refusal()
 
 
 def _python_refusal() -> str:
-    """Say why the pure-Python engine cannot run here; "" if it can.
+    """Return why the pure-Python engine cannot run here, or "" if it can.
 
-    It orders its stores by system calls and its loads not at all: enough where the processor keeps
-    both in order, as x86 does and ARM does not.
+    It orders its stores with system calls and does not order its loads. That suffices only if the
+    processor keeps loads and stores in order, as x86 does and ARM does not.
     """
     if futex.STORES_STAY_IN_ORDER:
         return ""
     return (
         "needs its C core on this processor, which may reorder memory accesses: install echelon "
-        "with a C compiler present, and have at most 256 ranks in a group"
+        "with a C compiler present, and use at most 256 ranks per group"
     )
 
 
 def create(members: Members, store: PrefixStore, timeout_s: float) -> Engine:
-    """Make the engine of a group; every member calls this.
+    """Create the engine of a group; every member must call this.
 
     Raises:
         ValueError: the members do not run on one host, or no engine can run on this platform.
-        CollectiveTimeoutError: members did not come within `timeout_s`.
+        CollectiveTimeoutError: members did not join within `timeout_s`.
     """
     reason = not_ready()
     if reason:

@@ -1,4 +1,4 @@
-"""Why a group ended, as its members tell each other through shared memory."""
+"""The reasons for a group's end that its members exchange through shared memory."""
 
 from __future__ import annotations
 

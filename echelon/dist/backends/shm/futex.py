@@ -1,7 +1,7 @@
-"""Sleep until a word in shared memory changes, and wake who sleeps on one (futex(2)).
+"""Sleeping on a word in shared memory and waking its sleepers (futex(2)).
 
-The C library wraps no futex, so the system call is made through ctypes, which releases the GIL
-around it. The numbers are the kernel's, per architecture.
+The C library has no futex wrapper, so the system call is made through ctypes, which releases the
+GIL around it. The system call numbers depend on the architecture.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Timespec(ctypes.Structure):
 
 
 def available() -> bool:
-    """Return whether this machine's futex call is known."""
+    """Return whether the futex system call number of this machine is known."""
     return _syscall is not None
 
 
@@ -46,7 +46,7 @@ def wait(address: int, expected: int, timeout_s: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wake everyone who sleeps on the u32 at `address`. The kernel's full barrier comes first."""
+    """Wake all sleepers on the u32 at `address`, after a full memory barrier in the kernel."""
     assert _syscall is not None
     _syscall(
         ctypes.c_long(_number),
@@ -60,16 +60,16 @@ def wake(address: int) -> None:
 
 
 class Words(Protocol):
-    """Shared memory seen as u32 words."""
+    """Shared memory as u32 words."""
 
     words: memoryview[int]
 
     def address(self, word: int) -> int:
-        """Return where a word lies in this process."""
+        """Return the address of a word in this process."""
 
 
 def publish(shared: Words, word: int, value: int, wakes: bool) -> None:
-    """Store a word after everything stored before it, and wake who sleeps on it."""
+    """Store a word after all earlier stores, and wake its sleepers."""
     address = shared.address(word)
     if not STORES_STAY_IN_ORDER:
         wake(address)  # for its barrier: the data must be seen before the word

@@ -1,8 +1,8 @@
-"""Hand descriptors from one process to others of the same user, over an abstract Unix socket.
+"""Passing descriptors to other processes of the same user over an abstract Unix socket.
 
-Group rank 0 hands the shared memory to all members. Where members are in different PID namespaces
-each of them brings its own pidfd, and rank 0 hands all of those to all members as well: a pidfd
-can be watched from any namespace.
+Group rank 0 passes the shared memory to all members. If members are in different PID namespaces,
+each of them also sends its own pidfd, and rank 0 passes all pidfds to all members: a pidfd can be
+watched from any namespace.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Check = Callable[[], None]
 
 
 class Handover:
-    """Group rank 0's socket on which it hands descriptors to the other members."""
+    """The socket on which group rank 0 passes descriptors to the other members."""
 
     def __init__(self) -> None:
         self.name = f"echelon-{secrets.token_hex(16)}"
@@ -43,13 +43,13 @@ class Handover:
     def serve(
         self, fd: int, missing: set[int], deadline_s: float, check: Check, pidfd: int = -1
     ) -> tuple[set[int], dict[int, int]]:
-        """Give `fd` to every group rank in `missing`.
+        """Pass `fd` to every group rank in `missing`.
 
-        A peer that has connected may take its time to say which rank it is: it holds up no other.
+        A connected peer that is slow to identify itself does not delay the others.
 
         Args:
             check: raises if a member has died.
-            pidfd: this process's, if pidfds are exchanged.
+            pidfd: this process's pidfd, if pidfds are exchanged.
 
         Returns:
             The ranks that did not arrive by the deadline, and {group rank: pidfd} of the others.
@@ -87,17 +87,17 @@ class Handover:
         return missing, pidfds
 
     def close(self) -> None:
-        """Close the socket; its name goes with it."""
+        """Close the socket, which also removes its name."""
         self._socket.close()
 
 
 def receive(
     name: str, rank: int, deadline_s: float, check: Check, pidfd: int = -1
 ) -> tuple[int, dict[int, int]]:
-    """Fetch the segment's descriptor from group rank 0, and pidfds if this rank brings its own.
+    """Fetch the segment's descriptor from group rank 0, and pidfds if this rank sends its own.
 
     Raises:
-        OSError: it is gone, runs under another user, or did not answer by `deadline_s`.
+        OSError: rank 0 has exited, runs under another user, or did not answer by `deadline_s`.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         _connect(peer, name, deadline_s, check)
@@ -117,7 +117,7 @@ def receive(
 
 
 def _connect(peer: socket.socket, name: str, deadline_s: float, check: Check) -> None:
-    """Connect, and try again while more ranks wait to be accepted than the socket's backlog."""
+    """Connect, retrying while the socket's backlog is full."""
     while True:
         peer.settimeout(max(0.001, deadline_s - time.monotonic()))
         try:
@@ -130,7 +130,7 @@ def _connect(peer: socket.socket, name: str, deadline_s: float, check: Check) ->
 
 
 def _greet(peer: socket.socket) -> tuple[int, list[int]]:
-    """Return the rank that connected, and its pidfd if it brings one; -1 for a stranger."""
+    """Return the rank that connected and its pidfd if it sent one; -1 for a stranger."""
     if _uid(peer) != os.getuid():
         return -1, []
     data, fds = _take(peer, _GROUP_RANK.size, 1, time.monotonic() + _STRANGER_S, lambda: None)
@@ -164,7 +164,7 @@ def _take_table(peer: socket.socket, deadline_s: float, check: Check) -> dict[in
 def _take(
     peer: socket.socket, num_bytes: int, num_fds: int, deadline_s: float, check: Check
 ) -> tuple[bytes, list[int]]:
-    """Receive so many bytes, or fewer if the other end closed, and the descriptors with them."""
+    """Receive `num_bytes`, or fewer if the other end closed, and the descriptors with them."""
     data, fds = b"", []
     while len(data) < num_bytes:
         peer.settimeout(max(0.001, min(_SLICE_S, deadline_s - time.monotonic())))

@@ -1,12 +1,12 @@
-"""The memory that the ranks of a group share, and the marks by which they know it.
+"""The shared memory of a group's ranks, and the marks by which they recognise it.
 
 [Note: who owns a shared segment] The segment is an anonymous file (memfd) with no name in any file
 system: it lives as long as a process maps it, so no death leaves anything behind. Group rank 0
-makes it and hands the descriptor to the others over a Unix socket with a random abstract name
-(handover.py); the descriptor is closed as soon as the memory is mapped, where Python does not keep
-a duplicate of it (before 3.13 it does).
+creates it and passes the descriptor to the others over a Unix socket with a random abstract name
+(handover.py). The descriptor is closed as soon as the memory is mapped, except that Python before
+3.13 keeps a duplicate of it.
 
-    one mark of 32 bytes per rank, up to a page boundary | what the engine puts there
+    one mark of 32 bytes per rank, up to a page boundary | the engine's part
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ class SharedMemory:
         self.map = mmap.mmap(fd, self.offset + engine_bytes, **options)
 
     def write_mark(self, rank: int, mark: bytes) -> None:
-        """Leave the mark by which the others recognise this memory."""
+        """Write the mark by which the others recognise this memory."""
         self.map[rank * MARK_BYTES : (rank + 1) * MARK_BYTES] = mark
 
     def read_mark(self, rank: int) -> bytes:
-        """Return the mark that a rank left."""
+        """Return the mark that a rank wrote."""
         return self.map[rank * MARK_BYTES : (rank + 1) * MARK_BYTES]
 
     def close(self) -> None:
-        """Unmap. The memory itself goes with its last mapping."""
+        """Unmap the memory, which is freed with its last mapping."""
         with contextlib.suppress(BufferError):  # a view lives on: unmapped with it
             self.map.close()
 
 
 def marks_bytes(size: int) -> int:
-    """Return how much the marks of `size` ranks take, in whole pages."""
+    """Return the size of the marks of `size` ranks, in bytes, rounded up to whole pages."""
     return -(-size * MARK_BYTES // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def anonymous_file(num_bytes: int) -> int:
-    """Return the descriptor of memory without a name, of fixed size.
+    """Return the descriptor of anonymous memory of fixed size.
 
     Raises:
-        CollectiveError: the memory has to lie in /dev/shm, and is not available there.
+        CollectiveError: the memory must be in /dev/shm, which does not have enough.
     """
     try:
         fd = os.memfd_create("echelon-shm", os.MFD_CLOEXEC)
@@ -73,7 +73,7 @@ def anonymous_file(num_bytes: int) -> int:
 
 
 def _unlinked_file(num_bytes: int) -> int:
-    """Allocate all of it now: a full /dev/shm would be a SIGBUS inside a collective later."""
+    """Allocate all of it now: a full /dev/shm would cause a SIGBUS inside a later collective."""
     where = _FILES if os.path.isdir(_FILES) else None  # noqa: PTH112
     with tempfile.TemporaryFile(dir=where) as file:
         try:

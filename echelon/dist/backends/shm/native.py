@@ -1,8 +1,8 @@
-"""The C core behind the backend interface: collectives and messages without the interpreter lock.
+"""The C core behind the engine interface: collectives and messages without the interpreter lock.
 
-Operations are queued with the engine and driven by the caller's own thread, or by the engine's
-when they are asynchronous. See `native/engine.h` for the memory model and `native/collectives.c`
-for the algorithms.
+Operations are queued with the engine and driven by the caller's thread, or by the engine's thread
+if they are asynchronous. See `native/engine.h` for the memory model and `native/collectives.c` for
+the algorithms.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ def available() -> bool:
 
 
 def core() -> Any:
-    """Return the C core's module, or None where it was not built."""
+    """Return the C core's module, or None if it was not built."""
     return _native
 
 
 def max_ranks() -> int:
-    """Return how many ranks one group may have."""
+    """Return the maximum number of ranks of a group."""
     return int(_native.MAX_RANKS) if _native is not None else 0
 
 
 def engine_bytes(size: int, plan: Plan) -> int:
-    """Return how much memory the engine of a group needs."""
+    """Return the memory that the engine of a group needs, in bytes."""
     assert _native is not None
     return int(_native.segment_bytes(size, plan.slot_bytes, plan.ring_bytes))
 
 
 class NativePending:
-    """A ticket of the C core, with what is needed to explain its failure."""
+    """A ticket of the C core, with the data to explain its failure."""
 
     __slots__ = ("_engine", "_known", "_operation", "_ticket")
 
@@ -100,16 +100,16 @@ class NativePending:
         return int(self._ticket.source)
 
     def withdraw(self) -> bool:
-        """Take back a receive from any rank; return False if it has a message, or has ended."""
+        """Withdraw a receive from any rank; return False if it has a message or has ended."""
         return bool(self._ticket.withdraw())
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Block until it has ended or the time is up."""
+        """Block until it has ended or the time has expired."""
         return bool(self._ticket.wait(-1.0 if timeout_s is None else timeout_s))
 
 
 class NativeEngine:
-    """Carries out operations of ranks on one host, in C."""
+    """An engine in C for ranks on one host."""
 
     name = "shm"
     device = "cpu"
@@ -135,11 +135,11 @@ class NativeEngine:
         )
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:  # noqa: ARG002
-        """Carry everything."""
+        """Return "": every operation is supported."""
         return ""
 
     def prepare(self, operation: Operation) -> None:
-        """Accept everything."""
+        """Accept every operation."""
 
     def execute(self, operation: Operation, watch: Watch | None = None) -> None:  # noqa: ARG002
         """Carry out one operation on this thread; the core watches deadlines and deaths itself."""
@@ -152,27 +152,27 @@ class NativeEngine:
         return NativePending(self, operation, self._engine.start(*self._arguments(operation)))
 
     def submit_shared(self, operation: Operation, watch: Watch | None = None) -> NativePending:  # noqa: ARG002
-        """Start a receive from any rank that ranks of another engine may answer, too."""
+        """Start a receive from any rank that ranks of another engine may also answer."""
         return NativePending(self, operation, self._engine.start(*self._arguments(operation), True))
 
     @property
     def statistics(self) -> dict[str, int]:
-        """Counts of waits: sleeps, spins, lost_wakes (always 0), stashed messages."""
+        """The counters of waits: sleeps, spins, lost_wakes (always 0) and stashed messages."""
         return dict(self._engine.statistics())
 
     def batch(self) -> AbstractContextManager[object]:
-        """Launch nothing special: submitted operations run without Python already."""
+        """Do nothing special: submitted operations already run without Python."""
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """End what waits in the core; other ranks learn whether this one failed or left."""
+        """End all waits in the core; other ranks are notified whether this one failed or left."""
         if reason is None:
             self._engine.close()
         else:
             self._engine.abort()
 
     def abort(self) -> None:
-        """End the group on this rank: for an engine that runs over this one."""
+        """End the group on this rank, for an engine built on this one."""
         self._engine.abort()
 
     def close(self) -> None:
@@ -200,7 +200,7 @@ class NativeEngine:
         full = [self._members.ranks[rank] for rank in ranks]
         return CollectiveError(
             f"{build.place(self._members, operation)}: {build.named(full)} has no memory left for "
-            "messages that arrived before their receive; post receives in the order of the sends",
+            "messages that arrived before their receives; post receives in the order of the sends",
             group=self._members.name,
             operation=operation.kind,
             sequence=operation.sequence,
@@ -243,7 +243,7 @@ def _root(operation: Operation) -> int:
 
 
 def _type_id(operation: Operation) -> int:
-    """Number a dtype: collectives compare its name in their calls, messages compare this number."""
+    """Return a dtype's number, which messages compare; collectives compare its name."""
     number = _DTYPES.get(operation.dtype)
     if number is not None:
         return number
@@ -251,7 +251,7 @@ def _type_id(operation: Operation) -> int:
 
 
 def _split_bytes(operation: Operation) -> bytes | None:
-    """Return how many bytes belong to each rank; None where all parts are equal."""
+    """Return the number of bytes per rank, or None if all parts are equal."""
     splits = [*operation.input_splits, *operation.output_splits]
     if not splits:
         return None

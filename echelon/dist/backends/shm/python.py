@@ -1,21 +1,21 @@
-"""The pure-Python engine: collectives by NumPy over shared memory, with futexes to wait.
+"""The pure-Python engine: NumPy collectives over shared memory, with waits on futexes.
 
-It is the fallback where no compiler was, and the oracle of the C core's tests. Every chunk of every
-collective begins with the same phase: a rank puts its data into its slot, announces that, and waits
-until all have announced theirs. After it each rank sees what every other called (a mismatch is an
-error before any result is written) and may read everyone's data.
+It is the fallback for installations without a compiler, and the oracle of the C core's tests. Every
+chunk of every collective begins with the same phase: a rank writes its data into its slot,
+announces it, and waits until all ranks have announced theirs. After that each rank knows every
+other rank's call (a mismatch raises an error before any result is written) and may read all data.
 
-    up to 16 KB, or two ranks   each sums all slots                     1 phase
+    up to 16 KB, or two ranks   each rank sums all slots                1 phase
     larger sums                 each sums its share, all copy shares    2 phases
     everything else                                                     1 phase
 
-Slots are used in turns (even and odd chunks): a rank that writes chunk k+2 has seen every rank
-announce chunk k+1, so every rank is done reading chunk k. That is why no third phase is needed.
+Two slots alternate (even and odd chunks): a rank that writes chunk k+2 has seen every rank announce
+chunk k+1, so every rank has finished reading chunk k. A third phase is therefore not needed.
 
-Waiting follows the machine: with more ranks than usable cores it sleeps on the futex at once, else
-it first yields for up to 300 us. A yield that takes over 30 us gave the core to a thread that
-needed it, for a whole time slice: then it sleeps at once for a while (measured beside busy
-neighbours).
+Waiting adapts to the machine: with more ranks than usable cores a rank sleeps on the futex at once,
+otherwise it first yields for up to 300 us. A yield that takes over 30 us gave the core to another
+thread for a whole time slice; after that the rank sleeps at once for a while (measured next to busy
+processes).
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ _ENDS = {
     Fault.LEFT: "it has left",
     Fault.TIMED_OUT: "it ended the group after a timeout",
     Fault.PEER_LOST: "it ended the group after a rank was lost",
-    Fault.MISMATCH: "it ended the group after calls that differ",
+    Fault.MISMATCH: "it ended the group after differing calls",
     Fault.ABORTED: "it aborted the group",
-    Fault.NO_MEMORY: "it ended the group for want of memory",
+    Fault.NO_MEMORY: "it ended the group because it ran out of memory",
 }
 
 
 def engine_bytes(size: int, plan: Plan) -> int:
-    """Return how much memory the engine of a group needs."""
+    """Return the memory that the engine of a group needs, in bytes."""
     return segment_bytes(size, _SLOT_BYTES, plan.ring_bytes)
 
 
 class PythonEngine(HostEngine):
-    """Carries out operations of ranks on one host, in Python."""
+    """An engine in Python for ranks on one host."""
 
     name = "shm"
     engine = "python"
@@ -115,7 +115,7 @@ class PythonEngine(HostEngine):
         }
 
     def carry_out(self, operation: Operation, watch: Watch) -> None:
-        """Carry out one collective on this thread, whose turn it is."""
+        """Carry out one collective on this thread when its turn comes."""
         self._call = operation.head
         self._turn ^= 1
         self._segment.write_header(self._rank, self._turn, self._call)
@@ -123,7 +123,7 @@ class PythonEngine(HostEngine):
         self._num_ended += 1
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """End the group in the shared memory: ranks that wait for this one notice at once."""
+        """Mark the group as ended in shared memory; ranks that wait for this one notice at once."""
         if self._is_cut or self._is_closed:
             return
         self._is_cut = True
@@ -258,7 +258,7 @@ class PythonEngine(HostEngine):
                 np.copyto(place, part.reshape(self._size, per_slot)[self._rank, : len(place)])
 
     def _agree_on_splits(self, operation: Operation, watch: Watch) -> int:
-        """Compare what each sends with what its peers expect; return the longest piece."""
+        """Compare each rank's sends with what its peers expect; return the longest piece."""
         mine = np.array([*operation.input_splits, *operation.output_splits], np.int64)
         tables = np.stack(self._exchange(operation, watch, mine))
         sent, wanted = tables[:, : self._size], tables[:, self._size :].T
@@ -284,7 +284,7 @@ class PythonEngine(HostEngine):
         """Publish this rank's chunk and wait for all others.
 
         Args:
-            lengths: elements per rank; None: as many as here.
+            lengths: elements per rank; None if all ranks have as many as this one.
 
         Returns:
             Every rank's chunk, in rank order.
@@ -337,7 +337,7 @@ class PythonEngine(HostEngine):
     # ---- faults ----
 
     def _look_around(self, operation: Operation, watch: Watch) -> None:
-        """Raise if a missing rank cannot arrive any more, or if the time is up."""
+        """Raise if a missing rank can no longer arrive or the time has expired."""
         gone: set[int] = set()
         reason = Fault.PEER_LOST
         for rank in self._late():
@@ -353,7 +353,7 @@ class PythonEngine(HostEngine):
         watch.check(self._late)
 
     def _gone(self) -> list[tuple[int, str]]:
-        """Return the ranks that have ended the group or left it; asked by the message thread."""
+        """Return the ranks that have ended or left the group; called by the message thread."""
         return [
             (rank, _ENDS[Fault(fault)])
             for rank in self._others
@@ -368,7 +368,7 @@ class PythonEngine(HostEngine):
         return build.peer_lost(self._members, operation, gone)
 
     def _give_up(self, error: CollectiveError) -> None:
-        """Name the ranks at fault, so that the others name the same ones and not this rank."""
+        """Record the ranks at fault, so that other ranks blame them and not this rank."""
         fault = Fault.ABORTED
         if isinstance(error, CollectiveMismatchError):
             fault = Fault.MISMATCH
@@ -393,9 +393,9 @@ class PythonEngine(HostEngine):
         self._agreed = operation.sequence
 
     def _check_nobody_gave_up(self, operation: Operation) -> None:
-        """Fail with a member that raised, although what this rank needs of it has arrived.
+        """Raise if another member failed, even if its data for this rank has arrived.
 
-        One that has finished this collective, and failed in a later one, has not.
+        A member that finished this collective and failed in a later one does not count.
         """
         for rank in self._others:
             fault, blamed = self._segment.blamed_by(rank)
@@ -411,7 +411,7 @@ def _array(data: Flat | None) -> Flat:
 
 
 def _chunks(length: int, per_chunk: int) -> range:
-    """Starts of the chunks; one empty chunk for no data, since the ranks must meet all the same."""
+    """Return the starts of the chunks; empty data is one chunk, so that the ranks still meet."""
     return range(0, max(length, 1), per_chunk)
 
 

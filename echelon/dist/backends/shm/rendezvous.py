@@ -1,8 +1,9 @@
-"""How the members of a group come to map the same memory, and prove that they do.
+"""The rendezvous at which a group's members map the same memory and verify it.
 
-One gather through the store tells everyone where everyone runs; group rank 0 hands out the
-descriptor; a second gather compares the marks that each left in the mapping. Same host means: same
-boot id, same network namespace, same memory. It is never guessed from host names.
+One gather through the store shares where each member runs; group rank 0 passes out the descriptor;
+a second gather compares the marks that each rank wrote into the mapping. Members are on the same
+host if they share the boot ID, the network namespace and the memory. This is never guessed from
+host names.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from echelon.store import PrefixStore
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """How the members of a group have agreed to share memory; group rank 0 decides.
+    """The agreed layout of a group's shared memory, chosen by group rank 0.
 
     Attributes:
         native: whether all of them run the C core.
@@ -54,16 +55,16 @@ def join(
     engine_bytes: Callable[[Plan], int],
     timeout_s: float,
 ) -> tuple[Plan, SharedMemory, Peers]:
-    """Map the group's memory; every member calls this.
+    """Map the group's memory; every member must call this.
 
     Args:
-        offer: what this process can do; group rank 0's sizes are taken.
+        offer: the capabilities of this process; the sizes of group rank 0 are used.
         engine_bytes: size of the engine's part of the memory under a plan.
 
     Raises:
         ValueError: the members do not run on one host.
-        CollectiveTimeoutError: members did not come within `timeout_s`; names them.
-        PeerLostError: group rank 0 exited in the meantime.
+        CollectiveTimeoutError: members did not join within `timeout_s`; the error names them.
+        PeerLostError: group rank 0 exited during the rendezvous.
     """
     deadline_s = time.monotonic() + timeout_s
     handover = Handover() if members.rank == 0 and members.size > 1 else None
@@ -110,7 +111,7 @@ def _check_one_host(members: Members, facts: list[dict[str, Any]]) -> None:
     if elsewhere:
         raise ValueError(
             f"group {members.name!r}: backend 'shm' needs all ranks on one host; "
-            f"not on the host of rank {members.ranks[members.rank]}: {elsewhere}"
+            f"on other hosts than rank {members.ranks[members.rank]}: {elsewhere}"
         )
 
 
@@ -166,7 +167,7 @@ def _no_memory_from(members: Members, error: OSError) -> PeerLostError:
 
 @contextlib.contextmanager
 def _own_pidfd(facts: list[dict[str, Any]]) -> Iterator[int]:
-    """Yield this process's pidfd where members are in different PID namespaces; else -1."""
+    """Yield this process's pidfd if members are in different PID namespaces, else -1."""
     fd = -1
     if len({fact["pids"] for fact in facts}) > 1:
         with contextlib.suppress(OSError, AttributeError):
@@ -187,7 +188,7 @@ def _adopt(facts: list[dict[str, Any]], me: int, pidfds: dict[int, int]) -> None
 
 
 class _Check:
-    """Raises if a member died while the group is being made."""
+    """A check that raises if a member died while the group is being created."""
 
     def __init__(self, members: Members, peers: Peers) -> None:
         self._members = members
@@ -207,6 +208,6 @@ def _prove_shared(
     for rank, text in enumerate(exchange(members, store, "marks", mark.hex(), deadline_s)):
         if memory.read_mark(rank).hex() != text:
             raise ValueError(
-                f"group {members.name!r}: rank {members.ranks[rank]} maps other memory than "
+                f"group {members.name!r}: rank {members.ranks[rank]} does not map the memory of "
                 f"rank {members.ranks[members.rank]}: the ranks are not on one host"
             )

@@ -1,14 +1,14 @@
-"""Byte streams in shared memory: one ring for each ordered pair of ranks, one doorbell per rank.
+"""Byte streams in shared memory: one ring per ordered pair of ranks, one doorbell per rank.
 
 A ring's `tail` counts the bytes written and its `head` the bytes read, modulo twice the size of the
-ring, so that full and empty differ for any size. The rank that moves either of them rings the other
-rank's doorbell: a word that its message thread sleeps on.
+ring, so that full and empty can be distinguished for any size. The rank that moves either of them
+rings the other rank's doorbell, a word on which its message thread sleeps.
 
 [Note: no ring of a bell is lost] A sender stores the tail, makes a system call (a full barrier),
 then stores a value in the bell that it has never stored before, and wakes its sleepers. The sleeper
 reads the bell first, looks at all rings, and sleeps only while the bell still has that value: it
-either sees the tail or does not sleep. Values differ between ranks, too, since two increments that
-race could put an old value back.
+either sees the tail or does not sleep. Values also differ between ranks, because two racing
+increments could otherwise restore an old value.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Rings:
     slice_s = 0.1  # a peer that dies rings no bell
 
     def __init__(self, segment: Segment, rank: int, gone: Gone) -> None:
-        """`gone()` returns the peers that have ended, with the reason; asked in every wait."""
+        """Use `gone()` in every wait to get the peers that have ended, with the reasons."""
         self._segment = segment
         self._words = segment.words
         self._rank = rank
@@ -46,15 +46,15 @@ class Rings:
         self._is_closed = False
 
     def open(self, peer: int) -> None:
-        """Do nothing: rings are there from the start."""
+        """Do nothing: rings exist from the start."""
 
     def drop(self, peer: int) -> None:
-        """Read and write nothing of a peer any more."""
+        """Stop reading from and writing to a peer."""
         self._dropped.add(peer)
         self._full.discard(peer)
 
     def wait(self, timeout_s: float) -> list[int]:
-        """Sleep until the bell rings, unless there is something to do; return whom to read."""
+        """Sleep until the bell rings or there is work; return the peers to read from."""
         seen = self._words[self._bell]
         readable = self._readable()
         if not readable and not self._has_room() and timeout_s > 0:
@@ -63,13 +63,13 @@ class Rings:
         return readable
 
     def writable(self) -> list[int]:
-        """Return the peers whose full ring has room again."""
+        """Return the peers whose ring was full and has room again."""
         free = self._has_room()
         self._full.difference_update(free)
         return free
 
     def read(self, peer: int, view: memoryview) -> int:
-        """Copy what a peer has written, as far as it fits; return how many bytes."""
+        """Copy as much of a peer's data as fits; return the number of bytes."""
         if peer in self._dropped:
             return 0
         ring = self._segment.ring(peer, self._rank)
@@ -89,11 +89,11 @@ class Rings:
         return done
 
     def has_unread(self, peer: int) -> bool:
-        """Return whether a peer has written what was not read; from any thread."""
+        """Return whether a peer has unread data; callable from any thread."""
         return not self._is_closed and peer not in self._dropped and self._num_there(peer) > 0
 
     def write(self, peer: int, views: list[memoryview]) -> int:
-        """Copy into a peer's ring what there is room for; return how many bytes."""
+        """Copy as much into a peer's ring as fits; return the number of bytes."""
         if peer in self._dropped:
             raise StreamBroken("it has left")
         done = 0
@@ -106,7 +106,7 @@ class Rings:
         return done
 
     def broken(self) -> list[tuple[int, str]]:
-        """Return the peers that have ended and whose ring has been read to its end."""
+        """Return the peers that have ended and whose ring is fully read."""
         return [
             (peer, why)
             for peer, why in self._gone()
@@ -119,7 +119,7 @@ class Rings:
             self._ring(self._rank)
 
     def close(self) -> None:
-        """Touch the memory no more."""
+        """Stop using the memory."""
         self._is_closed = True
 
     def _write(self, peer: int, data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int:

@@ -1,14 +1,14 @@
-"""What lies where in the pure-Python engine's memory.
+"""The memory layout of the pure-Python engine.
 
     per rank: control block (one page) ... | per rank: two data slots | per pair: message ring
 
 A control block holds
-    0     u32  published: how often this rank has announced a phase; others sleep on it
-    4     u32  failed: a `Fault` once the rank has given the group up
-    8     u32  number of ranks it blames, then up to 64 of them as u32
-    272   u32  number of collectives it had finished by then
+    0     u32  published: number of phases announced by this rank; others sleep on it
+    4     u32  failed: a `Fault` once the rank has abandoned the group
+    8     u32  number of ranks that it blames, then up to 64 of them as u32
+    272   u32  number of collectives finished before that
     512   u32  doorbell of the rank's message thread, see rings.py
-    1024  two headers of 1024 bytes, in turns: what the rank called in this collective, and before
+    1024  two alternating headers of 1024 bytes: the rank's calls in this collective and the last
 
 A message ring holds its `tail` (u32, bytes written; the sender's), at 64 its `head` (u32, bytes
 read; the receiver's), both modulo twice the ring's size, and at 128 its bytes.
@@ -46,7 +46,7 @@ class Segment:
         self._address = self._bytes.ctypes.data
 
     def address(self, word: int) -> int:
-        """Return where a word lies in this process."""
+        """Return the address of a word in this process."""
         return self._address + 4 * word
 
     def bell_word(self, rank: int) -> int:
@@ -77,22 +77,22 @@ class Segment:
         return rings + (sender * self.size + receiver) * (RING_HEAD_BYTES + self.ring_bytes)
 
     def write_header(self, rank: int, parity: int, data: bytes) -> None:
-        """Describe what this rank calls; cut to what fits."""
+        """Write a description of this rank's call, truncated if necessary."""
         start = rank * CONTROL_BYTES + _HEADERS_OFFSET + parity * HEADER_BYTES
         data = data[: HEADER_BYTES - 2]
         self._view[start : start + 2 + len(data)] = len(data).to_bytes(2, "little") + data
 
     def read_header(self, rank: int, parity: int) -> bytes:
-        """Return what a rank says it calls."""
+        """Return a rank's description of its call."""
         start = rank * CONTROL_BYTES + _HEADERS_OFFSET + parity * HEADER_BYTES
         raw = bytes(self._view[start : start + HEADER_BYTES])
         return raw[2 : 2 + int.from_bytes(raw[:2], "little")]
 
     def blame(self, rank: int, fault: int, blamed: list[int], num_ended: int) -> None:
-        """Note that `rank` gives the group up because of the group ranks `blamed`.
+        """Record that `rank` abandons the group because of the group ranks `blamed`.
 
         Args:
-            num_ended: collectives that it had finished.
+            num_ended: the number of collectives that it had finished.
         """
         base = rank * CONTROL_BYTES // 4
         if self.words[base + 1]:
@@ -105,7 +105,7 @@ class Segment:
         self.words[base + 1] = fault
 
     def blamed_by(self, rank: int) -> tuple[int, list[int]]:
-        """Return why a rank has given up, and whom it blames; (0, []) if it has not."""
+        """Return why a rank abandoned the group, and the ranks it blames; (0, []) if it has not."""
         base = rank * CONTROL_BYTES // 4
         fault = self.words[base + 1]
         if not fault:
@@ -115,11 +115,11 @@ class Segment:
         return fault, [r for r in self.words[first : first + count].tolist() if r < self.size]
 
     def num_ended(self, rank: int) -> int:
-        """Return how many collectives, modulo 2^32, a rank that gave up had finished."""
+        """Return the number of collectives, modulo 2^32, that a rank finished before it failed."""
         return int(self.words[rank * CONTROL_BYTES // 4 + _ENDED_OFFSET // 4])
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self.words.release()
         self._view.release()
         del self._bytes

@@ -1,1 +1,1 @@
-"""Real oneCCL through its C API: Intel GPUs, and its CPU plugin where there is none."""
+"""Real oneCCL through its C API: for Intel GPUs, or with its CPU plugin if there are none."""

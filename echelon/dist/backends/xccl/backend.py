@@ -1,21 +1,21 @@
-"""The xccl backend. Here on host memory, by oneCCL's CPU plugin; `device.py` has Intel GPUs.
+"""The xccl backend on host memory, with oneCCL's CPU plugin; `device.py` has Intel GPUs.
 
     all_reduce, all_gather, reduce_scatter, broadcast, all_to_all: oneCCL's own
 
     dtypes and bitwise sums that it lacks    all_gather, summed here in rank order
-    reduce, gather                           all_reduce, all_gather into memory of our own
+    reduce, gather                           all_reduce, all_gather into the engine's own memory
     scatter                                  broadcast, from which each rank takes its part
     all_to_all with splits                   all_to_all of the longest piece
     send, recv                               refused: the plugin crashes (seen with 2022.1.2);
-                                             `router.py` has another engine carry them
+                                             `router.py` makes another engine carry them
 
-Its calls block in C and cannot be aborted. So they run on a thread of the group, and the caller
-waits for that thread while it checks its watch. When an operation fails, the thread stays where it
-is with the arrays it works on, and the communicator is never destroyed: the process can still end,
-and its memory goes with it.
+oneCCL's calls block in C and cannot be aborted. So they run on a separate thread, and the caller
+checks its watch while it waits for that thread. When an operation fails, the thread and the arrays
+it uses are abandoned, and the communicator is never destroyed; the process can still exit, which
+frees the memory.
 
-All groups of a process share that thread, and the lane before it: the library serves one call at a
-time, so calls on two communicators must come in the same order on every rank.
+All groups of a process share that thread and its queue: the library serves one call at a time, so
+calls on two communicators must be made in the same order on every rank.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ _BYTE = library.DTYPES["uint8"]
 
 
 def not_ready() -> str:
-    """Say why this machine cannot run the backend; "" if it can."""
+    """Return why this machine cannot run the backend, or "" if it can."""
     return library.check("xpu" if _has_gpu() else "cpu")
 
 
 def create(members: Members, store: PrefixStore, timeout_s: float) -> Engine:
-    """Make the engine of a group, for Intel GPUs where they are; every member calls this.
+    """Create the engine of a group, for Intel GPUs if there are any; every member must call this.
 
     Raises:
-        ValueError: the library serves the other kind of memory in this process already.
-        CollectiveTimeoutError: members did not come within `timeout_s`.
+        ValueError: the library already serves the other kind of memory in this process.
+        CollectiveTimeoutError: members did not join within `timeout_s`.
     """
     device = members.device or ("xpu" if _has_gpu() else "cpu")
     try:
@@ -109,7 +109,7 @@ class _Worker:
 
 
 class _Shared:
-    """What all groups of the process have in common; released with the last of them."""
+    """The state shared by all groups of the process, released with the last of them."""
 
     def __init__(self) -> None:
         self.lane = Lane("echelon-xccl-lane")
@@ -118,7 +118,7 @@ class _Shared:
         self.is_stuck = False
 
     def give_up(self, *kept: Any) -> None:
-        """Leave the worker where it is, keep what it works on, and let the process end anyway."""
+        """Abandon the worker, keep the memory it uses, and let the process exit anyway."""
         self.is_stuck = True
         keep_for_ever(self, kept)
 
@@ -149,7 +149,7 @@ def _give_shared_back(shared: _Shared) -> None:
 
 
 class _Joining:
-    """The watch of a group that is being made."""
+    """The watch of a group that is being created."""
 
     def __init__(self, members: Members, timeout_s: float) -> None:
         self.operation = Operation("init", 0, timeout_s=timeout_s)
@@ -157,7 +157,7 @@ class _Joining:
         self._members = members
 
     def check(self, needed: Callable[[], Sequence[int]] | None = None) -> None:
-        """Raise if a member has died, or the time is up."""
+        """Raise if a member has died or the time has expired."""
         self._members.check()
         if time.monotonic() >= self.deadline_s:
             late = [] if needed is None else needed()
@@ -165,7 +165,7 @@ class _Joining:
 
 
 class XcclEngine:
-    """Carries out operations on host memory with oneCCL's CPU plugin."""
+    """An engine for host memory with oneCCL's CPU plugin."""
 
     name = "xccl"
     device = "cpu"
@@ -205,7 +205,7 @@ class XcclEngine:
         return ""
 
     def prepare(self, operation: Operation) -> None:
-        """Accept everything that `refuses` does not refuse."""
+        """Accept every operation that `refuses` accepts."""
 
     def execute(self, operation: Operation, watch: Watch) -> None:
         """Carry out one operation in its turn; block until it is done on this rank."""
@@ -216,15 +216,15 @@ class XcclEngine:
         return self._shared.lane.submit(lambda: self._carry_out(operation, watch))
 
     def batch(self) -> AbstractContextManager[object]:
-        """Launch nothing special: the lane runs as it is filled."""
+        """Do nothing special: queued operations run at once."""
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """Note that the communicator may be in use; what waits ends in its next check."""
+        """Record that the communicator may be in use; waits end in their next check."""
         self._is_broken = self._is_broken or reason is not None
 
     def close(self) -> None:
-        """Leave the group; the communicator is destroyed only if nothing is stuck in it."""
+        """Leave the group; the communicator is destroyed only if no call is stuck in it."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -333,7 +333,7 @@ class XcclEngine:
     def _reduce_scatter_uneven(
         self, operation: Operation, watch: Watch, source: Flat, target: Flat
     ) -> None:
-        """Exchange parts that are padded to the longest, and sum them here in rank order."""
+        """Exchange parts padded to the longest, and sum them on this rank in rank order."""
         longest = max(operation.input_splits)
         if not longest:
             return
@@ -380,7 +380,7 @@ class XcclEngine:
     def _all_gather_uneven(
         self, operation: Operation, watch: Watch, source: Flat, target: Flat
     ) -> None:
-        """Collect parts that are padded to the longest, and take what belongs to each."""
+        """Collect parts padded to the longest, and extract each rank's part."""
         splits = operation.output_splits
         if not max(splits):
             return

@@ -1,11 +1,11 @@
 """oneCCL on Intel GPUs: arrays on "xpu", on torch.xpu's streams. See `device/stream.py`.
 
-Written against the library's header. It has never run, since no machine with an Intel GPU was at
-hand: what is tested is everything above the library, on the tests' made-up device, and that each
-call is declared as the header does.
+Written against the library's header. It has never run, because no machine with an Intel GPU was
+available. The tests cover everything above the library, on their fake device, and check that each
+call is declared as in the header.
 
-oneCCL cannot abort: an operation that never ends keeps its stream, its arrays are kept with it, and
-the process ends without the library's destructors, which would wait for it.
+oneCCL cannot abort: the stream and the arrays of an operation that never completes are kept, and
+the process exits without running the library's destructors, which would wait for it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from echelon.store import PrefixStore
 
 
 def create(members: Members, store: PrefixStore, timeout_s: float) -> StreamEngine:
-    """Make the engine of a group; every member calls this.
+    """Create the engine of a group; every member must call this.
 
     Raises:
         CollectiveTimeoutError: members did not call it within `timeout_s`.
-        RuntimeError: what oneCCL raises.
+        RuntimeError: oneCCL reported an error.
     """
     made = XpuLibrary()
     return StreamEngine(made, with_own_device(members, made.accelerator), store, timeout_s)
@@ -44,7 +44,7 @@ class XpuLibrary(DeviceLibrary):
     reduce_ops = frozenset({*library.REDUCE_OPS, "avg"})
 
     def unique_id(self) -> bytes:
-        """Draw the id of a communicator."""
+        """Generate the ID of a communicator."""
         return library.unique_id(self.device)
 
     def open(
@@ -56,11 +56,11 @@ class XpuLibrary(DeviceLibrary):
         *,
         is_lane: bool,  # noqa: ARG002
     ) -> XpuCommunicator:
-        """Make a communicator; blocks until all members do."""
+        """Create a communicator; block until all members do the same."""
         return XpuCommunicator(library.Communicator(size, rank, unique_id, self.device, index))
 
     def group(self) -> AbstractContextManager[object]:
-        """Launch what this thread calls inside as one."""
+        """Launch the calls that this thread makes inside the block as one."""
         return _group(library.load(self.device))
 
 
@@ -91,15 +91,15 @@ class XpuCommunicator:
         self._communicator.call(*calls[kind], stream=int(stream.sycl_queue))
 
     def failure(self) -> str:
-        """Return "": the library has no call that tells."""
+        """Return "": the library has no call that reports errors."""
         return ""
 
     def revoke(self) -> bool:
-        """Return False: the library cannot."""
+        """Return False: the library does not support it."""
         return False
 
     def abort(self) -> None:
-        """Keep the communicator: the library can neither end what runs nor free it then."""
+        """Keep the communicator: the library can neither abort running operations nor free it."""
         keep_for_ever(self._communicator)
 
     def destroy(self) -> None:
@@ -109,7 +109,7 @@ class XpuCommunicator:
 
 @contextlib.contextmanager
 def _group(loaded: Any) -> Iterator[None]:
-    """Group calls; an error inside the block is what is raised, not that of ending the group."""
+    """Group calls; an error inside the block takes precedence over one from ending the group."""
     _check("GroupStart", loaded)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What becomes of a call that cannot be aborted: it is kept, and the process ends without it."""
+"""Handling of calls that cannot be aborted: they are kept, and the process exits without them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _kept: list[Any] = []
 
 
 def keep_for_ever(*things: Any) -> None:
-    """Keep what a stuck call may still use, and let the process exit without waiting for it."""
+    """Keep the memory of a stuck call, and let the process exit without waiting for the call."""
     if not _kept:
         _skip_destructors()
     _kept.append(things)
 
 
 def _skip_destructors() -> None:
-    """Have exit() end the process at once: destructors of the library wait for the stuck call."""
+    """Make exit() end the process at once: the library's destructors wait for the stuck call."""
     libc = ctypes.CDLL(None)
     with contextlib.suppress(AttributeError):
         libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)

@@ -1,10 +1,10 @@
-"""oneCCL's C library: found, loaded with what it needs, and called by ctypes.
+"""oneCCL's C library: located, loaded with its dependencies, and called through ctypes.
 
 The wheel (`oneccl`, and the runtime packages it depends on) puts its libraries into the
-environment's `lib` folder, a oneAPI installation into folders of its own; the loader looks into
-neither. So each library that the loader misses is loaded from there first, by its full path; after
-that it is found by its name. The settings that choose the CPU plugin are made here too, unless the
-user has made them; a process has one plugin.
+environment's `lib` folder; a oneAPI installation uses its own folders. The loader searches neither.
+So each missing library is first loaded from there by its full path; after that the loader finds it
+by name. The settings that select the CPU plugin are made here too, unless the user has made them; a
+process can use only one plugin.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ DECLARATIONS = {
 
 
 class UniqueId(ctypes.Structure):
-    """What rank 0 draws and all ranks join by."""
+    """The ID that rank 0 generates and all ranks use to join."""
 
     _fields_ = (("data", ctypes.c_char * ID_BYTES),)
 
 
 def folder() -> Path | None:
-    """Return the folder that holds the library: the environment's, else oneAPI's, else None.
+    """Return the folder with the library: the environment's, else oneAPI's, else None.
 
-    A oneAPI installation says where it is by CCL_ROOT, or by ONEAPI_ROOT.
+    A oneAPI installation is located through CCL_ROOT or ONEAPI_ROOT.
     """
     return next((path for path in _folders() if (path / _NAME).exists()), None)
 
@@ -89,10 +89,10 @@ def _folders() -> Iterator[Path]:
 
 @functools.cache
 def check(device: str) -> str:
-    """Return why the library cannot be loaded for a kind of device; "" if it can.
+    """Return why the library cannot be loaded for a kind of device, or "" if it can.
 
-    It is loaded in a process of its own, so this one stays as it is: neither bound to a kind of
-    device, nor with oneCCL's settings in its environment.
+    The attempt runs in a separate process, so this one is neither bound to a kind of device nor has
+    oneCCL's settings in its environment afterwards.
     """
     if folder() is None:
         return (
@@ -118,14 +118,14 @@ def load(device: str = "cpu") -> Any:
     """Load the library for arrays on the host ("cpu") or on Intel GPUs ("xpu").
 
     Raises:
-        OSError: it is not installed, or not completely; or it serves the other kind already.
+        OSError: it is not completely installed, or already serves the other kind of array.
     """
     global _serves
     path = folder()
     if path is None:
         raise OSError(f"{_NAME} is not in this environment")
     if _serves not in ("", device):
-        raise OSError(f"oneCCL serves arrays on {_serves} in this process, and only those")
+        raise OSError(f"oneCCL can serve only arrays on {_serves} in this process")
     before = dict(os.environ)
     try:
         for name, value in _settings(path, device).items():
@@ -176,7 +176,7 @@ def _declare(library: Any) -> None:
 class Communicator:
     """One oneCCL communicator.
 
-    On host memory every call blocks, and cannot be aborted; on a device it is put on the stream.
+    On host memory every call blocks and cannot be aborted; on a device it is queued on the stream.
     """
 
     def __init__(
@@ -194,10 +194,10 @@ class Communicator:
         )
 
     def call(self, name: str, *arguments: Any, stream: int | None = None) -> None:
-        """Call `oneccl<name>(*arguments, communicator, stream)`; no stream on host memory.
+        """Call `oneccl<name>(*arguments, communicator, stream)`; without a stream for host memory.
 
         Raises:
-            RuntimeError: the library reports a failure.
+            RuntimeError: the library reported an error.
         """
         self._set_device()
         function = getattr(self._library, f"oneccl{name}")
@@ -213,7 +213,7 @@ class Communicator:
         self._check("CommDestroy", self._library.onecclCommDestroy(self._handle))
 
     def _set_device(self) -> None:
-        """Choose the communicator's device for this thread: the library keeps one for each."""
+        """Select the communicator's device for this thread: the library keeps one per thread."""
         if self._index is not None and getattr(_here, "index", None) != self._index:
             self._check("SetDevice", self._library.onecclSetDevice(self._index))
             _here.index = self._index
@@ -225,7 +225,7 @@ class Communicator:
 
 
 def unique_id(device: str = "cpu") -> bytes:
-    """Draw the id by which the members of a new communicator find each other."""
+    """Generate the ID by which the members of a new communicator find each other."""
     drawn = UniqueId()
     result = load(device).onecclGetUniqueId(ctypes.byref(drawn))
     if result:

@@ -1,1 +1,1 @@
-"""A checkpoint's folder, its files, and the bytes in them."""
+"""A checkpoint's folder, its files and their bytes."""

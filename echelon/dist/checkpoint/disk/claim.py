@@ -1,7 +1,7 @@
-"""A claim: one job at a time keeps its checkpoints in a folder.
+"""A claim: only one job at a time saves checkpoints in a folder.
 
 The claim is a lock (`flock`) on a file in the folder, so it ends with its process, however that
-ends. Children that are forked let go of it.
+ends. Forked children release it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _LOOK_S = 0.1
 
 
 class Claim:
-    """A folder that this process has for itself until `close`.
+    """Exclusive use of a folder by this process until `close`.
 
     Raises:
-        CheckpointError: another process has it, and keeps it for the time that a lost one may.
+        CheckpointError: another process holds it for longer than a lost process could.
         OSError: the folder cannot be written.
     """
 
@@ -68,15 +68,17 @@ class Claim:
             except BlockingIOError:
                 host, process = self._owner()
             except OSError as error:
-                reason = f"{self._path}: no locks here ({error.strerror}): make sure that no other"
+                reason = (
+                    f"{self._path}: locks do not work here ({error.strerror}): make sure no other"
+                )
                 warnings.warn(f"{reason} job saves in this folder", RuntimeWarning, stacklevel=2)
                 return
             limit_s = same_host_s if host == socket.gethostname() else other_host_s
             if time.monotonic() - began_s > limit_s:
                 folder = self._path.parent
                 raise CheckpointError(
-                    f"{folder}: another job keeps its checkpoints here (process {process} on "
-                    f"{host}). Give each job a folder of its own",
+                    f"{folder}: another job saves its checkpoints here (process {process} on "
+                    f"{host}). Give each job its own folder",
                     path=folder,
                 )
             time.sleep(_LOOK_S)
@@ -89,7 +91,7 @@ class Claim:
             return "another host", 0
 
     def _sign(self) -> None:
-        """Record the owner of the folder: for people, and to decide how long others wait."""
+        """Record the owner of the folder, for users and to decide how long others wait."""
         with contextlib.suppress(OSError):  # a full disk does not end the claim
             text = json.dumps([socket.gethostname(), os.getpid()]).encode()
             os.ftruncate(self._descriptor, 0)
@@ -100,7 +102,7 @@ _claims: weakref.WeakSet[Claim] = weakref.WeakSet()
 
 
 def _release_in_child() -> None:
-    """Close a forked child's copies, which would keep the lock after its parent's end."""
+    """Close a forked child's copies, which would keep the lock after its parent exits."""
     for claim in list(_claims):
         claim.close()
 

@@ -1,4 +1,4 @@
-"""DamagedError: what is on the disk is not what was written."""
+"""DamagedError: the data on disk is not the data that was written."""
 
 from __future__ import annotations
 
@@ -6,4 +6,7 @@ from echelon.errors import CheckpointError
 
 
 class DamagedError(CheckpointError):
-    """A file of a committed version is missing, cut short or altered; an older version may do."""
+    """A file of a committed version is missing, truncated or altered.
+
+    An older version may be usable.
+    """

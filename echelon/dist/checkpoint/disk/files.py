@@ -1,7 +1,7 @@
-"""The steps by which a save changes the file system, one call each.
+"""The file-system changes that a save makes, one function each.
 
-Every change of a checkpoint on disk is made here, so that a test can kill the process, fail the
-call or hang it at any of them, and see that the previous checkpoint still loads.
+Every change of a checkpoint on disk is made here, so that a test can kill the process, or fail or
+hang the call, at any of them and verify that the previous checkpoint still loads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
 
 
 class NewFile:
-    """A file that did not exist before. `sync` it first if it must survive a power failure."""
+    """A newly created file. Call `sync` before `close` if it must survive a power failure."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -29,7 +29,7 @@ class NewFile:
             rest = rest[os.write(self._descriptor, rest) :]
 
     def sync(self) -> None:
-        """Block until its content is on the disk."""
+        """Block until its content is on disk."""
         os.fsync(self._descriptor)
 
     def close(self) -> None:
@@ -43,9 +43,10 @@ def write_whole(path: Path, data: bytes, *, sync: bool) -> None:
     """Make a file appear at `path` with all its content, or not at all.
 
     Args:
-        path: of the file.
-        data: its content.
-        sync: flush it, so that it survives a power failure once its folder is flushed as well.
+        path: path of the file.
+        data: content of the file.
+        sync: flush the file, so that it survives a power failure once its folder is flushed as
+            well.
     """
     unfinished = path.with_name(f".{path.name}.tmp")
     file = NewFile(unfinished)
@@ -59,7 +60,7 @@ def write_whole(path: Path, data: bytes, *, sync: bool) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it; an existing one is fine."""
+    """Create a folder and its parents; an existing one is fine."""
     if path.is_dir():
         return
     make_folder(path.parent)
@@ -71,13 +72,13 @@ def make_folder(path: Path) -> None:
 
 
 def rename(path: Path, target: Path) -> None:
-    """Rename a folder and flush the folder above it."""
+    """Rename a folder and flush its parent folder."""
     path.rename(target)
     sync_folder(target.parent)
 
 
 def sync_folder(path: Path) -> None:
-    """Block until the folder's entries are on the disk."""
+    """Block until the folder's entries are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -86,17 +87,17 @@ def sync_folder(path: Path) -> None:
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Remove files that may not exist any more."""
+    """Remove files, which may already be missing."""
     for path in paths:
         path.unlink(missing_ok=True)
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder of files. Its name disappears first, and with it all that writers know.
+    """Remove a folder of files; rename it first, so that writers can no longer find it.
 
     Raises:
-        FileNotFoundError: it does not exist.
-        OSError: it cannot be renamed; then nothing was removed.
+        FileNotFoundError: the folder does not exist.
+        OSError: the folder cannot be renamed; nothing was removed.
     """
     trash = set_aside(path)
     with contextlib.suppress(OSError):  # the next save tries again
@@ -104,11 +105,11 @@ def remove_folder(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Give a folder a hidden name under which the next save removes it; return that name.
+    """Rename a folder to a hidden name, so that the next save removes it; return that name.
 
     Raises:
-        FileNotFoundError: it does not exist.
-        OSError: it cannot be renamed.
+        FileNotFoundError: the folder does not exist.
+        OSError: the folder cannot be renamed.
     """
     name = path.name.removeprefix(".").removesuffix(".tmp").partition("-")[0]
     trash = path.with_name(f".{name}-{secrets.token_hex(8)}.trash")
@@ -117,6 +118,6 @@ def set_aside(path: Path) -> Path:
 
 
 def empty_folder(path: Path) -> None:
-    """Remove a folder's files, then the folder."""
+    """Remove a folder's files, then the folder itself."""
     remove(list(path.iterdir()))
     path.rmdir()

@@ -1,19 +1,19 @@
 """A checkpoint's folder: numbered versions, of which the newest complete one counts.
 
     PATH/000002/rank_00000.bin  ...  manifest  commit
-    PATH/.000003-1f0c9a52e7d8b364.tmp/     being written, or left by a job that died
+    PATH/.000003-1f0c9a52e7d8b364.tmp/     being written, or left by a dead job
     PATH/.000001-77ab03c4d5e6f012.trash/   being removed
 
 [Note: when a version counts] A version is written under a hidden name, flushed, renamed to its
-number, and given its commit mark last; the mark holds the manifest's own checksum. A reader ignores
-every version without a right mark, so at every moment either the version before or the new one is
+number, and finally given its commit mark, which holds the manifest's checksum. A reader ignores
+every version without a valid mark, so at every moment either the previous version or the new one is
 the newest complete one. Older versions are removed only after that.
 
-[Note: stale writers] A writer may outlive its save: a disk hangs past the timeout, or a killed job
-leaves a thread in the kernel. So every save draws a token, which is part of the hidden folder's
-name, of each rank's index and of the commit mark; and a folder is renamed before its files are
-removed. A stale writer only knows names inside its own hidden folder. Once that is renamed, its
-next call fails; until then it can complete its own version and no other.
+[Note: stale writers] A writer may outlive its save: the disk may hang past the timeout, or a killed
+job may leave a thread in the kernel. So every save generates a token, which is part of the hidden
+folder's name, of each rank's index and of the commit mark, and a folder is renamed before its files
+are removed. A stale writer uses only names inside its own hidden folder. Once that is renamed, its
+next call fails; until then it can complete only its own version.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Unfinished:
     def create(cls, root: Path) -> Unfinished:
         """Create the next version's folder and remove leftovers of failed saves.
 
-        The number is above every number in the folder, those of leftovers included.
+        The number is higher than every number in the folder, including those of leftovers.
         """
         files.make_folder(root)
         number = max((_number(name) for name in _names(root)), default=0) + 1
@@ -80,14 +80,14 @@ class Unfinished:
         return cls(path)
 
     def is_seen(self) -> bool:
-        """Return whether this rank sees what rank 0 has created."""
+        """Return whether this rank sees the folder that rank 0 created."""
         if not self.path.is_dir():
             versions(self.path.parent)  # makes NFS look again
         return self.path.is_dir()
 
     @contextlib.contextmanager
     def local_folder(self) -> Iterator[Path]:
-        """Return the folder in which the rank's file is made: the version's own."""
+        """Return the folder in which the rank's file is written: the version's folder."""
         yield self.path
 
     def publish(self, file: Path, limit_s: float) -> None:  # noqa: ARG002 -- of the interface
@@ -95,15 +95,15 @@ class Unfinished:
         files.sync_folder(file.parent)
 
     def add_index(self, rank: int, part: Manifest) -> None:
-        """Publish that a rank's file is complete, and what is in it."""
+        """Publish that a rank's file is complete, with its contents."""
         files.write_whole(self.path / INDEX_NAME.format(rank), encode(part), sync=False)
 
     def add_failure(self, rank: int, reason: str) -> None:
-        """Publish that a rank could not write its part."""
+        """Publish that a rank failed to write its part."""
         files.write_whole(self.path / FAILED_NAME.format(rank), reason.encode(), sync=False)
 
     def failure(self) -> str | None:
-        """Return the first rank that failed and its reason; None if no rank reported one."""
+        """Return the first rank that failed, with its reason, or None if none has failed."""
         for name in sorted(_names(self.path)):
             if name.endswith(".failed") and not name.startswith("."):
                 rank = int(name.removeprefix("rank_").removesuffix(".failed"))
@@ -112,20 +112,21 @@ class Unfinished:
         return None
 
     def missing(self, world_size: int) -> list[int]:
-        """Return the ranks whose part is not complete yet."""
+        """Return the ranks whose parts are not complete yet."""
         names = set(_names(self.path))
         return [rank for rank in range(world_size) if INDEX_NAME.format(rank) not in names]
 
     def is_committed(self) -> bool:
-        """Return whether this very save was committed, and not another one of the same number."""
+        """Return whether this save was committed, and not another one with the same number."""
         return is_committed(self.final, self.token)
 
     def commit(self, world_size: int, keep: int) -> None:
-        """Make this the newest complete version, then remove all but the last `keep`.
+        """Make this the newest complete version, then remove all but the last `keep` versions.
 
         Raises:
-            CheckpointError: a part is missing, cut short, or of another save; nothing has changed.
-            OSError: the disk failed; the version counts only if its mark was written before.
+            CheckpointError: a part is missing, truncated, or from another save; nothing was
+                changed.
+            OSError: the disk failed; the version counts only if its mark had been written.
         """
         whole = self._merge(world_size)
         for file in whole.files.values():
@@ -142,7 +143,7 @@ class Unfinished:
             prune(self.final.parent, keep)
 
     def discard(self) -> None:
-        """Remove what a failed save has written, unless it was committed before it failed."""
+        """Remove the files of a failed save, unless it was committed before it failed."""
         with contextlib.suppress(OSError):
             files.remove_folder(self.path)
             if not (self.final / COMMIT).exists() and self._is_mine(self.final):
@@ -163,7 +164,7 @@ class Unfinished:
             except ValueError as error:
                 raise CheckpointError(f"{path}: {error}", path=path) from None
             if part.save != self.token:
-                raise CheckpointError(f"{path}: belongs to another save", path=path)
+                raise CheckpointError(f"{path}: it belongs to another save", path=path)
             parts.append(part)
         return merge(parts, lambda one, other: are_equal(parts, one, other, self._read))
 
@@ -176,13 +177,13 @@ class Unfinished:
 def are_equal(
     parts: Sequence[Manifest], one: Range, other: Range, read: Callable[[str, int, int], bytes]
 ) -> bool:
-    """Compare what two ranks wrote of the same elements.
+    """Return whether two ranks wrote the same values for the same elements.
 
     Args:
-        parts: of the manifest, by rank.
-        one: of the first rank.
-        other: of the second.
-        read: returns bytes of a rank's file, by name, offset and length.
+        parts: the parts of the manifest, by rank.
+        one: the range of the first rank.
+        other: the range of the second rank.
+        read: returns bytes of a rank's file, given its name, an offset and a length.
     """
     part = parts[one.file]
     size = next(
@@ -201,11 +202,11 @@ def are_equal(
 
 
 def is_committed(version: Path, token: str | None = None) -> bool:
-    """Return whether a version has a commit mark that goes with its manifest.
+    """Return whether a version has a commit mark that matches its manifest.
 
     Args:
-        version: the folder.
-        token: of the save that must have committed it; None: any.
+        version: the version's folder.
+        token: the token of the save that must have committed it; None accepts any.
     """
     try:
         mark = (version / COMMIT).read_bytes()
@@ -225,17 +226,17 @@ def versions(root: Path) -> Sequence[Path]:
 
 
 def marked(root: Path) -> Sequence[Path]:
-    """Return the versions that were committed, damaged ones among them, the oldest first."""
+    """Return the committed versions, including damaged ones, the oldest first."""
     return [version for version in _numbered(root) if (version / COMMIT).exists()]
 
 
 def candidates(path: Path) -> Sequence[Path]:
-    """Return the versions that may be loaded, the best first; `path` alone if it is a version.
+    """Return the versions to try to load, the best first; only `path` if it is a version.
 
-    In a folder of checkpoints by step, those of the highest step are first.
+    In a folder of checkpoints by step, those of the highest step come first.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no such version.
     """
     if (path / COMMIT).exists():
         return [path]
@@ -251,14 +252,14 @@ def candidates(path: Path) -> Sequence[Path]:
         return found
     if not path.exists():
         raise CheckpointError(f"{path}: no such checkpoint", path=path)
-    raise CheckpointError(f"{path}: no complete checkpoint in it", path=path)
+    raise CheckpointError(f"{path}: it does not contain a complete checkpoint", path=path)
 
 
 def newest(path: Path) -> Path:
     """Return the newest complete version of a checkpoint, or `path` itself if it is a version.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no complete version.
     """
     return candidates(path)[0]
 
@@ -267,12 +268,12 @@ def read_manifest(version: Path) -> Manifest:
     """Read a version's manifest.
 
     Raises:
-        DamagedError: it cannot be read, or is not what was written.
+        DamagedError: it cannot be read or was altered.
     """
     path = version / MANIFEST
     try:
         if not is_committed(version):
-            raise ValueError("its checksum is not the one in the commit mark")
+            raise ValueError("its checksum does not match the commit mark")
         manifest = decode(path.read_bytes())
         check_complete(manifest)
         return manifest
@@ -283,7 +284,7 @@ def read_manifest(version: Path) -> Manifest:
 
 
 def prune(root: Path, keep: int) -> None:
-    """Remove versions older than the last `keep` that are whole, as far as sizes tell."""
+    """Remove versions older than the last `keep` intact ones, judged by file sizes."""
     whole = 0
     for version in reversed(marked(root)):
         if whole < keep:
@@ -299,7 +300,7 @@ def _looks_whole(version: Path) -> bool:
 
 
 def problem_of(version: Path) -> str | None:
-    """Return why a committed version cannot be loaded, None if it can, as far as sizes tell."""
+    """Return why a committed version cannot be loaded, judged by file sizes; None if it can."""
     try:
         for file in read_manifest(version).files.values():
             _require_size(version / file.name, file)
@@ -316,10 +317,10 @@ def is_of_a_save(path: Path) -> bool:
 
 
 def _require_size(path: Path, stored: StoredFile) -> None:
-    """Open a file, which has a network file system look again, and compare its size.
+    """Open a file, which refreshes a network file system's cache, and check its size.
 
     Raises:
-        CheckpointError: the file is missing or of another size.
+        CheckpointError: the file is missing or has the wrong size.
     """
     try:
         with path.open("rb") as file:
@@ -332,7 +333,7 @@ def _require_size(path: Path, stored: StoredFile) -> None:
 
 
 def _sweep(root: Path) -> None:
-    """Remove what saves left that did not complete, and what was being removed."""
+    """Remove leftovers of incomplete saves and of interrupted removals."""
     for name in sorted(_names(root)):
         hidden = _HIDDEN.fullmatch(name)
         if hidden and hidden["kind"] == "trash":
@@ -347,7 +348,7 @@ def _sweep(root: Path) -> None:
 
 
 def _remove_uncommitted(version: Path) -> None:
-    """Remove a version without a mark, unless another job's save completes it at this moment."""
+    """Remove a version without a mark, unless another job's save is completing it."""
     trash = files.set_aside(version)
     with contextlib.suppress(OSError):  # the next save tries again
         if (trash / COMMIT).exists():
@@ -371,7 +372,7 @@ def _is_own(version: Path) -> bool:
 
 
 def _was_never_committed(version: Path) -> bool:
-    """Return whether a version has no mark; one that cannot be read may be a good version."""
+    """Return whether a version does not have a mark; an unreadable version may be a good one."""
     try:
         (version / COMMIT).read_bytes()
     except FileNotFoundError:
@@ -387,9 +388,9 @@ def _numbered(root: Path) -> list[Path]:
 
 
 def _names(folder: Path) -> list[str]:
-    """Return a folder's entries; none if it does not exist.
+    """Return a folder's entries, or none if it does not exist.
 
-    Listing, rather than asking for a name, also makes NFS look at the folder again.
+    Listing the folder, rather than looking up a name, also makes NFS refresh it.
     """
     try:
         return os.listdir(folder)  # noqa: PTH208 -- one call, which tests count

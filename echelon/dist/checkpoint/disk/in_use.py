@@ -1,8 +1,8 @@
-"""Marks of readers: a version that is being read is not removed.
+"""Reader marks: a version that is being read is not removed.
 
-A reader holds a shared lock (`flock`) on the commit mark, and the remover wants it alone. Locks
-need no write permission, and end with their process. On a file system without such locks nothing
-is marked: a reader whose files disappear then takes another version.
+A reader holds a shared lock (`flock`) on the commit mark, and a remover needs the exclusive lock.
+Locks do not need write permission and end with their process. On a file system without such locks
+nothing is marked, and a reader whose files disappear tries another version.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 
 
 def hold(mark: Path) -> int:
-    """Mark a version as read until `release`; return what `release` takes.
+    """Mark a version as being read until `release`; return the argument for `release`.
 
     Raises:
-        DamagedError: the version is being removed, or has been.
+        DamagedError: the version is being removed or has been removed.
     """
     try:
         descriptor = os.open(mark, os.O_RDONLY | _CLOEXEC)
@@ -39,13 +39,13 @@ def hold(mark: Path) -> int:
 
 
 def release(descriptor: int) -> None:
-    """End a mark."""
+    """Remove a mark."""
     os.close(descriptor)
 
 
 @contextlib.contextmanager
 def alone(mark: Path) -> Iterator[bool]:
-    """Keep readers away inside; False if there are some now."""
+    """Exclude readers inside the block; yield False if there are some already."""
     try:
         descriptor = _open(mark)
     except OSError:

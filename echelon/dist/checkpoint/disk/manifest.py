@@ -1,8 +1,8 @@
-"""The manifest: where every element of every tensor lies, and all plain values.
+"""The manifest: the location of every element of every tensor, and all plain values.
 
 A tensor is a line of elements in row-major order. Each rank wrote parts of some lines, one after
-the other, into a file of its own; `Range` describes a part. Loading into any number of ranks is the
-intersection of the parts a rank wants with these.
+the other, into its own file; `Range` describes a part. To load into any number of ranks, the parts
+that a rank wants are intersected with these.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ _DTYPE_BYTES = {
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Return the bytes of an element.
+    """Return the size of an element in bytes.
 
     Raises:
-        ValueError: a checkpoint does not hold this dtype.
+        ValueError: a checkpoint cannot hold this dtype.
     """
     if dtype not in _DTYPE_BYTES:
-        raise ValueError(f"a checkpoint holds no tensors of dtype {dtype}")
+        raise ValueError(f"a checkpoint cannot hold tensors of dtype {dtype}")
     return _DTYPE_BYTES[dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Elements of a tensor that follow each other in a file, from byte `offset` on.
+    """Elements of a tensor that are contiguous in a file, from byte `offset` on.
 
-    Elements `start` to `start + length`, and with `repeats` further runs of that length.
+    They are elements `start` to `start + length` and, with `repeats`, further runs of that length.
     """
 
     file: int
@@ -60,7 +60,7 @@ class Range:
 
     @property
     def pattern(self) -> Pattern:
-        """Which elements they are."""
+        """The pattern of the elements."""
         return Pattern(self.start, self.length, self.repeats)
 
 
@@ -89,16 +89,16 @@ class StoredFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds; also what one rank wrote of it.
+    """The contents of a checkpoint, or the part that one rank wrote.
 
     Attributes:
-        world_size: ranks that saved it.
-        save: the save's token, which keeps the parts of two saves apart.
-        kinds: what each entry of the state is: module, optimizer, object, random or value.
+        world_size: number of ranks that saved it.
+        save: the save's token, which distinguishes the parts of different saves.
+        kinds: the kind of each entry of the state: module, optimizer, object, random or value.
         tensors: by path, such as "model/blocks.0.weight".
         aliases: further paths of tensors that are stored once: tied weights.
         values: packed plain values by path.
-        files: by number; a rank's manifest has its own alone.
+        files: the files by number; a rank's manifest has only its own.
     """
 
     world_size: int
@@ -110,7 +110,7 @@ class Manifest:
     files: dict[int, StoredFile] = field(default_factory=dict)
 
     def tensor(self, path: str) -> StoredTensor | None:
-        """Return what is stored under a path or an alias."""
+        """Return the tensor stored under a path or an alias."""
         return self.tensors.get(self.aliases.get(path, path))
 
     def paths(self) -> set[str]:
@@ -127,10 +127,10 @@ def seal(data: bytes) -> bytes:
 
 
 def unseal(data: bytes) -> bytes:
-    """Check and take off what `seal` appended.
+    """Verify and remove the checksum that `seal` appended.
 
     Raises:
-        ValueError: the content is not what was sealed.
+        ValueError: the content was altered after sealing.
     """
     content, checksum = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
     if len(checksum) < _SEAL_BYTES or zlib.crc32(content).to_bytes(4, "little") != checksum:
@@ -139,7 +139,7 @@ def unseal(data: bytes) -> bytes:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Turn a manifest into sealed bytes."""
+    """Encode a manifest as sealed bytes."""
     content = {
         "format": FORMAT,
         "block_bytes": BLOCK_BYTES,
@@ -166,10 +166,10 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes) -> Manifest:
-    """Read what `encode` wrote; trust nothing in it.
+    """Decode the output of `encode`, validating everything in it.
 
     Raises:
-        ValueError: it is damaged, of another format, or makes no sense.
+        ValueError: the data is damaged, in another format, or inconsistent.
     """
     content = unseal(data)
     try:
@@ -178,7 +178,7 @@ def decode(data: bytes) -> Manifest:
         raise ValueError(f"not a manifest ({error})") from None
     if not isinstance(plain, dict) or plain.get("format") != FORMAT:
         found = plain.get("format") if isinstance(plain, dict) else None
-        raise ValueError(f"format {found}, this version reads {FORMAT}")
+        raise ValueError(f"format {found}, but this version reads {FORMAT}")
     try:
         manifest = _read(plain)
         _check(manifest)
@@ -239,7 +239,7 @@ def _check(manifest: Manifest) -> None:
     for file in manifest.files.values():
         num_blocks = -(-file.num_bytes // BLOCK_BYTES)
         if "/" in file.name or file.name.startswith(".") or len(file.checksums) != num_blocks:
-            raise ValueError(f"file {file.name!r} makes no sense")
+            raise ValueError(f"file {file.name!r} is not valid")
     for path, tensor in manifest.tensors.items():
         size = dtype_bytes(tensor.dtype)
         for one in tensor.ranges:
@@ -253,13 +253,13 @@ def check_complete(manifest: Manifest) -> None:
     """Check that the files hold every element of every tensor exactly once.
 
     Raises:
-        ValueError: elements are in none or in two, or an alias's tensor does not exist.
+        ValueError: elements are in no file or in two files, or an alias's tensor does not exist.
     """
     for path, tensor in manifest.tensors.items():
         _check_cover(path, tensor)
     for path, target in manifest.aliases.items():
         if target not in manifest.tensors:
-            raise ValueError(f"{path} is an alias of nothing")
+            raise ValueError(f"{path} is an alias of a missing tensor")
 
 
 def _check_cover(path: str, tensor: StoredTensor) -> None:
@@ -275,7 +275,7 @@ def _check_cover(path: str, tensor: StoredTensor) -> None:
 
 
 def _runs(tensor: StoredTensor) -> Iterable[tuple[int, int, int]]:
-    """Return start, length and file of each run of a tensor, in order."""
+    """Return the start, length and file of each run of a tensor, in order."""
     if not any(one.repeats for one in tensor.ranges):
         return ((one.start, one.length, one.file) for one in tensor.ranges)
     columns = [
@@ -294,14 +294,14 @@ Compare = Callable[[Range, Range], bool]  # of one length: whether their bytes a
 
 
 def merge(parts: Sequence[Manifest], compare: Compare | None = None) -> Manifest:
-    """Join what the ranks wrote; of a plain value that several ranks have, the lowest rank's.
+    """Merge the ranks' parts; of a plain value on several ranks, take the lowest rank's.
 
-    Stages that share a weight may divide it in different ways, so that parts of it are written
-    twice: `compare` then proves them equal.
+    Stages that share a weight may divide it differently, so that parts of it are written twice;
+    `compare` then checks that they are equal.
 
     Raises:
-        ValueError: ranks disagree on a tensor's shape or dtype, no rank wrote some elements, or
-            two wrote the same ones with different values.
+        ValueError: ranks disagree on a tensor's shape or dtype, some elements were written by no
+            rank, or two ranks wrote different values for the same elements.
     """
     whole = Manifest(world_size=len(parts), save=parts[0].save)
     ranges: dict[str, list[Range]] = {}

@@ -1,7 +1,7 @@
-"""Patterns: which elements of a tensor's line a shard consists of.
+"""Patterns: the elements of a tensor's line that make up a shard.
 
-A shard along dim 0 is one run of elements. A shard along another dim is many runs of one length, at
-a regular distance; along several dims, such runs at several regular distances.
+A shard along dim 0 is one run of elements. A shard along another dim is many runs of equal length
+at a regular distance; a shard along several dims has such runs at several regular distances.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Runs of `length` elements; the first begins at `start`, the others at `repeats` of it."""
+    """Runs of `length` elements: the first begins at `start`, the others follow from `repeats`."""
 
     start: int
     length: int
@@ -42,17 +42,17 @@ class Pattern:
         return self.start + sum((count - 1) * step for count, step in self.repeats) + self.length
 
     def starts(self) -> Indices:
-        """Return where each run begins, in ascending order: [num_runs]."""
+        """Return the starts of the runs, in ascending order: [num_runs]."""
         starts = np.array([self.start], np.int64)
         for count, step in self.repeats:
             starts = (starts[:, None] + np.arange(count, dtype=np.int64) * step).reshape(-1)
         return starts
 
     def common(self, other: Pattern) -> npt.NDArray[np.int64]:
-        """Return what two patterns have in common: [n, 3].
+        """Return the pieces that two patterns have in common: [n, 3].
 
-        Each row is a piece: its place among this pattern's elements, its place among the other's,
-        and its length.
+        Each row is a piece: its position among this pattern's elements, its position among the
+        other's, and its length.
         """
         if self == other:
             return np.array([[0, 0, self.numel]], np.int64)
@@ -71,14 +71,14 @@ class Pattern:
 
 
 def pattern_of(shape: Sequence[int], box: Sequence[npt.NDArray[Any]]) -> Pattern:
-    """Return the elements of a tensor at the crossings of some indices of each dim.
+    """Return the elements of a tensor selected by some indices of each dim.
 
     Args:
-        shape: of the tensor.
-        box: per dim the indices, ascending.
+        shape: shape of the tensor.
+        box: the indices per dim, ascending.
 
     Raises:
-        ValueError: the indices of a dim are at no regular distance.
+        ValueError: the indices of a dim are not evenly spaced.
     """
     if any(indices.size == 0 for indices in box):
         return Pattern(0, 0)
@@ -92,18 +92,18 @@ def pattern_of(shape: Sequence[int], box: Sequence[npt.NDArray[Any]]) -> Pattern
 
 
 def _rhythm(indices: npt.NDArray[Any]) -> list[tuple[int, int]]:
-    """Return a dim's indices as runs of neighbours and the distance between runs."""
+    """Return a dim's indices as runs of consecutive indices and the distance between runs."""
     edges = np.flatnonzero(np.diff(indices) != 1) + 1
     runs = np.split(indices, edges)
     distances = {int(d) for d in np.diff([run[0] for run in runs])}
     if len({run.size for run in runs}) > 1 or len(distances) > 1:
-        raise ValueError(f"indices at no regular distance: {indices.tolist()[:20]}")
+        raise ValueError(f"indices are not evenly spaced: {indices.tolist()[:20]}")
     inner = (int(runs[0].size), 1)
     return [inner, (len(runs), distances.pop())] if distances else [inner]
 
 
 def _shortest(start: int, repeats: list[tuple[int, int]]) -> Pattern:
-    """Join what follows each other without a gap. `repeats`: the innermost first."""
+    """Join runs that follow each other without a gap; `repeats` has the innermost first."""
     length = 1
     kept: list[tuple[int, int]] = []
     for count, step in repeats:

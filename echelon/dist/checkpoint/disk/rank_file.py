@@ -1,4 +1,4 @@
-"""A rank's file: its ranges one after the other, with a checksum for every block of the file."""
+"""A rank's file: its ranges one after the other, with a checksum per block of the file."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def file_name(rank: int) -> str:
 
 
 class RankFileWriter:
-    """Write ranges to a new file, and note where they lie.
+    """A writer of ranges to a new file, which records their locations.
 
     Attributes:
-        tensors: what was written, by path.
+        tensors: the tensors written, by path.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -37,7 +37,7 @@ class RankFileWriter:
         self._checksums: list[int] = []
 
     def append(self, held: Held) -> None:
-        """Write what is held of a tensor, or one piece of it after the other."""
+        """Write the held part of a tensor, or its pieces one after the other."""
         ranges: tuple[Range, ...] = ()
         if held.length:
             ranges = (
@@ -51,7 +51,7 @@ class RankFileWriter:
         self.tensors[held.path] = StoredTensor(held.shape, held.dtype, ranges)
 
     def finish(self) -> StoredFile:
-        """Block until the disk has the file; return what it is."""
+        """Block until the file is on disk; return its description."""
         if self._num_bytes % BLOCK_BYTES:
             self._checksums.append(self._crc)
         self._file.sync()
@@ -75,10 +75,11 @@ class RankFileWriter:
 
 
 class RankFileReader:
-    """Read parts of a rank's file; every block that is touched is checked. One thread at a time.
+    """A reader of parts of a rank's file, which checks every block it reads. Not thread-safe.
 
     Raises:
-        DamagedError: from every call, naming the file: missing, cut short, or damaged.
+        DamagedError: the file, which the error names, is missing, truncated or damaged; any call
+            may raise it.
     """
 
     def __init__(self, folder: Any, stored: StoredFile) -> None:
@@ -90,7 +91,7 @@ class RankFileReader:
         size = self._open()
         if size != stored.num_bytes:
             self.close()
-            raise self._error(f"{size} bytes, {stored.num_bytes} were saved")
+            raise self._error(f"{size} bytes, but {stored.num_bytes} were saved")
 
     def read_into(self, offset: int, target: memoryview) -> None:
         """Fill `target` with the bytes from `offset` on."""
@@ -125,7 +126,7 @@ class RankFileReader:
         return os.fstat(self._descriptor).st_size
 
     def _fetch(self, offset: int, target: memoryview) -> None:
-        """Fill `target` from the file, unchecked."""
+        """Fill `target` from the file without checking."""
         rest = target
         while rest:
             try:

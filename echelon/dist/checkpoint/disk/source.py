@@ -1,4 +1,4 @@
-"""Where tensors are loaded from: a version of a checkpoint, or something that looks like one."""
+"""Sources of tensors to load: a version of a checkpoint, or another file in its place."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _MAX_OPEN = 64
 
 
 class Source(Protocol):
-    """Tensors and values by path.
+    """A source of tensors and values by path.
 
     Attributes:
-        path: what errors name.
-        manifest: what there is.
+        path: the path that errors name.
+        manifest: the contents.
     """
 
     path: Path
@@ -41,7 +41,7 @@ class Source(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what reading took. Safe to call twice."""
+        """Release the resources of reading. Safe to call twice."""
         ...
 
 
@@ -49,7 +49,7 @@ class Version:
     """A complete version of a checkpoint.
 
     Raises:
-        CheckpointError: there is none at `path`, or it is damaged.
+        CheckpointError: there is no version at `path`, or it is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,10 +63,10 @@ class Version:
             raise
 
     def read(self, path: str, start: int, out: Tensor, repeats: Repeats = ()) -> None:
-        """Fill `out`: from each range, what it and the wanted elements have in common.
+        """Fill `out` from the ranges that contain the wanted elements.
 
         Raises:
-            CheckpointError: a file is missing, cut short or damaged; names it.
+            CheckpointError: a file is missing, truncated or damaged; the error names it.
         """
         stored = self.manifest.tensor(path)
         assert stored is not None, path
@@ -89,7 +89,7 @@ class Version:
         """Read every byte and compare the checksums; return the number of bytes.
 
         Raises:
-            CheckpointError: a file is missing, cut short or damaged; names it.
+            CheckpointError: a file is missing, truncated or damaged; the error names it.
         """
         for number in self.manifest.files:
             self._reader(number).verify()
@@ -117,7 +117,7 @@ class Version:
 
 
 def runs(start: int, out: Tensor, repeats: Repeats) -> Iterator[tuple[int, Tensor]]:
-    """Return for each run its first element and its part of `out`, for files without patterns."""
+    """Return each run's first element and its part of `out`, for files without patterns."""
     num_runs = math.prod(count for count, _ in repeats)
     pattern = Pattern(start, out.numel() // num_runs, repeats)
     for index, first in enumerate(pattern.starts().tolist()):
@@ -125,10 +125,10 @@ def runs(start: int, out: Tensor, repeats: Repeats) -> Iterator[tuple[int, Tenso
 
 
 def fill(source: Source, held: Held, path: str) -> None:
-    """Read what is stored under `path` into what this rank holds of a tensor.
+    """Read this rank's part of the tensor stored under `path`.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the tensor cannot be read.
     """
     stored = source.manifest.tensor(path)
     assert stored is not None, path
@@ -143,7 +143,7 @@ def fill(source: Source, held: Held, path: str) -> None:
 
 
 def check_fit(source: Source, held: Held, path: str) -> str | None:
-    """Return why what is stored under `path` cannot fill what is held, None if it can."""
+    """Return why the tensor stored under `path` cannot fill the held one, or None if it can."""
     stored = source.manifest.tensor(path)
     if stored is None:
         return f"{path} is not in it"
@@ -159,10 +159,10 @@ def _converts(stored: str, wanted: torch.dtype) -> bool:
 
 
 def require(problems: list[str], path: Path) -> None:
-    """Raise one line about the first problems, if there are any.
+    """Raise an error with the first problems, if there are any.
 
     Raises:
-        ValueError: there are.
+        ValueError: there are problems.
     """
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""

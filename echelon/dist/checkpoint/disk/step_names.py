@@ -1,4 +1,4 @@
-"""Names of the folders that hold one step's checkpoint each."""
+"""Names of the folders that each hold one step's checkpoint."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step that a folder's name gives, None if it gives none."""
+    """Return the step in a folder's name, or None if it does not contain one."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def step_folders(folder: Path) -> dict[int, Path]:
-    """Return the folders of steps, by step; none if there is no such folder."""
+    """Return the folders of steps, by step; empty if the parent folder does not exist."""
     try:
         names = os.listdir(folder)  # noqa: PTH208 -- one call, which has NFS look again
     except (FileNotFoundError, NotADirectoryError):

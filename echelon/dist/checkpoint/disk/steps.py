@@ -1,7 +1,7 @@
-"""A folder of checkpoints by step, of which one job keeps some: names, state, removal.
+"""A folder of one job's checkpoints by step: names, state and removal.
 
 FOLDER/step_00000300/000001/...        a checkpoint as `save` writes it
-FOLDER/step_00000300/score             what the program measured, if it said so
+FOLDER/step_00000300/score             the score that the program gave, if any
 FOLDER/.step_00000100-5e0c...trash/    being removed
 FOLDER/.keeper                         locked by the job that saves here
 """
@@ -31,19 +31,19 @@ class StepFolders:
         self.folder = folder
 
     def path(self, step: int) -> Path:
-        """Return where a step's checkpoint is, or will be."""
+        """Return the path of a step's checkpoint, which may not exist yet."""
         return step_folders(self.folder).get(step, self.folder / step_name(step))
 
     def look(self) -> list[Found]:
-        """Return what there is, by step."""
+        """Return the checkpoints found, by step."""
         folders = step_folders(self.folder)
         return [_look(step, folders[step]) for step in sorted(folders)]
 
     def note_score(self, step: int, score: float | None) -> None:
-        """Store a step's score beside its checkpoint, before that is saved.
+        """Store a step's score beside its checkpoint before the checkpoint is saved.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the score cannot be written.
         """
         path = self.path(step)
         (path / _SCORE).unlink(missing_ok=True)
@@ -52,14 +52,14 @@ class StepFolders:
             files.write_whole(path / _SCORE, json.dumps(score).encode(), sync=True)
 
     def remove(self, step: int) -> str | None:
-        """Remove a step's checkpoint; return why not, if it stays.
+        """Remove a step's checkpoint, or return why it was not removed.
 
-        A checkpoint that is being read stays, and so does a folder with other files in it. The
-        folder disappears at once: no moment shows a part of it.
+        A checkpoint that is being read is kept, and so is a folder that contains other files. The
+        folder disappears atomically, so a part of it is never visible.
         """
         path = self.path(step)
         if not _is_own(path):
-            return "it has files that no save wrote"
+            return "it contains files that no save wrote"
         with contextlib.ExitStack() as stack:
             alone = [in_use.alone(version / COMMIT) for version in marked(path)]
             if not all(stack.enter_context(one) for one in alone):
@@ -74,7 +74,7 @@ class StepFolders:
         return None
 
     def sweep(self) -> None:
-        """Remove what removals left that were cut short."""
+        """Remove leftovers of interrupted removals."""
         with contextlib.suppress(OSError):
             for name in sorted(os.listdir(self.folder)):  # noqa: PTH208 -- as above
                 if _TRASH.fullmatch(name):

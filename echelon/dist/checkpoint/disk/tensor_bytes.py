@@ -1,4 +1,4 @@
-"""A tensor's elements as plain bytes, without a copy where they lie in order on the CPU."""
+"""A tensor's elements as plain bytes, without a copy if they are contiguous on the CPU."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the dtype of that name.
+    """Return the dtype with this name.
 
     Raises:
-        ValueError: this torch has none.
+        ValueError: this version of torch does not have it.
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"this torch has no dtype {name}")
+        raise ValueError(f"this version of torch does not have dtype {name}")
     return dtype
 
 

@@ -1,1 +1,1 @@
-"""Files of other programs: torch.save's and safetensors."""
+"""Files of other programs: those of torch.save and safetensors."""

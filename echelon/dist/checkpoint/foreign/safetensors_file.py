@@ -1,7 +1,7 @@
-"""Safetensors: a JSON header with names, dtypes, shapes and offsets, and then the bytes.
+"""Safetensors: a JSON header with names, dtypes, shapes and offsets, followed by the bytes.
 
-Read here without the `safetensors` package, as the format is this small: eight bytes with the
-header's length, the header, the data. It holds tensors only, and no checksums.
+It is read here without the `safetensors` package because the format is small: eight bytes with the
+header's length, the header, the data. It contains only tensors, without checksums.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class SafetensorsFile:
-    """A .safetensors file as a source of the tensors of a state's only module.
+    """A .safetensors file as the source of the tensors of a state's only module.
 
     Raises:
-        CheckpointError: the file cannot be read, or is no such file.
-        ValueError: the state has not exactly one module.
+        CheckpointError: the file cannot be read or is not a .safetensors file.
+        ValueError: the state does not have exactly one module.
     """
 
     def __init__(self, path: Path, state: Mapping[str, Any]) -> None:
@@ -55,7 +55,7 @@ class SafetensorsFile:
             tensors = self._read_header()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             self.close()
-            raise CheckpointError(f"{path}: no safetensors file ({error})", path=path) from None
+            raise CheckpointError(f"{path}: not a safetensors file ({error})", path=path) from None
         self.manifest = Manifest(
             world_size=1,
             kinds={key: MODULE},
@@ -67,7 +67,7 @@ class SafetensorsFile:
         """Fill `out` with a tensor's elements from `start` on.
 
         Raises:
-            CheckpointError: the file ends before.
+            CheckpointError: the file ends too early.
         """
         for first, piece in runs(start, out, repeats):
             self._read_run(path, first, piece)
@@ -119,12 +119,12 @@ def write(
     """Write tensors to a new file, one at a time.
 
     Args:
-        file: to write to.
-        tensors: shape and dtype by name.
+        file: the file to write to.
+        tensors: shapes and dtypes by name.
         read: returns a tensor by name.
 
     Raises:
-        ValueError: a dtype that the format does not have.
+        ValueError: a tensor has a dtype that the format does not support.
     """
     refused = [name for name, stored in tensors.items() if stored.dtype not in _NAMES]
     if refused:

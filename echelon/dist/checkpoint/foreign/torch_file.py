@@ -1,4 +1,4 @@
-"""A file of `torch.save`, as a source of tensors; read without running anything that is in it."""
+"""A file written by `torch.save` as a source of tensors, read without running code from it."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ from echelon.errors import CheckpointError
 
 
 class TorchFile:
-    """A state_dict, or a dict of states in torch's own form, read to fit a state.
+    """A state_dict, or a dict of states in torch's own form, read into the structure of a state.
 
     Args:
         path: the file.
-        state: what it is going to fill: a state_dict alone belongs to its only module, and
-            parameters of an optimizer, which torch numbers, get their names from here.
+        state: the state to fill: a single state_dict belongs to its only module, and the parameters
+            of an optimizer, which torch numbers, get their names from it.
 
     Raises:
         CheckpointError: the file cannot be read without unpickling objects.
-        ValueError: a state_dict alone, and a state without exactly one module.
+        ValueError: the file holds a single state_dict and the state does not have exactly one
+            module.
     """
 
     def __init__(self, path: Path, state: Mapping[str, Any]) -> None:
@@ -63,7 +64,7 @@ class TorchFile:
             piece.copy_(stored[first : first + piece.numel()])
 
     def close(self) -> None:
-        """Let go of the tensors."""
+        """Release the tensors."""
         self._tensors = {}
 
 
@@ -76,18 +77,18 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}", path=path) from None
     except pickle.UnpicklingError:
-        reason = "no file of torch.save, or one with objects other than tensors and plain values"
+        reason = "not a file of torch.save, or one with objects other than tensors and plain values"
         raise CheckpointError(f"{path}: {reason}", path=path) from None
     except (RuntimeError, EOFError, ValueError, KeyError) as error:
         reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"{path}: no file of torch.save ({reason})", path=path) from None
+        raise CheckpointError(f"{path}: not a file of torch.save ({reason})", path=path) from None
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise CheckpointError(f"{path}: does not hold a dict of states", path=path)
+        raise CheckpointError(f"{path}: it does not hold a dict of states", path=path)
     return content
 
 
 def _as_contents(content: dict[str, Any], state: Mapping[str, Any]) -> Contents:
-    """Arrange what a file holds as `collect` would have."""
+    """Arrange a file's contents in the form that `collect` returns."""
     contents = Contents()
     found = list(entries(state))
     names = parameter_names(found)
@@ -119,7 +120,7 @@ def _add_optimizer(
     optimizer: torch.optim.Optimizer,
     names: dict[int, str],
 ) -> None:
-    """Give the numbered parameters of torch's form the names that they have here."""
+    """Map the numbered parameters of torch's form to their names in this state."""
     known = {
         (group, place): (name, whole_shape(parameter))
         for parameter, name, group, place in optimizer_names(optimizer, names)

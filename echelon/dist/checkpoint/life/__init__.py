@@ -1,1 +1,1 @@
-"""The life of checkpoints: which is the newest, which are kept, when the next one is due."""
+"""The lifecycle of checkpoints: the newest one, the ones to keep, and when the next one is due."""

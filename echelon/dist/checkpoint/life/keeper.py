@@ -1,11 +1,11 @@
-"""Keeper: saves by step in one folder, and removes those that are not wanted any more.
+"""Keeper: saves checkpoints by step in one folder and removes those no longer needed.
 
     keeper = Keeper("runs/gpt", keep=3, keep_every=1000, best="lowest")
     keeper.save(step, state, async_op=True, score=validation_loss)
 
 [Note: what is removed when] Rank 0 removes a checkpoint only after a newer one was committed, in
-the thread that committed it. So the newest complete one is never removed, and a job that is killed
-leaves at worst one too many. A full disk removes nothing unless the program asks for that.
+the thread that committed it. So the newest complete one is never removed, and a killed job leaves
+at most one too many. A full disk causes no removal unless the program asks for that.
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class _ClaimedError(CheckpointError):
-    """Another job keeps its checkpoints in the folder."""
+    """Another job saves its checkpoints in the folder."""
 
 
 class Keeper:
-    """The checkpoints of one job, in a folder that no other job saves to.
+    """The checkpoints of one job, in a folder reserved for it.
 
     Args:
-        folder: gets a `step_<n>` for each checkpoint; what else is in it stays as it is. Or the
-            address of one in an object store, where no second job can be noticed.
-        keep: how many of the last complete ones to keep.
-        keep_every: keep those whose step is a multiple of it, too.
-        best: keep the one with the "lowest" or "highest" score, too.
-        make_room: on a full disk, remove kept ones one by one, the oldest first, and try again;
-            never the newest complete one, nor the best. False: a full disk fails the save alone.
+        folder: the folder, which gets a `step_<n>` per checkpoint; other files in it are untouched.
+            Or the address of a folder in an object store, where a second job cannot be detected.
+        keep: how many of the latest complete checkpoints to keep.
+        keep_every: also keep those whose step is a multiple of it.
+        best: also keep the one with the "lowest" or "highest" score.
+        make_room: if the disk is full, remove kept checkpoints one by one, the oldest first, and
+            retry; never remove the newest complete one or the best. If False, a full disk only
+            fails the save.
         timeout_s: as for `save`.
 
     Raises:
-        ValueError: a setting makes no sense.
+        ValueError: a setting is not valid.
 
     Example:
         >>> with Keeper("runs/gpt", keep=2) as keeper:
@@ -74,7 +75,7 @@ class Keeper:
         timeout_s: float | None = None,
     ) -> None:
         if keep < 1:
-            raise ValueError(f"keep {keep}: at least the newest checkpoint is kept")
+            raise ValueError(f"keep {keep}: must be at least 1: the newest is always kept")
         if keep_every is not None and keep_every < 1:
             raise ValueError(f"keep_every {keep_every}: must be at least 1")
         if best not in (None, "lowest", "highest"):
@@ -96,28 +97,29 @@ class Keeper:
         async_op: bool = False,
         score: float | None = None,
     ) -> bool:
-        """Save a state as `step`'s checkpoint, and then remove what is not kept. Collective.
+        """Save a state as `step`'s checkpoint, then remove checkpoints not to be kept. Collective.
 
-        Storage that fails does not end training: rank 0 warns in one line, and all ranks return
-        False. Waits for the save before, if that runs in the background.
+        A storage failure does not end training: rank 0 issues a one-line warning, and all ranks
+        return False. Waits for a previous save in the background.
 
         Args:
-            step: how many steps are finished.
+            step: number of finished steps.
             state: as for `checkpoint.save`.
-            async_op: copy the state and write in the background. A failure is reported by the next
-                `save`, by `wait`, or by `dist.shutdown`, which raises it.
-            score: what `best` compares, such as the validation loss; rank 0's counts.
+            async_op: copy the state and write it in the background. A failure is reported by the
+                next `save`, by `wait`, or by `dist.shutdown`, which raises it.
+            score: the value that `best` compares, such as the validation loss; rank 0's is used.
 
         Returns:
-            Whether it is safe on disk; with `async_op` whether it was begun. The same on all ranks.
+            Whether it is safely on disk; with `async_op`, whether the save was started. The same on
+            all ranks.
 
         Raises:
-            TypeError, ValueError: as `checkpoint.save`; or a bad `step` or `score`.
-            CheckpointError: another job keeps its checkpoints in this folder.
-            CollectiveError: a rank is lost.
+            TypeError, ValueError: as in `checkpoint.save`, or `step` or `score` is not valid.
+            CheckpointError: another job saves its checkpoints in this folder.
+            CollectiveError: a rank was lost.
         """
         if type(step) is not int or step < 0:
-            raise ValueError(f"step {step!r}: the number of finished steps")
+            raise ValueError(f"step {step!r}: expected the number of finished steps")
         if score is not None:
             score = float(score)
         peers = find(to_write=True)
@@ -137,15 +139,15 @@ class Keeper:
                     return False
 
     def wait(self) -> bool:
-        """Wait for the save in the background; return whether all is saved. Collective.
+        """Wait for a save in the background; return whether everything is saved. Collective.
 
         Returns:
-            False, after a warning on rank 0, if that save failed. True if there is none.
+            False, after a warning on rank 0, if that save failed; True if there was none.
         """
         return self._settle(find(to_write=True))
 
     def close(self) -> None:
-        """Let another job save to the folder. Not collective; safe to call twice."""
+        """Allow another job to save to the folder. Not collective; safe to call twice."""
         claim, self._claim = self._claim, None
         if claim is not None:
             claim.close()
@@ -184,17 +186,17 @@ class Keeper:
             raise _ClaimedError(refused, path=str(self.folder))
 
     def _note(self, step: int, score: float | None) -> None:
-        """Prepare the step's folder, and warn of a run that was taken back."""
+        """Prepare the step's folder, and warn if the run seems to have been rewound."""
         last = rules.newest(self._steps.look())
         if last is not None and last.step > step:
             self._warn_once(
                 f"{self.folder}: step {step} is saved beside step {last.step}, which stays the "
-                "newest. If this run was taken back on purpose, move the later ones away"
+                "newest. If this run was rewound on purpose, move the later ones away"
             )
         self._steps.note_score(step, score if score is None or not math.isnan(score) else None)
 
     def _rotate(self, step: int) -> None:
-        """Remove what is not kept. On rank 0, once `step` is committed."""
+        """Remove checkpoints not to be kept. Called on rank 0 once `step` is committed."""
         self._steps.sweep()
         for gone in rules.superfluous(self._steps.look(), self.policy, step):
             self._remove(gone)
@@ -202,13 +204,13 @@ class Keeper:
     def _remove(self, step: int) -> bool:
         reason = self._steps.remove(step)
         if reason is not None:
-            self._warn_once(f"{self._steps.path(step)} is not removed: {reason}")
+            self._warn_once(f"{self._steps.path(step)} was not removed: {reason}")
         return reason is None
 
     # ---- what fails ----
 
     def _settle(self, peers: Peers) -> bool:
-        """Wait for the save in the background; report it if it failed."""
+        """Wait for a save in the background and report its failure."""
         step, self._in_background = self._in_background, None
         try:
             agree(peers, pending.finish(), f"{self.folder}: the save before")
@@ -219,7 +221,7 @@ class Keeper:
         return True
 
     def _made_room(self, peers: Peers, error: Exception, failed: int | None) -> bool:
-        """Give up one checkpoint if the disk is full and that was asked for. Collective."""
+        """Remove one checkpoint if the disk is full and `make_room` is set. Collective."""
         is_full = any(peers.all_gather(isinstance(error, OSError) and error.errno in _FULL))
         if not (is_full and self._make_room):
             return False
@@ -230,11 +232,13 @@ class Keeper:
         return any(peers.all_gather(made))
 
     def _give_up_one(self, failed: int | None) -> bool:
-        """Remove one checkpoint; the folder of the save that failed holds nothing any more."""
+        """Remove one checkpoint; the failed save's folder is already empty."""
         for step in rules.for_room(self._steps.look(), self.policy):
             if step != failed and self._remove(step):
                 place = self._steps.path(step)
-                warnings.warn(f"{place}: removed, the disk is full", RuntimeWarning, stacklevel=2)
+                warnings.warn(
+                    f"{place}: removed, since the disk is full", RuntimeWarning, stacklevel=2
+                )
                 return True
         return False
 

@@ -1,4 +1,4 @@
-"""newest: the checkpoint to continue from, the same on all ranks."""
+"""newest: the checkpoint to resume from, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ from echelon.dist.checkpoint.remote.store import Remote, place_of
 
 
 def newest(folder: str | os.PathLike[str]) -> Path | str | None:
-    """Return the newest complete checkpoint in `folder`, None if there is none. Collective.
+    """Return the newest complete checkpoint in `folder`, or None if there is none. Collective.
 
         if newest("runs/gpt") is not None:
             state = load("runs/gpt", state)     # the same one, or an older one if it is damaged
 
-    Rank 0 looks, the other ranks are told; before the ranks have met, each looks by itself. A
-    checkpoint is complete if it was committed and all its files have their sizes: what they hold
-    is checked while it is loaded. Rank 0 warns of every newer checkpoint that it passes over.
+    Rank 0 searches and sends the result to the other ranks; before a group exists, each rank
+    searches by itself. A checkpoint is complete if it was committed and all its files have the
+    right sizes; their contents are checked during loading. Rank 0 warns about every newer
+    checkpoint that it skips.
 
     Args:
-        folder: what `Keeper` was given, with a checkpoint for each step; or what `save` was given.
+        folder: the folder passed to `Keeper`, with a checkpoint per step, or the path passed to
+            `save`.
 
     Returns:
-        The path, or the address, of that step's checkpoint; `folder` itself if it is one that
-        `save` wrote. `load` takes either, and `folder`.
+        The path or address of that step's checkpoint, or `folder` itself if `save` wrote it. `load`
+        accepts the result as well as `folder`.
 
     Raises:
-        CheckpointError: rank 0 could not look.
-        OSError: this rank could not.
+        CheckpointError: rank 0 could not read the folder.
+        OSError: this rank could not read the folder.
 
     Example:
         >>> newest("runs/gpt") is None
@@ -56,7 +58,7 @@ def newest(folder: str | os.PathLike[str]) -> Path | str | None:
 
 
 def _newest(folder: Path | Remote) -> list[Any]:
-    """Return a path or None, and why newer ones were passed over."""
+    """Return a path or None, and why newer checkpoints were skipped."""
     steps = steps_of(folder)
     found = steps.look()
     chosen = rules.newest(found)
@@ -75,7 +77,7 @@ def _newest(folder: Path | Remote) -> list[Any]:
 
 
 def _problems(folder: Path | Remote) -> list[str | None]:
-    """Return what is wrong with each version in a folder of `save`, the newest first."""
+    """Return the problem of each version in a folder of `save`, the newest first."""
     if isinstance(folder, Remote):
         found = [folder] if COMMIT in folder.sizes() else remote.marked(folder)
         return [remote.problem_of(version) for version in reversed(found)]

@@ -1,4 +1,4 @@
-"""Which checkpoint is the newest and which may go: pure rules over what was found in a folder."""
+"""Pure rules for the newest checkpoint and the removable ones, given a folder's contents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Best: TypeAlias = Literal["lowest", "highest"]
 
 
 class Condition(Enum):
-    """What a step's checkpoint looks like from outside."""
+    """The condition of a step's checkpoint, as judged without reading it."""
 
     COMPLETE = "complete"
     DAMAGED = "damaged"  # it was committed, and files are missing or have another size
@@ -25,9 +25,9 @@ class Found:
 
     Attributes:
         step: its number.
-        condition: whether it can be loaded, as far as can be told without reading all of it.
+        condition: whether it can be loaded, as far as can be determined without reading all of it.
         reason: why it is not complete.
-        score: as the program gave it; None if it gave none.
+        score: the score given by the program, or None.
     """
 
     step: int
@@ -38,12 +38,12 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What is kept.
+    """The policy for which checkpoints to keep.
 
     Attributes:
-        keep: the last so many complete ones.
-        keep_every: also those whose step is a multiple of it; None: none.
-        best: also the one with the lowest or highest score; None: none.
+        keep: number of latest complete checkpoints to keep.
+        keep_every: also keep those whose step is a multiple of it; None keeps no others.
+        best: also keep the one with the lowest or highest score; None keeps no others.
     """
 
     keep: int = 3
@@ -52,12 +52,12 @@ class Policy:
 
 
 def newest(found: Sequence[Found]) -> Found | None:
-    """Return the complete one of the highest step; None if there is none."""
+    """Return the complete checkpoint with the highest step, or None if there is none."""
     return max(_complete(found), key=lambda one: one.step, default=None)
 
 
 def best(found: Sequence[Found], which: Best) -> Found | None:
-    """Return the complete one with the best score, the earliest of equals; None if none has one."""
+    """Return the complete checkpoint with the best score, the earliest among equals, or None."""
     scored = [one for one in _complete(found) if one.score is not None]
     scored = [one for one in scored if not math.isnan(one.score or 0.0)]
     sign = 1.0 if which == "lowest" else -1.0
@@ -67,7 +67,7 @@ def best(found: Sequence[Found], which: Best) -> Found | None:
 def superfluous(found: Sequence[Found], policy: Policy, just_saved: int) -> list[int]:
     """Return the steps that may be removed after a save was committed, the oldest first.
 
-    Damaged ones do not count as kept; those among the last complete ones stay, to be looked at.
+    Damaged ones do not count as kept; those among the last complete ones are left for inspection.
     """
     complete = sorted(one.step for one in _complete(found))
     if just_saved not in complete:
@@ -83,9 +83,9 @@ def superfluous(found: Sequence[Found], policy: Policy, just_saved: int) -> list
 
 
 def for_room(found: Sequence[Found], policy: Policy) -> list[int]:
-    """Return the steps that may be given up for room on the disk, in that order.
+    """Return the steps that may be removed to free disk space, in order of removal.
 
-    The newest complete one and the best one never are; those of `keep_every` come last.
+    The newest complete one and the best one are never removed; those of `keep_every` come last.
     """
     last, top = newest(found), best(found, policy.best) if policy.best else None
     spared = {one.step for one in (last, top) if one is not None}

@@ -1,4 +1,4 @@
-"""When a checkpoint is due: every so many steps, every so many seconds, the same on all ranks."""
+"""The schedule of checkpoints: by steps or by seconds, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from echelon.dist.checkpoint.ranks.peers import Peers, World, find
 
 
 class SaveSchedule:
-    """Tell all ranks at the same step that a checkpoint is due.
+    """A schedule by which a checkpoint is due at the same step on all ranks.
 
-    Steps are counted; seconds are those of rank 0's clock, and begin again whenever one was due.
-    A step at which none is due costs no communication, except under torch.distributed's own
-    groups: there seconds cost a small all_gather per step.
+    Seconds are measured on rank 0's clock and restart whenever a checkpoint was due. A step at
+    which none is due needs no communication, except with torch.distributed's own groups, where
+    `every_s` costs a small all_gather per step.
 
     Args:
-        every_steps: due after steps whose number is a multiple of it.
-        every_s: due once so many seconds have passed.
+        every_steps: a checkpoint is due after steps whose number is a multiple of it.
+        every_s: a checkpoint is due once this many seconds have passed.
         now: rank 0's clock.
 
     Raises:
-        ValueError: neither is given, or one is not above 0.
+        ValueError: neither interval is given, or one is not positive.
 
     Example:
         >>> schedule = SaveSchedule(every_steps=100)
@@ -51,13 +51,15 @@ class SaveSchedule:
         self._agreement: Agreement | None = None
 
     def due(self, step: int) -> bool:
-        """Return whether a checkpoint is due after this step. Every rank calls it once per step.
+        """Return whether a checkpoint is due after this step.
+
+        Every rank must call this once per step.
 
         Args:
             step: how many steps are finished.
 
         Raises:
-            ValueError: there are several ranks, and they have not met.
+            ValueError: there are several ranks, but `init` was not called.
             CollectiveTimeoutError, PeerLostError, StoreError: the ranks could not agree.
         """
         by_time = self._every_s is not None and self._agreed(self._now() - self._since_s)
@@ -67,7 +69,7 @@ class SaveSchedule:
         return by_time or by_steps
 
     def _agreed(self, passed_s: float) -> bool:
-        """Return what rank 0's clock says."""
+        """Return the decision of rank 0's clock."""
         assert self._every_s is not None
         if self._peers is None:
             self._peers = find(to_write=True)

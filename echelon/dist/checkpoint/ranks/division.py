@@ -1,10 +1,11 @@
-"""Who writes what: ranks that hold the same elements prove them equal, then divide the writing.
+"""Division of writing: ranks with the same elements verify that they are equal and share the work.
 
-[Note: the proof] Equal names, shapes and ranges do not make replicas: pipeline stages may number
-their layers from 0 each, and a replica may have drifted. So ranks compare a checksum of what they
-hold alike, and a difference is an error that names the tensor and two ranks. The cost is one read
-of what several ranks hold. Messages grow with the number of *different* ranks: replicas of a whole
-model exchange some bytes each, ranks with different shards 24 bytes per tensor.
+[Note: the proof] Equal names, shapes and ranges do not prove that tensors are replicas: each
+pipeline stage may number its layers from 0, and a replica may have drifted. So ranks compare
+checksums of elements that several of them hold, and a difference raises an error that names the
+tensor and two ranks. The cost is one read of those elements. Messages grow with the number of
+*different* ranks: replicas of a whole model exchange a few bytes each, ranks with different shards
+24 bytes per tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Holders = tuple[int, ...]
 
 
 class _Row(NamedTuple):
-    """What one rank tells the others of one tensor: hashes, equal where the things are equal."""
+    """One rank's description of one tensor for the others, as hashes."""
 
     path: int
     kind: int
@@ -33,11 +34,11 @@ class _Row(NamedTuple):
 
 
 def settle(peers: Peers, doing: str, contents: Contents) -> None:
-    """Agree on what each entry is, and on what is saved for each rank by itself.
+    """Agree on the kind of each entry, and on what is saved separately for each rank.
 
     Raises:
-        ValueError: an entry is of one kind here, and of another on another rank.
-        CheckpointError: other ranks found such an entry.
+        ValueError: an entry has one kind on this rank and a different one on another rank.
+        CheckpointError: other ranks detected such an entry.
     """
     everyones = peers.all_gather([contents.kinds, contents.local_checksums()])
     together(peers, doing, lambda: _require_kinds(contents.kinds, [one for one, _ in everyones]))
@@ -53,11 +54,11 @@ def settle(peers: Peers, doing: str, contents: Contents) -> None:
 def divide(
     peers: Peers, doing: str, held: Sequence[Held], aliases: Mapping[str, str]
 ) -> list[Held]:
-    """Return the part of what is held that this rank writes.
+    """Return the part of the held tensors that this rank writes.
 
     Raises:
-        ValueError: a tensor that several ranks hold under one name differs between them.
-        CheckpointError: other ranks found such a tensor.
+        ValueError: a tensor that several ranks hold under one name differs between ranks.
+        CheckpointError: other ranks detected such a tensor.
     """
     rows = [_row(one) for one in held]
     forms = {one.path: f"{one.dtype}{list(one.shape)}" for one in held}
@@ -109,7 +110,7 @@ def _hash(text: str) -> int:
 
 
 def _exchange(peers: Peers, rows: list[_Row]) -> list[list[_Row]]:
-    """Return every rank's rows; only one of several ranks with equal rows sends them."""
+    """Return every rank's rows; of several ranks with equal rows only one sends them."""
     packed = b"".join(_ROW.pack(*row) for row in sorted(rows))
     digests = peers.all_gather(hashlib.blake2b(packed, digest_size=16).digest())
     if len(set(digests)) == 1:
@@ -125,20 +126,20 @@ def _exchange(peers: Peers, rows: list[_Row]) -> list[list[_Row]]:
 
 
 def _require_forms(forms: dict[str, str], tables: list[list[_Row]], rank: int) -> None:
-    """Check that no other rank holds a tensor of the same name in another form."""
+    """Check that no other rank holds a tensor of the same name in a different form."""
     own = {_hash(path): path for path in forms}
     for other, table in enumerate(tables):
         for row in table if table is not tables[rank] else ():
             path = own.get(row.path)
             if path is not None and _hash(forms[path]) != row.kind:
                 raise ValueError(
-                    f"{path}: {forms[path]} on rank {rank}, and not on rank {other}: two tensors "
+                    f"{path}: {forms[path]} on rank {rank}, but not on rank {other}: two tensors "
                     "need two names"
                 )
 
 
 def _require_equal(peers: Peers, doing: str, alike: dict[Holders, list[Held]]) -> None:
-    """Check that what several ranks hold is equal."""
+    """Check that tensors held by several ranks are equal."""
     checksums = {
         ranks: [checksum(one.data) for one in part] for ranks, part in sorted(alike.items())
     }

@@ -35,17 +35,17 @@ class Peers(Protocol):
         ...
 
     def all_to_all_bytes(self, sent: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
-        """Return what every rank sent to this one, by rank: uint8 on the CPU.
+        """Exchange bytes; return those that each rank sent to this one, by rank: uint8 on the CPU.
 
         Args:
-            sent: what this rank sends to each rank, by rank; 1-D, of any size.
-            sizes: of what it receives from each rank.
+            sent: the bytes for each rank, by rank; 1-D, of any size.
+            sizes: the number of bytes received from each rank.
         """
         ...
 
 
 class Alone:
-    """One process, of whatever rank."""
+    """A single process, whatever its rank."""
 
     size = 1
     timeout_s = _DEFAULT_TIMEOUT_S
@@ -62,7 +62,7 @@ class Alone:
         out.copy_(own)
 
     def all_to_all_bytes(self, sent: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:  # noqa: ARG002 -- of the interface
-        """Return what is sent to this rank itself."""
+        """Return the bytes that this rank sends to itself."""
         return sent
 
 
@@ -84,7 +84,7 @@ class World:
         self._group.all_gather(out, own)
 
     def all_to_all_bytes(self, sent: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
-        """Return what every rank sent to this one, by rank."""
+        """Exchange bytes; return those that each rank sent to this one, by rank."""
         out = torch.empty(sum(sizes), dtype=torch.uint8)
         splits = [tensor.numel() for tensor in sent]
         self._group.all_to_all(out, torch.cat(sent), output_splits=sizes, input_splits=splits)
@@ -92,7 +92,7 @@ class World:
 
 
 class TorchWorld:
-    """The ranks of torch.distributed's default group. Values go as msgpack, not as pickles."""
+    """The ranks of torch.distributed's default group. Values are sent as msgpack, not pickled."""
 
     def __init__(self) -> None:
         self.rank = torch_dist.get_rank()
@@ -116,7 +116,7 @@ class TorchWorld:
         out.copy_(torch.cat(self._gather(own)))
 
     def all_to_all_bytes(self, sent: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
-        """Return what every rank sent to this one, by rank."""
+        """Exchange bytes; return those that each rank sent to this one, by rank."""
         splits = [tensor.numel() for tensor in sent]
         joined = torch.cat(sent).to(self._device)
         out = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
@@ -131,10 +131,10 @@ class TorchWorld:
 
 
 def _device_of(config: str) -> torch.device:
-    """Return where a group carries tensors, preferring the CPU.
+    """Return a device on which a group carries tensors, preferring the CPU.
 
     Args:
-        config: such as "cpu:gloo,cuda:nccl".
+        config: the group's backends, such as "cpu:gloo,cuda:nccl".
     """
     kinds = [part.partition(":")[0] for part in config.split(",")]
     if "cpu" in kinds or not kinds[0]:
@@ -146,10 +146,11 @@ def find(*, to_write: bool) -> Peers:
     """Return the ranks of this job.
 
     Args:
-        to_write: ranks that have not met must not write to one place; each may read by itself.
+        to_write: whether the ranks are to write; without a group they may only read, each by
+            itself.
 
     Raises:
-        ValueError: the environment says that there are several, and they have not met.
+        ValueError: the environment specifies several ranks, but there is no group.
     """
     try:
         return World(world())
@@ -162,17 +163,17 @@ def find(*, to_write: bool) -> Peers:
         return Alone()
     if to_write:
         raise ValueError(
-            f"WORLD_SIZE is {num_expected}, and there is no world: call echelon.dist.init() first"
+            f"WORLD_SIZE is {num_expected}, but there is no world: call echelon.dist.init() first"
         )
     return Alone(int(os.environ.get("RANK", "0")))
 
 
 def together(peers: Peers, doing: str, action: Callable[[], _Result]) -> _Result:
-    """Do something on every rank; return its result, or raise on every rank if any failed.
+    """Run a function on every rank; return its result, or raise on every rank if any failed.
 
     Raises:
-        CheckpointError: another rank failed. This rank's own error is raised as it is.
-        DamagedError: the ranks that failed found a damaged file, and nothing else failed.
+        CheckpointError: another rank failed. This rank's own error is raised unchanged.
+        DamagedError: all failed ranks found a damaged file.
     """
     error: Exception | None = None
     try:
@@ -184,9 +185,10 @@ def together(peers: Peers, doing: str, action: Callable[[], _Result]) -> _Result
 
 
 def agree(peers: Peers, error: Exception | None, doing: str) -> None:
-    """Raise on every rank if any had an error: its own there, one that names it on the others.
+    """Raise on every rank if any had an error: its own error, or one that names the failed rank.
 
-    Whether that is a DamagedError is the same on all ranks: an older version may then be tried.
+    Either all ranks raise a DamagedError or none does, so that they can try an older version
+    together.
 
     Raises:
         CheckpointError, DamagedError: another rank failed.

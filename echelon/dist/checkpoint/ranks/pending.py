@@ -1,4 +1,4 @@
-"""A save in the background, and the one such save that a process may have at a time."""
+"""Saves in the background; a process may have only one at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GRACE_S = 5.0  # for the thread to notice its own deadline and say which rank i
 
 
 class PendingSave:
-    """A save under way; made by `save(..., async_op=True)`.
+    """A save in progress, returned by `save(..., async_op=True)`.
 
     Example:
         >>> pending = save("runs/gpt", {"model": model}, async_op=True)
@@ -41,17 +41,17 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, with or without success."""
+        """Whether it has succeeded or failed."""
         return not self._thread.is_alive()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until the checkpoint is complete.
 
         Args:
-            timeout_s: at most so long; None: until the save's own timeout has passed.
+            timeout_s: limit of the wait; None means until the save's own timeout expires.
 
         Raises:
-            CheckpointError: it is not complete in time, or it failed.
+            CheckpointError: it was not complete in time, or it failed.
             OSError: this rank could not write.
         """
         age_s = time.monotonic() - self._started_s
@@ -79,21 +79,21 @@ _current: PendingSave | None = None
 
 
 def start(path: str, write: Callable[[float], None], timeout_s: float) -> PendingSave:
-    """Begin a save in the background: `write` gets its deadline (time.monotonic)."""
+    """Start a save in the background; `write` is called with its deadline (time.monotonic)."""
     global _current
     _current = PendingSave(path, write, timeout_s)
     return _current
 
 
 def finish(*, must_end: bool = True) -> Exception | None:
-    """Wait for the save in the background, if there is one; return its error, once.
+    """Wait for a save in the background; return its error, once.
 
-    A save whose thread still runs after its timeout is not forgotten: this and every further call
-    return an error until the thread has ended. Its copy of the state is still in memory, and the
-    disk that it waits for would hold up the next save as well.
+    If the save's thread still runs after its timeout, this and every further call return an error
+    until the thread has ended. Its copy of the state is still in memory, and the disk that it waits
+    for would block the next save as well.
 
     Args:
-        must_end: whether a thread that still runs is an error; not for a caller that only reads.
+        must_end: whether a thread that still runs is an error; False for a caller that only reads.
     """
     global _current
     pending = _current
@@ -113,7 +113,7 @@ def finish(*, must_end: bool = True) -> Exception | None:
 
 @runtime.before_shutdown
 def _finish_at_shutdown() -> None:
-    """Let the last save complete, and raise its error where the program sees it."""
+    """Wait for the last save, and raise its error in the program."""
     error = finish()
     if error is not None:
         raise error
@@ -121,10 +121,10 @@ def _finish_at_shutdown() -> None:
 
 @atexit.register
 def _finish_at_exit() -> None:
-    """Let a program's last save complete; one that failed fails the program.
+    """Wait for a program's last save; its failure makes the program fail.
 
-    Python ignores the exceptions of exit handlers, so the exit code has to be set by force. What
-    other handlers of this package would do is done here.
+    Python ignores exceptions in exit handlers, so the process is ended here with an exit code. The
+    work of this package's other handlers is done here first.
     """
     error = finish()
     if error is None:

@@ -1,9 +1,9 @@
-"""Division of reads: elements that several ranks need are read once, and passed on.
+"""Division of reads: elements that several ranks need are read once and passed on.
 
-Each line (see `sharing.py`) is read in windows: each of its ranks reads an equal part of the window
-and checks it. An all_gather gives all ranks what every rank wants; one all_to_all per round carries
-all lines that smaller sets of ranks want, so that sets do not wait for each other and no rank
-receives what it does not want. What one rank alone wants, it reads by itself.
+Each line (see `sharing.py`) is read in windows: each of its ranks reads and checks an equal part of
+the window. Data that every rank wants is exchanged by all_gather; one all_to_all per round carries
+all lines wanted by smaller sets of ranks, so that sets do not wait for each other and ranks receive
+only what they want. Data that only one rank wants is read by that rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WINDOW_BYTES = 64 << 20
 
 
 def read(peers: Peers, source: Source, wanted: Sequence[Wanted]) -> Exception | None:
-    """Fill all tensors. Collective; returns this rank's error after all ranks have finished."""
+    """Fill all tensors; return this rank's error after all ranks have finished. Collective."""
     reading = _Reading(peers, source)
     if peers.size > 1:
         lines = find_lines(peers, source, wanted)
@@ -44,8 +44,8 @@ class _Reading:
     """One rank's part of reading one version.
 
     Attributes:
-        error: the first one of this rank; it reads nothing after it, and still takes part in every
-            exchange, since the other ranks wait for it there.
+        error: this rank's first error; after it the rank stops reading but still takes part in
+            every exchange, because the other ranks wait for it.
     """
 
     def __init__(self, peers: Peers, source: Source) -> None:
@@ -55,7 +55,7 @@ class _Reading:
         self._done: set[int] = set()  # ids of what was filled
 
     def for_all(self, line: Line) -> None:
-        """Read what every rank wants. Collective."""
+        """Read the data that every rank wants. Collective."""
         peers = self._peers
         part = min(_WINDOW_BYTES, line.num_bytes + ALIGNMENT * peers.size) // peers.size
         part = max(ALIGNMENT, part // ALIGNMENT * ALIGNMENT)
@@ -68,7 +68,7 @@ class _Reading:
         self._note(line)
 
     def for_some(self, lines: Sequence[Line]) -> None:
-        """Read what sets of ranks want. Collective among all ranks, those without a set too."""
+        """Read the data that sets of ranks want. Collective over all ranks."""
         peers = self._peers
         num_bytes = sum(line.num_bytes for line in lines)
         num_rounds = max(peers.all_gather(-(-num_bytes // _WINDOW_BYTES)))
@@ -78,9 +78,9 @@ class _Reading:
             self._note(line)
 
     def _round(self, lines: Sequence[Line], number: int, num_rounds: int) -> None:
-        """Read one window of each line, send this rank's part of it and put in place the others'.
+        """Read one window of each line, send this rank's part and store the others' parts.
 
-        Both ends of a pair list the lines that they share in the same order.
+        Both ends of a pair list their shared lines in the same order.
         """
         rank, size = self._peers.rank, self._peers.size
         parts = [aligned(-(-line.num_bytes // (num_rounds * len(line.ranks)))) for line in lines]
@@ -107,7 +107,7 @@ class _Reading:
                 _put(line, first, own)
 
     def alone(self, wanted: Sequence[Wanted]) -> None:
-        """Read what is on no line."""
+        """Read the data that is on no line."""
         try:
             for held, path in wanted:
                 if self.error is None and id(held) not in self._done:
@@ -133,7 +133,7 @@ class _Reading:
 
 
 def _put(line: Line, first: int, content: Tensor) -> None:
-    """Write bytes of a line, from `first` on, into the tensors that they belong to."""
+    """Write bytes of a line, from `first` on, into the tensors to which they belong."""
     for piece in line.pieces(first, first + content.numel()):
         start, length = piece.elements()
         part = content[piece.first - first : piece.last - first].view(piece.dtype)

@@ -1,8 +1,9 @@
-"""Which ranks want the same elements: lines of bytes that a set of ranks reads together.
+"""Sharing: lines of bytes that a set of ranks reads together.
 
-The tensors that the same ranks want lie one after the other on one line of bytes. There is a line
-for what every rank wants (replicas of a whole model) and one for each smaller set of ranks that
-want the same (replicas of a shard). What one rank alone wants is on no line.
+The tensors wanted by the same ranks are placed one after the other on one line of bytes. There is
+one line for the tensors that every rank wants (replicas of a whole model) and one for each smaller
+set of ranks that want the same (replicas of a shard). Tensors that only one rank wants are on no
+line.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Ranks = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """Some bytes of one tensor on a line: `first` to `last`, counted on the line."""
+    """Some bytes of one tensor on a line: positions `first` to `last` of the line."""
 
     held: Held
     path: str
@@ -35,18 +36,18 @@ class Piece(NamedTuple):
     last: int
 
     def elements(self) -> tuple[int, int]:
-        """Return the first element, counted in the tensor's part here, and their number."""
+        """Return the first element, counted within this rank's part, and the number of elements."""
         size = self.dtype.itemsize
         return (self.first - self.begin) // size, (self.last - self.first) // size
 
 
 class Line:
-    """Tensors that a set of ranks wants, one after the other; equal on all ranks of the set.
+    """The tensors that a set of ranks wants, in sequence; equal on all ranks of the set.
 
     Attributes:
         ranks: the set, in order.
-        items: what this rank wants of it, in the order of the line.
-        num_bytes: its length, each tensor padded to `ALIGNMENT`.
+        items: the items that this rank wants, in the order of the line.
+        num_bytes: its length, with each tensor padded to `ALIGNMENT`.
     """
 
     def __init__(self, ranks: Ranks, items: Sequence[Wanted], source: Source) -> None:
@@ -62,7 +63,7 @@ class Line:
             self.num_bytes += aligned(held.length * dtype.itemsize)
 
     def pieces(self, first: int, last: int) -> Iterator[Piece]:
-        """Return what lies between two places of the line."""
+        """Return the pieces between two positions of the line."""
         for (held, path), dtype, begin in zip(self.items, self._dtypes, self._begins, strict=True):
             if begin >= last:
                 return
@@ -75,8 +76,8 @@ class Lines(NamedTuple):
     """The lines of one rank.
 
     Attributes:
-        for_all: what every rank wants; None: nothing.
-        for_some: what smaller sets want that this rank belongs to, ordered by their ranks.
+        for_all: the line that every rank wants, or None.
+        for_some: the lines of smaller sets that contain this rank, ordered by their ranks.
         has_some: whether any rank has a line for some ranks; the same on all ranks.
     """
 
@@ -88,7 +89,7 @@ class Lines(NamedTuple):
 def find_lines(peers: Peers, source: Source, wanted: Sequence[Wanted]) -> Lines:
     """Return the lines that this rank belongs to. Collective.
 
-    Ranks exchange 8 bytes per tensor; of ranks that want the same, one sends them.
+    Ranks exchange 8 bytes per tensor; of several ranks that want the same, only one sends them.
     """
     own = {_key(source, held, path): (held, path) for held, path in reversed(wanted)}
     own.pop(b"", None)
@@ -105,7 +106,7 @@ def find_lines(peers: Peers, source: Source, wanted: Sequence[Wanted]) -> Lines:
 
 
 def _ranks_by_key(peers: Peers, keys: bytes) -> Mapping[bytes, Ranks]:
-    """Return which ranks want what each key stands for, for the keys of all ranks."""
+    """Return the ranks for each key, for the keys of all ranks."""
     digests = peers.all_gather(hashlib.blake2b(keys, digest_size=16).digest())
     if len(set(digests)) == 1:
         return dict.fromkeys(_split(keys), tuple(range(peers.size)))
@@ -127,7 +128,7 @@ def _split(keys: bytes) -> Iterator[bytes]:
 
 
 def _key(source: Source, held: Held, path: str) -> bytes:
-    """Return what ranks have in common that want the same elements; empty if it is not shared."""
+    """Return a key that is equal for ranks that want the same elements; empty if not shared."""
     if held.repeats or not held.length or not held.data.is_contiguous() or held.data.is_conj():
         return b""
     name = source.manifest.aliases.get(path, path)

@@ -1,6 +1,6 @@
-"""A folder of checkpoints by step in an object store; the calls are those of `disk.steps`.
+"""A folder of checkpoints by step in an object store, with the interface of `disk.steps`.
 
-One store, two jobs: nothing can be locked there, so the later one is not refused.
+Object stores have no locks, so a second job is not refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SCORE = "score"
 
 
 def steps_of(folder: Path | Remote) -> StepFolders | RemoteSteps:
-    """Return the checkpoints by step in a folder, wherever it is."""
+    """Return the checkpoints by step in a local or remote folder."""
     return RemoteSteps(folder) if isinstance(folder, Remote) else StepFolders(folder)
 
 
@@ -30,19 +30,19 @@ class RemoteSteps:
         self.folder = folder
 
     def path(self, step: int) -> Remote:
-        """Return where a step's checkpoint is, or will be."""
+        """Return the path of a step's checkpoint, which may not exist yet."""
         return self.folder / step_name(step)
 
     def look(self) -> list[Found]:
-        """Return what there is, by step."""
+        """Return the checkpoints found, by step."""
         steps = sorted(step for name in self.folder.sizes() if (step := step_of(name)) is not None)
         return [self._look(step) for step in steps]
 
     def note_score(self, step: int, score: float | None) -> None:
-        """Store a step's score beside its checkpoint, before that is saved.
+        """Store a step's score beside its checkpoint before the checkpoint is saved.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the score cannot be written.
         """
         if score is not None:
             self.path(step).write(_SCORE, json.dumps(score).encode())
@@ -50,7 +50,7 @@ class RemoteSteps:
             self.path(step).remove([_SCORE])
 
     def remove(self, step: int) -> str | None:
-        """Remove a step's checkpoint, its marks first; return why not, if some of it stays."""
+        """Remove a step's checkpoint, its marks first; return the reason if a part remains."""
         path = self.path(step)
         try:
             for version in versions.versions(path):
@@ -62,7 +62,7 @@ class RemoteSteps:
         return None
 
     def sweep(self) -> None:
-        """Do nothing: what was begun is removed with its step."""
+        """Do nothing: incomplete versions are removed with their step."""
 
     def _look(self, step: int) -> Found:
         path = self.path(step)

@@ -1,8 +1,8 @@
-"""Remote: a folder in an object store, by its address.
+"""Remote: a folder in an object store, identified by its address.
 
 An object appears whole or not at all, and nothing can be renamed or locked. Calls that fail for a
-reason that may pass are made again until a deadline, and a call that hangs is left behind then: its
-thread ends with the process.
+transient reason are retried until a deadline, when a hanging call is abandoned: its thread ends
+with the process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def place_of(path: str | os.PathLike[str]) -> Path | Remote:
     """Return a folder of this host, or of an object store.
 
     Raises:
-        ValueError: no package is installed for such an address.
+        ValueError: no installed package supports such an address.
     """
     return Remote.at(os.fspath(path)) if is_address(path) else Path(path)
 
@@ -53,10 +53,10 @@ class Remote:
     """A folder in an object store.
 
     Args:
-        address: its whole address, with what it needs to be reached: never shown.
-        fs: the file system of `fsspec`.
-        root: the folder's name there.
-        patience_s: how long one call may take, with its repetitions.
+        address: its full address, which may contain credentials and is never shown.
+        fs: the `fsspec` file system.
+        root: the folder's name in it.
+        patience_s: how long one call may take, including retries.
     """
 
     def __init__(self, address: str, fs: Any, root: str, patience_s: float = _PATIENCE_S) -> None:
@@ -70,7 +70,7 @@ class Remote:
         """Return the folder at an address.
 
         Raises:
-            ValueError: no package is installed for such an address.
+            ValueError: no installed package supports such an address.
         """
         scheme = address.partition("://")[0]
         options = {"auto_mkdir": True} if scheme in ("file", "local") else {}
@@ -89,7 +89,7 @@ class Remote:
         return cls(address, fs, str(root))
 
     def __str__(self) -> str:
-        """Return the address without a user's name and key."""
+        """Return the address without user name and key."""
         return _USER.sub("://", self.address)
 
     def __truediv__(self, name: str) -> Remote:
@@ -108,16 +108,16 @@ class Remote:
 
     @property
     def parent(self) -> Remote:
-        """The folder that this one is in."""
+        """The parent folder."""
         above, root = self.address.rpartition("/")[0], self._root.rpartition("/")[0]
         return Remote(above, self._fs, root, self.patience_s)
 
     def absolute(self) -> Remote:
-        """Return this: an address is absolute."""
+        """Return itself: an address is always absolute."""
         return self
 
     def sizes(self) -> dict[str, int]:
-        """Return what is in it, with the sizes of objects; empty if it does not exist."""
+        """Return its entries with the sizes of objects; empty if it does not exist."""
 
         def look() -> list[dict[str, Any]]:
             self._fs.invalidate_cache()
@@ -132,29 +132,29 @@ class Remote:
         return {path.rpartition("/")[2]: size for path, size in entries.items()}
 
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
-        """Return an object's bytes, or those from `start` to before `end`.
+        """Return an object's bytes, or those from `start` up to but excluding `end`.
 
         Raises:
             FileNotFoundError: the object does not exist.
-            OSError: it cannot be read within the patience.
+            OSError: it cannot be read within `patience_s`.
         """
         path = f"{self._root}/{name}"
         content = self._call(f"read {name}", lambda: self._fs.cat_file(path, start=start, end=end))
         return bytes(content)
 
     def write(self, name: str, data: bytes) -> None:
-        """Make an object.
+        """Create an object.
 
         Raises:
-            OSError: it cannot be written within the patience.
+            OSError: it cannot be written within `patience_s`.
         """
         self._call(f"write {name}", lambda: self._fs.pipe_file(f"{self._root}/{name}", data))
 
     def upload(self, local: Path, patience_s: float) -> None:
-        """Make an object of a file, under its name, and check its size.
+        """Upload a file under its name and check the object's size.
 
         Raises:
-            OSError: it cannot be written within the patience.
+            OSError: it cannot be written within `patience_s`.
         """
         path, size = f"{self._root}/{local.name}", local.stat().st_size
 
@@ -168,10 +168,10 @@ class Remote:
         self._call(f"write {local.name}", put, patience_s)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove objects, in this order; those that do not exist are fine.
+        """Remove objects in this order; missing ones are ignored.
 
         Raises:
-            OSError: one cannot be removed within the patience.
+            OSError: an object cannot be removed within `patience_s`.
         """
         for name in names:
             with contextlib.suppress(FileNotFoundError):
@@ -179,7 +179,7 @@ class Remote:
                 self._call(f"remove {name}", lambda path=path: self._fs.rm_file(path))  # type: ignore[misc]
 
     def remove_folder(self) -> None:
-        """Remove what stays of a folder whose objects are gone; object stores have none."""
+        """Remove an empty folder; object stores do not have folders."""
         with contextlib.suppress(Exception):  # of no consequence, in any store
             _bounded(lambda: self._fs.rmdir(self._root), time.monotonic() + self.patience_s)
 
@@ -204,10 +204,10 @@ class Remote:
 
 
 def _bounded(call: Callable[[], _Result], deadline_s: float) -> _Result:
-    """Call in a thread of its own, and wait for it until the deadline.
+    """Make a call in a separate thread, and wait for it until the deadline.
 
     Raises:
-        TimeoutError: it has not returned.
+        TimeoutError: the call has not returned.
     """
     ended: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 

@@ -2,8 +2,8 @@
 
 ADDRESS/000002-77ab03c4d5e6f012/rank_00000.bin ... manifest, commit
 
-A version's name has the token of its save, so that no two saves write the same object, and no name
-changes: the commit mark is written last, and is the first object that is removed.
+A version's name contains the token of its save, so that two saves never write the same object, and
+names never change: the commit mark is written last and removed first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _WINDOW_BYTES = 16 << 20  # read at once: a request costs tens of milliseconds
 
 
 class RemoteUnfinished:
-    """A version that is being written; the calls are those of `disk.folder.Unfinished`.
+    """A version that is being written, with the interface of `disk.folder.Unfinished`.
 
     Args:
         path: the version's folder.
@@ -58,19 +58,19 @@ class RemoteUnfinished:
 
     @classmethod
     def create(cls, root: Remote) -> RemoteUnfinished:
-        """Create the next version: its number is above all others."""
+        """Create the next version, with a number above all others."""
         numbers = [int(found[1]) for name in root.sizes() if (found := _VERSION.fullmatch(name))]
         path = root / f"{max(numbers, default=0) + 1:06d}-{secrets.token_hex(TOKEN_BYTES)}"
         path.write(_BEGUN, b"1")
         return cls(path)
 
     def is_seen(self) -> bool:
-        """Return whether this rank sees what rank 0 has created."""
+        """Return whether this rank sees the version that rank 0 created."""
         return _BEGUN in self.path.sizes()
 
     @contextlib.contextmanager
     def local_folder(self) -> Iterator[Path]:
-        """Return a folder of this host in which the rank's file is made."""
+        """Return a folder of this host in which the rank's file is written."""
         with tempfile.TemporaryDirectory(prefix="echelon-checkpoint-") as folder:
             yield Path(folder)
 
@@ -78,20 +78,20 @@ class RemoteUnfinished:
         """Upload the rank's file.
 
         Raises:
-            OSError: it has not arrived within the limit.
+            OSError: it was not uploaded within the time limit.
         """
         self.path.upload(file, limit_s)
 
     def add_index(self, rank: int, part: Manifest) -> None:
-        """Publish that a rank's file is complete, and what is in it."""
+        """Publish that a rank's file is complete, with its contents."""
         self.path.write(INDEX_NAME.format(rank), encode(part))
 
     def add_failure(self, rank: int, reason: str) -> None:
-        """Publish that a rank could not write its part."""
+        """Publish that a rank failed to write its part."""
         self.path.write(FAILED_NAME.format(rank), reason.encode())
 
     def failure(self) -> str | None:
-        """Return the first rank that failed and its reason; None if no rank reported one."""
+        """Return the first rank that failed, with its reason, or None if none has failed."""
         for name in sorted(self.path.sizes()):
             if name.endswith(".failed"):
                 rank = int(name.removeprefix("rank_").removesuffix(".failed"))
@@ -99,7 +99,7 @@ class RemoteUnfinished:
         return None
 
     def missing(self, world_size: int) -> list[int]:
-        """Return the ranks whose part is not complete yet."""
+        """Return the ranks whose parts are not complete yet."""
         names = self.path.sizes()
         return [rank for rank in range(world_size) if INDEX_NAME.format(rank) not in names]
 
@@ -108,11 +108,11 @@ class RemoteUnfinished:
         return COMMIT in self.path.sizes()
 
     def commit(self, world_size: int, keep: int) -> None:
-        """Make this the newest complete version, then remove all but the last `keep`.
+        """Make this the newest complete version, then remove all but the last `keep` versions.
 
         Raises:
-            CheckpointError: a part is missing, cut short, or of another save.
-            OSError: the store failed; the version counts only if its mark was written before.
+            CheckpointError: a part is missing, truncated, or from another save.
+            OSError: the store failed; the version counts only if its mark had been written.
         """
         parts = [self._part(rank) for rank in range(world_size)]
         whole = merge(parts, lambda one, other: are_equal(parts, one, other, self._read))
@@ -127,7 +127,7 @@ class RemoteUnfinished:
             prune(self.path.parent, self.path, keep)
 
     def discard(self) -> None:
-        """Remove what a failed save has written, unless it was committed before it failed."""
+        """Remove the objects of a failed save, unless it was committed before it failed."""
         with contextlib.suppress(OSError):
             if not self.is_committed():
                 remove(self.path)
@@ -139,7 +139,7 @@ class RemoteUnfinished:
         except ValueError as error:
             raise CheckpointError(f"{self.path}/{name}: {error}", path=str(self.path)) from None
         if part.save != self.token:
-            reason = f"{self.path}/{name}: belongs to another save"
+            reason = f"{self.path}/{name}: it belongs to another save"
             raise CheckpointError(reason, path=str(self.path))
         return part
 
@@ -154,15 +154,15 @@ def versions(root: Remote) -> list[Remote]:
 
 
 def marked(root: Remote) -> list[Remote]:
-    """Return the versions that were committed, damaged ones among them, the oldest first."""
+    """Return the committed versions, including damaged ones, the oldest first."""
     return [version for version in versions(root) if COMMIT in version.sizes()]
 
 
 def candidates(place: Remote) -> Sequence[Remote]:
-    """Return the versions that may be loaded, the best first; `place` alone if it is a version.
+    """Return the versions to try to load, the best first; only `place` if it is a version.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no such version.
     """
     names = place.sizes()
     if COMMIT in names:
@@ -171,7 +171,9 @@ def candidates(place: Remote) -> Sequence[Remote]:
     roots = [steps[step] for step in sorted(steps, reverse=True)]
     found = [version for root in [*roots, place] for version in reversed(marked(root))]
     if not found:
-        raise CheckpointError(f"{place}: no complete checkpoint in it", path=str(place))
+        raise CheckpointError(
+            f"{place}: it does not contain a complete checkpoint", path=str(place)
+        )
     return found
 
 
@@ -179,13 +181,13 @@ def read_manifest(version: Remote) -> Manifest:
     """Read a version's manifest.
 
     Raises:
-        DamagedError: it is missing, or is not what was written.
+        DamagedError: it is missing or was altered.
         OSError: the store failed.
     """
     try:
         content, mark = version.read(MANIFEST), version.read(COMMIT)
         if not mark[:SEAL_BYTES] or mark[:SEAL_BYTES] != content[-SEAL_BYTES:]:
-            raise ValueError("its checksum is not the one in the commit mark")
+            raise ValueError("its checksum does not match the commit mark")
         manifest = decode(content)
         check_complete(manifest)
         return manifest
@@ -196,7 +198,7 @@ def read_manifest(version: Remote) -> Manifest:
 
 
 def problem_of(version: Remote) -> str | None:
-    """Return why a committed version cannot be loaded, None if it can, as far as sizes tell."""
+    """Return why a committed version cannot be loaded, judged by object sizes; None if it can."""
     try:
         return _wrong_size(version, read_manifest(version))
     except (CheckpointError, OSError) as error:
@@ -204,7 +206,7 @@ def problem_of(version: Remote) -> str | None:
 
 
 def prune(root: Remote, newest: Remote, keep: int) -> None:
-    """Remove what is older than the last `keep` whole versions, and saves that did not complete."""
+    """Remove versions older than the last `keep` intact ones, and incomplete saves."""
     whole = 0
     for version in reversed(versions(root)):
         if COMMIT in version.sizes() and whole < keep:
@@ -214,7 +216,7 @@ def prune(root: Remote, newest: Remote, keep: int) -> None:
 
 
 def remove(version: Remote) -> None:
-    """Remove a version: its mark first, so that no part of it is taken for the whole.
+    """Remove a version, its mark first, so that a part is never taken for a complete version.
 
     Raises:
         OSError: the store failed.
@@ -239,7 +241,7 @@ class RemoteVersion(Version):
     """A complete version in an object store.
 
     Raises:
-        CheckpointError: there is none at `place`, or it is damaged.
+        CheckpointError: there is no version at `place`, or it is damaged.
     """
 
     def __init__(self, place: Remote) -> None:
@@ -254,7 +256,7 @@ class RemoteVersion(Version):
 
 
 class _Reader(RankFileReader):
-    """Reads a rank's object a window at a time."""
+    """A reader of a rank's object, one window at a time."""
 
     def __init__(self, version: Remote, stored: StoredFile) -> None:
         self._version = version
@@ -262,7 +264,7 @@ class _Reader(RankFileReader):
         super().__init__(version, stored)
 
     def close(self) -> None:
-        """Forget what was read."""
+        """Discard the data that was read."""
         self._window = (0, b"")
 
     def _open(self) -> int:

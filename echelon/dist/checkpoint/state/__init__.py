@@ -1,1 +1,1 @@
-"""From a state to what is stored of it, and back."""
+"""Conversion of a state to its stored form and back."""

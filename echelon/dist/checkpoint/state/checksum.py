@@ -1,4 +1,4 @@
-"""A checksum of a tensor's elements, computed where they are."""
+"""A checksum of a tensor's elements, computed on their device."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _CHUNK_ROWS = 1 << 13  # 32 MiB on a device, 64 MiB while they are added
 
 
 def checksum(data: Tensor) -> int:
-    """Return a number below 2**64 that equal tensors have in common.
+    """Return a number below 2**64 that is the same for equal tensors.
 
-    On the CPU: the CRC-32 of the bytes. On a device, see `sums`: the elements stay there.
+    On the CPU this is the CRC-32 of the bytes. On a device it uses `sums`, so that the elements
+    stay there.
     """
     if data.device.type == "cpu":
         return zlib.crc32(as_bytes(data))
@@ -24,7 +25,7 @@ def checksum(data: Tensor) -> int:
 
 
 def sums(data: Tensor) -> Tensor:
-    """Return exact sums over the rows and columns of the elements as 32-bit words: int64.
+    """Return exact int64 sums over the rows and columns of the elements as 32-bit words.
 
     The words form rows of 1024. Any change of up to three words changes a row's or a column's sum.
     The result is about 1/500 of the data, on its device.

@@ -1,7 +1,7 @@
-"""From a state to what is stored of it: tensors that this rank holds, and plain values.
+"""Collection of a state's contents: the tensors that this rank holds, and plain values.
 
 Buffers of modules, their extra state and the state of objects may differ between ranks. They are
-set aside until the ranks have compared them: what is equal is stored once, the rest for each rank.
+set aside until the ranks have compared them: equal ones are stored once, the others for each rank.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Contents:
     """Tensors and plain values by path.
 
     Attributes:
-        kinds: what each entry is, by path.
-        held: the tensors, each once.
+        kinds: the kind of each entry, by path.
+        held: the held tensors, each listed once.
         aliases: further paths of tensors in `held`.
         values: packed plain values by path.
     """
@@ -53,19 +53,19 @@ class Contents:
         self._paths: set[str] = set()
 
     def set_local(self, path: str, value: Any) -> None:
-        """Set aside what may differ between ranks: a buffer, or a tree of plain values."""
+        """Set aside a value that may differ between ranks: a buffer or a tree of plain values."""
         self._local[path] = value
 
     def local_checksums(self) -> dict[str, int]:
-        """Return a checksum of each thing set aside, by path.
+        """Return a checksum of each value set aside, by path.
 
         Raises:
-            TypeError: one holds something that cannot be saved.
+            TypeError: a value holds something that cannot be saved.
         """
         return {path: _tree_checksum(path, value) for path, value in self._local.items()}
 
     def add_local(self, differing: Container[str], rank: int) -> None:
-        """Add what was set aside: what differs between ranks under a path of this rank's own."""
+        """Add the values set aside; those that differ between ranks get a path of this rank."""
         for path, value in self._local.items():
             where = rank_path(path, rank) if path in differing else path
             if isinstance(value, Tensor):
@@ -78,12 +78,12 @@ class Contents:
         """Add a tree of plain values and tensors.
 
         Raises:
-            TypeError: it holds something else.
+            TypeError: the tree holds something else.
         """
         self.values[path] = pack(self._without_tensors(path, value), path)
 
     def _without_tensors(self, path: str, value: Any) -> Any:
-        """Return a tree with a reference in place of each tensor and array."""
+        """Return the tree with a reference in place of each tensor and array."""
         if isinstance(value, (Tensor, np.ndarray)):
             while path in self._paths:  # {"a": {"b": x}} and {"a/b": y} are two tensors
                 path += "+"
@@ -102,13 +102,13 @@ class Contents:
         return value
 
     def add_tensor(self, path: str, tensor: Tensor, like: Tensor | None = None) -> None:
-        """Add a tensor, divided among the ranks as `like` is, or as it is itself.
+        """Add a tensor, divided among the ranks like `like` or, without it, as it is.
 
         Raises:
-            ValueError: it cannot be saved.
+            ValueError: the tensor cannot be saved.
         """
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-            raise ValueError(f"{path}: a checkpoint holds dense tensors with storage, not {tensor}")
+            raise ValueError(f"{path}: only dense tensors with storage can be saved, not {tensor}")
         dtype_bytes(dtype_name(tensor.dtype))  # refuses what cannot be stored
         assert path not in self._paths, path
         self._paths.add(path)
@@ -133,11 +133,11 @@ class Contents:
 
 
 def collect(state: Mapping[str, Any], rank: int) -> Contents:
-    """Return what this rank holds of a state.
+    """Return this rank's part of a state.
 
     Raises:
         TypeError: the state holds something that cannot be saved.
-        ValueError: a tensor that cannot be saved.
+        ValueError: the state holds a tensor that cannot be saved.
     """
     contents = Contents()
     found = list(entries(state))
@@ -207,10 +207,10 @@ def _tree_checksum(path: str, value: Any) -> int:
 
 
 def is_part(key: str, value: Any, shape: tuple[int, ...]) -> bool:
-    """Return whether an optimizer keeps an element of `value` for each element of a parameter.
+    """Return whether an optimizer's `value` has one element per element of a parameter.
 
-    The shape decides. Parameters of one element have the shape of torch's step count: its name
-    decides there.
+    The shape decides, except that a parameter with one element has the same shape as torch's step
+    count, which is recognised by its name.
     """
     return isinstance(value, Tensor) and tuple(value.shape) == tuple(shape) and key != "step"
 
@@ -219,10 +219,10 @@ def as_tensor(array: np.ndarray[Any, Any], where: str) -> Tensor:
     """Return a tensor with an array's elements.
 
     Raises:
-        TypeError: torch has no such dtype.
+        TypeError: torch does not have such a dtype.
     """
     ordered = np.ascontiguousarray(array).reshape(array.shape)
     try:
         return torch.from_numpy(ordered if ordered.flags.writeable else ordered.copy())
     except (TypeError, ValueError):
-        raise TypeError(f"{where}: a checkpoint holds no arrays of dtype {array.dtype}") from None
+        raise TypeError(f"{where}: cannot save arrays of dtype {array.dtype}") from None

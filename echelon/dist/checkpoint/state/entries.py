@@ -1,4 +1,4 @@
-"""The entries of a state: what each is, and the names of the parameters in it."""
+"""The entries of a state: their kinds, and the names of the parameters in them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module)\.")
 
 
 def kind_of(value: Any) -> str:
-    """Return what an entry is."""
+    """Return the kind of an entry."""
     if isinstance(value, torch.nn.Module):
         return MODULE
     if isinstance(value, torch.optim.Optimizer):
@@ -30,18 +30,18 @@ def kind_of(value: Any) -> str:
 
 
 def entries(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Return path, kind and value of each entry; a dict that holds more than values is entered.
+    """Return the path, kind and value of each entry, expanding dicts with more than plain values.
 
-    Of a pipeline the value is the module of its stages.
+    For a pipeline the value is the module of its stages.
 
     Raises:
-        TypeError: a key is not text, or no dict was given.
+        TypeError: a key is not a string, or the state is not a dict.
     """
     if not isinstance(state, Mapping):
-        raise TypeError(f"a state is a dict, not {type(state).__qualname__}")
+        raise TypeError(f"a state must be a dict, not {type(state).__qualname__}")
     for key, given in state.items():
         if not isinstance(key, str) or not key or "/" in key:
-            raise TypeError(f"{prefix}{key!r}: a state's keys are texts without a slash")
+            raise TypeError(f"{prefix}{key!r}: a state's keys must be strings without a slash")
         path = f"{prefix}{key}"
         value = _stages_of(given)
         kind = kind_of(value)
@@ -52,7 +52,7 @@ def entries(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, s
 
 
 def _stages_of(value: Any) -> Any:
-    """Return a pipeline's stages as one module; anything else as it is."""
+    """Return a pipeline's stages as one module, and anything else unchanged."""
     pipelines = sys.modules.get("echelon.dist.pipeline.execute.run")  # else there is none
     if pipelines is not None and isinstance(value, pipelines.Pipeline):
         return value.module
@@ -78,23 +78,23 @@ def module_state(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without what wrappers added to it."""
+    """Return a parameter's name without the parts that wrappers added."""
     return _WRAPPERS.sub("", name)
 
 
 def rank_path(path: str, rank: int) -> str:
-    """Return where a rank's own version of something is stored."""
+    """Return the path of a rank's own version of a value."""
     return f"{path}/@{rank}"
 
 
 def shared_path(path: str) -> tuple[str, int]:
-    """Undo `rank_path`; the rank is -1 for a path that belongs to all ranks."""
+    """Reverse `rank_path`; the rank is -1 for a path that belongs to all ranks."""
     shared, _, rank = path.rpartition("/@")
     return (shared, int(rank)) if shared and rank.isdigit() else (path, -1)
 
 
 def parameter_names(found: list[tuple[str, str, Any]]) -> dict[int, str]:
-    """Return the path of each parameter of the modules among some entries, by identity."""
+    """Return the path of each parameter of the modules in some entries, by identity."""
     names: dict[int, str] = {}
     for path, kind, module in found:
         if kind == MODULE:
@@ -115,12 +115,14 @@ def optimizer_names(
 
 
 def only_module(state: Mapping[str, Any], path: Any) -> str:
-    """Return the path of the one module in a state, which a file of weights alone is for.
+    """Return the path of a state's only module, which a file with only weights fills.
 
     Raises:
         ValueError: there is none, or there are several.
     """
     modules = [name for name, kind, _ in entries(state) if kind == MODULE]
     if len(modules) != 1:
-        raise ValueError(f"{path}: holds the weights of one module, the state has {len(modules)}")
+        raise ValueError(
+            f"{path}: holds the weights of one module, but the state has {len(modules)}"
+        )
     return modules[0]

@@ -1,4 +1,4 @@
-"""The part of each tensor that this rank holds: whole tensors, or flat ranges of sharded ones."""
+"""The parts of tensors that this rank holds: whole tensors, or flat ranges of sharded ones."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from echelon.dist.checkpoint.disk.pattern import Pattern, Repeats
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Some elements of a tensor, in row-major order, from `start` on.
+    """A range of elements of a tensor in row-major order, from `start` on.
 
     Attributes:
         path: the tensor's name in the checkpoint.
-        shape: of the whole tensor.
-        data: the elements; of any shape, read and written in row-major order.
+        shape: shape of the whole tensor.
+        data: the elements, of any shape, read and written in row-major order.
         start: the first element.
-        sharded: other ranks hold other elements of it.
-        repeats: of runs that do not follow each other; see `Pattern`.
+        sharded: whether other ranks hold other elements of the tensor.
+        repeats: the repeats of runs that are not contiguous; see `Pattern`.
     """
 
     path: str
@@ -45,12 +45,12 @@ class Held:
 
     @property
     def pattern(self) -> Pattern:
-        """Which elements they are."""
+        """The pattern of the elements."""
         num_runs = math.prod(count for count, _ in self.repeats)
         return Pattern(self.start, self.length // num_runs, self.repeats)
 
     def part(self, start: int, length: int) -> Held:
-        """Return some of the elements, counted from the first one held, as a range of one axis."""
+        """Return some of the elements, counted from the first one held, as a 1-D range."""
         flat = self.data.reshape(-1)
         return Held(self.path, self.shape, flat[start : start + length], self.start + start, True)
 
@@ -61,11 +61,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def share(held: Sequence[Held], index: int, count: int) -> Iterator[Held]:
-    """Return what copy number `index` of `count` equal ones writes: an even share of the bytes.
+    """Return the even share of the bytes that copy `index` of `count` equal copies writes.
 
-    The tensors lie one after the other on one line of bytes, which is cut into `count` parts at
-    elements' edges; so a share is a few whole tensors and a piece of one at each end. A tensor of
-    many runs is not cut.
+    The tensors form one line of bytes, which is cut into `count` parts at element boundaries, so a
+    share is a few whole tensors and a piece of one at each end. A tensor with several runs is not
+    cut.
     """
     total = sum(one.length * dtype_bytes(one.dtype) for one in held)
     first_byte, last_byte = total * index // count, total * (index + 1) // count
@@ -85,5 +85,5 @@ def share(held: Sequence[Held], index: int, count: int) -> Iterator[Held]:
 
 
 def _elements_before(num_bytes: int, size: int, length: int) -> int:
-    """Count the elements that begin before a byte, at most `length`."""
+    """Return the number of elements that begin before a byte, at most `length`."""
     return min(length, max(0, -(-num_bytes // size)))

@@ -1,7 +1,8 @@
 """Plain values as msgpack, so that nothing in a checkpoint is ever unpickled.
 
-Beyond msgpack's own types there are tuples, integers of any size, and references to tensors, which
-are stored elsewhere. What is none of these is refused when it is saved, not when it is needed.
+In addition to msgpack's own types, tuples, integers of any size, and references to tensors (which
+are stored elsewhere) are supported. Any other value is refused when it is saved, not when it is
+needed.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class TensorAt:
     """A placeholder in a tree for a tensor that is stored under `path`.
 
     Attributes:
-        role: "tensor"; "array": it was NumPy's; "part": an optimizer keeps it beside a parameter,
-            of the same shape, and it is divided among ranks as the parameter is.
+        role: "tensor"; "array" for a NumPy array; "part" for an optimizer's state with the shape of
+            a parameter, which is divided among ranks like that parameter.
     """
 
     path: str
@@ -33,10 +34,10 @@ class TensorAt:
 
 
 def pack(value: Any, where: str) -> bytes:
-    """Turn a tree of plain values and `TensorAt` into bytes.
+    """Encode a tree of plain values and `TensorAt` as bytes.
 
     Raises:
-        TypeError: it holds something else; the message names `where`.
+        TypeError: the tree holds something else; the message names `where`.
     """
     try:
         return _pack(value)
@@ -48,10 +49,10 @@ def pack(value: Any, where: str) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """Read what `pack` wrote.
+    """Decode the output of `pack`.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the data is not such output.
     """
     return _unpack(data, 0)
 
@@ -62,7 +63,7 @@ def _pack(value: Any) -> bytes:
 
 
 def _encode(value: Any) -> Any:
-    """Return what msgpack writes for a value that it does not support."""
+    """Return the encoding of a value that msgpack does not support."""
     if isinstance(value, TensorAt):
         return msgpack.ExtType(_CODES[value.role], value.path.encode())
     if isinstance(value, tuple):

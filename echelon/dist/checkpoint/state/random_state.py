@@ -1,4 +1,4 @@
-"""The random generators of a rank, as something that a state can hold."""
+"""The random generators of a rank, as an entry of a state."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 
 class RandomState:
-    """Stands in a state for this rank's generators: Python's, NumPy's and torch's global ones.
+    """This rank's global random generators of Python, NumPy and torch, as an entry of a state.
 
         save(path, {"model": model, "random": RandomState()})
 
-    Each rank's generators are saved, and each rank gets its own back. Where a checkpoint is loaded
-    by more ranks than saved it, the further ones are seeded from rank 0's state and their number:
-    repeatable, and different from every other rank's.
+    Each rank's generators are saved and restored on the same rank. If more ranks load a checkpoint
+    than saved it, the additional ones are seeded from rank 0's state and their rank, which is
+    reproducible and different from every other rank's state.
 
     Example:
         >>> save("runs/gpt", {"random": RandomState()})
@@ -42,7 +42,7 @@ class RandomState:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put the generators back to where `state_dict` found them."""
+        """Restore the generators to the states from `state_dict`."""
         version, words, gauss = state["python"]
         random.setstate((version, tuple(np.frombuffer(words, np.uint64).tolist()), gauss))
         name, keys, *rest = state["numpy"]
@@ -52,7 +52,7 @@ class RandomState:
             torch.cuda.set_rng_state(_as_tensor(state["cuda"]))
 
     def derive(self, state: dict[str, Any], rank: int) -> None:
-        """Seed the generators for a rank that has no saved state, from another rank's."""
+        """Seed the generators of a rank without a saved state from another rank's state."""
         seed = zlib.crc32(rank.to_bytes(8, "little"), zlib.crc32(state["torch"]))
         random.seed(seed)
         np.random.seed(seed)

@@ -1,6 +1,6 @@
-"""From what is stored to a state: plan what to read, then read it, then hand it over.
+"""Restoring a state from a source: plan the reads, read, then set the values.
 
-Nothing is changed before all of it is known to exist and to fit.
+Nothing is changed before everything is known to exist and to match.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from echelon.dist.checkpoint.state.shards import (
 
 
 class Restore:
-    """How to fill one rank's state from a source.
+    """The plan for filling one rank's state from a source.
 
     Attributes:
-        wanted: what to fill, and the path of what to fill it with.
-        unused: tensors of the state's modules that are stored and that this rank has no use for.
+        wanted: the tensors to fill, each with the path of its source.
+        unused: stored tensors of the state's modules that this rank does not need.
 
     Raises:
-        ValueError: something is not there, or does not fit; names the first such things.
+        ValueError: entries are missing or do not match; the error names the first ones.
         TypeError: the state is not a dict of entries.
     """
 
@@ -80,7 +80,7 @@ class Restore:
         self.unused = self._find_unused()
 
     def hand_over(self) -> None:
-        """Give optimizers, objects and the state itself what was read."""
+        """Set the values that were read in optimizers, objects and the state itself."""
         for action in self._handovers:
             action()
         for path, value in self._plain.items():
@@ -94,7 +94,7 @@ class Restore:
             has = ", ".join(sorted(self._source.manifest.kinds)) or "nothing"
             self._problems.append(f"{path} is not in it; it has: {has}")
         elif stored_kind != kind:
-            self._problems.append(f"{path} is of kind {stored_kind} in it, {kind} here")
+            self._problems.append(f"{path} is of kind {stored_kind} in the checkpoint, {kind} here")
         elif kind == MODULE:
             self._plan_module(path, value)
         elif kind == OPTIMIZER:
@@ -107,7 +107,7 @@ class Restore:
             self._plain[path] = self._tree(path, value)
 
     def _plan_absent(self, present: set[str]) -> None:
-        """Plan to return plain values that the caller's dict does not mention."""
+        """Plan to return stored plain values that are missing from the caller's dict."""
         for path, value in plain_values(self._source.manifest).items():
             if path not in present:
                 self._plain[path] = value
@@ -123,9 +123,10 @@ class Restore:
         self._handovers.append(lambda: value.load_state_dict(tree))
 
     def _where(self, path: str) -> str:
-        """Return where something is stored that may differ between ranks.
+        """Return the path of a value that may differ between ranks.
 
-        A rank of the same world takes its own, any other the lowest rank's.
+        If the world size is unchanged, each rank takes its own version, otherwise the lowest
+        rank's.
         """
         ranks = self._ranks_of.get(path)
         if ranks is None or not self._same_world:
@@ -138,8 +139,8 @@ class Restore:
             more = f" and {len(self._chosen) - 1} more" if len(self._chosen) > 1 else ""
             warnings.warn(
                 f"{self._source.path}: {self._chosen[0]}{more} differ between the "
-                f"{self._source.manifest.world_size} ranks that saved them; the first one's are "
-                "loaded on all",
+                f"{self._source.manifest.world_size} ranks that saved them; those of the first "
+                "are loaded on all ranks",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -192,13 +193,13 @@ class Restore:
         self._handovers.append(lambda: optimizer.load_state_dict(content))
 
     def _saved_name(self, name: str) -> str:
-        """Return under which name a parameter was saved: that of another if they were tied then."""
+        """Return the name under which a parameter was saved, which differs if it was tied then."""
         return self._source.manifest.aliases.get(name, name)
 
     def _settings(
         self, path: str, optimizer: torch.optim.Optimizer, names: dict[int, str]
     ) -> list[dict[str, Any]]:
-        """Return the groups' settings: those that the group's parameters were saved with."""
+        """Return the groups' settings, as saved with the groups' parameters."""
         values = self._source.manifest.values
         places = [f"{path}/group/{index}" for index in range(len(optimizer.param_groups))]
         marks: list[set[str]] = [set() for _ in places]
@@ -234,9 +235,9 @@ class Restore:
         """Return the values under a path, with tensors that `read` will fill.
 
         Args:
-            path: of the value.
-            here: the caller's; tensors and arrays at the same place in it are filled.
-            like: tensors of the shape of this parameter are divided among the ranks as it is.
+            path: path of the value.
+            here: the caller's value; tensors and arrays at the same position in it are filled.
+            like: a parameter; tensors of its shape are divided among the ranks like it.
         """
         packed = self._source.manifest.values.get(path)
         if packed is None:
@@ -301,7 +302,7 @@ class Restore:
 
 
 def _load_extra(module: torch.nn.Module, extra: dict[str, Any]) -> None:
-    """Hand a module what `get_extra_state` returned when it was saved."""
+    """Set a module's saved extra state."""
     if isinstance(module, torch.nn.parallel.DistributedDataParallel):
         module = module.module
     wrapped = {plain: name for name, plain in _extra_names(module)}
@@ -313,7 +314,7 @@ def _extra_names(module: torch.nn.Module) -> list[tuple[str, str]]:
 
 
 def _ranks_of(manifest: Manifest) -> dict[str, list[int]]:
-    """Return the ranks that have a version of their own of something, by its shared path."""
+    """Return the ranks that have their own version of a value, by its shared path."""
     found: dict[str, set[int]] = {}
     for path in [*manifest.tensors, *manifest.aliases, *manifest.values]:
         shared, rank = shared_path(path)

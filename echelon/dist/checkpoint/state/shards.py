@@ -1,7 +1,8 @@
-"""Which elements of a whole tensor a tensor on this rank stands for.
+"""The elements of a whole tensor that a tensor on this rank holds.
 
-Four kinds: plain tensors, which every rank holds whole; shards of echelon's `fully_shard`; slices
-of tensor parallelism, whole or sharded in turn; and torch's DTensors, sharded along any dims.
+There are four kinds: plain tensors, which every rank holds whole; shards of echelon's
+`fully_shard`; slices of tensor parallelism, whole or sharded in turn; and torch's DTensors, sharded
+along any dims.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class Local(NamedTuple):
-    """What this rank holds of a tensor.
+    """The part of a tensor that this rank holds.
 
     Attributes:
         data: the elements held.
-        shape: of the whole tensor.
+        shape: shape of the whole tensor.
         start: the first element held, in row-major order.
-        sharded: other ranks hold the rest.
-        repeats: of runs that do not follow each other; see `Pattern`.
+        sharded: whether other ranks hold the rest.
+        repeats: the repeats of runs that are not contiguous; see `Pattern`.
     """
 
     data: Tensor
@@ -42,12 +43,13 @@ class Local(NamedTuple):
 
 
 def pieces(tensor: Tensor) -> list[Local]:
-    """Return what this rank holds of a tensor, as pieces with one pattern each, in order.
+    """Return this rank's part of a tensor as pieces with one pattern each, in order.
 
-    One piece, but for a shard of a slice along a later dim: it may begin and end within a row.
+    There is one piece, except for a shard of a slice along a later dim, which may begin and end
+    within a row.
 
     Raises:
-        ValueError: a DTensor of partial sums, or of indices at no regular distance.
+        ValueError: a DTensor holds partial sums, or its indices are not evenly spaced.
     """
     part, member = slice_of(tensor), member_of(tensor)
     if part is None:
@@ -56,14 +58,14 @@ def pieces(tensor: Tensor) -> list[Local]:
 
 
 def pieces_like(parameter: Tensor, data: Tensor) -> list[Local]:
-    """Return tensors of a parameter's shape on this rank as pieces of what is divided as it is.
+    """Return this rank's tensors of a parameter's shape as pieces that are divided like it.
 
     Args:
-        parameter: whose elements have the places.
-        data: an optimizer's state of it, say.
+        parameter: the parameter that gives the positions of the elements.
+        data: tensors of the same shape, such as its optimizer state.
 
     Raises:
-        ValueError: a DTensor of partial sums, or of indices at no regular distance.
+        ValueError: a DTensor holds partial sums, or its indices are not evenly spaced.
     """
     parts, own, first = pieces(parameter), elements(data), 0
     if len(parts) == 1:
@@ -88,7 +90,7 @@ def is_divided(tensor: Tensor) -> bool:
     """Return whether other ranks hold other elements of a tensor.
 
     Raises:
-        ValueError: a DTensor of partial sums, or of indices at no regular distance.
+        ValueError: a DTensor holds partial sums, or its indices are not evenly spaced.
     """
     return slice_of(tensor) is not None or _local(tensor).sharded
 
@@ -97,7 +99,7 @@ def whole_shape(tensor: Tensor) -> tuple[int, ...]:
     """Return the shape of the whole tensor.
 
     Raises:
-        ValueError: a DTensor of partial sums, or of indices at no regular distance.
+        ValueError: a DTensor holds partial sums, or its indices are not evenly spaced.
     """
     part = slice_of(tensor)
     return _local(tensor).shape if part is None else part.shape
@@ -114,14 +116,14 @@ def _local(tensor: Tensor) -> Local:
 
 
 def _pieces_of_slice(data: Tensor, start: int, part: Slice) -> list[Local]:
-    """Place a run of a slice's elements in the whole tensor.
+    """Return the position of a run of a slice's elements in the whole tensor.
 
-    A row is what follows one index of the dims before the divided one: `width` elements of the
-    slice, `whole_width` of the whole tensor.
+    A row is everything at one index of the dims before the divided one: `width` elements of the
+    slice, `whole_width` elements of the whole tensor.
 
     Args:
         data: the run.
-        start: its first element, counted in the slice.
+        start: the run's first element, counted in the slice.
         part: the slice.
     """
     width = math.prod(part.local_shape[part.dim :])
@@ -151,13 +153,13 @@ def _pieces_of_slice(data: Tensor, start: int, part: Slice) -> list[Local]:
 
 
 def owner(tensor: Tensor) -> Tensor:
-    """Return the tensor that an optimizer knows: the shard of a parameter that is gathered now."""
+    """Return the tensor that an optimizer uses: the shard, if the parameter is gathered now."""
     member = member_of(tensor)
     return tensor if member is None else member.shard
 
 
 def wrap(data: Tensor, like: Tensor) -> Tensor:
-    """Return new local elements as what an optimizer keeps beside the parameter `like`."""
+    """Return new local elements in the form of optimizer state for the parameter `like`."""
     if not _is_dtensor(like):
         return data
     return type(like).from_local(
@@ -179,7 +181,7 @@ def _local_of_dtensor(tensor: DTensor) -> Local:
     placements, shape = tensor.placements, tuple(tensor.shape)
     if any(placement.is_partial() for placement in placements):
         raise ValueError(
-            f"a DTensor placed as {placements} holds partial sums: redistribute it before"
+            f"a DTensor placed as {placements} holds partial sums: redistribute it first"
         )
     data = tensor.to_local().detach()
     if tuple(data.shape) == shape:
@@ -190,7 +192,7 @@ def _local_of_dtensor(tensor: DTensor) -> Local:
 
 
 def _indices(tensor: DTensor, dim: int) -> npt.NDArray[np.int64]:
-    """Return which indices of a dim are here: torch's own way to split, on the indices alone."""
+    """Return this rank's indices of a dim, found by splitting the indices as torch does."""
     mesh, found = tensor.device_mesh, torch.arange(tensor.shape[dim])
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -207,6 +209,6 @@ def _indices(tensor: DTensor, dim: int) -> npt.NDArray[np.int64]:
 
 
 def _further(placement: Any) -> dict[str, int]:
-    """Return what a strided shard has besides its dim."""
+    """Return the attributes of a strided shard besides its dim."""
     factor = getattr(placement, "split_factor", None)
     return {} if factor is None else {"split_factor": factor}

@@ -1,1 +1,1 @@
-"""Calls that work on whole parameters, made right for shards or refused."""
+"""Calls that expect whole parameters, adapted to shards or refused."""

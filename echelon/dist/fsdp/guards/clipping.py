@@ -1,10 +1,10 @@
-"""Clipping gradients by the norm of all of them, on whichever ranks they are.
+"""Clipping of gradients by their total norm across ranks.
 
 Each element of each gradient is counted once. A shard is counted by the rank that has it; equal
-copies of it (HSDP) share the count. So do copies of a parameter that is not sharded, among
-`replicas`, or else among the largest group that parameters of the model are divided among. Units on
-several groups (experts) are counted over the one group that has all their ranks; ranks that hold
-other parameters (stages of a pipeline) are added by `over`.
+copies of it (HSDP) share the count. The same holds for copies of an unsharded parameter, among
+`replicas` or else among the largest group over which parameters of the model are sharded. Units on
+several groups (experts) are counted over the one group that contains all their ranks; ranks that
+hold other parameters (stages of a pipeline) are included through `over`.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ def clip_grad_norm_(
     replicas: ProcessGroup | None = None,
     aliases: Iterable[torch.Tensor] = (),
 ) -> float:
-    """Scale all gradients in place so that their common norm is at most `max_norm`.
+    """Scale all gradients in place so that their total norm is at most `max_norm`.
 
-    The norm is summed in float64 and in rank order, so it has the same bits on every rank.
+    The norm is summed in float64 and in rank order, so it is bitwise identical on every rank.
     Collective among the ranks of `over`; blocks until the gradients are reduced.
 
     Args:
         parameters: the sharded model, or parameters of it.
-        max_norm: upper bound; infinite: nothing is scaled, whatever the norm is.
+        max_norm: upper bound; if infinite, gradients are not scaled, whatever the norm is.
         norm_type: 2.0, another positive number, or infinity.
-        over: a group that has every rank among which the parameters are divided, and the ranks that
-            hold other parameters of the same model: the stages of a pipeline, other experts. None:
-            the largest group that parameters are divided among.
-        replicas: the ranks that hold equal copies of the parameters that are not sharded. None: the
-            largest group that parameters are divided among, or, without one, this rank alone.
+        over: a group that contains every rank among which the parameters are divided, and the ranks
+            that hold other parameters of the same model: the stages of a pipeline, other experts.
+            None means the largest group over which parameters are sharded.
+        replicas: the ranks that hold equal copies of the unsharded parameters. None means the
+            largest group over which parameters are sharded or, without one, only this rank.
         aliases: parameters that another rank of `over` counts, such as the copy of a tied embedding
-            in another stage; they are scaled, not counted.
+            in another stage; they are scaled but not counted.
 
     Returns:
         The norm before scaling, equal on all ranks of `over`.
 
     Raises:
-        ValueError: a bad argument, or parameters divided among several groups of which none has all
-            the ranks.
-        CollectiveError: a rank is lost or did not join.
+        ValueError: an argument is invalid, or parameters are divided among several groups, none of
+            which contains all the ranks.
+        CollectiveError: a rank was lost or did not join.
 
     Example:
         >>> _ = fully_shard(model)
@@ -84,7 +84,7 @@ def clip_grad_norm_(
 
 
 def _owner(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the tensor whose `.grad` an optimizer uses: the shard of a leaf."""
+    """Return the tensor whose `.grad` an optimizer uses: for a leaf, its shard."""
     member = member_of(parameter)
     return parameter if member is None else member.shard
 
@@ -103,7 +103,7 @@ def _groups(
 ) -> list[ProcessGroup]:
     """Return the groups among which parameters are divided, the largest first; equal on all ranks.
 
-    A module's units count even if they have no gradient on this rank.
+    A module's units count even if they do not have a gradient on this rank.
     """
     found: dict[ProcessGroup, None] = {}
     if isinstance(parameters, nn.Module):
@@ -125,10 +125,10 @@ def groups_of(members: Iterable[Member]) -> list[ProcessGroup]:
 
 
 def largest(groups: list[ProcessGroup]) -> ProcessGroup | None:
-    """Return the first of some groups, largest first; None if there are none.
+    """Return the first of some groups, which are sorted from the largest; None if there are none.
 
     Raises:
-        ValueError: it lacks ranks of another one.
+        ValueError: it does not contain all ranks of another group.
     """
     if len(groups) < 2:
         return groups[0] if groups else None
@@ -152,7 +152,7 @@ def _check_over(over: ProcessGroup | None, groups: list[ProcessGroup]) -> None:
 
 
 def _share(owner: torch.Tensor, over: ProcessGroup | None, replicas: ProcessGroup | None) -> float:
-    """Return for how much this rank's gradient counts in the sum over `over`."""
+    """Return the weight of this rank's gradient in the sum over `over`."""
     member: Member | None = member_of(owner)
     if member is not None:
         replicas = member.flat.replicas
@@ -184,7 +184,7 @@ def _measure(counted: list[tuple[torch.Tensor, float]], norm_type: float) -> tor
 
 
 def _total(over: ProcessGroup | None, mine: torch.Tensor, norm_type: float) -> float:
-    """Return the sum, or the greatest, of all ranks' numbers; one wait for the device."""
+    """Return the sum or the maximum of all ranks' numbers, with one wait for the device."""
     values = mine
     if over is not None and over.size > 1:
         values = mine.new_empty(over.size)

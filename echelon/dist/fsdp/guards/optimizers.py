@@ -1,11 +1,11 @@
-"""What an optimizer must be to work on shards: elementwise.
+"""The condition for an optimizer to work on shards: it must be elementwise.
 
-A shard is a run of a parameter's elements. An optimizer that treats each element by itself (SGD,
-Adam, ...) does on shards what it would do on the whole; one that looks at a matrix, at rows or at
-norms of a parameter (Muon, Adafactor, LAMB, ...) would silently do something else. So before its
-first step on shards an optimizer is looked at: the ones of torch are known, others are tried on a
-small parameter, whole and in pieces. A class that puts whole parameters together by itself says so
-by an attribute `handles_shards = True` (`echelon.train.optimizers.Muon`).
+A shard is a run of a parameter's elements. An optimizer that treats each element independently
+(SGD, Adam, ...) gives the same result on shards as on the whole parameter; one that uses a matrix,
+rows or norms of a parameter (Muon, Adafactor, LAMB, ...) would silently compute something else. So
+an optimizer is checked before its first step on shards: those of torch are known, others are tried
+on a small parameter, whole and in pieces. A class that assembles whole parameters itself declares
+this with an attribute `handles_shards = True` (`echelon.train.optimizers.Muon`).
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa:
 def _check_parameter(parameter: nn.Parameter, shard: nn.Parameter) -> None:
     if parameter is not shard:
         raise ValueError(
-            "this optimizer was made while the model was unsharded: make it before the first "
+            "this optimizer was created while the model was unsharded: create it before the first "
             "forward, or after reshard()"
         )
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:
-    """Raise a ValueError unless the optimizer works on each element by itself."""
+    """Raise a ValueError unless the optimizer is elementwise."""
     kind = type(optimizer)
     if getattr(kind, "handles_shards", False) is True:
         return
@@ -87,10 +87,10 @@ def _check_optimizer(optimizer: Optimizer) -> None:
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Try an optimizer's kind on a small parameter, whole and in pieces.
+    """Try an optimizer class on a small parameter, whole and in pieces.
 
-    Returns False if the results differ, or if it cannot be tried: it takes other arguments than its
-    `defaults`, or does not accept pieces.
+    Returns False if the results differ or the class cannot be tried, because it takes arguments
+    other than its `defaults` or does not accept pieces.
     """
     generator = torch.Generator().manual_seed(7)
     values = torch.rand(6, 4, generator=generator) + 0.5

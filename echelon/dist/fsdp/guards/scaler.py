@@ -2,9 +2,9 @@
 
 Gradients below 6e-8 are zero in float16, so the loss is multiplied by a large scale before backward
 and the gradients are divided by it after. If the scale was too large, gradients overflow, the step
-is skipped and the scale is reduced. An overflow often shows on one rank only: in its shards, in its
-stage, in its experts. So the flag is reduced over every rank that holds parameters, and all ranks
-skip the step and change the scale alike.
+is skipped and the scale is reduced. An overflow often occurs on one rank only: in its shards, its
+stage or its experts. So the flag is reduced over every rank that holds parameters, and all ranks
+skip the step and change the scale together.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ class GradScaler:
     """A scale for the loss that grows while gradients are finite and shrinks when they overflow.
 
     Its methods are those of `torch.amp.GradScaler`, in the same order in a step. Its state is the
-    same on all ranks and goes into a checkpoint as it is: `save(path, {"scaler": scaler, ...})`.
+    same on all ranks and can be saved directly in a checkpoint: `save(path, {"scaler": scaler,
+    ...})`.
 
     Args:
         init_scale: the first scale.
         growth_factor: the scale is multiplied by it after `growth_interval` finite steps in a row.
         backoff_factor: the scale is multiplied by it after an overflow.
-        growth_interval: in steps.
+        growth_interval: number of steps.
         over: a group with all ranks that hold parameters of the model: the stages of a pipeline,
-            other experts, replicas. None: the ranks that an optimizer's parameters are divided
-            among, and the replicas of a mesh.
-        enabled: False: nothing is scaled, and every step is taken.
+            other experts, replicas. None means the ranks among which an optimizer's parameters are
+            divided, and the replicas of a mesh.
+        enabled: if False, nothing is scaled and every step is taken.
 
     Raises:
-        ValueError: a bad argument.
+        ValueError: an argument is invalid.
 
     Example:
         >>> scaler = GradScaler()
@@ -78,7 +79,7 @@ class GradScaler:
         self._overflowed: dict[int, bool] = {}  # by the id of each optimizer unscaled in this step
 
     def get_scale(self) -> float:
-        """Return what losses are multiplied by; 1.0 if the scaler is not enabled."""
+        """Return the factor for losses, or 1.0 if the scaler is not enabled."""
         return self._scale if self.enabled else 1.0
 
     def scale(self, outputs: T) -> T:
@@ -90,18 +91,18 @@ class GradScaler:
         return outputs * self._scale  # type: ignore[return-value]
 
     def unscale_(self, optimizer: Optimizer) -> bool:
-        """Divide an optimizer's gradients by the scale in place, and look for overflows.
+        """Divide an optimizer's gradients by the scale in place, and check for overflows.
 
         Collective among all ranks that hold parameters; blocks until they have joined, bounded by
-        the group's timeout. It waits for the device once.
+        the group's timeout. Waits for the device once.
 
         Returns:
             Whether all gradients are finite on all ranks.
 
         Raises:
-            ValueError: called twice in a step, or a gradient is float16: then it was not reduced
-                in float32, and the scale cannot be taken out of it.
-            CollectiveError: a rank is lost or did not join.
+            ValueError: it was called twice in a step, or a gradient is float16, so it was not
+                reduced in float32 and the scale cannot be removed from it.
+            CollectiveError: a rank was lost or did not join.
         """
         if not self.enabled:
             return True
@@ -121,7 +122,7 @@ class GradScaler:
         return not overflow
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Call `optimizer.step` unless a gradient overflowed on any rank; return its result."""
+        """Call `optimizer.step` and return its result, unless a gradient overflowed on any rank."""
         if self.enabled and id(optimizer) not in self._overflowed:
             self.unscale_(optimizer)
         if self._overflowed.get(id(optimizer), False):
@@ -150,11 +151,11 @@ class GradScaler:
         self._overflowed.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs; equal on all ranks between `update` and `unscale_`."""
+        """Return the state for a checkpoint; equal on all ranks between `update` and `unscale_`."""
         return {"scale": self._scale, "num_finite": self._num_finite}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state; growth and backoff stay as they were given here."""
+        """Load a state; the growth and backoff settings of this scaler are kept."""
         self._scale, self._num_finite = float(state["scale"]), int(state["num_finite"])
         self._overflowed.clear()
 
@@ -179,9 +180,9 @@ def share_overflow(
     """Return whether any rank that holds parameters passed True. Collective among them.
 
     Args:
-        overflow: what this rank found.
-        parameters: which groups share them says which ranks decide together.
-        over: a group in place of these.
+        overflow: whether this rank found an overflow.
+        parameters: the groups that share them determine which ranks decide together.
+        over: a group to use instead.
     """
     members = [member for member in map(member_of, parameters) if member is not None]
     groups = [over] if over is not None else _groups(members)
@@ -195,7 +196,7 @@ def share_overflow(
 
 
 def _groups(members: list[Member]) -> list[ProcessGroup]:
-    """Return the group that has all ranks among which parameters are divided, and the replicas."""
+    """Return the group with all ranks among which parameters are divided, and the replicas."""
     over = largest(groups_of(members))
     replicas = {member.flat.replicas: None for member in members}
     return [group for group in (over, *replicas) if group is not None]

@@ -1,18 +1,18 @@
-"""Calls of torch that every program makes, made right for shards.
+"""Common torch calls, adapted to shards.
 
-A shard is an ordinary parameter to torch, so its own helpers accept it and work on this rank's part
-alone: a norm of a part, a gradient scaler that skips the step on one rank. From the first
-`fully_shard` on, these do on shards what they do on whole parameters:
+To torch a shard is an ordinary parameter, so torch's helpers accept it and work only on this rank's
+part: they return the norm of a part, or skip the step on one rank. After the first `fully_shard`,
+these functions treat shards like whole parameters:
 
     torch.nn.utils.clip_grad_norm_      the norm of all ranks' shards (`clipping.clip_grad_norm_`)
     torch.nn.utils.get_total_norm       refused for gradients of shards: it cannot see their groups
     torch.amp.GradScaler                all ranks of a unit's groups skip a step, or none does
     torch.autograd.backward             `inputs=` may name shards (so may `Tensor.backward`);
                                         refused under Compiled Autograd
-    torch.autograd.grad                 refused for shards: it would yield gradients of one rank
-    nn.Module.zero_grad                 also what waits in gathered parameters
+    torch.autograd.grad                 refused for shards: it would return gradients of one rank
+    nn.Module.zero_grad                 also gradients waiting in gathered parameters
 
-Models without shards get torch's own functions.
+Models without shards use torch's own functions.
 """
 
 from __future__ import annotations
@@ -143,8 +143,9 @@ def _autograd_is_compiled() -> bool:
 def _refuse_units(roots: Any) -> None:
     """Refuse a backward under Compiled Autograd that reaches a unit.
 
-    It takes all saved tensors out of the graph before the first hook runs: a unit would have to be
-    whole before its backward begins. And each hook would split the graph that it compiles.
+    Compiled Autograd extracts all saved tensors from the graph before the first hook runs, so a
+    unit would have to be whole before its backward begins. In addition, each hook would split the
+    compiled graph.
     """
     edges = roots if isinstance(roots, (list, tuple)) else [roots]
     nodes = [one.node if isinstance(one, GradientEdge) else one.grad_fn for one in edges]
@@ -180,7 +181,7 @@ def _guarded_grad(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _inputs(inputs: Any) -> list[Any]:
-    """Return what autograd is to compute gradients of; it takes one, several, or a dict."""
+    """Return the tensors whose gradients autograd must compute, given as one, several or a dict."""
     if isinstance(inputs, dict):
         return list(inputs.values())
     return list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]

@@ -1,1 +1,1 @@
-"""Memory that comes and goes under tensors which stay: on the host and on devices."""
+"""Memory that is released and reallocated under persistent tensors, on the host and on devices."""

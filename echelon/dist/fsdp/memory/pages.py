@@ -1,9 +1,10 @@
-"""Pages: physical memory that moves from the unit that was released to the one that is gathered.
+"""Pages: physical memory that moves from a released unit to one that is gathered.
 
 Memory that is returned to the system is zeroed when it is allocated again, which costs as much as a
-gather. So what one unit releases is moved under the addresses of the next unit of the same size: a
-change of page tables (mremap), 70 us for 64 MB in huge pages against 3 ms of zeroing, or 40 ms in
-small pages (measured). Only as much is kept for that as the budget allows; `trim` returns the rest.
+gather. So the memory released by one unit is moved under the addresses of the next unit of the same
+size by a change of page tables (mremap): 70 us for 64 MB in huge pages, against 3 ms of zeroing, or
+40 ms in small pages (measured). Only as much memory is kept as the budget allows; `trim` returns
+the rest.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ _MAY_MOVE, _FIXED, _DO_NOT_UNMAP = 1, 2, 4  # of <sys/mman.h>; the last since Li
 
 
 class Pages:
-    """Idle memory of storages that were released; each is still mapped where it was.
+    """Idle memory of released storages, each still mapped at its address.
 
     Args:
-        limit: returns how many bytes may lie idle; None: as many as the others of a size can use.
+        limit: returns how many bytes may be idle; None means as many as others of the same size can
+            use.
     """
 
     def __init__(self, limit: Callable[[], int] | None = None) -> None:
@@ -33,11 +35,11 @@ class Pages:
         self._idle: list[HostStorage] = []
 
     def join(self, storage: HostStorage) -> None:
-        """Let a storage give and take."""
+        """Let a storage supply and receive memory."""
         self._alike[storage.num_bytes] += 1
 
     def keep(self, storage: HostStorage) -> bool:
-        """Keep the memory of a storage for the next; False if it is to be released."""
+        """Keep a storage's memory for the next one; return False if it must be released."""
         size = storage.num_bytes
         same = sum(one.num_bytes == size for one in self._idle)
         if same >= self._alike[size] - 1 or not self._has_room(storage) or _mremap() is None:
@@ -52,7 +54,7 @@ class Pages:
         return idle + storage.payload_bytes <= self._limit()
 
     def supply(self, storage: HostStorage) -> None:
-        """Put idle memory behind a storage, if there is some of its size."""
+        """Move idle memory of its size under a storage, if there is any."""
         if storage in self._idle:
             self._idle.remove(storage)
             return
@@ -64,14 +66,14 @@ class Pages:
                 return
 
     def trim(self) -> None:
-        """Give all idle memory back to the system."""
+        """Return all idle memory to the system."""
         for storage in self._idle:
             storage.give_back()
         self._idle.clear()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that lie idle."""
+        """The number of idle bytes."""
         return sum(storage.num_bytes for storage in self._idle)
 
 
@@ -88,6 +90,6 @@ def _mremap() -> Any:
 
 
 def _move(source: int, target: int, num_bytes: int) -> bool:
-    """Move pages between two mappings; both stay mapped, the source empty."""
+    """Move pages between two mappings; both stay mapped, and the source is then empty."""
     flags = _MAY_MOVE | _FIXED | _DO_NOT_UNMAP
     return bool(_mremap()(source, num_bytes, num_bytes, flags, target) == target)

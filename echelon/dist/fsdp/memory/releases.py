@@ -1,10 +1,10 @@
-"""Releases: device memory that was released while kernels which use it may still run.
+"""Releases: device memory that was released while kernels that use it may still be running.
 
 The host runs ahead of the device: it releases a unit and gathers the next ones long before the
-kernels of the first have run. What a communication stream used returns to the allocator only once
-the device has passed the release, so without a limit the gathers of many units, or of the whole
-model, would take memory at once. A gather that would exceed the limit blocks until the device has
-passed enough earlier releases.
+kernels of the first have run. Memory used by a communication stream returns to the allocator only
+once the device has passed the release, so without a limit the gathers of many units, or of the
+whole model, would hold memory at once. A gather that would exceed the limit blocks until the device
+has passed enough earlier releases.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 
 
 class Releases:
-    """Bounds what is released and may still be in use.
+    """A limit on memory that was released but may still be in use.
 
     Args:
-        limit: returns the number of bytes. One unit more is always allowed.
-        device_module: returns what makes events for a device, as `torch.cuda` does.
+        limit: returns the limit in bytes; one more unit is always allowed.
+        device_module: returns a module that creates events for a device, such as `torch.cuda`.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class Releases:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that were released and not known to be free yet."""
+        """The number of bytes that were released but are not known to be free yet."""
         return sum(num_bytes for _, num_bytes in self._pending)
 
     def add(self, num_bytes: int, device: torch.device) -> None:
-        """Note a release: work on the current stream so far may use the memory."""
+        """Record a release; work already on the current stream may use the memory."""
         module = self._device_module(device)
         if self._is_capturing(module):
             return  # a captured graph has memory of its own, and no event of it ever happens
@@ -48,7 +48,7 @@ class Releases:
         self._pending.append((event, num_bytes))
 
     def make_room(self, num_bytes: int) -> None:
-        """Block until no more is pending than the limit allows beside `num_bytes`."""
+        """Block until the pending bytes plus `num_bytes` are within the limit."""
         while self._pending and self.num_bytes + num_bytes > self._limit():
             event, _ = self._pending.popleft()
             event.synchronize()

@@ -1,9 +1,9 @@
 """Memory that can be released and allocated again under the same tensor.
 
 Autograd keeps views of a unit's gathered parameters from forward to backward. They stay valid while
-the memory behind them comes and goes, because it always returns at the same place: on the CPU an
-anonymous mapping whose pages are handed back to the system (no allocator in between that would keep
-or scatter them), on a device a storage that is resized to nothing and back.
+the memory behind them is released and allocated again, because it always returns at the same
+address: on the CPU this is an anonymous mapping whose pages are returned to the system (without an
+allocator that would keep or scatter them), on a device a storage that is resized to zero and back.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _HUGE_BYTES = 2 << 20
 
 
 class Memory:
-    """What the units of one group share: memory between two uses.
+    """The memory that the units of one group share between two uses.
 
     Args:
-        limit: returns how many bytes may lie idle on the host, and be released on a device while
+        limit: returns how many bytes may be idle on the host, or be released on a device while
             kernels that use them may still run.
 
     Attributes:
-        pages: of the host; pool: buffers of reductions; releases: of a device.
+        pages: the host's idle memory; pool: buffers for reductions; releases: a device's releases.
     """
 
     def __init__(self, limit: Callable[[], int]) -> None:
@@ -38,40 +38,40 @@ class Memory:
         self.releases = Releases(limit)
 
     def make_storage(self, numel: int, dtype: torch.dtype, device: torch.device) -> Storage:
-        """Return memory for `numel` elements, none of it resident yet."""
+        """Return memory for `numel` elements that is not resident yet."""
         if device.type == "cpu":
             return HostStorage(numel, dtype, self.pages)
         return DeviceStorage(numel, dtype, device, self.releases)
 
 
 class Storage:
-    """One flat tensor with memory that comes and goes. `tensor`: [numel]."""
+    """One flat tensor, `tensor` [numel], whose memory can be released and taken again."""
 
     tensor: torch.Tensor
 
     def take(self) -> None:
-        """Have memory behind the tensor; its contents are undefined."""
+        """Allocate the tensor's memory; its contents are undefined."""
 
     def release(self, keep: list[tuple[int, int]]) -> None:
-        """Give the memory back, but for some ranges.
+        """Release the memory, except for some ranges.
 
         Args:
-            keep: (first, last) elements, ascending, without overlaps; the pages that they touch
-                stay. On the host alone.
+            keep: (first, last) elements, ascending, without overlaps; the pages that they touch are
+                kept. Only on the host.
         """
         raise NotImplementedError
 
 
 class HostStorage(Storage):
-    """An anonymous private mapping. Touched pages are resident, released ones are not.
+    """An anonymous private mapping: touched pages are resident, released ones are not.
 
     Args:
-        pages: where memory that comes and goes is passed on to others of the same size; it lies
-            in huge pages then, where the system has them. None: the memory stays.
+        pages: passes released memory on to other storages of the same size, in huge pages if the
+            system has them; None if the memory is never released.
 
     Attributes:
-        address, num_bytes: of the mapping's aligned part.
-        payload_bytes: of the tensor.
+        address, num_bytes: address and size of the mapping's aligned part.
+        payload_bytes: size of the tensor.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, pages: Pages | None = None) -> None:
@@ -97,7 +97,7 @@ class HostStorage(Storage):
             self._pages.join(self)
 
     def take(self) -> None:
-        """Have memory: an idle storage's, else what the system gives when it is touched."""
+        """Take an idle storage's memory, or else let the system allocate pages on first touch."""
         if not self._has_memory and self._pages is not None:
             self._pages.supply(self)
         self._has_memory = True
@@ -111,7 +111,7 @@ class HostStorage(Storage):
             self.give_back(keep)
 
     def give_back(self, keep: Sequence[tuple[int, int]] = ()) -> None:
-        """Hand the pages to the system."""
+        """Return the pages to the system."""
         position = 0
         for first, last in [*keep, (self.num_bytes // self._itemsize,) * 2]:
             start = -(-position * self._itemsize // PAGE_BYTES) * PAGE_BYTES
@@ -125,7 +125,7 @@ class DeviceStorage(Storage):
     """A device tensor whose storage is resized.
 
     Args:
-        releases: bounds what is released and may still be in use; None: nothing does.
+        releases: limits memory that was released but may still be in use; None means unlimited.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class DeviceStorage(Storage):
         self.tensor.untyped_storage().resize_(0)
 
     def take(self) -> None:
-        """Have memory again, from the device's caching allocator."""
+        """Allocate the memory again from the device's caching allocator."""
         storage = self.tensor.untyped_storage()
         if storage.size() == self._num_bytes:
             return
@@ -150,7 +150,7 @@ class DeviceStorage(Storage):
         storage.resize_(self._num_bytes)
 
     def release(self, keep: list[tuple[int, int]]) -> None:  # noqa: ARG002
-        """Release everything."""
+        """Release all of the memory."""
         storage = self.tensor.untyped_storage()
         if self._releases is not None and storage.size():
             self._releases.add(self._num_bytes, self.tensor.device)
@@ -158,9 +158,9 @@ class DeviceStorage(Storage):
 
 
 class Pool:
-    """Flat buffers that are used again: fixed places instead of an allocator's fragments.
+    """Flat buffers that are reused: fixed addresses instead of an allocator's fragments.
 
-    Not thread-safe: hooks of one group's units run one at a time.
+    Not thread-safe: the hooks of one group's units run one at a time.
     """
 
     def __init__(self) -> None:
@@ -187,19 +187,19 @@ class Pool:
         return buffer
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Take back what was lent."""
+        """Take back a tensor that was lent."""
         raw = self._lent.pop(buffer.data_ptr(), None)
         if raw is not None:  # else lent before `clear`
             self._free.append(raw)
 
     def clear(self) -> None:
-        """Forget all buffers; those still lent are freed by their holders."""
+        """Drop all buffers; those still lent are freed by their holders."""
         self._free.clear()
         self._lent.clear()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the buffers that lie here unused."""
+        """The number of bytes in unused buffers."""
         return sum(raw.numel() for raw in self._free)
 
 

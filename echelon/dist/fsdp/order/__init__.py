@@ -1,11 +1,11 @@
-"""When units are gathered, released and reduced: decided here, carried out by the driver.
+"""The decisions when units are gathered, released and reduced; the driver carries them out.
 
-    events    a unit's forward begins or ends; its outputs, a parameter, its inputs have their
-              gradients; autograd ends; a step failed; the program holds units or lets them go
+    events    a unit's forward begins or ends; its outputs, a parameter or its inputs have their
+              gradients; autograd ends; a step failed; the program holds or releases units
     actions   gather, wait, release, collect, reduce, finish, exchange, ... (`actions.py`)
 
-`Order` takes one event at a time and returns the actions that the driver then carries out, in that
-order. No module in this folder imports torch, starts a collective or reads a clock: equal events
-give equal actions, so ranks whose models run alike stay in step, and every case can be tested as a
-table.
+`Order` takes one event at a time and returns the actions that the driver then carries out in that
+order. The modules in this folder never import torch, start a collective or read a clock: equal
+events give equal actions, so ranks whose models run alike stay in step, and every case can be
+tested as a table.
 """

@@ -1,4 +1,4 @@
-"""What the order asks of its driver. Actions are carried out one after the other."""
+"""The actions that the order requests of its driver, which carries them out one by one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from echelon.dist.fsdp.order.entry import Entry
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Begin to gather a unit's parameters; `near`: among the ranks that kept a part of them."""
+    """Start gathering a unit's parameters; with `near`, among the ranks that kept a part."""
 
     entry: Entry
     near: bool
@@ -18,14 +18,14 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Block until a unit's parameters are in memory, and let its modules see them."""
+    """Block until a unit's parameters are in memory, and show them to its modules."""
 
     entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Release a unit's parameters; `keep_near`: except for the part that near ranks need."""
+    """Release a unit's parameters; with `keep_near`, except for the part that near ranks need."""
 
     entry: Entry
     keep_near: bool
@@ -33,7 +33,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Collect:
-    """Take a gradient into the unit's reduction."""
+    """Add a gradient to the unit's reduction."""
 
     entry: Entry
     member: Hashable
@@ -41,7 +41,7 @@ class Collect:
 
 @dataclass(frozen=True, slots=True)
 class SetAside:
-    """Keep a gradient on this rank: its unit does not reduce now."""
+    """Keep a gradient on this rank because its unit does not reduce now."""
 
     entry: Entry
     member: Hashable
@@ -49,33 +49,33 @@ class SetAside:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Begin to reduce a unit's gradients."""
+    """Start reducing a unit's gradients."""
 
     entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Block until a unit's reduction, the oldest under way, is complete."""
+    """Block until a unit's reduction, the oldest in progress, is complete."""
 
     entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Complete all reductions and agree with the other ranks on what was reduced."""
+    """Complete all reductions, and agree with the other ranks on the units reduced."""
 
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """Wait for what a failed step left under way in a unit, release it, drop its gradients."""
+    """Wait for a unit's operations from a failed step, release the unit and drop its gradients."""
 
     entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
 class Trim:
-    """Return memory that no unit uses to the system; `all_buffers`: those of reductions too."""
+    """Return unused memory to the system; with `all_buffers`, also the buffers of reductions."""
 
     all_buffers: bool = False
 

@@ -1,9 +1,9 @@
 """Budget: the bytes that sharding may use beyond the unit that computes.
 
-A third each for units that are gathered ahead, for gradients that are being reduced, and for idle
-memory that the next gather will use. What each third allows is decided from the units' sizes and
-their order alone, never from timing, so that all ranks decide alike. One unit ahead and one
-reduction under way while the next begins are always allowed: without them nothing would overlap.
+One third each is for units gathered ahead, for gradients being reduced, and for idle memory that
+the next gather will use. What each third allows depends only on the units' sizes and their order,
+never on timing, so that all ranks decide alike. One unit ahead, and one reduction in progress while
+the next one begins, are always allowed: without them nothing would overlap.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Protocol
 
 
 class Sized(Protocol):
-    """What the default budget depends on, of one unit: see `Entry`."""
+    """The properties of one unit that determine the default budget; see `Entry`."""
 
     @property
     def num_bytes(self) -> int:
-        """Of the gathered parameters."""
+        """Size of the gathered parameters."""
 
     @property
     def gradient_bytes(self) -> int:
-        """Of the buffer that reduces the gradients."""
+        """Size of the buffer that reduces the gradients."""
 
     @property
     def depth(self) -> int:
@@ -35,7 +35,7 @@ class Sized(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The sizes of a unit that may be deleted on this rank and not yet on another."""
+    """The sizes of a unit that may be deleted on this rank but not yet on another."""
 
     num_bytes: int
     gradient_bytes: int
@@ -44,11 +44,12 @@ class Size:
 
 
 class Budget:
-    """Bytes on one rank, for all units of a group.
+    """A number of bytes on one rank, for all units of a group.
 
     Args:
-        num_bytes: None: six times the largest unit, or more where a unit asks for more than two
-            units ahead. Units that contain others do not count: they are never gathered ahead.
+        num_bytes: the budget; None means six times the largest unit, or more if a unit requests
+            more than two units ahead. Units that contain others do not count: they are never
+            gathered ahead.
     """
 
     def __init__(self, num_bytes: int | None = None) -> None:
@@ -56,7 +57,7 @@ class Budget:
         self._default_third = 0
 
     def measure(self, units: Iterable[Sized]) -> None:
-        """Find the default from the units' sizes."""
+        """Compute the default from the units' sizes."""
         every = list(units)
         inner = [unit for unit in every if not unit.outer] or every
         largest = max((max(one.num_bytes, one.gradient_bytes) for one in inner), default=0)
@@ -65,13 +66,13 @@ class Budget:
 
     @property
     def third(self) -> int:
-        """Bytes for each of the three uses."""
+        """The number of bytes for each of the three uses."""
         return self._default_third if self.num_bytes is None else self.num_bytes // 3
 
     def allows_ahead(self, ahead_bytes: int, more_bytes: int) -> bool:
-        """Whether a unit may be gathered ahead beside `ahead_bytes` of others."""
+        """Return whether a unit may be gathered ahead in addition to `ahead_bytes` of others."""
         return not ahead_bytes or ahead_bytes + more_bytes <= self.third
 
     def allows_reduction(self, under_way: Sequence[int], more_bytes: int) -> bool:
-        """Whether a reduction may begin beside others of these sizes."""
+        """Return whether a reduction may begin in addition to others of these sizes."""
         return len(under_way) <= 1 or sum(under_way) + more_bytes <= self.third

@@ -1,4 +1,4 @@
-"""Entry: what the order knows of one unit."""
+"""Entry: the order's data about one unit."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ UNWATCHED = 0  # a call of which no input has a gradient
 class State(enum.Enum):
     """Which of a unit's parameters are in memory.
 
-    SHARDED: this rank's chunks alone. NEAR: also the part that the near ranks need to gather again.
-    GATHERING: a gather is under way; the memory of all is taken. WHOLE: all.
+    SHARDED: only this rank's chunks. NEAR: also the part that the near ranks need to gather again.
+    GATHERING: a gather is in progress, and the memory for all is allocated. WHOLE: all.
     """
 
     SHARDED = "sharded"
@@ -28,7 +28,7 @@ class State(enum.Enum):
 
 
 class Facts(Protocol):
-    """What may change between two events and is read when an event needs it."""
+    """Facts that may change between events and are read when an event needs them."""
 
     @property
     def trains(self) -> bool:
@@ -36,7 +36,7 @@ class Facts(Protocol):
 
     @property
     def has_frozen(self) -> bool:
-        """Whether any parameter requires no gradient."""
+        """Whether any parameter is frozen."""
 
     def trained(self) -> set[Hashable]:
         """Return the parameters that require gradients."""
@@ -45,34 +45,37 @@ class Facts(Protocol):
         """Return whether the shards changed since they were gathered."""
 
     def has_gradients(self) -> bool:
-        """Return whether gradients wait that were not reduced."""
+        """Return whether there are gradients that were not reduced."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Entry:
-    """One unit, as the order sees it. It lives as long as its unit: see [Note: ownership].
+    """One unit in the order. It lives as long as its unit: see [Note: ownership].
 
     Attributes:
-        number: of the unit on its group.
-        name: for messages.
-        num_bytes, gradient_bytes: of the gathered parameters; of the buffer that reduces them.
+        number: the unit's number on its group.
+        name: the unit's name in messages.
+        num_bytes, gradient_bytes: size of the gathered parameters; of the buffer that reduces their
+            gradients.
         depth: how many units ahead of this one are gathered while it computes.
         reshard: whether the unit is released after forward.
         has_near: whether a part of it is kept for the backward's gather.
-        outer: whether it contains other units. Such a unit stays whole from the end of its forward
-            to its backward if it is the outermost one: it would be gathered again at once.
-        borrowed: units that own parameters which this one uses too.
+        outer: whether it contains other units. The outermost unit stays whole from the end of its
+            forward to its backward, because it would be gathered again at once.
+        borrowed: units that own parameters that this one also uses.
         borrowers: units that use parameters of this one.
-        recording: of the forwards in which this unit is the outermost; None: there was none.
-        place: by which the units' forwards began in order; -1: none did.
-        has_begun: whether a forward began whose backward is not complete.
-        ended_at: by which the units' forwards ended in order.
-        held: the program unsharded it: it is not released, and no gradient is reduced.
-        sync: whether backward reduces its gradients.
-        calls: forward calls whose backward has not reached their inputs.
-        is_unwatched: whether a forward call had no input whose gradient tells when its backward
-            is complete.
-        missing: parameters without a gradient in this backward; None: none arrived yet.
+        recording: the recording of the forwards in which this unit is the outermost, or None.
+        place: position in the order in which the units' forwards began; -1 if none did.
+        has_begun: whether a forward has begun but its backward is not complete.
+        ended_at: position in the order in which the units' forwards ended.
+        held: whether the program unsharded it, so that it is not released and its gradients are not
+            reduced.
+        sync: whether the backward reduces its gradients.
+        calls: forward calls whose backward has not reached their inputs yet.
+        is_unwatched: whether a forward call had no input whose gradient shows when its backward is
+            complete.
+        missing: parameters without a gradient in this backward; None if no gradient has arrived
+            yet.
     """
 
     number: int
@@ -104,11 +107,11 @@ class Entry:
 
     @property
     def reduces(self) -> bool:
-        """Whether a backward reduces the gradients now."""
+        """Whether a backward currently reduces the gradients."""
         return self.sync and not self.held
 
     def awaits(self) -> set[Hashable]:
-        """Return the parameters whose gradients have not arrived in this backward."""
+        """Return the parameters whose gradients have not arrived yet in this backward."""
         if self.missing is None:
             self.missing = self.facts.trained()
         return self.missing
@@ -123,19 +126,19 @@ class Entry:
             self.calls.add(call)
 
     def end_call(self, call: int) -> None:
-        """Note that the backward of a call has reached the unit's inputs."""
+        """Record that the backward of a call has reached the unit's inputs."""
         self.calls.discard(call)
         self._ended_calls.add(call)
 
     def drop_call(self, call: int) -> None:
-        """Note that the graph of a call is gone: no backward will reach its inputs."""
+        """Record that the graph of a call was freed, so that no backward will reach its inputs."""
         self.calls.discard(call)
 
     def keep_calls(self) -> None:
-        """Expect calls of which the backward is complete once more, if their graph is used again.
+        """Expect calls with a complete backward again, in case their graph is reused.
 
-        After a run of autograd that yielded gradients of inputs only: with `create_graph` the next
-        run goes through the same calls.
+        This follows a run of autograd that produced only gradients of inputs: with `create_graph`
+        the next run passes through the same calls.
         """
         self._kept_calls |= self._ended_calls
         self._ended_calls = set()

@@ -1,4 +1,4 @@
-"""Memory: which units are in it, and which reductions have buffers."""
+"""Memory: the units in it, and the reductions that have buffers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from echelon.dist.fsdp.order.entry import Entry, State
 
 
 class Residency:
-    """Keeps `Entry.state`, and the actions of the event that is being handled.
+    """The owner of `Entry.state` and of the actions of the current event.
 
     Attributes:
-        budget: bounds what is gathered ahead.
+        budget: limits what is gathered ahead.
     """
 
     def __init__(self, budget: Budget) -> None:
@@ -24,34 +24,35 @@ class Residency:
         self._ahead: weakref.WeakSet[Entry] = weakref.WeakSet()
 
     def emit(self, action: Action) -> None:
-        """Add an action to those of this event."""
+        """Add an action to the current event."""
         self._actions.append(action)
 
     def take(self) -> list[Action]:
-        """Return this event's actions."""
+        """Return and clear the current event's actions."""
         actions, self._actions = self._actions, []
         return actions
 
     def clear(self) -> None:
-        """Drop the actions of an event that failed, and forget what was gathered ahead."""
+        """Drop the actions of a failed event and the list of units gathered ahead."""
         self._actions.clear()
         self._ahead.clear()
 
     @property
     def ahead_bytes(self) -> int:
-        """Bytes of units that are gathered and were not asked for yet."""
+        """The number of bytes of units that are gathered but were not requested yet."""
         return sum(entry.num_bytes for entry in self._ahead)
 
     def gather(self, entry: Entry) -> None:
-        """Begin to gather a unit that is not in memory."""
+        """Start gathering a unit that is not in memory."""
         if entry.state in (State.SHARDED, State.NEAR):
             self.emit(Gather(entry, near=entry.state is State.NEAR))
             entry.state = State.GATHERING
 
     def gather_ahead(self, entry: Entry, following: Sequence[Entry]) -> None:
-        """Begin to gather what follows a unit, as far as its depth and the budget allow.
+        """Start gathering the units that follow a unit, as far as its depth and the budget allow.
 
-        The first unit that the budget refuses ends it, so that the order never depends on sizes.
+        It stops at the first unit that the budget refuses, so that the order never depends on
+        sizes.
         """
         self.note_use(entry)
         for due in following[: entry.depth]:
@@ -63,18 +64,18 @@ class Residency:
             self.gather(due)
 
     def note_use(self, entry: Entry) -> None:
-        """Note that a unit is used now, so it is ahead no more."""
+        """Record that a unit is used now and no longer ahead."""
         self._ahead.discard(entry)
 
     def wait(self, entry: Entry) -> None:
-        """Have a unit's parameters in memory."""
+        """Make sure that a unit's parameters are in memory."""
         if entry.state is not State.WHOLE:
             self.gather(entry)
             self.emit(Wait(entry))
             entry.state = State.WHOLE
 
     def release(self, entry: Entry, *, for_backward: bool = False) -> None:
-        """Release a unit; a gather under way is waited for."""
+        """Release a unit after waiting for any gather in progress."""
         if entry.state is State.SHARDED:
             return
         if entry.state is State.GATHERING:
@@ -85,7 +86,7 @@ class Residency:
         self._ahead.discard(entry)
 
     def release_ahead(self) -> None:
-        """Release what was gathered ahead and is not asked for any more."""
+        """Release units that were gathered ahead and are no longer needed."""
         for entry in sorted(self._ahead, key=lambda one: one.number):
             if not entry.held:
                 self.release(entry)
@@ -100,7 +101,7 @@ class Reductions:
         self._under_way: deque[Entry] = deque()
 
     def begin(self, entry: Entry) -> None:
-        """Reduce a unit's gradients; the oldest reductions are completed first if need be."""
+        """Reduce a unit's gradients, completing the oldest reductions first if necessary."""
         budget = self._residency.budget
         while not budget.allows_reduction(
             [one.gradient_bytes for one in self._under_way], entry.gradient_bytes
@@ -110,6 +111,6 @@ class Reductions:
         self._under_way.append(entry)
 
     def complete(self) -> None:
-        """Complete all of them, and agree with the other ranks on what was reduced."""
+        """Complete all reductions, and agree with the other ranks on the units reduced."""
         self._under_way.clear()
         self._residency.emit(Exchange())

@@ -1,15 +1,15 @@
 """Order: from events to actions.
 
-It records in which order forwards ask for units, and asks for the next ones ahead of time, to a
-depth and within a budget. What is gathered ahead depends on these records alone, so that all ranks
-do the same.
+It records the order in which forwards request units, and requests the next ones ahead of time, up
+to a depth and within a budget. The units gathered ahead depend only on these records, so that all
+ranks do the same.
 
 [Note: when a step fails]
-An exception leaves forwards that began and did not end, or a backward that never reached its end.
-The next forward of such a unit finds that, and the order starts over: gathers under way are waited
-for (the other ranks started them too), everything is released, and gradients that were not reduced
-are dropped. The program continues with `optimizer.zero_grad()` and the next batch. After an error
-of a collective the group itself is unusable, and says so.
+An exception leaves forwards that began but did not end, or a backward that never finished. The next
+forward of such a unit detects this, and the order starts over: it waits for gathers in progress
+(the other ranks started them too), releases everything, and drops gradients that were not reduced.
+The program continues with `optimizer.zero_grad()` and the next batch. After an error of a
+collective the group itself is unusable, and its operations raise.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Actions = list[Action]
 
 
 class Order:
-    """The units of one group. Each method is an event; it returns what is to be done.
+    """The units of one group. Each method is an event and returns the actions to carry out.
 
     Attributes:
-        budget: of memory.
+        budget: the memory budget.
     """
 
     def __init__(self, budget: Budget | None = None) -> None:
@@ -49,14 +49,14 @@ class Order:
         self._clock = 0  # counts forwards that began or ended
 
     def add(self, entry: Entry) -> None:
-        """Take a unit in; its number must be the next one."""
+        """Add a unit; its number must be the next one."""
         assert entry.number == self._num_entries, (entry.number, self._num_entries)
         self._num_entries += 1
         self._entries[entry.number] = entry
 
     @property
     def entries(self) -> list[Entry]:
-        """The units that exist, by number."""
+        """The existing units, by number."""
         found = list(self._entries.values())
         return sorted(found, key=lambda entry: entry.number)
 
@@ -77,11 +77,12 @@ class Order:
     # ---- forward ----
 
     def forward_begins(self, entry: Entry, *, records: bool, trains: bool) -> Actions:
-        """A unit's forward begins.
+        """Handle the beginning of a unit's forward.
 
         Args:
-            records: autograd records it.
-            trains: a backward may follow; under a reentrant checkpoint one does without `records`.
+            records: whether autograd records it.
+            trains: whether a backward may follow; under a reentrant checkpoint one does even
+                without `records`.
         """
         if self.in_backward:  # activations are computed again
             self._running().enters(entry)
@@ -98,7 +99,10 @@ class Order:
         return self._residency.take()
 
     def forward_ends(self, entry: Entry, *, has_graph: bool) -> Actions:
-        """A unit's forward ends; `has_graph`: a backward will reach its outputs."""
+        """Handle the end of a unit's forward.
+
+        `has_graph`: whether a backward will reach its outputs.
+        """
         if self.in_backward:
             return []
         recording = self._recording(entry)
@@ -127,7 +131,7 @@ class Order:
     # ---- backward ----
 
     def backward_begins(self) -> Actions:
-        """Autograd reached the first unit of a run that has none yet."""
+        """Handle autograd reaching the first unit of a run."""
         assert not self.in_backward
         if self._failed:
             self._start_over()
@@ -142,14 +146,14 @@ class Order:
         return self._residency.take()
 
     def outputs_have_gradients(self, entry: Entry, call: int | None) -> Actions:
-        """Autograd is about to go through a unit; `call`: the forward call; None: not followed."""
+        """Prepare for autograd's pass through a unit; `call` is the forward call, if tracked."""
         if call is not None:
             entry.begin_call(call)  # once more, if its graph was kept
         self._running().enters(entry)
         return self._residency.take()
 
     def gradient_arrives(self, entry: Entry, member: Hashable) -> Actions:
-        """Autograd finished the gradient of a parameter.
+        """Handle the finished gradient of a parameter.
 
         Raises:
             RuntimeError: the unit's parameters were not in memory, so the gradient is wrong.
@@ -158,10 +162,10 @@ class Order:
         return self._residency.take()
 
     def inputs_have_gradients(self, entry: Entry, call: int) -> Actions:
-        """Autograd went through a forward call of a unit.
+        """Handle the end of autograd's pass through a forward call of a unit.
 
         Raises:
-            RuntimeError: as `gradient_arrives`.
+            RuntimeError: as for `gradient_arrives`.
         """
         check_whole(entry, "the gradient of an input")
         entry.end_call(call)
@@ -170,19 +174,19 @@ class Order:
         return self._residency.take()
 
     def backward_asks(self) -> list[int]:
-        """Return what the ranks are to agree on before the backward ends, which it is about to.
+        """Return the values that the ranks must agree on before the current backward ends.
 
-        Each number is this rank's word on one recording; the greatest of all ranks' decides. Empty:
-        there is nothing to agree on, which is the same on all ranks.
+        Each number is this rank's vote on one recording; the maximum over all ranks decides. If the
+        result is empty, there is nothing to agree on, on any rank.
         """
         run = self._running()
         return [] if run.yields_nothing else self._pending.words(run)
 
     def backward_ends(self, agreed: Sequence[int] = ()) -> Actions:
-        """Autograd ended. `backward_completes` is to follow if the run is over then.
+        """Handle the end of autograd. `backward_completes` must follow if the run is then over.
 
         Args:
-            agreed: the greatest of all ranks' numbers from `backward_asks`.
+            agreed: the maxima over all ranks of the numbers from `backward_asks`.
         """
         run = self._running()
         if run.yields_nothing:
@@ -195,7 +199,7 @@ class Order:
         return self._residency.take()
 
     def backward_completes(self) -> Actions:
-        """All gradients are reduced: release what the program does not hold."""
+        """Release the units that the program does not hold, now that all gradients are reduced."""
         run = self._running()
         if run.recordings:
             self._last_run = [weakref.ref(one) for one in run.recordings]
@@ -214,7 +218,7 @@ class Order:
     # ---- by hand ----
 
     def gather(self, entries: Iterable[Entry]) -> Actions:
-        """The program wants units whole: begin to gather them."""
+        """Start gathering units that the program wants whole."""
         for entry in entries:
             if entry.state is not State.SHARDED and entry.facts.is_stale():
                 self._residency.release(entry)
@@ -222,7 +226,7 @@ class Order:
         return self._residency.take()
 
     def hold(self, entries: Iterable[Entry]) -> Actions:
-        """The program wants units whole until it releases them."""
+        """Gather units and hold them until the program releases them."""
         for entry in entries:
             self._residency.wait(entry)
             self._residency.note_use(entry)
@@ -230,7 +234,7 @@ class Order:
         return self._residency.take()
 
     def release(self, entries: Iterable[Entry]) -> Actions:
-        """Release units; those held are held no longer."""
+        """Release units, even held ones."""
         for entry in entries:
             entry.held = False
             self._residency.release(entry)
@@ -238,7 +242,7 @@ class Order:
         return self._residency.take()
 
     def reduce(self, entries: Iterable[Entry]) -> Actions:
-        """The program wants gradients reduced, whatever backward did."""
+        """Reduce gradients on the program's request, whatever the backward did."""
         reductions = Reductions(self._residency)
         for entry in entries:
             reductions.begin(entry)
@@ -248,7 +252,7 @@ class Order:
     # ---- failures ----
 
     def fail(self) -> None:
-        """A hook or an action raised, or autograd stopped: the next forward starts over."""
+        """Handle a failed hook or action, or stopped autograd: the next forward starts over."""
         self._failed = True
         self._run = None
         self._residency.clear()
@@ -281,7 +285,7 @@ class Order:
         self._opened = [weakref.ref(one) for one in opened]
 
     def _recording(self, entry: Entry | None = None) -> Recording:
-        """Return the recording of the outermost forward that is running, or else of a unit."""
+        """Return the recording of the outermost running forward, or else the unit's own."""
         opened = self._open()
         outermost = opened[0] if opened else entry
         assert outermost is not None
@@ -290,9 +294,9 @@ class Order:
         return outermost.recording
 
     def _comes_first(self, entry: Entry, recording: Recording, *, at_end: bool) -> bool:
-        """Return whether the backward of a forward that ends will begin with this unit.
+        """Return whether the backward of an ending forward will begin with this unit.
 
-        An outermost unit without others inside may be one of many that follow each other.
+        An outermost unit that contains no others may be one of many in sequence.
         """
         if at_end and not entry.outer:
             return self._final is not None and entry is self._final()
@@ -314,9 +318,9 @@ class Order:
         self._residency.wait(entry)
 
     def _is_lent(self, entry: Entry) -> bool:
-        """Whether a forward that is running uses parameters of a unit beside the unit's own."""
+        """Return whether a running forward other than the unit's own uses the unit's parameters."""
         return any(entry in running.borrowed for running in self._open())
 
     def _running(self) -> Run:
-        assert self._run is not None, "an event of backward outside of one"
+        assert self._run is not None, "a backward event outside a backward"
         return self._run

@@ -1,7 +1,7 @@
-"""Pending: the recordings whose backward is not complete, and which of them take part in one.
+"""Pending: the recordings whose backward is not complete, and those that take part in one.
 
-Kept by number, because a recording may be deleted on some ranks earlier than on others: see
-[Note: models that are deleted].
+They are kept by number, because a recording may be deleted on some ranks earlier than on others:
+see [Note: models that are deleted].
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _IS_NOT_REACHED, _TAKES_PART, _IS_DELETED = 0, 1, 2
 
 
 class Pending:
-    """See above."""
+    """The recordings whose backward is not complete (see the module)."""
 
     def __init__(self) -> None:
         self._recordings: dict[int, weakref.ref[Recording]] = {}
@@ -25,28 +25,28 @@ class Pending:
         self._communicating: set[int] = set()
 
     def add(self, recording: Recording, entry: Entry) -> None:
-        """Note that a forward of a unit will have a backward."""
+        """Record that a forward of a unit will have a backward."""
         self._recordings[recording.number] = weakref.ref(recording)
         if not entry.held:
             self._communicating.add(recording.number)
 
     def note_release(self, entry: Entry) -> None:
-        """Note that the program holds a unit no longer."""
+        """Record that the program no longer holds a unit."""
         for recording in self.recordings():
             if entry in recording.begun or entry in recording.ended:
                 self._communicating.add(recording.number)
 
     def recordings(self) -> list[Recording]:
-        """Return those that exist."""
+        """Return the recordings that still exist."""
         found = [ref() for ref in self._recordings.values()]
         return [one for one in found if one is not None]
 
     def entries(self) -> set[Entry]:
-        """Return the units of which a backward is expected."""
+        """Return the units that expect a backward."""
         return {entry for one in self.recordings() for entry in (*one.begun, *one.ended)}
 
     def words(self, run: Run) -> list[int]:
-        """Return this rank's word on each recording that communicates, if there are several."""
+        """Return this rank's vote on each recording that communicates, if there are several."""
         numbers = sorted(self._communicating)
         return [self._word(number, run) for number in numbers] if len(numbers) > 1 else []
 
@@ -58,10 +58,10 @@ class Pending:
         return _TAKES_PART if takes_part else _IS_NOT_REACHED
 
     def concerned(self, run: Run, agreed: Sequence[int]) -> list[Recording]:
-        """Return the recordings that take part in a run; forget those that are deleted.
+        """Return the recordings that take part in a run, and forget deleted ones.
 
         Args:
-            agreed: the ranks' common words; empty: there is one recording at most.
+            agreed: the ranks' agreed votes; empty if there is at most one recording.
         """
         words = dict(zip(sorted(self._communicating), agreed, strict=False))
         found = []
@@ -80,7 +80,7 @@ class Pending:
         return found
 
     def complete(self, recordings: list[Recording]) -> None:
-        """Note that a backward of these is complete."""
+        """Record that a backward of these recordings is complete."""
         partners = {one.number for one in recordings}
         for recording in recordings:
             if recording.complete(partners):

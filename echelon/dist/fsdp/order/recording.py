@@ -1,15 +1,15 @@
-"""Recording: what the forwards of one outermost unit, usually a whole model, left to be known.
+"""Recording: the observed forwards of one outermost unit, usually a whole model.
 
 [Note: ownership]
 A unit owns its entry, and the entry of an outermost unit owns the recording, which refers to the
-entries inside. The order itself refers to all of them weakly. So a model that the program deletes
-takes everything along, and a unit inside lives as long as a recording that may ask for it.
+entries inside. The order itself has only weak references to them. So deleting a model frees
+everything, and an inner unit lives as long as a recording that may request it.
 
 [Note: models that are deleted]
-The garbage collector runs at other moments on other ranks. Therefore no decision that other ranks
-must share may depend on which units exist. The order keeps the *numbers* of the recordings whose
-backward is not complete. Where there are several, the ranks agree at the end of a backward which of
-them take part in it: those that some rank reached, unless some rank has deleted them.
+The garbage collector runs at different moments on different ranks. Therefore a decision that ranks
+must share never depends on which units exist. The order keeps the *numbers* of the recordings whose
+backward is not complete. If there are several, the ranks agree at the end of a backward on those
+that take part in it: the ones that some rank reached, unless some rank has deleted them.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from echelon.dist.fsdp.order.entry import Entry
 
 @dataclass(eq=False)
 class Recording:
-    """See above.
+    """The forwards of one outermost unit (see the module).
 
     Attributes:
-        number: the outermost unit's.
-        following: the unit that the last forward asked for after each unit.
-        last: the unit that was asked for last in the forward that is running.
-        final: the unit that the last forward asked for last: its backward begins first.
-        begun: forwards that began, and ended: that ended, since the last backward.
-        begun_before: those of the last backward.
-        partners: numbers of the recordings that took part in every backward of this one; None:
-            there was none.
+        number: the outermost unit's number.
+        following: for each unit, the next one that the last forward requested.
+        last: the last unit requested in the running forward.
+        final: the last unit that the last forward requested; its backward begins first.
+        begun, ended: forwards that began or ended since the last backward.
+        begun_before: forwards that began before the last backward.
+        partners: numbers of the recordings that took part in every backward of this one; None if
+            there was no backward.
         unreduced: units of earlier backwards, which may have gradients that were not reduced.
     """
 
@@ -47,13 +47,13 @@ class Recording:
     unreduced: dict[Entry, None] = field(default_factory=dict)
 
     def follow(self, entry: Entry) -> None:
-        """Note that a forward asks for a unit."""
+        """Record that a forward requests a unit."""
         if self.last is not None and self.last is not entry:
             self.following[self.last] = entry
         self.last = entry
 
     def after(self, entry: Entry) -> list[Entry]:
-        """Return the units that the last forward asked for after a unit, as many as its depth."""
+        """Return the units that the last forward requested after a unit, as many as its depth."""
         following: list[Entry] = []
         depth = entry.depth
         while len(following) < depth and (due := self.following.get(entry)) is not None:
@@ -62,19 +62,19 @@ class Recording:
         return following
 
     def end_forward(self) -> None:
-        """Note that the outermost forward ended."""
+        """Record the end of the outermost forward."""
         self.final, self.last = self.last, None
 
     def is_with(self, other: Recording) -> bool:
-        """Return whether a backward of this one is expected to be one of another's too."""
+        """Return whether a backward of this recording is expected to include another one."""
         return other is self or (self.partners is not None and other.number in self.partners)
 
     def wants_reduction(self) -> bool:
-        """Return whether gradients of an earlier backward are to be reduced now."""
+        """Return whether gradients of an earlier backward must be reduced now."""
         return any(entry.reduces and entry.facts.has_gradients() for entry in self.unreduced)
 
     def complete(self, partners: set[int]) -> bool:
-        """Note that a backward is complete; return whether all units reduced in it.
+        """Record that a backward is complete; return whether all units reduced in it.
 
         Args:
             partners: numbers of the recordings that took part.
@@ -95,17 +95,17 @@ class Recording:
 
 
 def begun_in(recordings: Iterable[Recording]) -> list[Entry]:
-    """Return the units whose forwards began, in this order."""
+    """Return the units whose forwards began, in that order."""
     return _merged((one.begun for one in recordings), by="place")
 
 
 def begun_before_in(recordings: Iterable[Recording]) -> list[Entry]:
-    """Return the units whose forwards began before the last backward, in this order."""
+    """Return the units whose forwards began before the last backward, in that order."""
     return _merged((one.begun_before for one in recordings), by="place")
 
 
 def ended_in(recordings: Iterable[Recording]) -> list[Entry]:
-    """Return the units whose forwards ended, in this order."""
+    """Return the units whose forwards ended, in that order."""
     return _merged((one.ended for one in recordings), by="ended_at")
 
 

@@ -1,18 +1,18 @@
 """Run: one run of autograd through sharded units.
 
-Two orders, both known before it begins, keep the ranks in step whatever their data does:
+Two orders, both known before the run begins, keep the ranks in step whatever their data is:
 
-* units are gathered in the reverse of the order in which their forwards *ended*. Asking for one
-  gathers those before it, too;
+* units are gathered in the reverse of the order in which their forwards *ended*. A request for one
+  also gathers those before it;
 * gradients are reduced in the reverse of the order in which forwards *began* (an outer unit begins
-  first and has its last gradient last). One that is ready waits for those before it.
+  first and gets its last gradient last). A unit that is ready waits for those before it.
 
-A unit's parameters are released once all its gradients are computed, or those of its inputs, which
-autograd computes after everything inside. A unit with frozen parameters whose inputs need no
-gradients is released at the end of the run: its last trained gradient says nothing about them.
-A run without a single gradient for a parameter (inputs' gradients only, the first half of a split
-backward) releases and reduces nothing: the weights' gradients are still to be computed, and may
-need the parameters.
+A unit's parameters are released once all its gradients have been computed, or those of its inputs,
+which autograd computes after everything inside. A unit with frozen parameters whose inputs do not
+need gradients is released at the end of the run: its last trained gradient does not show when they
+are no longer used. A run without any gradient for a parameter (only gradients of inputs, the first
+half of a split backward) does not release or reduce anything: the weights' gradients are still to
+be computed and may need the parameters.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from echelon.dist.fsdp.order.recording import Recording
 
 
 class Run:
-    """One run.
+    """One run of autograd.
 
     Args:
-        recordings: of the outermost units that may take part.
-        ended, begun: their forwards since the last run, in these orders.
-        is_again: there were no forwards, so this run goes through graphs that were kept; `begun`
-            is then that of the last run, and units that this one does not reach are left out.
+        recordings: the recordings of the outermost units that may take part.
+        ended, begun: the units' forwards since the last run, in the order of ending and beginning.
+        is_again: whether there were no forwards, so that this run passes through retained graphs;
+            `begun` is then that of the last run, and units that this run does not reach are
+            skipped.
 
     Attributes:
-        recordings: of the outermost units that take part; known when the run is finished.
-        is_again: see above.
+        recordings: those of the outermost units that take part, known once the run is finished.
+        is_again: see Args.
     """
 
     def __init__(
@@ -62,11 +63,11 @@ class Run:
 
     @property
     def yields_nothing(self) -> bool:
-        """Whether gradients were expected and none arrived."""
+        """Whether gradients were expected but none arrived."""
         return not self._arrived and bool(self._expected)
 
     def keep_rest(self) -> None:
-        """Leave to the next run what this one, which yielded nothing, did not gather."""
+        """Leave the units that this run, which yielded nothing, did not gather to the next run."""
         for recording in self.recordings:
             recording.ended = {one: None for one in recording.ended if one in self._to_gather}
 
@@ -78,7 +79,7 @@ class Run:
         return any(entry in self._entered or entry in self._arrived for entry in units)
 
     def enters(self, entry: Entry) -> None:
-        """Gather what autograd needs to go through a unit, which it is about to do."""
+        """Gather the parameters that autograd needs for the unit it is about to pass through."""
         for one in (*entry.borrowed, entry):
             self._entered.add(one)
             self._needs(one)
@@ -86,7 +87,7 @@ class Run:
         self._inside.add(entry)  # with a reentrant checkpoint each use of it is entered by itself
 
     def arrived(self, entry: Entry, member: Hashable) -> None:
-        """Take the gradient that autograd finished for a parameter.
+        """Record the finished gradient of a parameter.
 
         Raises:
             RuntimeError: the unit's parameters were not in memory, so the gradient is wrong.
@@ -104,7 +105,10 @@ class Run:
         self.look(entry, passed=False)
 
     def look(self, entry: Entry, *, passed: bool) -> None:
-        """Check whether a unit's backward is complete; `passed`: its inputs have gradients."""
+        """Check whether a unit's backward is complete.
+
+        `passed`: whether its inputs have gradients.
+        """
         if entry.calls or self._is_lent(entry) or not self._is_complete(entry, passed=passed):
             return
         self._over.add(entry)
@@ -118,10 +122,11 @@ class Run:
                 self.look(owner, passed=not owner.is_unwatched)
 
     def finish(self, recordings: list[Recording]) -> None:
-        """Reduce what is left, and agree with the other ranks on all of it.
+        """Reduce the remaining gradients, and agree with the other ranks on all reductions.
 
         Args:
-            recordings: of the outermost units that take part; the others wait for their backward.
+            recordings: those of the outermost units that take part; the others wait for their
+                backward.
         """
         self.recordings = recordings
         ended = {entry for one in recordings for entry in one.ended}
@@ -157,9 +162,10 @@ class Run:
             self._expect(entry)
 
     def _after(self, entry: Entry) -> list[Entry]:
-        """Return the units that autograd will reach after a unit, unless it ends before.
+        """Return the units that autograd will reach after a unit, unless it ends earlier.
 
-        Only as far as the recordings of both always took part together: else none may be needed.
+        Only units whose recordings always took part together are included: others may not be
+        needed.
         """
         if len(self.recordings) == 1:
             return self._to_gather
@@ -173,7 +179,7 @@ class Run:
         )
 
     def _is_complete(self, entry: Entry, *, passed: bool) -> bool:
-        """Whether no gradient of a unit's parameters is still to be computed."""
+        """Return whether all gradients of a unit's parameters have been computed."""
         if not passed and entry.borrowed:
             return False  # what it borrowed is not among what it awaits
         # A run that yields no gradient at all computes those of inputs only. Which parameters of
@@ -181,7 +187,7 @@ class Run:
         return not entry.awaits() or (passed and bool(self._arrived))
 
     def _is_lent(self, entry: Entry) -> bool:
-        """Whether autograd is inside a unit that uses parameters of this one."""
+        """Return whether autograd is inside a unit that uses parameters of this one."""
         return any(one in self._inside for one in entry.borrowers)
 
     def _expect(self, entry: Entry) -> None:
@@ -199,7 +205,7 @@ def check_whole(entry: Entry, what: str) -> None:
     """Check that a unit's parameters are in memory.
 
     Raises:
-        RuntimeError: they are not, so what was just computed is wrong.
+        RuntimeError: they are not, so the value just computed is wrong.
     """
     if entry.state is not State.WHOLE:
         raise RuntimeError(

@@ -1,1 +1,1 @@
-"""What a unit is made of: its parameters as flat vectors, divided among ranks."""
+"""The contents of a unit: its parameters as flat vectors, divided among ranks."""

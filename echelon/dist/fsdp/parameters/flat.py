@@ -1,23 +1,24 @@
-"""Flat: parameters of one unit that share a dtype, as one flat vector divided among the ranks.
+"""Flat: a unit's parameters of one dtype, as one flat vector divided among the ranks.
 
 [Note: the tensors in play]
 
     full     [group_size * chunk_numel]   the whole vector, in the dtype of the computation. Its
-                                          memory is there only while the unit is gathered.
-    chunk    [chunk_numel]                my part, in the dtype of the shards. Always in memory,
-                                          apart from `full`, which then comes and goes in huge
-                                          pages; the gather itself puts it into its place.
-    leaf     the parameter's shape        an nn.Parameter that views `full`; what forward and
-                                          backward use, and what autograd gives gradients to.
-    shard    [length, 1, ...]             an nn.Parameter that views `chunk`: what of the parameter
-                                          is this rank's. It is the very object that the module had
-                                          before sharding, so that an optimizer made earlier
-                                          continues working. As many dims as the parameter had,
-                                          because programs group parameters by `p.dim()`.
+                                          memory exists only while the unit is gathered.
+    chunk    [chunk_numel]                this rank's part, in the dtype of the shards. Always in
+                                          memory, separate from `full`, so that `full` can use huge
+                                          pages; the gather itself copies it into place.
+    leaf     the parameter's shape        an nn.Parameter that views `full`; used by forward and
+                                          backward, and given gradients by autograd.
+    shard    [length, 1, ...]             an nn.Parameter that views `chunk`: this rank's part of
+                                          the parameter. It is the same object that the module had
+                                          before sharding, so that an optimizer created earlier
+                                          continues to work. It has as many dims as the parameter
+                                          had, because programs group parameters by `p.dim()`.
     aside    the parameter's shape        gradients of earlier micro-batches that were not reduced,
-                                          where they are summed in another dtype than the leaf's;
-                                          where the dtypes agree, `leaf.grad` holds them.
-    sums     [chunk_numel]                my part of the reduced gradients; `shard.grad` views it.
+                                          if they are summed in a dtype other than the leaf's; if
+                                          the dtypes agree, `leaf.grad` holds them.
+    sums     [chunk_numel]                this rank's part of the reduced gradients, which
+                                          `shard.grad` views.
 
 The module's attribute is the leaf while the unit is gathered and the shard otherwise.
 """
@@ -57,7 +58,7 @@ NO_HOOKS = (
 
 @dataclass(eq=False)
 class Source:
-    """A parameter that is to be sharded, and every place in the modules where it stands."""
+    """A parameter to be sharded, with every place in the modules where it is used."""
 
     parameter: nn.Parameter
     name: str
@@ -65,10 +66,10 @@ class Source:
 
 
 class Member:
-    """One parameter of a flat.
+    """One parameter of a `Flat`.
 
-    It refers to the modules weakly: autograd's graph, which a module may store with an output of
-    its own, refers to the member, and the garbage collector does not look into graphs.
+    It has only weak references to the modules: autograd's graph, which a module may store with one
+    of its outputs, refers to the member, and the garbage collector does not traverse graphs.
     """
 
     def __init__(self, flat: Flat, source: Source, piece: Piece, part: Part) -> None:
@@ -90,19 +91,19 @@ class Member:
 
     @property
     def slots(self) -> list[Slot]:
-        """The places where the parameter stands, in modules that exist."""
+        """The places where the parameter is used, in modules that still exist."""
         found = ((ref(), name) for ref, name in self._slots)
         return [(module, name) for module, name in found if module is not None]
 
     def add_slot(self, module: nn.Module, name: str) -> None:
-        """Note that the parameter stands in one more place."""
+        """Record another place where the parameter is used."""
         self._slots.append((weakref.ref(module), name))
 
     def show_leaf(self) -> None:
-        """Put the leaf where the modules look for the parameter.
+        """Put the leaf in the places where the modules use the parameter.
 
         Raises:
-            ValueError: the program put something else there.
+            ValueError: the program put something else in such a place.
         """
         if self.leaf.requires_grad != self.shard.requires_grad:
             self.leaf.requires_grad_(self.shard.requires_grad)
@@ -118,7 +119,7 @@ class Member:
             _put(module, name, self.leaf)
 
     def show_shard(self) -> None:
-        """Put the shard there. What the program put there in the meantime stays."""
+        """Put the shard in these places, except where the program has put something else."""
         if self.leaf.requires_grad != self._leaf_trains:  # set while the leaf existed
             self._leaf_trains = self.leaf.requires_grad
             self.shard.requires_grad_(self._leaf_trains)
@@ -127,10 +128,10 @@ class Member:
                 _put(module, name, self.shard)
 
     def adopt(self) -> None:
-        """Take over values that the program gave the shard by `shard.data = values`.
+        """Adopt values that the program assigned with `shard.data = values`.
 
         Raises:
-            ValueError: they have another dtype, device or shape, as after `model.double()`.
+            ValueError: they have a different dtype, device or shape, as after `model.double()`.
         """
         if self.shard_is_ours():
             return
@@ -148,10 +149,10 @@ class Member:
         return shard.data_ptr() == self._shard_address and shard.dtype == self.flat.dtype
 
     def note_gather(self) -> None:
-        """Note whether the shard changed since the last gather.
+        """Record whether the shard changed since the last gather.
 
         Raises:
-            ValueError: it was converted or moved, or has a hook that would never be called.
+            ValueError: the shard was converted or moved, or has a hook that would never be called.
         """
         if self.shard._backward_hooks:
             raise ValueError(f"shard {self.name!r} {NO_HOOKS}")
@@ -161,15 +162,15 @@ class Member:
         self._gathered_version = version
 
     def take_move(self) -> int:
-        """Return 1 if the shard changed between the last two gathers, else 0; then forget it."""
+        """Return 1 if the shard changed between the last two gathers, else 0, and reset this."""
         moved, self._has_moved = self._has_moved, False
         return int(moved)
 
     def check_leaf(self, *, was_written: bool) -> None:
-        """Before the leaf is released: take over what the program wrote into it, or assigned.
+        """Adopt values that the program wrote or assigned to the leaf, before it is released.
 
         Raises:
-            ValueError: it was given another dtype, device or shape.
+            ValueError: it was given a different dtype, device or shape.
         """
         full = self.flat.full.tensor
         is_ours = self.leaf.data_ptr() == full.data_ptr() + self.piece.start * full.itemsize
@@ -205,7 +206,7 @@ class Member:
         return self.leaf.grad is not None or self.aside is not None
 
     def set_aside(self) -> None:
-        """Add a gradient that is not reduced yet to those before it, in the dtype of the sums."""
+        """Add a gradient that is not reduced yet to the earlier ones, in the dtype of the sums."""
         gradient, dtype = self.leaf.grad, self.flat.reduce_dtype
         if gradient is None or gradient.dtype == dtype:
             return
@@ -216,24 +217,24 @@ class Member:
         self.leaf.grad = None
 
     def call_hooks(self) -> None:
-        """Call what the program registered by `register_post_accumulate_grad_hook` on the shard."""
+        """Call the hooks that the program registered with `register_post_accumulate_grad_hook`."""
         hooks: Any = self.shard._post_accumulate_grad_hooks
         if hooks and self.shard.grad is not None:
             for hook in list(hooks.values()):
                 hook(self.shard)
 
     def drop_gradient(self) -> None:
-        """Forget gradients that were not reduced."""
+        """Drop gradients that were not reduced."""
         self.leaf.grad = self.aside = None
 
     def of(self, chunk: torch.Tensor) -> torch.Tensor:
-        """View my part of the parameter in a chunk-sized tensor, with the shard's shape."""
+        """View this rank's part of the parameter in a chunk-sized tensor, in the shard's shape."""
         part = self.part
         dims = (1,) * max(0, len(self.piece.shape) - 1)
         return chunk[part.offset : part.offset + part.length].view(part.length, *dims)
 
     def within(self, full: torch.Tensor) -> torch.Tensor:
-        """View the parameter in a tensor of the whole vector."""
+        """View the parameter in a tensor of the whole vector's size."""
         piece = self.piece
         return full[piece.start : piece.start + piece.numel].view(piece.shape)
 
@@ -271,7 +272,7 @@ def member_of(parameter: Any) -> Member | None:
 
 
 def mark(gradient: torch.Tensor) -> torch.Tensor:
-    """Mark a gradient as a shard's, for functions that see gradients only."""
+    """Mark a gradient as a shard's, for functions that see only gradients."""
     attach(gradient, True)
     return gradient
 
@@ -282,19 +283,19 @@ def is_of_shard(tensor: torch.Tensor) -> bool:
 
 
 class Flat:
-    """See the note above. Does what it is told; when is the driver's business.
+    """A flat vector of parameters (see the note above). The driver decides when it is gathered.
 
     Args:
         sources: parameters of one dtype, on one device.
         group: the ranks among which the vector is divided.
-        number: of this flat on its group, for `tagged_shape`.
-        compute_dtype, reduce_dtype: None: as the shards; as the computation.
-        offload: keep the chunk in the host's memory.
-        replicas: ranks that keep a copy of my chunk.
-        memory: shared with the other flats of the group.
+        number: the number of this flat on its group, for `tagged_shape`.
+        compute_dtype, reduce_dtype: None means the dtype of the shards; of the computation.
+        offload: whether to keep the chunk in host memory.
+        replicas: ranks that keep a copy of this rank's chunk.
+        memory: the memory shared with the other flats of the group.
 
     Attributes:
-        replicas: the ranks that keep a copy of this rank's chunk; None: no other rank does.
+        replicas: the ranks that keep a copy of this rank's chunk, or None.
     """
 
     def __init__(
@@ -338,23 +339,23 @@ class Flat:
 
     @property
     def trains(self) -> bool:
-        """Whether any of the parameters wants gradients."""
+        """Whether any of the parameters requires gradients."""
         return any(member.leaf.requires_grad for member in self.members)
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of the whole vector."""
+        """Size of the whole vector in bytes."""
         return self.layout.numel * self.compute_dtype.itemsize
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the buffer that reduces the gradients."""
+        """Size of the buffer that reduces the gradients, in bytes."""
         return self.layout.numel * self.reduce_dtype.itemsize
 
     # ---- parameters ----
 
     def start_gather(self) -> None:
-        """Begin to fill `full` from all ranks' chunks.
+        """Start filling `full` from all ranks' chunks.
 
         Raises:
             ValueError: a shard was converted or moved.
@@ -374,7 +375,7 @@ class Flat:
             self.full.tensor.copy_(mine)
 
     def start_regather(self, near: ProcessGroup) -> None:
-        """Begin to fill `full` from what the `near` ranks kept (see `release`)."""
+        """Start filling `full` from the parts that the `near` ranks kept (see `release`)."""
         self.full.take()
         mine = self._part_of_full(near.rank, near.size)
         if self._kept is not None:
@@ -391,10 +392,10 @@ class Flat:
             self._works.pop(0).wait()
 
     def show_leaves(self) -> None:
-        """Let the modules see whole parameters; `requires_grad` is taken from the shards.
+        """Show whole parameters to the modules; `requires_grad` is copied from the shards.
 
         Raises:
-            ValueError: the program put another parameter in the place of one.
+            ValueError: the program replaced a parameter.
         """
         if self._versions is not None:
             moves = [member.take_move() for member in self.members]
@@ -405,12 +406,12 @@ class Flat:
             member.show_leaf()
 
     def show_shards(self) -> None:
-        """Let the modules see the shards; a `requires_grad` set on a leaf is passed on to them."""
+        """Show the shards to the modules; a `requires_grad` set on a leaf is copied to them."""
         for member in self.members:
             member.show_shard()
 
     def adopt(self) -> None:
-        """Take over values that the program gave shards by `shard.data = values`.
+        """Adopt values that the program assigned with `shard.data = values`.
 
         Raises:
             ValueError: a shard was converted or moved.
@@ -419,9 +420,9 @@ class Flat:
             member.adopt()
 
     def release(self, near: ProcessGroup | None = None) -> None:
-        """Release the memory of `full`, but for this rank's part among `near`.
+        """Release the memory of `full`, except for this rank's part among `near`.
 
-        What the program wrote into whole parameters in place goes into the shards first.
+        Values that the program wrote into whole parameters in place are first copied to the shards.
         """
         if self._versions is None:
             self._versions = tuple(member.leaf._version for member in self.members)
@@ -454,7 +455,7 @@ class Flat:
         return plan_layout(shapes, itemsize, self.group.size, PAGE_BYTES)
 
     def _resident(self) -> torch.Tensor:
-        """Return a chunk-sized tensor in the dtype, and where, the shards are."""
+        """Return a chunk-sized tensor with the dtype and device of the shards."""
         numel = self.layout.chunk_numel
         if self.device.type == "cpu":
             return HostStorage(numel, self.dtype).tensor
@@ -463,7 +464,7 @@ class Flat:
         return torch.zeros(numel, dtype=self.dtype, device=self.device)
 
     def _fill(self, sources: Sequence[Source], replicas: ProcessGroup | None) -> None:
-        """Take my chunk from rank 0's parameters: all ranks start from the same values."""
+        """Fill this rank's chunk from rank 0's parameters, so that all ranks start alike."""
         whole = None
         if self.group.rank == 0:
             whole = self.full.tensor if self.compute_dtype == self.dtype else make_whole(self)
@@ -495,7 +496,7 @@ def _set_versions(members: Sequence[Member], versions: Sequence[int]) -> None:
 
 
 def make_whole(flat: Flat) -> torch.Tensor:
-    """Return a tensor for the whole vector in the shards' dtype, not resident before written."""
+    """Return a tensor for the whole vector in the shards' dtype, resident only once written."""
     if flat.device.type == "cpu":
         return HostStorage(flat.layout.numel, flat.dtype).tensor
     return torch.zeros(flat.layout.numel, dtype=flat.dtype, device=flat.device)

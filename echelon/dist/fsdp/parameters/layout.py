@@ -1,11 +1,12 @@
-"""Where each parameter of a unit lies in the unit's flat vector, and which part of it is whose.
+"""The position of each parameter in a unit's flat vector, and its division among ranks.
 
     flat vector   |p0   .|p1          .|p2 .|p3             .|  padding |
     chunks        |   rank 0     |   rank 1     |   rank 2     | ...
 
-Every parameter starts on a boundary that vector instructions like. The chunks of all but small
-units are whole numbers of pages, so that what belongs to others can be returned to the system
-page by page; of a small unit that would leave most ranks with nothing. Pure arithmetic: no tensors.
+Every parameter starts on a boundary that suits vector instructions. Except in small units, chunks
+are whole numbers of pages, so that other ranks' parts can be returned to the system page by page;
+in a small unit that would leave most ranks with nothing. This module is pure arithmetic, without
+tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank has of one parameter, in elements; `length` may be 0.
+    """One rank's part of one parameter, in elements; `length` may be 0.
 
     Attributes:
         start: first element, counted in the flattened parameter.
@@ -53,11 +54,11 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole vector, padding included."""
+        """Number of elements of the whole vector, including padding."""
         return self.chunk_numel * self.group_size
 
     def part(self, index: int, rank: int) -> Part:
-        """Return what `rank` has of a parameter."""
+        """Return the part of a parameter that `rank` has."""
         piece = self.pieces[index]
         first, last = rank * self.chunk_numel, (rank + 1) * self.chunk_numel
         start = min(max(piece.start, first), last)
@@ -70,14 +71,14 @@ class Layout:
 def plan_layout(
     shapes: Sequence[Sequence[int]], itemsize: int, group_size: int, page_bytes: int
 ) -> Layout:
-    """Place parameters one behind the other and divide the whole among the ranks.
+    """Place parameters one after the other and divide the vector among the ranks.
 
     Args:
-        shapes: of each parameter.
-        itemsize: bytes of the smallest element that the vector will hold (a unit may be gathered in
-            another dtype than it is kept in; both are to fall on pages).
+        shapes: the shape of each parameter.
+        itemsize: size of the smallest element that the vector will hold (a unit may be gathered in
+            a dtype other than that of its shards; both must be aligned to pages).
         group_size: number of ranks.
-        page_bytes: a chunk is a multiple of this, unless the unit is small.
+        page_bytes: chunks are multiples of this, unless the unit is small.
     """
     step = max(1, _START_BYTES // itemsize)
     pieces, end = [], 0
@@ -97,8 +98,8 @@ def tagged_shape(numel: int, tag: int) -> tuple[int, ...]:
     """Return a shape of `numel` elements that is different for each tag of `TAG_BITS` bits.
 
     Groups compare the shapes of every collective before any result is written. Units of equal size
-    would look alike; with a shape that says which unit it is, a rank that gathers another one than
-    the others is an error with its name, at no cost.
+    would look alike; with a shape that encodes the unit, a rank that gathers a different unit from
+    the others causes an error that names it, at no cost.
     """
     bits = [1 + (tag >> bit & 1) for bit in range(TAG_BITS)]
     rest, odd = divmod(numel, math.prod(bits))
@@ -107,7 +108,7 @@ def tagged_shape(numel: int, tag: int) -> tuple[int, ...]:
 
 
 def tag_of(shape: Sequence[int]) -> int:
-    """Return the tag that `tagged_shape` put into a shape; -1 if there is none."""
+    """Return the tag that `tagged_shape` encoded in a shape, or -1 if there is none."""
     bits = shape[:TAG_BITS]
     if len(shape) != TAG_BITS + 1 or any(bit not in (1, 2) for bit in bits):
         return -1

@@ -1,11 +1,11 @@
-"""The one attribute that sharding sets on objects of the program: `_echelon`.
+"""`_echelon`: the only attribute that sharding sets on the program's objects.
 
-    a module that `fully_shard` took          its unit
+    a module passed to `fully_shard`          its unit
     a parameter of a unit, shard or leaf      its member
-    the gradient of a shard                   True, for functions that see gradients only
+    the gradient of a shard                   True, for functions that see only gradients
 
-An attribute and not a table beside: `copy.deepcopy` of a model follows it, reaches the unit, and is
-refused there; a table would let it make a copy that shares the original's memory.
+It is an attribute and not a separate table, so that `copy.deepcopy` of a model follows it to the
+unit, which refuses to be copied; with a table, the copy would share the original's memory.
 """
 
 from __future__ import annotations
@@ -21,5 +21,5 @@ def attach(target: Any, value: Any) -> None:
 
 
 def attached(target: Any) -> Any:
-    """Return the attribute; None if there is none."""
+    """Return the attribute, or None if there is none."""
     return getattr(target, "__dict__", {}).get(_NAME)

@@ -1,4 +1,4 @@
-"""Parameters on the meta device: made and given their first values one unit at a time."""
+"""Parameters on the meta device: allocated and initialised one unit at a time."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ def make_real(
     device: torch.device | str | None,
     init: Callable[[nn.Module], Any] | None,
 ) -> None:
-    """Give real memory and first values to what a unit has on the meta device.
+    """Allocate and initialise a unit's parameters and buffers that are on the meta device.
 
-    A parameter remains the same Python object, so ties to modules of other units, an optimizer made
-    earlier and the parameter's own attributes hold.
+    A parameter remains the same Python object, so ties to modules of other units, optimizers
+    created earlier and the parameter's own attributes remain valid.
 
     Args:
-        parts: the unit's modules with their paths; those of inner units are real already.
+        parts: the unit's modules with their paths; those of inner units are already real.
         ignored: ids of parameters that are left alone.
-        device: where to make them; None: the CPU.
-        init: called with each of these modules after its `reset_parameters()`, if it has that.
+        device: where to allocate them; None means the CPU.
+        init: called with each of these modules after its `reset_parameters()`, if there is one.
 
     Raises:
-        ValueError: a module cannot give values to its parameters or buffers.
+        ValueError: a module cannot initialise its parameters or buffers.
     """
     target = torch.device("cpu") if device is None else torch.device(device)
     touched = [(path, module) for path, module in parts if _is_on_meta(module, ignored)]
@@ -63,7 +63,7 @@ def _is_on_meta(module: nn.Module, ignored: set[int]) -> bool:
 
 
 def _materialize(module: nn.Module, ignored: set[int], device: torch.device) -> None:
-    """Put a module's own parameters and buffers into real memory, filled with zeros."""
+    """Allocate a module's own parameters and buffers, filled with zeros."""
     for parameter in module._parameters.values():
         if parameter is not None and parameter.is_meta and id(parameter) not in ignored:
             real = nn.Parameter(torch.zeros_like(parameter, device=device), parameter.requires_grad)

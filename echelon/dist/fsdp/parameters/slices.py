@@ -1,8 +1,8 @@
-"""Slices: parameters that tensor parallelism has divided along one dim.
+"""Slices: parameters divided along one dim by tensor parallelism.
 
-A parameter of a rank is then an even part of the whole one. What depends on whole shapes and places
-(checkpoints, whole state dicts) reads the part's place here. The mark is an attribute of the
-parameter, as `marks.py` has it, and passes from a parameter to its leaf.
+A rank's parameter is then an even part of the whole one. Code that depends on whole shapes and
+positions (checkpoints, whole state dicts) reads the part's position here. The mark is an attribute
+of the parameter, like those in `marks.py`, and is copied from a parameter to its leaf.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Slice:
     """An even part of a tensor.
 
     Attributes:
-        shape: of the whole tensor.
-        dim: along which it is divided.
-        index: of this part.
-        count: how many parts there are.
+        shape: shape of the whole tensor.
+        dim: the dim along which it is divided.
+        index: index of this part.
+        count: number of parts.
     """
 
     shape: tuple[int, ...]
@@ -45,16 +45,16 @@ class Slice:
         return whole.narrow(self.dim, self.index * length, length)
 
     def __deepcopy__(self, memo: object) -> Slice:
-        """Return the same object, which never changes."""
+        """Return the same object, which is immutable."""
         return self
 
 
 def set_slice(parameter: nn.Parameter, part: Slice) -> None:
-    """Note that a parameter is a part of a whole one."""
+    """Mark a parameter as a part of a whole one."""
     parameter.__dict__[_NAME] = part
 
 
 def slice_of(tensor: Any) -> Slice | None:
-    """Return of what a parameter is a part; None: it is whole."""
+    """Return the slice that a parameter is, or None if it is whole."""
     found = getattr(tensor, _NAME, None)
     return found if isinstance(found, Slice) else None

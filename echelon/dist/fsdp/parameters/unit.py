@@ -1,4 +1,4 @@
-"""Unit: what is gathered and released together, usually one block of the model."""
+"""Unit: parameters that are gathered and released together, usually one block of the model."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _owners: weakref.WeakKeyDictionary[Flat, weakref.ref[Unit]] = weakref.WeakKeyDic
 
 
 class Unit:
-    """Modules whose parameters come and go together. Does what it is told; `entry` knows when.
+    """Modules whose parameters are gathered and released together, when `entry` requires it.
 
     Args:
-        number: of the unit on its group.
-        near: the ranks among which the unit is gathered again for backward; None: all.
+        number: the unit's number on its group.
+        near: the ranks among which the unit is gathered again for the backward; None means all.
         reshard: whether the unit is released after forward.
         depth: how many units ahead of this one are gathered while it computes.
 
     Attributes:
-        entry: what the order knows of the unit: its state, whether it is held, its calls.
-        borrowed: units that own parameters which this one uses too.
+        entry: the order's data about the unit: its state, whether it is held, its calls.
+        borrowed: units that own parameters that this one also uses.
     """
 
     def __init__(
@@ -67,21 +67,21 @@ class Unit:
 
     @property
     def number(self) -> int:
-        """Of the unit on its group."""
+        """The unit's number on its group."""
         return self.entry.number
 
     @property
     def name(self) -> str:
-        """The module's path once an outer module is sharded too; for messages."""
+        """The module's path, known once an outer module is sharded too; for messages."""
         return self.entry.name
 
     @property
     def state(self) -> State:
-        """Which parameters are in memory."""
+        """The state of the unit: which parameters are in memory."""
         return self.entry.state
 
     def borrow(self, owners: Sequence[Unit]) -> None:
-        """Use parameters of other units too."""
+        """Record parameters of other units that this unit also uses."""
         for owner in owners:
             self.borrowed.append(owner)
             self.entry.borrowed.append(owner.entry)
@@ -96,7 +96,7 @@ class Unit:
 
     @property
     def device(self) -> torch.device:
-        """Where the unit is gathered; the host if it has no parameters."""
+        """The device on which the unit is gathered; the host if it has no parameters."""
         return self.flats[0].device if self.flats else torch.device("cpu")
 
     @property
@@ -106,12 +106,12 @@ class Unit:
 
     @property
     def trains(self) -> bool:
-        """Whether any of its parameters wants gradients."""
+        """Whether any of its parameters requires gradients."""
         return any(flat.trains for flat in self.flats)
 
     @property
     def has_frozen(self) -> bool:
-        """Whether any of its parameters gets no gradient."""
+        """Whether any of its parameters is frozen."""
         return any(not member.leaf.requires_grad for member in self.members)
 
     def trained(self) -> set[Hashable]:
@@ -121,7 +121,7 @@ class Unit:
     # ---- parameters ----
 
     def start_gather(self, near: ProcessGroup | None = None) -> None:
-        """Begin to gather, among the `near` ranks if these kept a part.
+        """Start gathering, among the `near` ranks if these kept a part.
 
         Raises:
             ValueError: a shard was converted or moved.
@@ -135,27 +135,27 @@ class Unit:
             self._version = self._versions()
 
     def finish_gather(self) -> None:
-        """Block until a gather that is under way is complete.
+        """Block until a gather in progress is complete.
 
         Raises:
-            CollectiveError: a rank is lost or did not join, or gathers another unit.
+            CollectiveError: a rank was lost, did not join, or gathers a different unit.
         """
         for flat in self.flats:
             flat.wait()
 
     def wait(self) -> None:
-        """Block until all parameters are in memory, and let the modules see them.
+        """Block until all parameters are in memory, and show them to the modules.
 
         Raises:
-            CollectiveError: a rank is lost or did not join, or gathers another unit.
-            ValueError: the program put another parameter in the place of one.
+            CollectiveError: a rank was lost, did not join, or gathers a different unit.
+            ValueError: the program replaced a parameter.
         """
         self.finish_gather()
         for flat in self.flats:
             flat.show_leaves()
 
     def is_stale(self) -> bool:
-        """Return whether shards were changed since they were gathered."""
+        """Return whether shards have changed since they were gathered."""
         return self._version != self._versions() or not all(
             member.shard_is_ours() for member in self.members
         )
@@ -173,11 +173,11 @@ class Unit:
         )
 
     def has_tag(self, tag: int) -> bool:
-        """Whether a collective's shape with this tag is of one of the flats."""
+        """Return whether a collective's shape with this tag belongs to one of the flats."""
         return any(flat.number % (1 << TAG_BITS) == tag for flat in self.flats)
 
     def has_gradients(self) -> bool:
-        """Whether autograd left gradients that were not reduced."""
+        """Return whether autograd left gradients that were not reduced."""
         return any(member.has_gradient for member in self.members)
 
     def check_step(self) -> None:
@@ -197,7 +197,7 @@ class Unit:
         self.adopt()
 
     def adopt(self) -> None:
-        """Take over values that the program gave shards by `shard.data = values`.
+        """Adopt values that the program assigned with `shard.data = values`.
 
         Raises:
             ValueError: a shard was converted or moved.
@@ -210,13 +210,13 @@ class Unit:
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """Return the unit that a module is (one of) the top of."""
+    """Return the unit of which a module is a root, or None."""
     unit: Unit | None = attached(module)
     return unit
 
 
 def owner_of(member: Member) -> Unit:
-    """Return the unit whose parameter this is."""
+    """Return the unit that owns a parameter."""
     unit = _owners[member.flat]()
     assert unit is not None, member
     return unit

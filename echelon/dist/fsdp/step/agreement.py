@@ -1,8 +1,8 @@
-"""What the ranks agree on when a unit is made: its settings, and which units still exist.
+"""The agreement of ranks when a unit is created: on its settings and on the existing units.
 
 The order of collectives follows from the units' settings, so they must be equal on all ranks. The
-default budget follows from the units that exist, and the garbage collector runs at other moments on
-other ranks: a unit counts until all of them have deleted it.
+default budget follows from the existing units, and the garbage collector runs at different moments
+on different ranks, so a unit counts until all ranks have deleted it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from echelon.dist.group import ProcessGroup
 
 
 def check_settings(driver: Driver, title: str, settings: dict[str, Any]) -> None:
-    """Check that all ranks make the next unit alike. Collective; blocks until all ranks joined.
+    """Check that all ranks create the next unit alike. Collective; blocks until all have joined.
 
     Args:
-        driver: of the unit.
-        title: of its module, for messages.
-        settings: by the names of `fully_shard`'s arguments; plain values.
+        driver: the unit's driver.
+        title: the title of its module, for messages.
+        settings: plain values by the names of `fully_shard`'s arguments.
 
     Raises:
-        ValueError: a setting differs, or the ranks call `fully_shard` on other modules.
-        CollectiveError: a rank is lost or did not join.
+        ValueError: a setting differs, or the ranks call `fully_shard` on different modules.
+        CollectiveError: a rank was lost or did not join.
     """
     settings = {"module": title, **settings}
     living = set(driver.units)
@@ -46,7 +46,7 @@ def _check_equal(group: ProcessGroup, title: str, name: str, values: list[Any]) 
     text = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in found.items())
     raise ValueError(
         f"fully_shard({title}): {name} must be equal on all ranks of group {group.name!r}, "
-        f"and is {text}"
+        f"but is {text}"
     )
 
 

@@ -1,11 +1,12 @@
-"""Driver: carries out what the order decides, for the units of one group.
+"""Driver: carries out the decisions of the order for the units of one group.
 
-One for each group that units are sharded over. It reports events to `order.Order` and does what
-that returns: starts collectives, waits for them, gives memory to units and takes it back. Gradients
-are reduced in a group of their own, so that neither kind of collective waits behind the other.
+There is one per group over which units are sharded. It reports events to `order.Order` and carries
+out the returned actions: it starts collectives, waits for them, and allocates and releases the
+units' memory. Gradients are reduced in a separate group, so that neither kind of collective waits
+behind the other.
 
-It lives as long as its group and refers to units, and to the memory that they share, weakly: a
-model that the program deletes takes all of that along.
+It lives as long as its group and has only weak references to units and to the memory that they
+share, so deleting a model frees all of that.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ def driver_of(unit: Unit) -> Driver:
 
 
 class _Run:
-    """Alive as long as autograd's engine runs: the engine alone holds it, by the callback.
+    """An object that lives as long as autograd's engine runs, held only by the engine's callback.
 
-    If an exception stops the engine, the callback is dropped, this object with it, and the driver
-    sees that the step died.
+    If an exception stops the engine, the callback is dropped together with this object, which shows
+    the driver that the step failed.
     """
 
     def __init__(self, ends: Callable[[], None]) -> None:
@@ -59,15 +60,15 @@ class _Run:
 
 
 class Driver:
-    """See above. Not thread-safe: one thread runs forward and backward at a time.
+    """The driver of one group's units. Not thread-safe: only one thread at a time may run a step.
 
     Attributes:
-        group: gathers. reducing: the same ranks; reduces.
-        replicas: the ranks that hold the same chunk as this one; None: no other rank does.
-        order: decides.
-        units: by number. sizes: of those, and of some that are deleted.
-        hashes: of the gathers and of the reductions so far, each in their order. How the two kinds
-            alternate may depend on which parameters a rank used.
+        group: the group for gathers. reducing: the same ranks, for reductions.
+        replicas: the ranks that hold the same chunk as this one, or None.
+        order: makes the decisions.
+        units: the units by number. sizes: their sizes, and those of some deleted units.
+        hashes: hashes of the gathers and of the reductions so far, each in their order. How the two
+            kinds alternate may depend on the parameters that a rank used.
     """
 
     def __init__(self, group: ProcessGroup, replicas: ProcessGroup | None) -> None:
@@ -91,14 +92,14 @@ class Driver:
     # ---- making ----
 
     def add(self, unit: Unit) -> None:
-        """Take a unit in."""
+        """Add a unit."""
         self._num_units += 1
         self.units[unit.number] = unit
         self.order.add(unit.entry)
         _drivers[unit] = weakref.ref(self)
 
     def measure(self, unit: Unit) -> None:
-        """Count a unit for the budget, now that it is known what it contains."""
+        """Include a unit in the budget, now that its contents are known."""
         entry = unit.entry
         self.sizes[unit.number] = Size(
             entry.num_bytes, entry.gradient_bytes, entry.depth, entry.outer
@@ -106,14 +107,14 @@ class Driver:
         self.order.budget.measure(self.sizes.values())
 
     def keep_sizes(self, numbers: Iterable[int]) -> None:
-        """Count only these units for the budget from now on."""
+        """Include only these units in the budget from now on."""
         self.sizes = {number: self.sizes[number] for number in sorted(numbers)}
         if not self.sizes:
             self.order.budget.num_bytes = None
 
     @property
     def memory(self) -> Memory:
-        """What the units share. It lives as long as any of them."""
+        """The memory that the units share, which lives as long as any of them."""
         memory = None if self._memory is None else self._memory()
         if memory is None:
             memory = Memory(lambda: self.order.budget.third)
@@ -125,12 +126,12 @@ class Driver:
         return self._num_units
 
     def next_flat(self) -> int:
-        """Return a number for a flat."""
+        """Return the number of the next flat."""
         self._num_flats += 1
         return self._num_flats - 1
 
     def near(self, size: int) -> ProcessGroup:
-        """Return this rank's group of `size` neighbouring ranks. Collective when it is new."""
+        """Return this rank's group of `size` neighbouring ranks. Collective if the group is new."""
         if size not in self._near:
             color = self.group.rank // size
             name = f"{self.group.name}/near{size}"
@@ -138,10 +139,10 @@ class Driver:
         return self._near[size]
 
     def prepare(self, device: torch.device) -> None:
-        """Have every group make what it needs on a device now. Collective.
+        """Make every group create its communicators on a device now. Collective.
 
-        A group makes its communicator at its first operation on a device. In the middle of a step
-        that would allocate, and might wait for kernels that wait for a late peer.
+        A group creates its communicator at its first operation on a device. In the middle of a step
+        that would allocate memory, and could wait for kernels that wait for a late peer.
         """
         for group in self.groups():
             if device.type != "cpu" and group.size > 1 and (group, device) not in self._prepared:
@@ -172,7 +173,7 @@ class Driver:
         return self.order.in_backward
 
     def before_forward(self, unit: Unit, *, trains: bool) -> None:
-        """Gather a unit's parameters; `trains`: a backward may follow."""
+        """Gather a unit's parameters; `trains`: whether a backward may follow."""
         with self._failing():
             _ = self.in_backward
             records = torch.is_grad_enabled()
@@ -185,19 +186,19 @@ class Driver:
             self._do(self.order.forward_ends(unit.entry, has_graph=has_graph))
 
     def outputs_have_gradients(self, unit: Unit, call: int | None) -> None:
-        """Gather what autograd needs to go through a unit, which it is about to do."""
+        """Gather the parameters that autograd needs for the unit it is about to pass through."""
         with self._failing():
             self._enter_backward()
             self._do(self.order.outputs_have_gradients(unit.entry, call))
 
     def gradient_arrives(self, unit: Unit, member: Member) -> None:
-        """Take the gradient that autograd finished for a parameter."""
+        """Process the finished gradient of a parameter."""
         with self._failing():
             self._enter_backward()
             self._do(self.order.gradient_arrives(unit.entry, member))
 
     def inputs_have_gradients(self, unit: Unit, call: int) -> None:
-        """Release and reduce a unit, if this was its last call."""
+        """Release and reduce a unit if this was its last call."""
         with self._failing():
             self._enter_backward()
             self._do(self.order.inputs_have_gradients(unit.entry, call))
@@ -212,7 +213,7 @@ class Driver:
         engine.queue_callback(functools.partial(self._end_run, run))
 
     def _died(self, run: weakref.ref[_Run]) -> None:
-        """Let go of what an exception in autograd's engine left."""
+        """Clean up after an exception in autograd's engine."""
         if self._run is run:
             self._fail()
 
@@ -227,7 +228,7 @@ class Driver:
     # ---- by hand ----
 
     def gather(self, units: Iterable[Unit]) -> None:
-        """Begin to gather units."""
+        """Start gathering units."""
         with self._failing():
             self._do(self.order.gather([unit.entry for unit in units]))
 
@@ -237,12 +238,12 @@ class Driver:
             self._do(self.order.hold([unit.entry for unit in units]))
 
     def release(self, units: Iterable[Unit]) -> None:
-        """Release units, held or not."""
+        """Release units, even held ones."""
         with self._failing():
             self._do(self.order.release([unit.entry for unit in units]))
 
     def reduce(self, units: Iterable[Unit]) -> None:
-        """Reduce what lies in the leaves' gradients."""
+        """Reduce the gradients of the leaves."""
         with self._failing():
             self._reducer = None
             self._do(self.order.reduce([unit.entry for unit in units]))
@@ -250,7 +251,7 @@ class Driver:
     # ---- actions ----
 
     def _agree(self, words: Sequence[int]) -> list[int]:
-        """Return the greatest of all ranks' words, one by one."""
+        """Return the element-wise maximum of all ranks' votes."""
         with self._explaining("agreeing on the models that a backward reached"):
             unit = next(iter(self.units.values()))
             agreed = torch.tensor(words, dtype=torch.int64, device=unit.device)
@@ -262,7 +263,7 @@ class Driver:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Let the order know of an exception that passes through."""
+        """Report an exception in the block to the order."""
         try:
             yield
         except BaseException:
@@ -336,14 +337,14 @@ class Driver:
         return self._reducer
 
     def _note(self, what: str, number: int) -> None:
-        """Add a gather or a reduction to the hash of their order."""
+        """Add a gather or a reduction to its hash."""
         self.hashes[what] = zlib.crc32(f"{what} {number}".encode(), self.hashes[what])
 
     # ---- errors ----
 
     @contextlib.contextmanager
     def _explaining(self, doing: str) -> Iterator[None]:
-        """Name in an error's text the units that the ranks were at, in place of their shapes."""
+        """Replace shapes in an error's text by the units at which the ranks were."""
         try:
             yield
         except CollectiveError as err:

@@ -1,7 +1,6 @@
-"""The hooks that tie a unit's modules and autograd to its driver.
+"""The hooks that connect a unit's modules and autograd to its driver.
 
-They run outside of compiled code: a block that is compiled sees gathered parameters as plain
-tensors.
+They run outside compiled code: a compiled block sees gathered parameters as plain tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _hooks: weakref.WeakKeyDictionary[Unit, weakref.ref[_ModuleHooks]] = weakref.Wea
 
 
 def install(unit: Unit, modules: Sequence[nn.Module], driver: Driver) -> None:
-    """Hook a unit's modules and parameters."""
+    """Install hooks on a unit's modules and parameters."""
     hooks = _ModuleHooks(unit, driver)
     _hooks[unit] = weakref.ref(hooks)  # the modules' hooks own it
     before = uncompiled(hooks.before)
@@ -43,14 +42,14 @@ def install(unit: Unit, modules: Sequence[nn.Module], driver: Driver) -> None:
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Let a method of a sharded module gather its parameters, as `forward` does.
+    """Let a method of a sharded module gather its parameters like `forward`.
 
     Args:
-        module: a module that was given to `fully_shard`.
-        name: of a method that computes with the module's parameters, such as "encode".
+        module: a module that was passed to `fully_shard`.
+        name: the name of a method that computes with the module's parameters, such as "encode".
 
     Raises:
-        ValueError: the module is not sharded, or has no such method.
+        ValueError: the module is not sharded or does not have such a method.
 
     Example:
         >>> _ = fully_shard(model)
@@ -60,7 +59,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     """
     unit = unit_of(module)
     if unit is None:
-        raise ValueError(f"this {type(module).__name__} was not given to fully_shard")
+        raise ValueError(f"this {type(module).__name__} was not passed to fully_shard")
     method = getattr(module, name, None)
     if not callable(method):
         raise ValueError(f"{type(module).__name__} has no method {name!r}")
@@ -99,7 +98,7 @@ def _hook_gradient(unit: Unit, driver: Driver, member: Member) -> None:
 
 
 class _PartHook:
-    """Before the forward of a module inside a unit: its parameters must be there."""
+    """A hook before the forward of a module inside a unit: its parameters must be in memory."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
@@ -116,7 +115,7 @@ class _PartHook:
 
 
 class _ModuleHooks:
-    """Before and after the forward of a unit's modules."""
+    """Hooks before and after the forward of a unit's modules."""
 
     def __init__(self, unit: Unit, driver: Driver) -> None:
         self._unit = unit
@@ -149,11 +148,12 @@ class _ModuleHooks:
         return output
 
     def _detached_from_unit(self, output: Any) -> Any:
-        """Return outputs that are neither inputs nor in the memory of parameters.
+        """Return outputs that are not inputs and do not share memory with parameters.
 
-        A unit may pass an input on as it is (a layer that is dropped). The gradient of the output
-        tells that the unit's backward begins and that of the input that it is over, so they must
-        be two tensors. And what views a parameter would be read after its memory is released.
+        A unit may return an input unchanged (a dropped layer). The gradient of the output shows
+        that the unit's backward begins, and that of the input that it is over, so they must be
+        different tensors. In addition, a view of a parameter would be read after its memory is
+        released.
         """
         inputs = {id(tensor) for ref in self._inputs if (tensor := ref()) is not None}
 
@@ -197,14 +197,14 @@ class _ModuleHooks:
 
 
 def _trains(args: Any, kwargs: Any) -> bool:
-    """Return whether a backward may follow; one does under reentrant checkpointing too."""
+    """Return whether a backward may follow, as it also does under reentrant checkpointing."""
     return torch.is_grad_enabled() or any(
         tensor.requires_grad for tensor in tensors_in((args, kwargs))
     )
 
 
 def _watch(value: Any, told: Callable[[], None]) -> bool:
-    """Call `told` when any tensor in a value has its gradient; return whether one ever will."""
+    """Call `told` when any tensor in a value gets its gradient; return whether one ever will."""
 
     def hook(gradient: torch.Tensor) -> None:  # noqa: ARG001
         told()
@@ -218,7 +218,7 @@ def _watch(value: Any, told: Callable[[], None]) -> bool:
 
 
 class _Told:
-    """Tells once a backward that a call's inputs have their gradients."""
+    """A callback that reports once per backward that a call's inputs have their gradients."""
 
     def __init__(self, tell: Callable[[], None]) -> None:
         self._tell = tell
@@ -237,8 +237,8 @@ class _Told:
 def _watch_all(tensors: Iterable[torch.Tensor], told: Callable[[], None]) -> bool:
     """Call `told` when all of some tensors have their gradients; return whether any will.
 
-    One of them may have it long before the others: a skip connection's is there at once. A tensor
-    that the unit does not use is not waited for.
+    Some may get theirs long before the others: a skip connection's gradient is available at once.
+    Tensors that the unit does not use are not waited for.
     """
     watched = [tensor for tensor in tensors if tensor.requires_grad]
 
@@ -253,10 +253,10 @@ def _watch_all(tensors: Iterable[torch.Tensor], told: Callable[[], None]) -> boo
 
 
 def _inner(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of which the gradient is what this unit adds to the original's.
+    """Return a tensor whose gradient is this unit's contribution to the original's gradient.
 
-    It is complete when the unit's backward is. The original's has parts of other units too, and a
-    leaf's is taken as soon as it is ready.
+    It is complete when the unit's backward is complete. The original's gradient also has
+    contributions from other units, and a leaf's is processed as soon as it is ready.
     """
     return tensor.view_as(tensor) if tensor.requires_grad else tensor
 

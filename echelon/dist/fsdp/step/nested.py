@@ -25,7 +25,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return a nested value with every tensor changed; what holds none is returned as it is."""
+    """Return a nested value with every tensor mapped; values without tensors are unchanged."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if not any(True for _ in tensors_in(value)):

@@ -1,8 +1,8 @@
 """Reducer: all reductions of one backward, in flight together, and the exchange that ends them.
 
-At the end every rank says which units it gathered and reduced in which order (a hash), and which
-parameters it had gradients for. A rank that went another way is named, and a parameter without a
-gradient on any rank keeps its `.grad`, which tells the optimizer to leave it alone.
+At the end every rank publishes the order in which it gathered and reduced units (a hash), and the
+parameters for which it had gradients. A rank with a different order is named in an error, and a
+parameter without a gradient on any rank keeps its `.grad`, so that the optimizer skips it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from echelon.errors import CollectiveMismatchError
 
 
 class Reducer:
-    """Reduces units in the order of `start`, which is the same on all ranks.
+    """The reductions of units, in the order of `start`, which is the same on all ranks.
 
     Args:
-        pool: lends buffers.
-        group: reduces.
-        replicas: the ranks that hold the same chunk as this one; None: no other rank does.
-        note: is called with "reduce" and a flat's number for each reduction that begins.
+        pool: the source of buffers.
+        group: the group that reduces.
+        replicas: the ranks that hold the same chunk as this one, or None.
+        note: called with "reduce" and a flat's number for each reduction that begins.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class Reducer:
         self._all: list[Reduction] = []
 
     def collect(self, member: Member) -> None:
-        """Take a gradient that autograd has just finished."""
+        """Process a gradient that autograd has just finished."""
         self._reduction(member.flat).collect(member)
 
     def start(self, unit: Unit) -> None:
-        """Begin to reduce a unit's gradients.
+        """Start reducing a unit's gradients.
 
         Raises:
-            CollectiveError: a rank is lost, did not join, or reduces another unit.
+            CollectiveError: a rank was lost, did not join, or reduces a different unit.
         """
         for flat in unit.flats:
             if not flat.trains:
@@ -69,23 +69,23 @@ class Reducer:
             self._all.append(reduction)
 
     def finish_first(self, unit: Unit) -> None:
-        """Complete the reductions of a unit and those before it; blocks.
+        """Block until the reductions of a unit and those before it are complete.
 
         Raises:
-            CollectiveError: a rank is lost or did not join.
+            CollectiveError: a rank was lost or did not join.
         """
         last = max((i for i, one in enumerate(self._flying) if one.flat in unit.flats), default=-1)
         self._advance(len(self._flying) - last - 1)
 
     def finish(self, hashes: Sequence[int]) -> None:
-        """Wait for all of them and give the shards their gradients.
+        """Wait for all reductions and set the shards' gradients.
 
         Args:
-            hashes: of the order in which this rank went through the units.
+            hashes: hashes of the order in which this rank passed through the units.
 
         Raises:
-            CollectiveMismatchError: a rank went through the units in another order.
-            CollectiveError: a rank is lost or did not join.
+            CollectiveMismatchError: a rank passed through the units in a different order.
+            CollectiveError: a rank was lost or did not join.
         """
         if not self._all:
             return
@@ -106,7 +106,7 @@ class Reducer:
         return self._filling[flat]
 
     def _advance(self, limit: int) -> None:
-        """Continue with what flies, in its order; block while more than `limit` do."""
+        """Advance the reductions in flight in order; block while there are more than `limit`."""
         while self._flying and self._flying[0].advance(block=len(self._flying) > limit):
             self._flying.popleft()
 

@@ -1,13 +1,13 @@
-"""Reduction: the way of one flat's gradients from autograd to the shards' `.grad`.
+"""Reduction: moves one flat's gradients from autograd to the shards' `.grad`.
 
     leaf.grad --copy--> buffer [group_size * chunk_numel] --reduce_scatter--> sums [chunk_numel]
               (pooled, in the dtype of the reduction)        --all_reduce over the replicas-->
               --> shard.grad
 
-The buffer always has its full size, with zeros where this rank has no gradient; so ranks on which
-a parameter was not used stay in step with the others. Which parameters got a gradient on any rank
-at all is told by the exchange at the end of the backward (`reducer.py`): the others' `.grad` stays
-as it is, as in a program of one process.
+The buffer always has its full size, with zeros for gradients that this rank does not have, so that
+ranks that did not use a parameter stay in step with the others. The exchange at the end of the
+backward (`reducer.py`) determines which parameters got a gradient on any rank; the `.grad` of the
+others is unchanged, as in a single-process program.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _SMALL = 8
 
 
 class Reduction:
-    """Gradients of one flat in one backward.
+    """The gradients of one flat in one backward.
 
     Args:
-        flat: whose gradients.
-        pool: lends the buffers.
-        group: reduces; the same ranks as the flat's.
-        replicas: the ranks that hold the same chunk as this one; None: no others do.
+        flat: the flat whose gradients are reduced.
+        pool: the source of buffers.
+        group: the group that reduces; the same ranks as the flat's.
+        replicas: the ranks that hold the same chunk as this one, or None.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class Reduction:
     def collect(self, member: Member) -> None:
         """Copy a gradient into the buffer and free it.
 
-        A small one that comes first waits in `.grad`: a unit of which a norm's gradient comes long
-        before the rest would hold a buffer all that time.
+        A small gradient that arrives first stays in `.grad`: otherwise a unit whose norm gets its
+        gradient long before the rest would hold a buffer all that time.
         """
         gradient = member.leaf.grad
         assert gradient is not None, member.name
@@ -63,7 +63,7 @@ class Reduction:
         self._copy(member, gradient)
 
     def start(self) -> None:
-        """Take what still waits in `.grad`, put zeros for what never came, and begin to reduce."""
+        """Collect gradients left in `.grad`, fill in zeros for missing ones, and start reducing."""
         for member in self.flat.members:
             if member.aside is not None:
                 member.set_aside()
@@ -86,11 +86,11 @@ class Reduction:
         )
 
     def cross(self) -> None:
-        """Begin the sum over the replicas, once this group's is complete. Blocks for that.
+        """Start the sum over the replicas after blocking until this group's sum is complete.
 
-        [Note: launches of two levels] When it begins is fixed by the order of reductions, never by
+        [Note: launches of two levels] The start is determined by the order of reductions, never by
         whether the first level happens to be complete: device libraries require that all ranks
-        launch the collectives of several communicators in one order.
+        launch the collectives of several communicators in the same order.
         """
         if self._replicas is None or self._is_across or self._work is None:
             return
@@ -100,7 +100,7 @@ class Reduction:
         self._work = self._replicas.all_reduce(self._sums, op="sum", async_op=True)
 
     def advance(self, *, block: bool) -> bool:
-        """Continue as far as possible without blocking, or to the end; return whether it ended."""
+        """Advance as far as possible without blocking, or to the end; return whether it ended."""
         if block:
             self.cross()
         if self._work is not None:
@@ -121,7 +121,7 @@ class Reduction:
             self._buffer = None
 
     def settle(self, present: set[Member]) -> None:
-        """Give the shards their gradients: those that came on any rank."""
+        """Set the shards' gradients: those that arrived on any rank."""
         if self._sums is None:
             return  # done already
         sums, self._sums = self._sums, None

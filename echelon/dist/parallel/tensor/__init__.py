@@ -1,1 +1,1 @@
-"""Tensor parallelism: layers divided among ranks, by collectives that autograd knows."""
+"""Tensor parallelism: layers divided among ranks with differentiable collectives."""

@@ -1,8 +1,8 @@
-"""Collectives that autograd knows: what enters the divided part of a model, and what leaves it.
+"""Differentiable collectives at the entry and exit of the divided part of a model.
 
-Outside of the divided part every rank has the same features, or with `sequence` an even part of
-each sequence. Each function has the collective of its forward, and in backward the one that gives
-every rank the gradient of what it put in:
+Outside the divided part every rank has the same features or, with `sequence`, an even part of each
+sequence. Each function has a collective in forward, and in backward the one that gives every rank
+the gradient of its input:
 
     enter               identity                    backward: all_reduce
     enter, sequence     all_gather of positions     backward: reduce_scatter
@@ -10,9 +10,9 @@ every rank the gradient of what it put in:
     leave, sequence     reduce_scatter              backward: all_gather
     gather              all_gather of a dim         backward: this rank's part, with no message
 
-Bytes on the wire are those of the collectives of `group`: `enter` and `leave` move the features of
-a layer once in forward and once in backward. All block, at most for the group's timeout, and raise
-its `CollectiveError`s. In a compiled module each splits the graph.
+The bytes on the wire are those of the collectives of `group`: `enter` and `leave` move the features
+of a layer once in forward and once in backward. All functions block, at most for the group's
+timeout, and raise its `CollectiveError`s. In a compiled module each of them splits the graph.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ POSITIONS = -2  # the dim of a sequence's positions: features are last
 
 @uncompiled_call
 def enter(x: Tensor, group: ProcessGroup, *, sequence: bool) -> Tensor:
-    """Return what every rank of the divided part computes on: [..., T, C]."""
+    """Return the input of the divided part on every rank: [..., T, C]."""
     if sequence:
         return cast(Tensor, _EnterSequence.apply(x, group))  # type: ignore[no-untyped-call]
     return cast(Tensor, _Enter.apply(x, group))  # type: ignore[no-untyped-call]
@@ -39,10 +39,10 @@ def enter(x: Tensor, group: ProcessGroup, *, sequence: bool) -> Tensor:
 
 @uncompiled_call
 def leave(x: Tensor, group: ProcessGroup, *, sequence: bool) -> Tensor:
-    """Sum what the ranks computed; with `sequence` each rank gets its positions: [..., T / n, C].
+    """Sum the ranks' results; with `sequence` each rank gets its positions: [..., T / n, C].
 
     Raises:
-        ValueError: the ranks do not divide the positions.
+        ValueError: the positions cannot be divided evenly among the ranks.
     """
     if sequence:
         return cast(Tensor, _LeaveSequence.apply(x, group))  # type: ignore[no-untyped-call]
@@ -51,7 +51,7 @@ def leave(x: Tensor, group: ProcessGroup, *, sequence: bool) -> Tensor:
 
 @uncompiled_call
 def gather(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """Put all ranks' parts together along a dim. What follows is computed alike on all ranks."""
+    """Concatenate all ranks' parts along a dim. Later computations are the same on all ranks."""
     return cast(Tensor, _Gather.apply(x, group, dim))  # type: ignore[no-untyped-call]
 
 
@@ -60,7 +60,7 @@ def own_positions(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return this rank's positions: [..., T, C] -> [..., T / n, C].
 
     Raises:
-        ValueError: the ranks do not divide the positions.
+        ValueError: the positions cannot be divided evenly among the ranks.
     """
     _check_positions(x, group)
     return x.chunk(group.size, POSITIONS)[group.rank]

@@ -1,4 +1,4 @@
-"""Divide a model's layers as a plan says, and tell which parameters every rank still holds."""
+"""Dividing a model's layers according to a plan, and finding the undivided parameters."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Undivided:
     """The parameters that every rank of the group holds whole.
 
     Attributes:
-        partial: a rank's gradient is its part of the gradient: parts are summed.
+        partial: a rank's gradient is only a part of the gradient; the parts are summed.
         equal: every rank computes the whole gradient; it is averaged, so that copies stay equal
-            where a device adds in no fixed order.
+            even if a device adds in no fixed order.
     """
 
     partial: tuple[nn.Parameter, ...] = ()
@@ -28,13 +28,13 @@ class Undivided:
 
 
 def divide_model(model: nn.Module, plan: Plan, setting: Setting) -> Undivided:
-    """Divide a model's layers among the ranks of a group, which start from the first one's values.
+    """Divide a model's layers among a group's ranks, which start from the first rank's values.
 
     Collective; blocks at most for the group's timeout.
 
     Raises:
-        ValueError: the plan or the model does not allow it; nothing was sent then.
-        CollectiveError: a rank is lost or did not join.
+        ValueError: the plan or the model does not allow it; nothing was sent.
+        CollectiveError: a rank was lost or did not join.
     """
     _check(model, plan, setting)
     found = list(matches(model, tuple(plan.tensor)))
@@ -71,7 +71,8 @@ def _check(model: nn.Module, plan: Plan, setting: Setting) -> None:
             )
     if not plan.tensor:
         raise ValueError(
-            f"the mesh has {size} ranks on axis tp, and the plan divides no module: plan.tensor"
+            f"the mesh has {size} ranks on axis tp, but the plan does not divide any module: "
+            "plan.tensor"
         )
     dropouts = (
         name
@@ -110,7 +111,7 @@ def _undivided(
         kind[id(parameter)] = parameter
         if id(parameter) in (equal if kind is partial else partial):
             raise ValueError(
-                f"{name} stands inside a region of the plan and outside of one, undivided: its "
+                f"{name} is used both inside and outside a region of the plan, undivided: its "
                 "gradients would be neither sums nor equal"
             )
     return Undivided(tuple(partial.values()), tuple(equal.values()))

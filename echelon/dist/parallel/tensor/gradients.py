@@ -1,4 +1,4 @@
-"""Gradients of parameters that every rank of a tensor-parallel group holds: made equal."""
+"""Gradients of parameters that every rank of a tensor-parallel group holds, kept equal."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _BUCKET_BYTES = 32 << 20
 
 
 class SharedGradients:
-    """What one step adds to the gradients of undivided parameters, reduced at the step's end.
+    """The gradients that one step adds for undivided parameters, reduced at the step's end.
 
     Args:
-        undivided: of the whole model.
-        held: this rank's parameters, whose `.grad` an optimizer uses: shards, where there are any.
+        undivided: the undivided parameters of the whole model.
+        held: this rank's parameters whose `.grad` an optimizer uses: shards, if there are any.
         group: the ranks that hold the same parameters.
     """
 
@@ -34,7 +34,7 @@ class SharedGradients:
         self._kept: dict[int, Tensor] = {}
 
     def set_aside(self) -> None:
-        """Keep earlier steps' gradients, which are reduced, out of this step's."""
+        """Set aside earlier steps' gradients, which are already reduced."""
         if self._group.size > 1:
             for parameter in self.parameters:
                 if parameter.grad is not None:
@@ -42,18 +42,18 @@ class SharedGradients:
                     parameter.grad = None
 
     def drop(self) -> None:
-        """Put back what was set aside, after a step that failed; its own gradients are dropped."""
+        """Restore the gradients set aside after a failed step, whose own gradients are dropped."""
         if self._group.size > 1:
             for parameter in self.parameters:
                 parameter.grad = self._kept.pop(id(parameter), None)
 
     def reduce(self) -> None:
-        """Sum or average the step's gradients over the group, and add what was set aside.
+        """Sum or average the step's gradients over the group, and add those set aside.
 
-        A parameter without a gradient on any rank has none after it. Collective.
+        A parameter without a gradient on any rank still has none afterwards. Collective.
 
         Raises:
-            CollectiveError: a rank is lost or did not join.
+            CollectiveError: a rank was lost or did not join.
         """
         if self._group.size == 1:
             return
@@ -66,7 +66,7 @@ class SharedGradients:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
     def _reduce(self, bucket: list[nn.Parameter]) -> None:
-        """Reduce gradients as one vector, with one flag per parameter: whether it has one."""
+        """Reduce gradients as one vector, with a flag per parameter: whether it has one."""
         flags = [torch.full_like(_first(one), float(one.grad is not None)) for one in bucket]
         gradients = [_gradient(one).reshape(-1) for one in bucket]
         flat = torch.cat([*gradients, *flags])

@@ -1,11 +1,11 @@
-"""Styles: what tensor parallelism makes of each kind of module.
+"""Styles: how tensor parallelism changes each kind of module.
 
 A divided layer keeps its module, its name and its parameter object; the parameter becomes this
-rank's slice, and the module's `forward` is replaced by one that knows the other ranks. Nothing but
-plain tensors is left, so `fully_shard`, pipelines and optimizers work on it as on any model.
+rank's slice, and the module's `forward` is replaced by one that communicates with the other ranks.
+Only plain tensors are used, so `fully_shard`, pipelines and optimizers work on it as on any model.
 
-Torch's DTensor was tried in its place: `fully_shard` cannot lay DTensors into its flat vectors,
-torch wants a second world beside ours, and the same layers took 2.3 times the processor time (width
+Torch's DTensor was tried instead: `fully_shard` cannot place DTensors in its flat vectors, torch
+needs a second world beside echelon's, and the same layers took 2.3 times the processor time (width
 128, 2 ranks).
 """
 
@@ -34,24 +34,26 @@ FEATURES = -1
 
 @dataclass(frozen=True)
 class Setting:
-    """Among which ranks layers are divided, and whether positions are divided outside of them."""
+    """The ranks among which layers are divided, and whether positions are divided outside them."""
 
     group: ProcessGroup
     sequence: bool
 
 
 def check(name: str, module: nn.Module, style: str, size: int) -> None:
-    """Check that a module can be divided as a plan says, before any is.
+    """Check that a module can be divided according to a plan, before any module is divided.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the module cannot be divided.
     """
     if style in ("column", "row", "head"):
         linear = _linear(name, module)
         length = linear.in_features if style == "row" else linear.out_features
         if style != "head" and length % size:
             what = "inputs" if style == "row" else "outputs"
-            raise ValueError(f"{name} has {length} {what}, which {size} ranks (tp) do not divide")
+            raise ValueError(
+                f"{name} has {length} {what}, which cannot be divided among {size} ranks (tp)"
+            )
     elif style in ("vocabulary", "embedding"):
         _embedding(name, module)
 
@@ -61,7 +63,7 @@ def make_region(name: str, module: nn.Module, setting: Setting) -> None:
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if not args or not isinstance(args[0], Tensor):
-            raise ValueError(f"{name} is a region: its first argument must be a tensor by position")
+            raise ValueError(f"{name} is a region: its first positional argument must be a tensor")
         return enter(args[0], setting.group, sequence=setting.sequence), *args[1:]
 
     module.register_forward_pre_hook(before)
@@ -82,7 +84,7 @@ def make_column(name: str, module: nn.Module, setting: Setting, *, enters: bool)
 
 
 def make_row(name: str, module: nn.Module, setting: Setting) -> None:
-    """Divide a linear layer by its inputs; the ranks' outputs are summed, then the bias added."""
+    """Divide a linear layer by its inputs; the ranks' outputs are summed and the bias is added."""
     linear = _linear(name, module)
     linear.in_features = divide(f"{name}.weight", linear.weight, 1, setting.group)
 
@@ -94,7 +96,7 @@ def make_row(name: str, module: nn.Module, setting: Setting) -> None:
 
 
 def make_vocabulary(name: str, module: nn.Module, setting: Setting) -> None:
-    """Divide an embedding by its rows, if the ranks divide them; each looks up its own tokens."""
+    """Divide an embedding by its rows, if possible evenly; each rank looks up its own tokens."""
     embedding = _embedding(name, module)
     if embedding.num_embeddings % setting.group.size:
         make_embedding(name, module, setting)
@@ -126,7 +128,7 @@ def make_embedding(name: str, module: nn.Module, setting: Setting) -> None:
 
 
 def make_head(name: str, module: nn.Module, setting: Setting) -> None:
-    """Divide a linear layer by its outputs and put these together, if the ranks divide them."""
+    """Divide a linear layer by its outputs, if possible evenly, and gather the outputs."""
     linear = _linear(name, module)
     group, sequence = setting.group, setting.sequence
     if linear.out_features % group.size:
@@ -147,12 +149,12 @@ def make_head(name: str, module: nn.Module, setting: Setting) -> None:
 
 
 def divide(name: str, parameter: Tensor, dim: int, group: ProcessGroup) -> int:
-    """Make a parameter this rank's slice of what it was; return the slice's length along `dim`.
+    """Reduce a parameter to this rank's slice; return the slice's length along `dim`.
 
-    A parameter that stands in several places is divided once.
+    A parameter used in several places is divided once.
 
     Raises:
-        ValueError: the ranks do not divide it, it is divided along another dim already, or it is
+        ValueError: it cannot be divided evenly, is already divided along another dim, or is
             computed from others.
     """
     if not isinstance(parameter, nn.Parameter):
@@ -160,7 +162,7 @@ def divide(name: str, parameter: Tensor, dim: int, group: ProcessGroup) -> int:
     known = slice_of(parameter)
     if known is not None:
         if known.dim != dim:
-            raise ValueError(f"{name} is divided along dim {known.dim} already, not along {dim}")
+            raise ValueError(f"{name} is already divided along dim {known.dim}, not along {dim}")
         return parameter.shape[dim]
     if parameter.shape[dim] % group.size:
         raise ValueError(
@@ -181,7 +183,7 @@ def _divide_rows(name: str, linear: nn.Linear, setting: Setting) -> int:
 
 
 class _Forward:
-    """The forward of one divided module, in place of its class's."""
+    """The forward of one divided module, replacing that of its class."""
 
     def __init__(self, forward: Callable[[Tensor], Tensor]) -> None:
         self._forward = forward
@@ -190,7 +192,7 @@ class _Forward:
         return self._forward(x)
 
     def __deepcopy__(self, memo: object) -> _Forward:
-        """Refuse: the copy would compute with the original's weights."""
+        """Refuse to copy: the copy would compute with the original's weights."""
         raise ValueError(
             "a model that parallelize divided cannot be copied. Copy it before, and divide the "
             "copy too; for a moving average, keep clones of its parameters"
@@ -203,13 +205,15 @@ def _replace_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> 
 
 def _linear(name: str, module: nn.Module) -> nn.Linear:
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
-        raise ValueError(f"{name} is to be divided as an nn.Linear, and is {_described(module)}")
+        raise ValueError(f"{name} must be an nn.Linear to be divided, but is {_described(module)}")
     return module
 
 
 def _embedding(name: str, module: nn.Module) -> nn.Embedding:
     if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
-        raise ValueError(f"{name} is to be divided as an nn.Embedding, and is {_described(module)}")
+        raise ValueError(
+            f"{name} must be an nn.Embedding to be divided, but is {_described(module)}"
+        )
     special = ("padding_idx", "max_norm")
     chosen = [one for one in special if getattr(module, one) is not None]
     chosen += [one for one in ("scale_grad_by_freq", "sparse") if getattr(module, one)]
@@ -224,10 +228,11 @@ def _described(module: nn.Module) -> str:
 
 
 def _check_tokens(name: str, tokens: Tensor, num_all: int) -> None:
-    """Check that tokens are rows of the embedding: no rank would look another one up.
+    """Check that tokens are rows of the embedding; otherwise no rank would look them up.
 
     Raises:
-        IndexError: one is not; as `nn.Embedding` does on the host, where checking costs no wait.
+        IndexError: a token is not, as in `nn.Embedding`; only on the host, where the check does not
+            wait for a device.
     """
     if tokens.device.type == "cpu" and tokens.numel():
         least, most = int(tokens.min()), int(tokens.max())

@@ -1,1 +1,1 @@
-"""The executor: stages of torch modules, what passes between them, ties and replicas."""
+"""The executor: stages of torch modules, the messages between them, ties and replicas."""

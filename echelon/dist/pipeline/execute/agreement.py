@@ -1,4 +1,4 @@
-"""What must hold before a pipeline can run: its plan, its stages, and that all ranks agree."""
+"""Preconditions of a pipeline: a valid plan, the right stages, and agreement of all ranks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from echelon.dist.pipeline.plan.plan import Plan
 def plan_of(
     schedule: str | Path | Plan, num_ranks: int, num_microbatches: int | None, num_chunks: int
 ) -> Plan:
-    """Return the plan of a schedule's name, a file or a plan, and check that it fits.
+    """Return the plan for a schedule's name, a file or a plan, and check that it matches.
 
     Raises:
-        ValueError: it does not fit the numbers of ranks, micro-batches or chunks.
-        PlanError: it cannot run.
+        ValueError: it does not match the numbers of ranks, micro-batches or chunks.
+        PlanError: the plan cannot be executed.
     """
     if isinstance(schedule, str) and not schedule.endswith(".csv"):
         if num_microbatches is None:
@@ -49,7 +49,7 @@ def check_stages(stages: Sequence[Stage], plan: Plan, rank: int) -> None:
     """Check that a rank has the stages that the plan places there.
 
     Raises:
-        ValueError: it has others.
+        ValueError: the rank has different stages.
     """
     indices, expected = tuple(stage.index for stage in stages), plan.stages_of(rank)
     if indices != expected:
@@ -63,10 +63,10 @@ def check_stages(stages: Sequence[Stage], plan: Plan, rank: int) -> None:
 
 
 def check_shared(stages: Sequence[Stage], plan: Plan, ties: Sequence[Sequence[str]]) -> None:
-    """Check that what a model's layers shared before `split` is tied between ranks.
+    """Check that parameters shared by a model's layers before `split` are tied between ranks.
 
     Raises:
-        ValueError: a parameter that stages on several ranks use is not tied: its copies would
+        ValueError: a parameter that stages on several ranks use is not tied, so its copies would
             drift apart.
     """
     tied = [set(tie) for tie in ties]
@@ -80,7 +80,7 @@ def check_shared(stages: Sequence[Stage], plan: Plan, ties: Sequence[Sequence[st
                 one_each = [min(names) for _, names in sorted(holders.items())]
                 raise ValueError(
                     f"stages share one parameter ({', '.join(places)}) on ranks "
-                    f"{sorted(holders)} of the group, and it is not tied: pass ties=[{one_each}]"
+                    f"{sorted(holders)} of the group, but it is not tied: pass ties=[{one_each}]"
                 )
 
 
@@ -91,14 +91,14 @@ def agree(
     mine: Ties,
     device: torch.device,
 ) -> str:
-    """Check that all ranks run one plan with the same ties; return a name for the pipeline.
+    """Check that all ranks run the same plan with the same ties; return a name for the pipeline.
 
-    Collective. The name is random, so that no message of an earlier pipeline of the group that
-    failed can be taken for one of this pipeline.
+    Collective. The name is random, so that a message of an earlier, failed pipeline of the group is
+    never mistaken for one of this pipeline.
 
     Raises:
         ValueError: plans or ties differ, stages are on devices of different kinds, or a tied
-            parameter is frozen in some stages only.
+            parameter is frozen in only some stages.
     """
     text = plan.to_csv() + repr([sorted(tie) for tie in ties])
     facts = [plan.name, plan.num_microbatches, crc32(text.encode())]
@@ -120,7 +120,7 @@ def agree(
         if len(set(trained.values())) > 1:
             frozen = ", ".join(sorted(name for name, flag in trained.items() if not flag))
             raise ValueError(
-                f"ties: of {list(tie)}, {frozen} does not require gradients and the others do: "
+                f"ties: of {list(tie)}, {frozen} does not require gradients but the others do: "
                 "the copies would not stay equal"
             )
     return f"pipeline/{every[0][2]}"

@@ -1,4 +1,4 @@
-"""A step's batch, split into micro-batches along dim 0."""
+"""Splitting of a step's batch into micro-batches along dim 0."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from echelon.dist.pipeline.execute.stage import Stage
 
 
 def split_batch(what: str, batch: Any, num_microbatches: int) -> list[list[torch.Tensor]]:
-    """Return each micro-batch's tensors; sizes differ by one row at most.
+    """Return each micro-batch's tensors; sizes differ by at most one row.
 
     Args:
         what: the argument's name, for the error.
         batch: a tensor or a tuple of tensors, [batch_size, ...] each.
-        num_microbatches: into how many.
+        num_microbatches: the number of micro-batches.
 
     Raises:
-        ValueError: no tensors, of different batch sizes, or fewer rows than micro-batches.
+        ValueError: there are no tensors, their batch sizes differ, or there are fewer rows than
+            micro-batches.
     """
     tensors = list(batch) if isinstance(batch, tuple | list) else [batch]
     for tensor in tensors:
@@ -38,13 +39,13 @@ def split_batch(what: str, batch: Any, num_microbatches: int) -> list[list[torch
 
 
 def cut_off(inputs: Any) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Put a leaf in place of each input that the program computed with gradients.
+    """Replace each input that the program computed with gradients by a leaf.
 
-    Each micro-batch runs a backward of its own, and autograd runs the program's part of the graph
-    only once: with the gradients of all micro-batches, in `pass_on`.
+    Each micro-batch runs its own backward, but autograd must run the program's part of the graph
+    only once, with the gradients of all micro-batches: `pass_on` does that.
 
     Returns:
-        The inputs, and each computed one with its leaf.
+        The inputs, and each computed input with its leaf.
     """
     listed = list(inputs) if isinstance(inputs, tuple | list) else [inputs]
     computed = []
@@ -58,17 +59,18 @@ def cut_off(inputs: Any) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
 
 
 def pass_on(computed: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Run the program's part of the backward, with the gradients that the leaves have got."""
+    """Run the program's part of the backward with the gradients of the leaves."""
     some = [(one, leaf.grad) for one, leaf in computed if leaf.grad is not None]
     if some:
         torch.autograd.backward([one for one, _ in some], [gradient for _, gradient in some])
 
 
 def check_batch(stages: list[Stage], inputs: Any, targets: Any, *, needs_targets: bool) -> None:
-    """Check that a rank was given what its stages need.
+    """Check that a rank was given the tensors that its stages need.
 
     Raises:
-        ValueError: it was not, or inputs and targets on one rank differ in their number of rows.
+        ValueError: tensors are missing, or inputs and targets on one rank differ in their number of
+            rows.
     """
     if any(stage.is_first for stage in stages) and inputs is None:
         raise ValueError("step: inputs are None on the first stage's rank")

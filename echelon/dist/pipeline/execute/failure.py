@@ -1,8 +1,9 @@
-"""Failure: a step that fails on one rank ends, on all ranks, the groups that the step uses.
+"""Failure: if a step fails on one rank, the groups that it uses end on all ranks.
 
-Other ranks wait for this one there: for outputs, gradients, shards, averages. What a stage's module
-raised is the program's own error; a program that catches it, or takes long to exit, must not keep
-them waiting until the groups' timeout. So they get an error at once that names this rank.
+Other ranks wait for this one in these groups: for outputs, gradients, shards or averages. An
+exception from a stage's module is the program's own error; a program that catches it, or takes long
+to exit, must not keep the others waiting until the groups' timeout. So they immediately get an
+error that names this rank.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ _MAX_TEXT = 200
 def ending_on_failure(
     call: str, number: int, rank: int, on_failure: Callable[[], Iterable[ProcessGroup]]
 ) -> Iterator[None]:
-    """End groups if the block fails; its error is raised as it was.
+    """End groups if the block fails, and propagate its error unchanged.
 
     Args:
-        call, number, rank: as `end_groups`.
+        call, number, rank: as in `end_groups`.
         on_failure: called after a failure; returns the groups in which other ranks may wait.
     """
     try:
@@ -40,14 +41,14 @@ def ending_on_failure(
 def end_groups(
     groups: Iterable[ProcessGroup], call: str, number: int, rank: int, raised: BaseException
 ) -> None:
-    """End groups because of an error of this rank. Does not block; groups that ended stay as is.
+    """End groups because of an error on this rank. Does not block; ended groups are unchanged.
 
     Args:
-        groups: those in which other ranks may wait for this one.
-        call: what failed: "step" or "evaluate".
-        number: of the call, from 0.
-        rank: this rank, global.
-        raised: by the call. Another rank's error is passed on with that rank's name.
+        groups: the groups in which other ranks may wait for this one.
+        call: the call that failed: "step" or "evaluate".
+        number: the number of the call, from 0.
+        rank: this process's global rank.
+        raised: the error of the call. Another rank's error is passed on with that rank's number.
     """
     groups = list(dict.fromkeys(groups))
     ranks: tuple[int, ...] = (rank,)

@@ -1,25 +1,27 @@
-"""A backward in two parts: gradients of the inputs now, those of the weights later.
+"""A backward in two halves: gradients of the inputs now, those of the weights later.
 
-Autograd's graph of a stage consists of nodes that compute and of parameters that hang on them, in a
-typical linear layer so:
+Autograd's graph of a stage consists of nodes that compute and of parameters attached to them. For a
+typical linear layer:
 
     ... <- output -- AddmmBackward -- input <- ...
                          |-- TBackward -- weight
                          `-- bias
 
-The first part runs the engine for the inputs alone and notes which gradients come to each node with
-parameters; such a node skips the product that only a weight would need. The second part runs each
-noted node once more, for its parameters alone. Each product is thus computed once, by the same
-kernels as in a whole backward, so the gradients are bitwise the same.
+The first half runs the engine only for the inputs and records the gradients that arrive at each
+node with parameters; such a node skips the product that only a weight would need. The second half
+runs each recorded node again, only for its parameters. Each product is thus computed once, by the
+same kernels as in a whole backward, so the gradients are bitwise identical.
 
-Not everything is put off. Computed at once, with the inputs, are the parameters
+Not everything is deferred. These parameters are computed at once, with the inputs:
 
-* of nodes at the graph's end, where nothing goes on to an input: there is nothing to put off;
-* that hang on several nodes: the engine adds their shares in its own order, and we keep that;
-* of a Python `autograd.Function`: it would compute everything twice.
+* those of nodes at the end of the graph that do not lead to an input, where nothing can be
+  deferred;
+* those attached to several nodes: the engine adds their contributions in its own order, which is
+  kept;
+* those of a Python `autograd.Function`, which would compute everything twice.
 
-A hook that changes a gradient would change it twice, once in each part: use whole backwards (gpipe,
-1f1b, ...) with those. Activation checkpointing recomputes once in each part (see
+A hook that changes a gradient would change it twice, once in each half: use whole backwards (gpipe,
+1f1b, ...) with such hooks. Activation checkpointing recomputes once in each half (see
 `recomputation.py`).
 """
 
@@ -41,7 +43,7 @@ Node = Any  # torch.autograd.graph.Node; its attributes depend on the function
 
 @dataclass
 class _Deferred:
-    """A node whose parameters wait, and the gradients that came to its outputs."""
+    """A node whose parameters are deferred, and the gradients of its outputs."""
 
     node: Node
     parameters: list[torch.Tensor]
@@ -59,7 +61,7 @@ class _Deferred:
 
 @dataclass
 class WeightHalf:
-    """The second part of a backward, ready to run once."""
+    """The second half of a backward, ready to run once."""
 
     _deferred: list[_Deferred] = field(default_factory=list)
 
@@ -76,11 +78,11 @@ def run_input_half(
     gradients: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
 ) -> WeightHalf:
-    """Add the gradients of `inputs` to their `.grad`; return what is left to do.
+    """Add the gradients of `inputs` to their `.grad`; return the remaining work.
 
     Args:
-        roots: of the graph: the stage's outputs.
-        gradients: of each root.
+        roots: the roots of the graph: the stage's outputs.
+        gradients: the gradient of each root.
         inputs: leaves that are not parameters.
     """
     at_once, deferred = _divide(roots, inputs)
@@ -108,7 +110,7 @@ def _run(
 def _divide(
     roots: Sequence[GradientEdge], inputs: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[_Deferred]]:
-    """Return the parameters to compute at once, and the nodes whose parameters can wait."""
+    """Return the parameters to compute at once, and the nodes whose parameters can be deferred."""
     own = {id(leaf) for leaf in inputs}
     top = {edge.node for edge in roots}
     hanging: dict[Node, torch.Tensor] = {}  # parameters, and the unary chains above them

@@ -1,7 +1,7 @@
 """Names: a rank's stages as one module whose parameters have the whole model's names.
 
-Checkpoints store by name. A stage that numbers its layers from 0 would share its names with every
-other stage, and a checkpoint of stages could be loaded into those same stages only.
+Checkpoints store tensors by name. A stage that numbers its layers from 0 would share its names with
+every other stage, and a checkpoint of stages could be loaded only into the same stages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from echelon.dist.pipeline.execute.stage import Stage
 class StageModules(nn.Module):
     """A rank's stages as one module: `state_dict` and `named_parameters` use the model's names.
 
-    It holds the stages' modules and computes nothing.
+    It only holds the stages' modules and does not compute anything.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -26,12 +26,12 @@ class StageModules(nn.Module):
         self.stages = nn.ModuleList([stage.module for stage in stages])
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield each parameter with the whole model's name of it; arguments as torch's."""
+        """Yield each parameter with its name in the whole model; for the arguments see torch."""
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield self._whole_name(name), parameter
 
     def state_dict(self, *, keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
-        """Return the stages' states by the whole model's names.
+        """Return the stages' states under the whole model's names.
 
         Raises:
             ValueError: two stages use one name.
@@ -52,7 +52,7 @@ class StageModules(nn.Module):
     def load_state_dict(  # type: ignore[override]
         self, state_dict: dict[str, Any], strict: bool = True
     ) -> None:
-        """Load what `state_dict` returned; names of other ranks' stages are ignored."""
+        """Load a state from `state_dict`, ignoring names of other ranks' stages."""
         for stage in self._stages:
             start = len(stage.prefix)
             names = stage.module.state_dict()

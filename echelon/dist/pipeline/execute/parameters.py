@@ -19,7 +19,7 @@ __all__ = ["Tied", "gradient_sync", "groups_of", "is_sharded", "reduce_gradients
 
 
 def is_sharded(stage: Stage) -> bool:
-    """Whether any of a stage's parameters are divided among ranks by `fully_shard`."""
+    """Return whether any of a stage's parameters are divided among ranks by `fully_shard`."""
     return bool(units_of(stage.module))
 
 
@@ -30,7 +30,7 @@ def groups_of(stage: Stage) -> Iterator[ProcessGroup]:
 
 
 def whole_parameters(stage: Stage) -> list[nn.Parameter]:
-    """Return the parameters that are trained and not divided."""
+    """Return the trained parameters that are not divided."""
     return [
         parameter
         for parameter in stage.module.parameters()
@@ -41,8 +41,8 @@ def whole_parameters(stage: Stage) -> list[nn.Parameter]:
 class Tied:
     """A parameter that is tied to those of other stages.
 
-    Where it is sharded, its whole value and gradient are put together from all shards: zeros
-    everywhere but in one's own part, summed, which changes no bit.
+    If it is sharded, its whole value and gradient are assembled from all shards by summing tensors
+    that are zero outside each rank's own part, which does not change any bit.
     """
 
     def __init__(self, stage: Stage, name: str) -> None:
@@ -73,7 +73,7 @@ class Tied:
         return self._gathered(shard.data)
 
     def set_value(self, value: torch.Tensor) -> None:
-        """Write the whole value, or what of it lies here."""
+        """Write the whole value, or this rank's part of it."""
         shard = shards(self._stage.module).get(self.name)
         with torch.no_grad():
             if shard is None:
@@ -83,7 +83,7 @@ class Tied:
                 shard.data.copy_(part)
 
     def set_aside(self) -> None:
-        """Take the gradient of earlier steps away, so that only this step's is summed."""
+        """Set aside the gradient of earlier steps, so that only this step's gradient is summed."""
         holder = self.holder()
         self._kept, holder.grad = holder.grad, None
 
@@ -97,7 +97,7 @@ class Tied:
         return self._gathered(own)
 
     def set_gradient(self, total: torch.Tensor) -> None:
-        """Put the sum over all stages in place, and what was set aside back."""
+        """Set the gradient to the sum over all stages plus the gradient set aside."""
         holder = self.holder()
         shard = shards(self._stage.module).get(self.name)
         if shard is not None:
@@ -107,14 +107,14 @@ class Tied:
         self._kept = None
 
     def holder(self) -> nn.Parameter:
-        """Return what the optimizer steps: the parameter, or this rank's shard of it."""
+        """Return the tensor that the optimizer updates: the parameter, or this rank's shard."""
         shard = shards(self._stage.module).get(self.name)
         return self._parameter() if shard is None else shard.parameter
 
     def _parameter(self) -> nn.Parameter:
         found = dict(self._stage.module.named_parameters(remove_duplicate=False)).get(self.name)
         if found is None:
-            raise ValueError(f"stage {self._stage.index} has no parameter {self.name!r}")
+            raise ValueError(f"stage {self._stage.index} does not have a parameter {self.name!r}")
         return found
 
     def _gathered(self, own: torch.Tensor) -> torch.Tensor:

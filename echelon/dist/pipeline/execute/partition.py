@@ -1,4 +1,4 @@
-"""`split`: a model of consecutive layers, divided into stages of nearly equal cost."""
+"""`split`: divides a model of consecutive layers into stages of nearly equal cost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _shared: WeakKeyDictionary[nn.Module, list[list[str]]] = WeakKeyDictionary()
 
 
 class Layers(nn.Module):
-    """Layers that run one after the other, under names that may have dots, as in a whole model."""
+    """Layers that run one after the other; their names may contain dots, as in a whole model."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Layers(nn.Module):
         return len(self._names)
 
     def forward(self, *inputs: Any) -> Any:
-        """Call the layers in order, each with what the one before returned."""
+        """Call the layers in order, each with the previous one's output."""
         for name in self._names:
             inputs = self.get_submodule(name)(*inputs)
             inputs = inputs if isinstance(inputs, tuple) else (inputs,)
@@ -46,26 +46,27 @@ def split(
     num_stages: int,
     costs: Sequence[float] | None = None,
 ) -> list[nn.Module]:
-    """Divide consecutive layers so that the most expensive stage costs as little as possible.
+    """Divide consecutive layers into stages, minimising the cost of the most expensive stage.
 
-    The stages' parameters keep the names that they have in the whole model, so that a checkpoint of
-    the stages can be loaded into the model, and into any other number of stages. Layers of a list
-    are named by their places in it.
+    The stages' parameters keep their names in the whole model, so that a checkpoint of the stages
+    can be loaded into the model and into any other number of stages. Layers of a list are named by
+    their positions.
 
     Args:
-        model: layers that run one after the other, each on what the one before returned. In a dict
-            by their names in the model, which may have dots: `{"wte": wte, "h.0": block, ...}`.
+        model: layers that run one after the other, each on the previous one's output. A dict has
+            them by their names in the model, which may contain dots: `{"wte": wte, "h.0": block,
+            ...}`.
         num_stages: at most as many as there are layers.
-        costs: of each layer, in any unit, best measured; None: its number of parameters, plus a
-            little for each layer.
+        costs: the cost of each layer, in any unit, preferably measured; None means its number of
+            parameters plus a small constant.
 
     Returns:
-        The stages, in order: `nn.Sequential`s; of a dict `Layers`. Their layers are the model's own
-        modules, not copies. A parameter that several of them use, on several ranks, must be named
-        in the pipeline's `ties`.
+        The stages in order: `nn.Sequential`s, or `Layers` for a dict. Their layers are the model's
+        own modules, not copies. A parameter that several stages on different ranks use must be
+        listed in the pipeline's `ties`.
 
     Raises:
-        ValueError: numbers do not fit.
+        ValueError: the numbers of layers, stages and costs do not match.
 
     Example:
         >>> layers = [nn.Linear(8, 8) for _ in range(4)]
@@ -94,10 +95,10 @@ def split(
 
 
 def shared_with(stage: nn.Module) -> Sequence[Sequence[str]]:
-    """Return what a stage shares with other stages of its `split`.
+    """Return the parameters that a stage shares with other stages of its `split`.
 
     Returns:
-        Of each such parameter all its places, as `stage:name`.
+        For each such parameter all its places, as `stage:name`.
     """
     return _shared.get(stage, ())
 
@@ -126,7 +127,7 @@ def _named(
 
 
 def _cuts(costs: list[float], num_parts: int) -> list[int]:
-    """Return where to cut: dynamic programming over (parts, layers), cheapest maximum first."""
+    """Return the positions of the cuts, found by dynamic programming over (parts, layers)."""
     total = [0.0, *accumulate(costs)]
     num = len(costs)
     # best[n]: the highest cost among the parts of the first n layers; cut[k][n]: where the last

@@ -1,7 +1,7 @@
-"""Activation checkpointing under a split backward: fewer recomputations, and a warning of the rest.
+"""Activation checkpointing in a split backward: fewer recomputations, and a warning about the rest.
 
-The weight half of a backward runs many small parts of the graph, each by a call of its own, and
-torch recomputes a checkpointed region for each call, unless the calls are declared to be one group.
+The weight half of a backward runs many small parts of the graph, each in a separate call, and torch
+recomputes a checkpointed region for each call unless the calls are declared as one group.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _Group: Any = getattr(checkpoint, "GraphExecGroup", None)  # of newer versions o
 
 
 def recomputed_once() -> AbstractContextManager[object]:
-    """Let the backward calls inside recompute each checkpointed region once.
+    """Let the backward calls inside the block recompute each checkpointed region once.
 
-    They must not use a saved tensor twice: the two halves of a backward may, so each half needs a
-    group of its own.
+    They must not use a saved tensor twice. The two halves of a backward may do that, so each half
+    needs its own group.
     """
     if _Group is None or _Group._get_current_group() is not None:
         return nullcontext()
@@ -32,7 +32,7 @@ def recomputed_once() -> AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def recomputations(module: nn.Module) -> Iterator[list[nn.Module]]:
-    """Yield a list that gets the parts of a module whose forward runs inside, in order."""
+    """Yield a list that collects the submodules whose forward runs inside the block, in order."""
     own = {id(part) for part in module.modules()}
     seen: list[nn.Module] = []
 

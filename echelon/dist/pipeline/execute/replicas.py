@@ -1,4 +1,4 @@
-"""Data parallelism around a pipeline: gradients of parameters that are not sharded, averaged."""
+"""Data parallelism around a pipeline: averaging gradients of unsharded parameters."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _BUCKET_BYTES = 32 << 20
 
 
 def average_gradients(stages: Sequence[Stage], group: ProcessGroup) -> None:
-    """Average the gradients of all replicas of these stages; a missing one counts as zeros.
+    """Average the gradients of all replicas of these stages; a missing gradient counts as zeros.
 
     Collective. In a group with rank-ordered sums the ranks' gradients are added in rank order.
 
     Raises:
-        CollectiveError: a replica is lost or did not come.
+        CollectiveError: a replica was lost or did not join.
     """
     parameters = [p for stage in stages for p in whole_parameters(stage)]
     for bucket in _buckets(list(dict.fromkeys(parameters))):

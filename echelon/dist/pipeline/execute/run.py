@@ -1,8 +1,8 @@
 """Pipeline: one executor for every schedule.
 
-A rank carries out its row of the plan, computation by computation. What it makes leaves at once and
-is never waited for before the step's end; what it needs is posted ahead and waited for when it is
-used. Messages take channels (`messages/`), which no other traffic can hold up.
+A rank carries out its row of the plan, computation by computation. Results are sent at once and
+never waited for before the step's end; receives are posted ahead and waited for when their data is
+used. Messages use channels (`messages/`), which other traffic cannot block.
 """
 
 from __future__ import annotations
@@ -50,31 +50,32 @@ class Pipeline:
         pipe = Pipeline(stages, group=group, schedule="1f1b", num_microbatches=8, loss_fn=loss_fn)
         losses = pipe.step(inputs, targets)
 
-    Where a stage's module is sharded (`fully_shard`), parameters are gathered and released as the
-    schedule needs them, and gradients are reduced once a step.
+    If a stage's module is sharded (`fully_shard`), parameters are gathered and released as the
+    schedule needs them, and gradients are reduced once per step.
 
     Args:
-        stages: this rank's, as the schedule places them: stage r on rank r; with several chunks
-            stages r, r + p, ...; in a V (zbv, dualpipev) r and 2p - 1 - r.
-        group: the pipeline's ranks; None: the world.
+        stages: this rank's stages, as placed by the schedule: stage r on rank r; with several
+            chunks, stages r, r + p, ...; in a V (zbv, dualpipev), stages r and 2p - 1 - r.
+        group: the pipeline's ranks; None means the world.
         schedule: a name (see `schedule()`), a `Plan`, or the path of a CSV file.
-        num_microbatches: into which a batch is split along dim 0. A plan knows it by itself.
-        loss_fn: called with the last stage's output and the targets, returns a scalar; None: the
+        num_microbatches: the number of micro-batches into which a batch is split along dim 0. Not
+            needed if `schedule` is a plan.
+        loss_fn: called with the last stage's output and the targets, returns a scalar; None if the
             last stage's output is the loss.
         ties: parameters that stages share, each as `["0:token.weight", "3:head.weight"]`.
-        replicas: ranks that run equal stages on other data; what is not sharded is averaged among
-            them. None: there are none, or all is sharded.
+        replicas: ranks that run equal stages on different data; gradients of unsharded parameters
+            are averaged among them. None if there are no replicas or everything is sharded.
 
-    The constructor is collective: every rank of the group calls it with the same arguments, and it
-    blocks until all have, within the group's timeout. A step that fails on one rank, be it by what
-    a stage's module raises, ends the groups that it uses on all ranks: `group`, `replicas` and
-    those of sharded stages. The other ranks' errors name that rank. The pipeline cannot be used
-    again.
+    The constructor is collective: every rank of the group must call it with the same arguments, and
+    it blocks until all have, within the group's timeout. If a step fails on one rank, for example
+    because a stage's module raises, the groups that it uses end on all ranks: `group`, `replicas`
+    and those of sharded stages. The other ranks' errors name that rank. The pipeline cannot be used
+    afterwards.
 
     Raises:
-        ValueError: stages, schedule and group do not fit, or the ranks' arguments differ.
-        PlanError: the schedule cannot run.
-        CollectiveError: a rank is lost or did not call within the group's timeout.
+        ValueError: stages, schedule and group do not match, or the ranks' arguments differ.
+        PlanError: the schedule cannot be executed.
+        CollectiveError: a rank was lost or did not join within the group's timeout.
 
     Example:
         >>> group = dist.init()  # on each of 2 ranks
@@ -134,7 +135,7 @@ class Pipeline:
     def module(self) -> StageModules:
         """This rank's stages as one module with the whole model's names, for checkpoints.
 
-        A checkpoint's state takes the pipeline itself: `save(path, {"model": pipe})`.
+        A checkpoint's state accepts the pipeline itself: `save(path, {"model": pipe})`.
         """
         return StageModules(self.stages)
 
@@ -144,45 +145,46 @@ class Pipeline:
 
     @property
     def num_microbatches(self) -> int:
-        """Into how many a batch is split."""
+        """The number of micro-batches into which a batch is split."""
         return self.plan.num_microbatches
 
     @property
     def has_first(self) -> bool:
-        """Whether this rank's stages take the inputs."""
+        """Whether this rank holds the first stage, which takes the inputs."""
         return self.stages[0].is_first
 
     @property
     def has_last(self) -> bool:
-        """Whether this rank's stages take the targets and make the losses."""
+        """Whether this rank holds the last stage, which takes the targets and computes losses."""
         return self.stages[-1].is_last
 
     def step(
         self, inputs: Any = None, targets: Any = None, *, loss_scale: float = 1.0
     ) -> list[torch.Tensor] | None:
-        """Run forwards and backwards of one batch; gradients are averaged over micro-batches.
+        """Run the forwards and backwards of one batch, averaging gradients over micro-batches.
 
-        They are added to the parameters' `.grad`, as autograd does; the caller's optimizer steps.
-        Sizes may differ from step to step and from micro-batch to micro-batch.
+        Gradients are added to the parameters' `.grad`, as in autograd; the caller runs the
+        optimizer. Sizes may differ between steps and between micro-batches.
 
         Args:
-            inputs: on the first stage's rank: a tensor, or a tuple of them, [batch_size, ...].
+            inputs: on the first stage's rank, a tensor or a tuple of tensors, [batch_size, ...].
                 Those that require gradients get them.
-            targets: on the last stage's rank, in the same way.
-            loss_scale: of a gradient scaler, the same on all ranks: gradients are multiplied by it,
-                losses are not. `GradScaler(over=...)` with a group of all stages' ranks then
-                unscales them, and skips the step on all ranks if one of them had an overflow.
+            targets: on the last stage's rank, in the same form.
+            loss_scale: the scale of a gradient scaler, the same on all ranks: gradients are
+                multiplied by it, losses are not. `GradScaler(over=...)` with a group of all stages'
+                ranks then unscales them, and skips the step on all ranks if one of them had an
+                overflow.
 
         Returns:
-            On the last stage's rank `num_microbatches` losses, scalars; None elsewhere.
+            On the last stage's rank, `num_microbatches` scalar losses; None elsewhere.
 
         Raises:
-            ValueError: inputs or targets are missing or cannot be split, or a bad `loss_scale`; a
-                loss that requires no gradient, which ends the groups as a module's error does.
-            CollectiveError: a rank is lost or too late for the group's timeout.
+            ValueError: inputs or targets are missing or cannot be split, `loss_scale` is invalid,
+                or a loss does not require gradients, which ends the groups like a module's error.
+            CollectiveError: a rank was lost or exceeded the group's timeout.
         """
         if not torch.is_grad_enabled():
-            raise ValueError("step() computes gradients, and they are disabled: use evaluate()")
+            raise ValueError("step() computes gradients, but they are disabled: use evaluate()")
         if not (loss_scale > 0 and math.isfinite(loss_scale)):
             raise ValueError(f"loss_scale must be positive and finite, got {loss_scale!r}")
         inputs, computed = cut_off(inputs) if self.has_first else (inputs, [])
@@ -204,15 +206,15 @@ class Pipeline:
         """Run forwards only, without gradients.
 
         Args:
-            inputs: as `step`.
-            targets: as in `step`; None: no loss is computed.
+            inputs: as in `step`.
+            targets: as in `step`; None if no loss is to be computed.
 
         Returns:
-            On the last stage's rank the losses, or without targets its outputs, by micro-batch;
+            On the last stage's rank, the losses or, without targets, the outputs, by micro-batch;
             None elsewhere.
 
         Raises:
-            ValueError, CollectiveError: as `step`.
+            ValueError, CollectiveError: as in `step`.
         """
         step = self._start(inputs, targets, seed=None)
         kinds = (Kind.FORWARD, Kind.RECV_F)
@@ -233,7 +235,7 @@ class Pipeline:
     def _start(self, inputs: Any, targets: Any, *, seed: float | None) -> Step:
         if self._failed:
             raise ValueError(
-                "this pipeline failed in an earlier step: make new groups and a new pipeline"
+                "this pipeline failed in an earlier step: create new groups and a new pipeline"
             )
         backward = seed is not None
         needs_targets = backward and self.loss_fn is not None
@@ -254,7 +256,7 @@ class Pipeline:
         return ending_on_failure(call, next(self._numbers), rank, self._fail)
 
     def _fail(self) -> Iterator[ProcessGroup]:
-        """Let no later step run: messages of this one remain in the channels."""
+        """Prevent later steps, because messages of this one remain in the channels."""
         self._failed = True
         for stage in self.stages:
             stage.forget()

@@ -1,8 +1,8 @@
-"""A stage: a torch module that is one part of the model, and what it computes.
+"""A stage: a torch module that is one part of the model, with its computations.
 
-It takes the tensors that the stage before returned, one argument each, and returns a tensor or
-several. Between two stages autograd's graph is cut: the inputs are leaves of their own, and their
-gradients are what the stage before gets back.
+It takes the tensors that the previous stage returned, one argument each, and returns one or several
+tensors. Autograd's graph is cut between two stages: the inputs are new leaves, and their gradients
+are returned to the previous stage.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Tensors = list[torch.Tensor]
 
 @dataclass
 class _Saved:
-    """What a micro-batch's backward needs."""
+    """The data that a micro-batch's backward needs."""
 
     inputs: Tensors
     roots: list[GradientEdge]  # of the outputs that require gradients; their data may go
@@ -37,15 +37,16 @@ class Stage:
     """One part of a model.
 
     Args:
-        module: called with the previous stage's outputs, the first one with the micro-batch.
-        index: which part, from 0.
-        num_stages: of the whole model.
-        prefix: put before the module's names of parameters and buffers, it gives those of the whole
-            model: "decoder." for a stage that is the model's `decoder`. Stages of `split` need
-            none.
+        module: called with the previous stage's outputs, or in the first stage with the
+            micro-batch.
+        index: the number of the part, from 0.
+        num_stages: the number of stages of the whole model.
+        prefix: prepended to the module's names of parameters and buffers to get those of the whole
+            model: "decoder." for a stage that is the model's `decoder`. Stages from `split` do not
+            need one.
 
     Raises:
-        ValueError: the index is not one of the model's.
+        ValueError: the index is out of range.
 
     Example:
         >>> modules = split([nn.Linear(8, 8) for _ in range(4)], num_stages=2)
@@ -76,17 +77,17 @@ class Stage:
 
     @property
     def is_last(self) -> bool:
-        """Whether it makes the model's output."""
+        """Whether it produces the model's output."""
         return self.index == self.num_stages - 1
 
     @property
     def device(self) -> torch.device | None:
-        """Where its parameters are, or its buffers; None if it has neither."""
+        """The device of its parameters or else its buffers; None if it has neither."""
         first = next(itertools.chain(self.module.parameters(), self.module.buffers()), None)
         return None if first is None else first.device
 
     def keep(self, microbatch: int, inputs: Sequence[Any], outputs: Any) -> None:
-        """Keep what the backward of `outputs` (a loss, or all that is sent on) needs."""
+        """Keep the data that the backward of `outputs` (a loss, or everything sent on) needs."""
         if not torch.is_grad_enabled():
             return
         leaves = [one for one in inputs if isinstance(one, torch.Tensor) and one.requires_grad]
@@ -97,11 +98,11 @@ class Stage:
         """Run a whole backward.
 
         Args:
-            microbatch: its number.
-            gradients: of each output that requires them.
+            microbatch: the micro-batch's number.
+            gradients: the gradient of each output that requires one.
 
         Returns:
-            The gradients of the inputs that require them; zeros for one that was not used.
+            The gradients of the inputs that require them; zeros for an unused input.
         """
         saved = self._saved.pop(microbatch)
         if saved.roots:
@@ -109,7 +110,7 @@ class Stage:
         return _taken(saved.inputs)
 
     def input_half(self, microbatch: int, gradients: Sequence[torch.Tensor]) -> Tensors:
-        """Run the part of a backward that the stage before waits for; as `backward`."""
+        """Run the half of a backward for which the previous stage waits; see `backward`."""
         saved = self._saved[microbatch]
         if saved.roots:
             saved.weights = run_input_half(saved.roots, gradients, saved.inputs)
@@ -137,7 +138,7 @@ class Stage:
             )
 
     def forget(self) -> None:
-        """Drop everything that is kept, after a failure."""
+        """Drop all kept data after a failure."""
         self._saved.clear()
 
 
@@ -152,14 +153,14 @@ def tensors_of(outputs: Any, stage: Stage) -> Tensors:
     """Return a module's outputs as a list.
 
     Raises:
-        ValueError: something in it is not a tensor.
+        ValueError: an output is not a tensor.
     """
     listed = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
     strange = [one for one in listed if not isinstance(one, torch.Tensor)]
     if strange or not listed:
         found = type(strange[0]).__name__ if strange else "nothing"
         raise ValueError(
-            f"stage {stage.index} ({type(stage.module).__name__}) returned {found}: a stage hands "
-            "a tensor or a tuple of tensors to the next"
+            f"stage {stage.index} ({type(stage.module).__name__}) returned {found}: a stage must "
+            "return a tensor or a tuple of tensors"
         )
     return listed

@@ -1,7 +1,8 @@
-"""Step: one rank carries out its row of the plan, for one batch.
+"""Step: carries out one rank's row of the plan for one batch.
 
 Each computation is a span `compute` in the black box, with the action's text (`1F3`); each wait for
-another rank a span `pipeline` that tells what for and from which rank. So a hang names its action.
+another rank is a span `pipeline` that names the awaited data and its rank. So the analysis of a
+hang can name the action.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ class Step:
     """One step, or one evaluation, on one rank.
 
     Args:
-        stages: this rank's, by index.
-        exchange: what passes to and from other ranks.
+        stages: this rank's stages, by index.
+        exchange: the exchange with other ranks.
         loss_fn: see `Pipeline`.
-        inputs, targets: of each micro-batch; empty on ranks that have none.
-        num_microbatches: of the whole batch.
-        seed: the gradient of each micro-batch's loss; None: there is no backward.
+        inputs, targets: those of each micro-batch; empty on ranks that have none.
+        num_microbatches: the number of micro-batches of the whole batch.
+        seed: the gradient of each micro-batch's loss; None if there is no backward.
     """
 
     def __init__(
@@ -55,12 +56,12 @@ class Step:
         self.results: list[Any] = [None] * num_microbatches
 
     def carry_out(self, row: list[Action]) -> None:
-        """Carry out a row with its messages; return when all that was sent has left.
+        """Carry out a row with its messages; return when all sends have completed.
 
-        Sends are launched with the computation that makes their data, before the place that the row
-        has for them; receives at the latest at their place, mostly `_AHEAD` computations before
-        their use. So every message is ready at both ends no later than in the order that is proven
-        free of deadlock, even where a send holds up all that follows it.
+        Sends are launched with the computation that produces their data, before their position in
+        the row; receives are posted no later than at their position, and usually `_AHEAD`
+        computations before their use. So every message is ready at both ends no later than in the
+        order that is proven free of deadlock, even if a send blocks everything after it.
         """
         steps = [part for action in row for part in action.computations or (action,)]
         computations = [action for action in steps if action.is_compute]

@@ -1,9 +1,9 @@
-"""Parameters that several stages share, such as an embedding that is the output layer, too.
+"""Parameters that several stages share, such as an embedding that is also the output layer.
 
-Each stage has a copy. They begin with the first one's value and get the same gradient at the end of
-each step: every stage's total, added in the order of the stages. So they stay equal. Two stages of
-one rank may also hold one parameter object, as a whole model that was split does: autograd adds
-their gradients itself, so they count as one copy here.
+Each stage has a copy. The copies start with the first stage's value and get the same gradient at
+the end of each step: the stages' gradients, added in the order of the stages. So they stay equal.
+Two stages of one rank may also hold the same parameter object, as after splitting a whole model:
+autograd adds their gradients itself, so they count as one copy here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from echelon.dist.pipeline.execute.stage import Stage
 
 
 class Ties:
-    """All ties of a pipeline, as this rank sees them."""
+    """All ties of a pipeline, with this rank's copies."""
 
     def __init__(
         self,
@@ -31,8 +31,8 @@ class Ties:
         """Find this rank's copies.
 
         Args:
-            ties: of each tie its copies, as `stage:parameter`.
-            stages: this rank's.
+            ties: the copies of each tie, as `stage:parameter`.
+            stages: this rank's stages.
             rank_of_stage: the group rank that holds each stage.
 
         Raises:
@@ -41,14 +41,14 @@ class Ties:
         self._ties = [_Tie(tie, stages, rank_of_stage) for tie in ties]
 
     def begin(self, group: ProcessGroup, name: str, device: torch.device) -> None:
-        """Open a channel to each other holder, and give every copy the first stage's value.
+        """Open a channel to each other holder, and set every copy to the first stage's value.
 
-        Blocks until the other holders do so too.
+        Blocks until the other holders do the same.
 
         Args:
             group: the pipeline's ranks.
-            name: of the pipeline, the same on all its ranks.
-            device: of the stages.
+            name: the pipeline's name, the same on all its ranks.
+            device: the stages' device.
         """
         held = [tie for tie in self._ties if tie.mine]
         peers = sorted({rank for tie in held for rank in tie.holders} - {group.rank})
@@ -58,20 +58,20 @@ class Ties:
             tie.begin(group.rank, channels)
 
     def trained(self) -> list[list[tuple[str, bool]]]:
-        """Return whether each copy here requires gradients, by tie."""
+        """Return whether each copy on this rank requires gradients, by tie."""
         return [
             [(f"{stage}:{tied.name}", tied.is_trained) for stage, tied in tie.mine.items()]
             for tie in self._ties
         ]
 
     def set_aside(self) -> None:
-        """Keep earlier steps' gradients out of this step's sums."""
+        """Set aside earlier steps' gradients, so that they are not summed in this step."""
         for tie in self._ties:
             for tied in tie.distinct():
                 tied.set_aside()
 
     def sum_gradients(self) -> None:
-        """Give every copy the sum of all copies' gradients. Blocks until all holders do so."""
+        """Set every copy's gradient to the sum of all copies'. Blocks until all holders do so."""
         for tie in self._ties:
             if any(tied.is_trained for tied in tie.mine.values()):
                 tie.sum_gradients()
@@ -86,7 +86,7 @@ class _Tie:
         copies = sorted(_parse(name, len(rank_of_stage)) for name in names)
         self._stages = [stage for stage, _ in copies]
         if len(copies) < 2 or len(set(self._stages)) != len(copies):
-            raise ValueError(f"ties: {list(names)} must name two stages or more, each once")
+            raise ValueError(f"ties: {list(names)} must name at least two stages, each once")
         local = {stage.index: stage for stage in stages}
         self.mine = {s: Tied(local[s], name) for s, name in copies if s in local}
         self._owner = {stage: rank_of_stage[stage] for stage in self._stages}
@@ -95,7 +95,7 @@ class _Tie:
         self._channels: Mapping[int, Channel] = {}
 
     def distinct(self) -> list[Tied]:
-        """Return this rank's copies; of stages that hold one object, the first."""
+        """Return this rank's copies; for stages that hold the same object, only the first."""
         first: dict[int, Tied] = {}
         for tied in self.mine.values():
             first.setdefault(id(tied.holder()), tied)
@@ -150,7 +150,7 @@ def _parse(name: str, num_stages: int) -> tuple[int, str]:
     stage, colon, parameter = name.partition(":")
     if not colon or not stage.isdecimal() or not parameter or int(stage) >= num_stages:
         raise ValueError(
-            f"ties: {name!r} does not name a copy; one reads STAGE:PARAMETER, such as "
+            f"ties: {name!r} does not name a copy; use STAGE:PARAMETER, such as "
             f"'0:token.weight', with a stage from 0 to {num_stages - 1}"
         )
     return int(stage), parameter

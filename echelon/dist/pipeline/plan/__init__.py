@@ -1,1 +1,1 @@
-"""Schedules as data: actions, plans, what they need, and whether they can run. Needs no torch."""
+"""Schedules as data: actions, plans, their dependencies and their checks. Does not need torch."""

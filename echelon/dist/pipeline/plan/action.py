@@ -1,16 +1,15 @@
 """One action of a schedule, and its text: `2F0` is stage 2, forward, micro-batch 0.
 
-The text is the one that PyTorch's pipelining prints and reads, so that schedules can be carried
-between the two:
+The text format is that of PyTorch's pipelining, so that schedules can be exchanged between the two:
 
     2F0  2B0             forward and whole backward of micro-batch 0 in stage 2
     2I0  2W0             the backward in two parts: gradients of the inputs, of the weights
     (0F4;3B1)OVERLAP_F_B several computations whose communication may overlap
     1SEND_F3  2RECV_F3   stage 1's output of micro-batch 3 goes to stage 2
     2SEND_B3  1RECV_B3   its gradient returns
-    1UNSHARD  1RESHARD  1REDUCE_GRAD   what a sharded stage needs around its computations
+    1UNSHARD  1RESHARD  1REDUCE_GRAD   actions of a sharded stage around its computations
 
-An action says what and for which micro-batch, never when: that is its place in a row.
+An action defines what is done and for which micro-batch, but not when: its position in a row does.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from enum import Enum
 
 
 class Kind(str, Enum):
-    """What an action does; the values are the text's."""
+    """The kind of an action; the values are those of the text."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -51,8 +50,8 @@ _TEXT = re.compile(
 class Action:
     """One action of one rank.
 
-    `microbatch` is -1 where there is none (sharding actions). An overlap holds its computations in
-    `parts` and has stage and micro-batch -1 itself.
+    `microbatch` is -1 if there is none (sharding actions). An overlap holds its computations in
+    `parts`; its own stage and micro-batch are -1.
 
     Example:
         >>> Action.parse("1F0")
@@ -68,12 +67,12 @@ class Action:
 
     @property
     def is_compute(self) -> bool:
-        """Whether it computes, rather than moves data or parameters."""
+        """Whether it computes rather than moving data or parameters."""
         return self.kind in COMPUTE
 
     @property
     def computations(self) -> tuple[Action, ...]:
-        """The computations in it, in order: itself, or an overlap's parts; () if it has none."""
+        """Its computations in order: itself, or an overlap's parts; () if there are none."""
         if self.kind is Kind.OVERLAP:
             return self.parts
         return (self,) if self.is_compute else ()
@@ -87,63 +86,63 @@ class Action:
 
     @staticmethod
     def parse(text: str) -> Action:
-        """Read an action's text back.
+        """Parse an action's text.
 
         Raises:
-            ValueError: it is not the text of an action.
+            ValueError: the text is not that of an action.
         """
         text = text.strip()
         if text.startswith("("):
             return _parse_overlap(text)
         found = _TEXT.fullmatch(text)
         if found is None:
-            raise ValueError(f"{text!r} is not an action; one reads like 2F0, 1SEND_B3 or 0UNSHARD")
+            raise ValueError(f"{text!r} is not an action; examples are 2F0, 1SEND_B3 and 0UNSHARD")
         stage, kind, microbatch = found.groups()
         needs_number = Kind(kind) not in SHARDING
         if needs_number and not microbatch:
-            raise ValueError(f"{text!r} lacks its micro-batch's number: {text}0 is the first one's")
+            raise ValueError(f"{text!r} lacks its micro-batch number: {text}0 is the first one's")
         if not needs_number and microbatch:
-            raise ValueError(f"{text!r}: {kind} concerns a whole stage and takes no micro-batch")
+            raise ValueError(f"{text!r}: {kind} applies to a whole stage, without a micro-batch")
         return Action(int(stage), Kind(kind), int(microbatch) if microbatch else -1)
 
 
 def _parse_overlap(text: str) -> Action:
     inside, closing, kind = text[1:].partition(")")
     if not closing or kind.strip() != Kind.OVERLAP.value:
-        raise ValueError(f"{text!r} is not an action; an overlap reads like (0F4;3B1)OVERLAP_F_B")
+        raise ValueError(f"{text!r} is not an action; an overlap is like (0F4;3B1)OVERLAP_F_B")
     parts = tuple(Action.parse(part) for part in inside.split(";"))
     for part in parts:
         if part.kind is Kind.OVERLAP or not part.is_compute:
-            raise ValueError(f"{text!r}: {part} is not a computation; only computations overlap")
+            raise ValueError(f"{text!r}: {part} is not a computation; only they can overlap")
     return Action(-1, Kind.OVERLAP, parts=parts)
 
 
 def forward(stage: int, microbatch: int) -> Action:
-    """Make a forward."""
+    """Return a forward."""
     return Action(stage, Kind.FORWARD, microbatch)
 
 
 def backward(stage: int, microbatch: int) -> Action:
-    """Make a whole backward."""
+    """Return a whole backward."""
     return Action(stage, Kind.BACKWARD, microbatch)
 
 
 def input_grad(stage: int, microbatch: int) -> Action:
-    """Make the part of a backward that the stage before waits for."""
+    """Return the half of a backward for which the previous stage waits."""
     return Action(stage, Kind.INPUT_GRAD, microbatch)
 
 
 def weight_grad(stage: int, microbatch: int) -> Action:
-    """Make the part of a backward that no rank waits for."""
+    """Return the half of a backward for which no rank waits."""
     return Action(stage, Kind.WEIGHT_GRAD, microbatch)
 
 
 def overlap(*parts: Action) -> Action:
-    """Make several computations one action; a single one stays itself."""
+    """Combine several computations into one action; return a single one unchanged."""
     return parts[0] if len(parts) == 1 else Action(-1, Kind.OVERLAP, parts=parts)
 
 
 def computations(row: list[Action]) -> Iterator[Action]:
-    """Yield a row's computations in order, overlaps taken apart."""
+    """Yield a row's computations in order, with overlaps split into their parts."""
     for action in row:
         yield from action.computations

@@ -41,12 +41,12 @@ def schedule(
     Args:
         name: gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv, dualpipev.
         num_ranks: ranks in the pipeline, 1 or more.
-        num_microbatches: 1 or more; also fewer than there are ranks or stages.
-        num_chunks: stages a rank; None: 1 for gpipe and 1f1b, else 2. Only the interleaved and
-            looped schedules take another number.
+        num_microbatches: 1 or more; may be fewer than the ranks or stages.
+        num_chunks: stages per rank; None means 1 for gpipe and 1f1b, else 2. Only the interleaved
+            and looped schedules accept other numbers.
 
     Raises:
-        ValueError: there is no such schedule, or it does not exist for these numbers.
+        ValueError: there is no such schedule, or it is not defined for these numbers.
 
     Example:
         >>> plan = schedule("zbv", num_ranks=2, num_microbatches=4)
@@ -54,7 +54,7 @@ def schedule(
         (4, (0, 3))
     """
     if name not in NAMES:
-        raise ValueError(f"no schedule is called {name!r}; there are {', '.join(NAMES)}")
+        raise ValueError(f"no schedule is called {name!r}; use one of {', '.join(NAMES)}")
     _check_number("num_ranks", num_ranks)
     _check_number("num_microbatches", num_microbatches)
     if name in _CHUNKED:
@@ -64,11 +64,11 @@ def schedule(
     else:
         make, chunks = _FIXED[name]
         if num_chunks not in (None, chunks):
-            raise ValueError(f"{name} has {chunks} chunk(s) a rank, not {num_chunks}")
+            raise ValueError(f"{name} has {chunks} chunk(s) per rank, not {num_chunks}")
         rows = make(num_ranks, num_microbatches)
     return Plan(name, rows, num_microbatches, chunks)
 
 
 def _check_number(what: str, number: object) -> None:
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise ValueError(f"{what} must be a whole number from 1 on, got {number!r}")
+        raise ValueError(f"{what} must be an integer >= 1, got {number!r}")

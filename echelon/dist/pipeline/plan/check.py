@@ -1,6 +1,6 @@
-"""Whether a plan can be carried out, told before it runs and with the place that is wrong.
+"""Checking before a run whether a plan can be executed, with the position of the fault.
 
-Generated plans pass by construction (a test says so); this is for those that people write.
+Generated plans pass by construction (which a test verifies); this is for plans that people write.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _Place = tuple[int, int]  # rank, index in its row
 
 
 def check_plan(plan: Plan) -> None:
-    """Check that a plan is complete, in order, and comes to its end.
+    """Check that a plan is complete, in a valid order and free of deadlock.
 
     Raises:
-        PlanError: it is not; the error names the row and column, both from 0.
+        PlanError: the plan is invalid; the error names the row and column, both from 0.
     """
     index = _Index(plan)
     _check_stages(index)
@@ -34,7 +34,7 @@ def check_plan(plan: Plan) -> None:
 
 
 class _Index:
-    """Where each action stands; an overlap's parts stand where it does."""
+    """The position of each action; the parts of an overlap have the position of the overlap."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -94,13 +94,13 @@ def _check_one(index: _Index, stage: int, microbatch: int, row: list[Action]) ->
         part = inputs if has_inputs else weights
         raise index.error(index.at[part], f"{part} is part of {whole}, {index.also(whole)}")
     if has_inputs and not has_weights:
-        raise index.error(index.at[inputs], f"{inputs} has no {weights} after it")
+        raise index.error(index.at[inputs], f"{inputs} is not followed by {weights}")
     if not has_whole and not has_inputs:
-        raise index.error(place, f"neither {whole} nor {inputs} is there")
+        raise index.error(place, f"both {whole} and {inputs} are missing")
 
 
 def _check_order(plan: Plan, index: _Index) -> None:
-    """Check what a rank needs of itself: a forward before its backward, and so on."""
+    """Check the order within a rank: a forward before its backward, and so on."""
     for rank, row in enumerate(plan.rows):
         own = {thing: action for action in computations(row) for thing in makes(action)}
         made = set()
@@ -109,9 +109,7 @@ def _check_order(plan: Plan, index: _Index) -> None:
                 lacking = [t for t in needs(part, plan.num_stages) if t in own and t not in made]
                 if lacking:
                     first = own[lacking[0]]
-                    raise index.error(
-                        (rank, at), f"{part} stands before {first}, {index.also(first)}"
-                    )
+                    raise index.error((rank, at), f"{part} is before {first}, {index.also(first)}")
                 made.update(makes(part))
 
 
@@ -130,7 +128,7 @@ def _check_messages(plan: Plan, index: _Index) -> None:
         if action.kind not in MESSAGES:
             continue
         if action not in required:
-            raise index.error(place, f"{action}: nothing goes this way")
+            raise index.error(place, f"{action}: no message is sent this way")
         if place[0] != owner[action.stage]:
             raise index.error(
                 place, f"{action}: stage {action.stage} is on rank {owner[action.stage]}"
@@ -138,17 +136,13 @@ def _check_messages(plan: Plan, index: _Index) -> None:
     for sender, receiver in required_messages(plan):
         maker, user = _maker(sender, index), _user(receiver, index)
         if index.at[sender][1] < index.at[maker][1]:
-            raise index.error(
-                index.at[sender], f"{sender} stands before {maker}, {index.also(maker)}"
-            )
+            raise index.error(index.at[sender], f"{sender} is before {maker}, {index.also(maker)}")
         if index.at[receiver][1] > index.at[user][1]:
-            raise index.error(
-                index.at[receiver], f"{receiver} stands after {user}, {index.also(user)}"
-            )
+            raise index.error(index.at[receiver], f"{receiver} is after {user}, {index.also(user)}")
 
 
 def required_messages(plan: Plan) -> Iterator[tuple[Action, Action]]:
-    """Yield every (send, receive) that a plan's stages need: where neighbours differ in rank."""
+    """Yield every (send, receive) that stages on different ranks need."""
     owner = plan.rank_of_stage
     for stage in range(plan.num_stages - 1):
         if owner[stage] == owner[stage + 1]:
@@ -179,7 +173,7 @@ def _backward(message: Action, index: _Index) -> Action:
 
 
 def _check_sharding(plan: Plan) -> None:
-    """Check, where a plan has sharding actions, that stages compute with parameters."""
+    """Check in a plan with sharding actions that stages compute only with gathered parameters."""
     for rank, row in enumerate(plan.rows):
         if not any(action.kind in SHARDING for action in row):
             continue

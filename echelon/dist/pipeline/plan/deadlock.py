@@ -1,8 +1,9 @@
-"""Whether ranks that carry out their rows in order ever stop for good, and if so, why.
+"""Detection of deadlock between ranks that carry out their rows in order, and its cause.
 
-Two machines are asked. `blocked` has asynchronous messages, as our executor does: only what is
-needed holds an action up. `rendezvous` is the strictest there is: a send does not end before its
-receive begins, and both ranks do nothing else until then. A plan that runs there runs anywhere.
+There are two machine models. With asynchronous messages, as in echelon's executor, an action waits
+only for the data it needs. `rendezvous` is the strictest model: a send does not end before its
+receive begins, and both ranks do nothing else until then. A plan that runs in that model runs
+anywhere.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ def counterpart(message: Action) -> Action:
 
 
 def find_deadlock(plan: Plan, *, rendezvous: bool = False) -> PlanError | None:
-    """Return where the ranks stop for good, None if they all come to the end.
+    """Return the error of a deadlock, or None if all ranks reach the end.
 
     Args:
-        plan: with messages for `rendezvous`; without, they are not looked at.
+        plan: the plan, with messages if `rendezvous` is set; otherwise messages are ignored.
         rendezvous: whether sends and receives block both ends until they meet.
     """
     machine = _Machine(plan, rendezvous)
@@ -37,14 +38,14 @@ def find_deadlock(plan: Plan, *, rendezvous: bool = False) -> PlanError | None:
 
 
 def blocked(plan: Plan) -> PlanError:
-    """Return the error of a plan that is known to stop."""
+    """Return the error of a plan that is known to deadlock."""
     error = find_deadlock(plan)
     assert error is not None, plan
     return error
 
 
 class _Machine:
-    """All ranks at some action of their rows."""
+    """The state of all ranks, each at some action of its row."""
 
     def __init__(self, plan: Plan, rendezvous: bool) -> None:
         self._plan = plan
@@ -55,7 +56,7 @@ class _Machine:
         self._made: set[Thing] = set()
 
     def run(self) -> bool:
-        """Go as far as possible; return whether a rank is left."""
+        """Advance as far as possible; return whether a rank has not finished."""
         going = True
         while going:
             going = False
@@ -65,7 +66,7 @@ class _Machine:
         return any(self._here(rank) for rank in range(self._plan.num_ranks))
 
     def why(self) -> PlanError:
-        """Follow who waits for whom from a rank that stopped, to the ring's end or a dead end."""
+        """Follow the chain of waits from a stopped rank to a cycle or a dead end."""
         rank = next(r for r in range(self._plan.num_ranks) if self._here(r))
         seen: list[int] = []
         while rank not in seen:
@@ -115,7 +116,7 @@ class _Machine:
         return True
 
     def _lack(self, rank: int) -> tuple[str, int]:
-        """Return what a stopped rank waits for, in words, and from which rank; -1: from none."""
+        """Describe what a stopped rank waits for, and return its rank; -1 if there is none."""
         action = self._here(rank)
         if action is None:
             return "nothing", -1

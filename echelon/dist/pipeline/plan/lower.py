@@ -1,8 +1,8 @@
-"""From a plan of computations to everything that a rank does: messages and sharding are added.
+"""Lowering of a plan of computations: messages and sharding actions are added.
 
-[Note: one order for all messages] A send and its receive are put on their two rows at the same
-moment of one simulated run, so every row is a part of one single order in which both ends of a
-message stand together. Ranks that follow it cannot wait for each other in a ring, even where a send
+[Note: one order for all messages] A send and its receive are added to their two rows at the same
+moment of one simulated run, so every row is a part of a single order in which the two ends of a
+message are adjacent. Ranks that follow it cannot wait for each other in a cycle, even if a send
 blocks until its receiver has joined.
 """
 
@@ -23,10 +23,10 @@ _Key = tuple[float, int, int]  # when, messages before computations, which messa
 
 
 def add_messages(plan: Plan) -> Plan:
-    """Return the plan with every send and receive; one that has them already stays as it is.
+    """Return the plan with every send and receive; a plan that already has them is unchanged.
 
     Raises:
-        PlanError: some action can never run.
+        PlanError: an action can never run.
     """
     if any(action.kind in MESSAGES for row in plan.rows for action in row):
         return plan
@@ -46,7 +46,7 @@ def add_messages(plan: Plan) -> Plan:
 
 
 def order_messages(plan: Plan) -> Plan:
-    """Return the plan with its messages in the one order of the note above, whatever it had."""
+    """Return the plan with its messages in the order of the note above, replacing any others."""
     rows = [[action for action in row if action.kind not in MESSAGES] for row in plan.rows]
     return add_messages(replace(plan, rows=rows, columns=()))
 
@@ -58,9 +58,9 @@ def add_sharding(plan: Plan, keep: int | None = None) -> Plan:
     soon, and released otherwise; its gradients are reduced once, after the last of them.
 
     Args:
-        plan: with messages or without; one with sharding actions stays as it is.
-        keep: release parameters unless one of the next `keep` computations needs them; None:
-            twice the rank's number of stages, so that a steady state gathers nothing.
+        plan: with or without messages; a plan with sharding actions is unchanged.
+        keep: release parameters unless one of the next `keep` computations needs them; None means
+            twice the rank's number of stages, so that nothing is gathered in the steady state.
     """
     if any(action.kind in SHARDING for row in plan.rows for action in row):
         return plan

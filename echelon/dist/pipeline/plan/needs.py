@@ -1,11 +1,11 @@
-"""What a computation needs before it can run: the one place that knows the order of training.
+"""The dependencies of a computation: the only place that defines the order of training.
 
     forward of stage s        the forward of s - 1
     backward of stage s       the forward of s, and of s + 1 the backward or its input gradients
     weight gradients of s     the input gradients of s
 
-All for the same micro-batch. What one stage hands to the next is a message where they lie on
-different ranks.
+All dependencies are within the same micro-batch. Data passed between stages is a message if they
+are on different ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from echelon.dist.pipeline.plan.action import Action, Kind
 
 
 class Product(str, Enum):
-    """What a computation leaves behind."""
+    """The product of a computation."""
 
     OUTPUT = "output"  # of a forward, for the next stage
     INPUT_GRAD = "input gradient"  # of a backward, for the stage before
@@ -25,7 +25,7 @@ class Product(str, Enum):
 
 
 class Thing(NamedTuple):
-    """Something that one computation makes and others need."""
+    """A product of one computation that others need."""
 
     product: Product
     stage: int
@@ -41,7 +41,7 @@ _MAKES = {
 
 
 def makes(action: Action) -> list[Thing]:
-    """Return what a computation leaves behind."""
+    """Return the products of a computation."""
     return [
         Thing(product, part.stage, part.microbatch)
         for part in action.computations
@@ -50,7 +50,7 @@ def makes(action: Action) -> list[Thing]:
 
 
 def needs(action: Action, num_stages: int) -> list[Thing]:
-    """Return what must be there before a computation begins; an overlap needs all at once."""
+    """Return the things needed before a computation begins; an overlap needs all at once."""
     return [thing for part in action.computations for thing in _needs(part, num_stages)]
 
 

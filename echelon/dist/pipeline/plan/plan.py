@@ -1,8 +1,8 @@
 """A plan: for each rank, the row of actions that it carries out in order. Plain data.
 
-A plan holds computations; it may hold messages and sharding actions too, if its author wrote them
-down, but needs none: `lower.py` adds them. What a plan does not hold is time. Which rank runs after
-which follows from the rows and from what each action needs.
+A plan contains computations. It may also contain messages and sharding actions if its author wrote
+them, but does not need to: `lower.py` adds them. A plan does not contain times. The order between
+ranks follows from the rows and from the dependencies of each action.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _IDLE = ("", "None")
 
 
 class PlanError(ValueError):
-    """A plan cannot be carried out. Knows which row and column, both from 0, show it.
+    """A plan cannot be executed; has the row and column of the fault, both from 0.
 
     Example:
         >>> try:
@@ -38,14 +38,15 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Plan:
-    """A schedule for given numbers of ranks and micro-batches. Not to be altered once made.
+    """A schedule for given numbers of ranks and micro-batches. Immutable by convention.
 
     Attributes:
-        name: the schedule's, or the file's that it was read from.
-        rows: rank -> its actions in order.
-        num_microbatches: into which a step's batch is split.
-        num_chunks: stages a rank (the most of any).
-        columns: per row, where in its file each action stood; empty: as in the row.
+        name: the name of the schedule, or of the file from which it was read.
+        rows: each rank's actions in order.
+        num_microbatches: the number of micro-batches of a step's batch.
+        num_chunks: stages per rank (the maximum).
+        columns: per row, the column of each action in its file; empty if it is the position in the
+            row.
 
     Example:
         >>> plan = schedule("1f1b", num_ranks=2, num_microbatches=2)
@@ -62,17 +63,17 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return len(self.rows)
 
     @property
     def num_stages(self) -> int:
-        """Number of stages of the whole model."""
+        """The number of stages of the whole model."""
         return len(self.rank_of_stage)
 
     @cached_property
     def rank_of_stage(self) -> tuple[int, ...]:
-        """Which rank holds each stage, as the rows show it."""
+        """The rank that holds each stage, according to the rows."""
         owners = {a.stage: rank for rank, row in enumerate(self.rows) for a in computations(row)}
         return tuple(owners[stage] for stage in sorted(owners))
 
@@ -81,11 +82,11 @@ class Plan:
         return tuple(sorted({action.stage for action in computations(self.rows[rank])}))
 
     def place(self, rank: int, index: int) -> tuple[int, int]:
-        """Return the (row, column) at which an action stands in the file that it came from."""
+        """Return the (row, column) of an action in its file."""
         return rank, self.columns[rank][index] if self.columns else index
 
     def to_csv(self) -> str:
-        """Return PyTorch's CSV: one line per rank, one field per action."""
+        """Return the plan in PyTorch's CSV form: one line per rank, one field per action."""
         out = io.StringIO()
         csv.writer(out, lineterminator="\n").writerows(map(str, row) for row in self.rows)
         return out.getvalue()
@@ -96,12 +97,12 @@ class Plan:
 
     @classmethod
     def from_csv(cls, text: str, name: str = "csv") -> Plan:
-        """Read a plan from CSV, as `to_csv` or PyTorch wrote it; empty fields are idle slots.
+        """Parse a plan from CSV text by `to_csv` or PyTorch; empty fields are idle slots.
 
-        The plan is not checked beyond its text; `check.check_plan` does that.
+        Only the text is checked; `check.check_plan` checks the plan.
 
         Raises:
-            PlanError: a field is not an action, or there is none at all.
+            PlanError: a field is not an action, or there are no actions.
         """
         rows: list[list[Action]] = []
         columns: list[tuple[int, ...]] = []
@@ -113,10 +114,10 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan from a CSV file and check that it can be carried out.
+        """Read a plan from a CSV file and check that it can be executed.
 
         Raises:
-            PlanError: it cannot; the error says where.
+            PlanError: it cannot; the error has the position.
             OSError: the file cannot be read.
         """
         from echelon.dist.pipeline.plan.check import check_plan
@@ -134,7 +135,7 @@ def _parse(field: str, row: int, column: int) -> Action:
 
 
 def plan_of(rows: Sequence[Sequence[Action]], name: str) -> Plan:
-    """Make a plan of rows; numbers of micro-batches and chunks are those that the rows use.
+    """Create a plan from rows; the numbers of micro-batches and chunks are those that the rows use.
 
     Raises:
         PlanError: there is no computation.

@@ -1,1 +1,1 @@
-"""What a plan costs, as numbers and pictures, and the search for a cheap one. Needs no torch."""
+"""The cost of a plan, as numbers and pictures, and the search for a cheap one, without torch."""

@@ -1,6 +1,6 @@
-"""What a simulation is told: how long each computation takes, how fast links are, how much is held.
+"""The input of a simulation: durations of computations, speeds of links, and sizes of activations.
 
-Any unit of time will do, as long as it is one.
+Any unit of time can be used, as long as it is the same everywhere.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ PerStage = float | Sequence[float]
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Durations and sizes: one number for all stages, or one for each.
+    """Durations and sizes: one number for all stages, or one per stage.
 
     Attributes:
-        forward, input_grad, weight_grad: of one micro-batch in one stage.
-        backward: of a whole backward; None: input_grad + weight_grad.
-        overlap: what an overlapped pair takes, as a share of its parts' sum.
-        latency: of a message between two ranks.
-        bandwidth: bytes that a link carries in a unit of time; messages of a link share it, one
+        forward, input_grad, weight_grad: durations for one micro-batch in one stage.
+        backward: duration of a whole backward; None means input_grad + weight_grad.
+        overlap: duration of an overlapped pair, as a fraction of the sum of its parts.
+        latency: latency of a message between two ranks.
+        bandwidth: bytes that a link carries per unit of time; the messages of a link are sent one
             after the other.
         message_bytes: size of a stage's output for one micro-batch, and of its gradient.
-        activation_bytes: what a stage keeps of one micro-batch, up to its weight gradients.
+        activation_bytes: bytes that a stage keeps of one micro-batch until its weight gradients.
 
     Example:
         >>> costs = Costs(forward=1.0, input_grad=1.0, weight_grad=[1.0, 2.0], latency=0.5)
@@ -44,10 +44,10 @@ class Costs:
     activation_bytes: PerStage = 0.0
 
     def check(self, num_stages: int) -> None:
-        """Check that every number is there and none is negative.
+        """Check that all numbers are given and not negative.
 
         Raises:
-            ValueError: one is not.
+            ValueError: a number is missing or negative.
         """
         for name, value in vars(self).items():
             if value is None:
@@ -61,7 +61,7 @@ class Costs:
             raise ValueError("bandwidth must be above 0")
 
     def duration(self, action: Action) -> float:
-        """Return how long an action takes; nothing for what does not compute."""
+        """Return the duration of an action; 0 for an action that does not compute."""
         if action.kind is Kind.OVERLAP:
             return self.overlap * sum(self.duration(part) for part in action.parts)
         if not action.is_compute:

@@ -1,9 +1,9 @@
-"""A schedule made to measure: whenever a rank is free it takes what is most urgent and fits.
+"""A fitted schedule: whenever a rank is free, it takes the most urgent action that fits.
 
-Urgent are input gradients, the earliest stage's first to be free of memory; then forwards, as far
-as the memory goes; weight gradients fill what would be idle, and come first once memory is short.
-It is not a closed form but a simulated run whose order is kept, so it cannot deadlock, and it may
-beat the named schedules where stages differ in cost.
+Input gradients are the most urgent, those of the earliest stage first, because they free memory;
+then forwards, as far as memory allows. Weight gradients fill idle time, and come first once memory
+is short. The schedule is not a closed form but a simulated run whose order is kept, so it cannot
+deadlock, and it may beat the named schedules if stages differ in cost.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def fitted(
     """Return the rows, or None if the memory does not suffice for any progress.
 
     Args:
-        rank_of_stage: which rank holds each stage.
+        rank_of_stage: the rank that holds each stage.
         num_microbatches: 1 or more.
-        costs: of each stage.
-        memory_bytes: what the activations of a rank may take.
+        costs: the costs of each stage.
+        memory_bytes: the limit for the activations of a rank.
     """
     ranks = [_Rank(rank, rank_of_stage, num_microbatches, costs, memory_bytes)
              for rank in range(max(rank_of_stage) + 1)]  # fmt: skip
@@ -79,11 +79,11 @@ class _Rank:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is left to do."""
+        """Whether work is left."""
         return any(self._left.values())
 
     def choose(self, there: dict[Thing, tuple[float, int]], now: float) -> Action | None:
-        """Return what to do now, None if nothing can be."""
+        """Return the next action, or None if there is none that can run now."""
         for kind in (Kind.INPUT_GRAD, Kind.FORWARD, Kind.WEIGHT_GRAD):
             for action in self._left[kind]:
                 if self._is_ready(action, there, now) and self._fits(action):

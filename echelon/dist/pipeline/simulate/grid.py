@@ -1,4 +1,4 @@
-"""A simulated plan as text: one line per step of time, one column per rank."""
+"""A simulated plan as text: one line per time step, one column per rank."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _MOST_LINES = 2000
 
 
 def draw_grid(simulation: Simulation, step: float | None = None) -> str:
-    """Return the grid: an action's text where it begins, `|` while it runs, `.` where idle.
+    """Return the grid: an action's text where it begins, `|` while it runs, `.` while idle.
 
     Args:
-        simulation: what to show.
-        step: time of a line; None: the shortest action's.
+        simulation: the simulation to show.
+        step: duration of a line; None means that of the shortest action.
 
     Raises:
         ValueError: the grid would have more than 2000 lines.
@@ -55,16 +55,16 @@ def _column(slots: list[Slot], num_lines: int, step: float, origin: float) -> li
 
 
 def draw_summary(simulation: Simulation) -> str:
-    """Return a line of figures and one about the critical path."""
+    """Return a line of figures and a line about the critical path."""
     plan = simulation.plan
     peaks = ", ".join(str(peak) for peak in simulation.peak_activations)
     path = simulation.critical_path
     hops = sum(one.rank != other.rank for one, other in pairwise(path))
     return (
         f"{plan.name}: {plan.num_ranks} ranks, {plan.num_microbatches} micro-batches, "
-        f"{plan.num_chunks} chunk(s) a rank\n"
+        f"{plan.num_chunks} chunk(s) per rank\n"
         f"makespan {simulation.makespan:g}, bubble {simulation.bubble:.1%}, "
-        f"peak activations a rank: {peaks}\n"
+        f"peak activations per rank: {peaks}\n"
         f"critical path: {len(path)} actions from {path[0].action} to {path[-1].action}, "
         f"{hops} changes of rank"
     )

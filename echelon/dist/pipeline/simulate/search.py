@@ -1,7 +1,7 @@
-"""Which schedule is best for measured costs and a memory limit: all of them, simulated and sorted.
+"""The search for the best schedule for measured costs and a memory limit, by simulation.
 
-Tried are the named schedules with their possible numbers of chunks, and one made to measure for
-each way of placing the stages (`schedules/fitted.py`).
+It tries the named schedules with their possible numbers of chunks, and a fitted one for each way of
+placing the stages (`simulate/fitted.py`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ _CHUNKED = ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble")
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What one rank's share of the model costs for a whole batch, in any unit of time.
+    """The cost of one rank's share of the model for a whole batch, in any unit of time.
 
     Attributes:
-        forward, input_grad, weight_grad: of the share and the batch, measured or estimated.
-        overhead: what each action costs besides, however small it is.
-        activation_bytes: what the share keeps for the batch.
-        message_bytes: of the batch between two ranks.
-        latency, bandwidth: of the link.
+        forward, input_grad, weight_grad: durations for the share and the batch, measured or
+            estimated.
+        overhead: additional cost of each action, independent of its size.
+        activation_bytes: bytes that the share keeps for the batch.
+        message_bytes: size of the batch's messages between two ranks.
+        latency, bandwidth: latency and bandwidth of the link.
     """
 
     forward: float = 1.0
@@ -65,17 +66,17 @@ def search(
     memory_bytes: float = float("inf"),
     max_chunks: int = 4,
 ) -> list[Simulation]:
-    """Return what fits the memory, the shortest first; `.plan` of each is the schedule.
+    """Return the simulations that fit in memory, the shortest first, each with its `.plan`.
 
     Args:
         num_ranks: ranks in the pipeline.
         microbatches: numbers of micro-batches to try.
-        load: what a rank's share costs.
+        load: the cost of a rank's share.
         memory_bytes: limit for the activations of any rank.
-        max_chunks: the most stages a rank.
+        max_chunks: the maximum number of stages per rank.
 
     Raises:
-        ValueError: nothing fits.
+        ValueError: no schedule fits.
     """
     found = [
         simulation

@@ -1,8 +1,8 @@
-"""What a plan would cost: when each action runs, who idles, what is held, and the critical path.
+"""The simulated cost of a plan: the times of actions, idle times, memory, and the critical path.
 
 Every rank carries out its row in order; an action begins when the rank is free and everything that
-it needs has arrived. Messages are asynchronous and travel beside computations, as they do in
-`run.py`. Nothing is sampled: with the rows fixed, times follow one from the other.
+it needs has arrived. Messages are asynchronous and overlap with computations, as in `run.py`. The
+simulation is deterministic: the rows determine all times.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from echelon.dist.pipeline.simulate.costs import Costs, PerStage, of_stage
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One action at its time.
+    """One action with its times.
 
-    `cause` says what it waited for last, as (rank, position in that rank's slots); None: nothing.
-    `idle` is how long its rank had nothing to do before it.
+    `cause` is the slot for which it waited last, as (rank, position in that rank's slots), or None.
+    `idle` is how long its rank was idle before it.
     """
 
     rank: int
@@ -35,16 +35,16 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """The outcome.
+    """The result of a simulation.
 
     Attributes:
         makespan: from the first action's start to the last one's end, in the costs' unit.
-        bubble: share of all ranks' time in which they idle, 0 to 1.
-        peak_activations: per rank, the most (stage, micro-batch) pairs whose activations it holds
-            at once: from the forward to the weight gradients.
-        peak_bytes: the same in bytes, by `Costs.activation_bytes`.
+        bubble: fraction of all ranks' time in which they are idle, 0 to 1.
+        peak_activations: per rank, the maximum number of (stage, micro-batch) pairs whose
+            activations it holds at once, from the forward to the weight gradients.
+        peak_bytes: the same in bytes, according to `Costs.activation_bytes`.
         slots: per rank, its computations with their times.
-        critical_path: the slots that the makespan consists of, first to last.
+        critical_path: the slots that make up the makespan, from first to last.
     """
 
     plan: Plan
@@ -64,19 +64,19 @@ def simulate(
     *,
     costs: Costs | None = None,
 ) -> Simulation:
-    """Work out when a plan's actions run.
+    """Compute when a plan's actions run.
 
     Args:
-        plan: any plan; messages and sharding actions in it cost nothing by themselves.
-        forward: cost of one chunk's forward action, for all stages or for each.
+        plan: any plan; its messages and sharding actions do not cost time by themselves.
+        forward: cost of one chunk's forward, for all stages or per stage.
         input_grad: cost of the gradient of one chunk's input.
         weight_grad: cost of the gradient of one chunk's weights; a whole backward takes
             input_grad + weight_grad.
-        costs: everything that can be told, in place of those three.
+        costs: all costs, instead of the three above.
 
     Raises:
-        PlanError: some action can never run.
-        ValueError: costs do not fit the plan.
+        PlanError: an action can never run.
+        ValueError: the costs do not match the plan.
 
     Example:
         >>> for name in ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble"):
@@ -105,7 +105,7 @@ def simulate(
 
 
 class _Clock:
-    """Lets ranks run as far as they can, by turns, until all are through."""
+    """A clock that runs each rank as far as possible, in turn, until all have finished."""
 
     def __init__(self, plan: Plan, costs: Costs) -> None:
         self._plan = plan
@@ -151,7 +151,7 @@ class _Clock:
         return True
 
     def _there(self, thing: Thing, rank: int) -> float:
-        """Return when a thing is on a rank."""
+        """Return the time at which a thing is available on a rank."""
         maker, position = self._made[thing]
         return self._slots[rank][position].end if maker == rank else self._arrival[thing]
 
@@ -170,7 +170,7 @@ class _Clock:
 
 
 def _peaks(slots: list[Slot], costs: Costs) -> tuple[int, float]:
-    """Return the most activations that a rank holds, as a count and in bytes."""
+    """Return the maximum of activations that a rank holds, as a count and in bytes."""
     count = most = 0
     held = most_held = 0.0
     for slot in slots:

@@ -12,8 +12,8 @@ def draw_trace(simulation: Simulation, us_per_unit: float = 1000.0) -> str:
     """Return the trace as JSON text: one thread per rank, and an arrow for each message.
 
     Args:
-        simulation: what to show.
-        us_per_unit: microseconds that a unit of the costs' time is shown as.
+        simulation: the simulation to show.
+        us_per_unit: microseconds in the trace per unit of time of the costs.
     """
     critical = {(slot.rank, slot.action) for slot in simulation.critical_path}
     events: list[dict[str, Any]] = []

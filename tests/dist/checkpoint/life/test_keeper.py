@@ -101,7 +101,7 @@ def test_what_is_being_read_is_not_removed(tmp_path):
     with Keeper(tmp_path, keep=1) as keeper:
         keeper.save(1, state_at(1))
         reader = Version(tmp_path)
-        with pytest.warns(RuntimeWarning, match="step_00000001 is not removed: it is being read"):
+        with pytest.warns(RuntimeWarning, match="step_00000001 was not removed: it is being read"):
             keeper.save(2, state_at(2))
         assert steps_in(tmp_path) == [1, 2]
         assert reader.verify() == 400
@@ -132,7 +132,7 @@ def test_what_the_keeper_did_not_write_stays(tmp_path):
         keep_all(tmp_path, [3, 4], keep=1)
     texts = [str(one.message) for one in caught]
     assert len(texts) == 2, texts
-    assert all("not removed: it has files that no save wrote" in text for text in texts)
+    assert all("not removed: it contains files that no save wrote" in text for text in texts)
     assert (tmp_path / "step_00000001" / "notes.txt").exists()
     assert loaded(tmp_path / "step_00000002") == 2
     assert (tmp_path / "step_final").exists()
@@ -231,7 +231,7 @@ def test_room_is_made_only_if_asked_and_never_of_the_newest_or_the_best(tmp_path
         for step in (1, 2, 3):
             assert keeper.save(step, state_at(step), score=float(step))
         _fill(monkeypatch, tmp_path, room_for=3)
-        with pytest.warns(RuntimeWarning, match="step_00000002: removed, the disk is full"):
+        with pytest.warns(RuntimeWarning, match="step_00000002: removed, since the disk is full"):
             assert keeper.save(4, state_at(4))
         assert steps_in(tmp_path) == [1, 3, 4]
         _fill(monkeypatch, tmp_path, room_for=0)
@@ -261,7 +261,7 @@ def test_a_second_job_on_the_folder_is_refused_until_the_first_has_ended(tmp_pat
     ) as other:
         assert other.stdout.readline() == b"held\n"
         keeper = Keeper(tmp_path)
-        with pytest.raises(CheckpointError, match=f"process {other.pid} on .*folder of its own"):
+        with pytest.raises(CheckpointError, match=f"process {other.pid} on .*its own folder"):
             keeper.save(1, state_at(1))
         other.kill()
     assert keeper.save(1, state_at(1))

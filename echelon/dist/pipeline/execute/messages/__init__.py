@@ -1,1 +1,1 @@
-"""What passes between stages on different ranks: outputs forward, their gradients back."""
+"""Messages between stages on different ranks: outputs forward, their gradients backward."""

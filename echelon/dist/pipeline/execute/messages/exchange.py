@@ -1,8 +1,8 @@
-"""A rank's side of everything that passes between stages in one step.
+"""One rank's side of the exchange between stages in one step.
 
-Where two neighbouring stages are on one rank, tensors are handed over; else they are sent. Sends
-never block. Receives are posted at the latest where the plan with messages has them (see the note
-in `lower.py`), and mostly a few computations earlier.
+If two neighbouring stages are on one rank, tensors are passed directly; otherwise they are sent.
+Sends never block. Receives are posted no later than in the plan with messages (see the note in
+`lower.py`), and usually a few computations earlier.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAMES = {Product.OUTPUT: "RECV_F", Product.INPUT_GRAD: "RECV_B"}
 
 
 class Routes:
-    """Which rank sends what to this one, and in which order; follows from the plan."""
+    """The data that each rank sends to this one, and its order, derived from the plan."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.owner = plan.rank_of_stage
@@ -41,22 +41,22 @@ class Routes:
         return sorted(near - {self.rank})
 
     def sent_by(self, peer: int, *, backward: bool) -> list[Thing]:
-        """Return what a rank sends to this one in a step, in its order."""
+        """Return the things that a rank sends to this one in a step, in order."""
         return [one for one in self._sent[peer] if backward or one.product is Product.OUTPUT]
 
     def destination(self, thing: Thing) -> int | None:
-        """Return which rank a thing goes to; None: to no stage."""
+        """Return the rank to which a thing is sent, or None if no stage needs it."""
         to = thing.stage + {Product.OUTPUT: 1, Product.INPUT_GRAD: -1}.get(thing.product, 0)
         if to == thing.stage or not 0 <= to < self._num_stages:
             return None
         return self.owner[to]
 
     def source(self, thing: Thing) -> int:
-        """Return which rank makes a thing."""
+        """Return the rank that computes a thing."""
         return self.owner[thing.stage]
 
     def needed(self, action: Action) -> list[Thing]:
-        """Return what a computation needs of other ranks."""
+        """Return the things that a computation needs from other ranks."""
         wanted = self._needed.get(action)
         if wanted is None:  # the same in every step
             every = needs(action, self._num_stages)
@@ -70,13 +70,13 @@ class Routes:
 
 
 class Exchange:
-    """What passes in one step; made for each.
+    """The exchange of one step; a new one is created for each step.
 
     Args:
         group: the pipeline's ranks.
-        routes: of this rank.
-        links: to its peers.
-        device: of its stages.
+        routes: this rank's routes.
+        links: the links to its peers.
+        device: the device of its stages.
         backward: whether gradients are sent.
     """
 
@@ -100,18 +100,18 @@ class Exchange:
         }
 
     def want(self, things: Sequence[Thing]) -> None:
-        """Post the receives of what this rank will need, and of what headers have announced."""
+        """Post the receives that this rank will need, and those announced by headers."""
         for thing in things:
             self._incoming[self._routes.source(thing)].want(thing)
         for incoming in self._incoming.values():
             incoming.advance()
 
     def want_for(self, *actions: Action) -> None:
-        """Post the receives of what some computations need."""
+        """Post the receives that some computations need."""
         self.want([thing for action in actions for thing in self._routes.needed(action)])
 
     def put(self, thing: Thing, tensors: Sequence[torch.Tensor]) -> None:
-        """Send what a computation made: a stage's outputs, or the gradients of its inputs."""
+        """Send the result of a computation: a stage's outputs, or the gradients of its inputs."""
         to = self._routes.destination(thing)
         assert to is not None, thing
         if to == self._routes.rank:
@@ -125,14 +125,13 @@ class Exchange:
                 self._incoming[to].expect(gradient, tensors)
 
     def take(self, thing: Thing, action: Action) -> Tensors:
-        """Return what a computation needs; block until it is here.
+        """Return the tensors that a computation needs, blocking until they have arrived.
 
-        Outputs arrive as leaves that require gradients where their maker's did. On a device the
+        Outputs arrive as leaves that require gradients if they did on their sender. On a device the
         current stream waits for the data, not the host.
 
         Raises:
-            CollectiveError: the rank that makes it is lost, or did not send within the group's
-                timeout.
+            CollectiveError: the sending rank was lost, or did not send within the group's timeout.
         """
         source = self._routes.source(thing)
         if source == self._routes.rank:
@@ -150,10 +149,10 @@ class Exchange:
             return incoming.take(thing)
 
     def finish(self) -> None:
-        """Block until all that was sent has left.
+        """Block until everything has been sent.
 
         Raises:
-            CollectiveError: a receiver is lost or did not receive within the group's timeout.
+            CollectiveError: a receiver was lost or did not receive within the group's timeout.
         """
         for outgoing in self._outgoing.values():
             if outgoing.is_done:
@@ -165,7 +164,7 @@ class Exchange:
 
 
 def received(message: Action) -> Thing:
-    """Return what a receive of a plan is for."""
+    """Return the thing that a receive of a plan gets."""
     if message.kind is Kind.RECV_F:
         return Thing(Product.OUTPUT, message.stage - 1, message.microbatch)
     assert message.kind is Kind.RECV_B, message

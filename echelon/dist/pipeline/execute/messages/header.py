@@ -1,8 +1,8 @@
-"""Headers: what a micro-batch's outputs are, and their bytes in one buffer.
+"""Headers: the description of a micro-batch's outputs, whose bytes are in one buffer.
 
-A header tells how many tensors a stage returned, the dtype and dims of each and whether it requires
-a gradient. It is read on the host before the tensors are made, so it is always a host tensor, even
-where the payload is on a device.
+A header gives the number of tensors that a stage returned, the dtype and dims of each, and whether
+it requires a gradient. It is read on the host before the tensors are created, so it is always a
+host tensor, even if the payload is on a device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ALIGNMENT = 64
 
 
 class Place(IntEnum):
-    """Where the payload of a header is."""
+    """The place of a header's payload."""
 
     MAIN = 0  # on the data channel
     SPILL = 1  # on the spill channel: the receive posted for it on the data channel is too small
@@ -36,7 +36,7 @@ class Place(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One tensor: what is needed to make it of bytes."""
+    """The specification of one tensor, as needed to create it from bytes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -44,24 +44,24 @@ class Spec:
 
     @property
     def num_bytes(self) -> int:
-        """Its size, without padding."""
+        """Its size in bytes, without padding."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a micro-batch's outputs are."""
+    """The description of a micro-batch's outputs."""
 
     specs: tuple[Spec, ...]
     place: Place = Place.MAIN
 
     @property
     def payload_bytes(self) -> int:
-        """Size of the payload, each tensor padded."""
+        """The size of the payload in bytes, with each tensor padded."""
         return sum(_aligned(spec.num_bytes) for spec in self.specs)
 
     def encode(self) -> torch.Tensor:
-        """Return the header as numbers: [HEADER_NUMBERS], int64, on the host."""
+        """Encode the header as numbers: [HEADER_NUMBERS], int64, on the host."""
         numbers = [len(self.specs), int(self.place)]
         for spec in self.specs:
             dims = [*spec.shape, *[0] * (_MAX_DIMS - len(spec.shape))]
@@ -71,7 +71,7 @@ class Header:
 
     @staticmethod
     def decode(numbers: Sequence[int]) -> Header:
-        """Read `encode`'s numbers."""
+        """Decode the numbers from `encode`."""
         specs = []
         for at in range(2, 2 + numbers[0] * _RECORD, _RECORD):
             dtype, requires_grad, num_dims, *dims = numbers[at : at + _RECORD]
@@ -80,10 +80,11 @@ class Header:
 
 
 def describe(tensors: Sequence[torch.Tensor]) -> tuple[Spec, ...]:
-    """Return what some tensors are.
+    """Return the header that describes some tensors.
 
     Raises:
-        ValueError: there are too many, or one has too many dims or a dtype that cannot be sent.
+        ValueError: there are too many tensors, or one has too many dims or a dtype that cannot be
+            sent.
     """
     if len(tensors) > _MAX_TENSORS:
         raise ValueError(
@@ -108,7 +109,7 @@ def pack(tensors: Iterable[torch.Tensor], payload: torch.Tensor) -> None:
 
 
 def unpack(specs: Iterable[Spec], payload: torch.Tensor) -> Tensors:
-    """Return tensors in place in their payload, as leaves that require what their specs say."""
+    """Return views of the tensors in their payload, as leaves with their `requires_grad`."""
     tensors: Tensors = []
     at = 0
     for spec in specs:

@@ -1,12 +1,12 @@
-"""Incoming: what this rank receives from one peer during a step.
+"""Incoming: this rank's receives from one peer during a step.
 
 Messages of a channel arrive in the order in which they are sent, which is that of the peer's row of
-the plan. So receives are posted in that order, whatever order they are needed in, and a few
-computations ahead of need.
+the plan. So receives are posted in that order, whatever the order in which they are needed, and a
+few computations ahead of need.
 
 A receive of outputs can be posted before their header has arrived, because both ends remember the
-size of the step before. So a micro-batch may have any shape, and the next step another: outputs
-that have grown take one more message. In the first step a receive waits for its header.
+size in the previous step. A micro-batch may have any shape, and another one in the next step:
+outputs that have grown take one more message. In the first step a receive waits for its header.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class _Arrival:
     """The receives of one thing.
 
     Attributes:
-        works: of its data.
-        header: outputs only: the receive of the header and where it is written.
-        specs: what the header says, once it is read.
-        payload: outputs only.
-        tensors: gradients only.
+        works: the works that receive its data.
+        header: for outputs, the receive of the header and its buffer.
+        specs: the contents of the header, once it is read.
+        payload: for outputs, the buffer of the payload.
+        tensors: for gradients, the tensors that receive them.
     """
 
     works: list[Work] = field(default_factory=list)
@@ -51,12 +51,12 @@ class _Arrival:
 
 
 class Incoming:
-    """Receives from one peer.
+    """The receives from one peer.
 
     Args:
-        link: to the peer.
-        order: what it sends in this step, in its order.
-        device: of the data.
+        link: the link to the peer.
+        order: the things that it sends in this step, in its order.
+        device: the device of the data.
     """
 
     def __init__(self, link: Link, order: Sequence[Thing], device: torch.device) -> None:
@@ -73,13 +73,13 @@ class Incoming:
         self._expected: dict[Thing, Tensors] = {}
 
     def want(self, thing: Thing) -> None:
-        """Let receives be posted up to a thing's, and post those that can be."""
+        """Allow receives up to that of a thing, and post those that can be posted."""
         if self._place[thing] >= self._num_wanted:
             self._num_wanted = self._place[thing] + 1
             self.advance()
 
     def expect(self, thing: Thing, outputs: Sequence[torch.Tensor]) -> None:
-        """Note the shapes of a micro-batch's gradients: those of the outputs that are sent now."""
+        """Record the shapes of a micro-batch's gradients: those of the outputs being sent."""
         self._expected[thing] = [
             torch.empty(one.shape, dtype=one.dtype, device="meta")
             for one in outputs
@@ -88,7 +88,7 @@ class Incoming:
         self.advance()
 
     def advance(self) -> None:
-        """Post what can be posted. Does not block."""
+        """Post the receives that can be posted. Does not block."""
         while self._num_headers < self._num_wanted:
             self._post_header(self._order[self._num_headers])
             self._num_headers += 1
@@ -96,7 +96,7 @@ class Incoming:
             self._num_posted += 1
 
     def is_here(self, thing: Thing) -> bool:
-        """Whether `take` would not wait. On a device: whether its header has arrived."""
+        """Return whether `take` would not block; on a device, whether the header has arrived."""
         if self._place[thing] >= self._num_posted:
             return False
         arrival = self._arrivals[thing]
@@ -107,10 +107,10 @@ class Incoming:
         return self._device.type != "cpu" or all(work.done for work in arrival.works)
 
     def take(self, thing: Thing) -> Tensors:
-        """Return a thing's tensors; block until they are here, on a device until they are ordered.
+        """Return a thing's tensors, blocking until they have arrived or, on a device, are ordered.
 
         Raises:
-            CollectiveError: the peer is lost, or did not send within the group's timeout.
+            CollectiveError: the peer was lost, or did not send within the group's timeout.
         """
         self.want(thing)
         self.advance()
@@ -129,9 +129,10 @@ class Incoming:
         return unpack(arrival.specs, arrival.payload)
 
     def _read_headers(self, thing: Thing) -> None:
-        """Wait for the headers up to a thing's and read them.
+        """Wait for the headers up to that of a thing, and read them.
 
-        In the peer's order: receives from the spill channel must be posted in that order, too.
+        They are read in the peer's order, because receives from the spill channel must also be
+        posted in that order.
         """
         while self._num_read <= self._place[thing]:
             one = self._order[self._num_read]
@@ -163,7 +164,7 @@ class Incoming:
         self._arrivals[thing].header = work, numbers
 
     def _size(self, thing: Thing) -> int | None:
-        """Return the size that outputs had in the step before."""
+        """Return the size of the outputs in the previous step."""
         return self._link.received.get((thing.stage, thing.microbatch))
 
     def _post(self, thing: Thing) -> bool:

@@ -1,10 +1,10 @@
-"""Links: the channels from this rank to those that hold its stages' neighbours.
+"""Links: the channels from this rank to the ranks that hold its stages' neighbours.
 
-Three channels a peer, each in the order of the sender: headers, which the host reads and its engine
-carries; the data, which the engine of the stages' device carries; and the spill, for outputs that
-outgrew the receive that was posted for them. On a device each of the last two is a communicator of
-two ranks for each direction; the data's are connected when the pipeline is made, the spill's by the
-first outputs that need it.
+There are three channels per peer, each in the sender's order: headers, which the host reads and its
+engine carries; data, which the engine of the stages' device carries; and spill, for outputs larger
+than the receive posted for them. On a device each of the last two uses a two-rank communicator per
+direction; those for data are connected when the pipeline is created, those for spill by the first
+outputs that need them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Link:
     Attributes:
         rank: the peer's rank within the group.
         headers, data, spill: see the module.
-        is_joined: whether headers whose payload has a known size are sent in front of it: data of
-            the host needs no message of its own for what the host reads.
+        is_joined: whether headers are sent in front of a payload of known size: host data does not
+            need a separate message for its header.
         sent, received: sizes of the last payload of each output, the same at both ends.
     """
 
@@ -44,16 +44,16 @@ class Link:
 def open_links(
     group: ProcessGroup, name: str, peers: Iterable[int], device: torch.device
 ) -> dict[int, Link]:
-    """Open the channels to some peers, which do the same; blocks until devices are connected.
+    """Open the channels to some peers, which must do the same; block until devices are connected.
 
     Args:
         group: the pipeline's ranks.
-        name: of the pipeline, the same on all its ranks and no other pipeline's.
+        name: the pipeline's name, unique and the same on all its ranks.
         peers: group ranks.
-        device: of the data.
+        device: the device of the data.
 
     Raises:
-        CollectiveError: a peer is lost or did not open its end within the group's timeout.
+        CollectiveError: a peer was lost or did not open its end within the group's timeout.
     """
     links = {
         peer: Link(
@@ -70,7 +70,7 @@ def open_links(
 
 
 def connect(channels: Iterable[Channel], device: torch.device) -> None:
-    """Connect channels for a device, all at once, so that no order among ranks matters."""
+    """Connect channels for a device, all at once, so that the order among ranks does not matter."""
     like = torch.empty(1, device=device)
     for opening in [channel.open(like, async_op=True) for channel in channels]:
         assert opening is not None

@@ -1,4 +1,4 @@
-"""Outgoing: what this rank sends to one peer during a step. Never blocks before the step's end."""
+"""Outgoing: this rank's sends to one peer during a step. Never blocks before the step's end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from echelon.dist.work import Work
 
 
 class Outgoing:
-    """Sends to one peer, kept until they are done."""
+    """The sends to one peer, kept until they are done."""
 
     def __init__(self, link: Link) -> None:
         self.rank = link.rank
@@ -31,8 +31,8 @@ class Outgoing:
     def outputs(self, thing: Thing, tensors: Sequence[torch.Tensor]) -> None:
         """Send a micro-batch's outputs.
 
-        The receiver may have posted a receive of the size that they had in the step before. That
-        many bytes go over the data channel in any case; what does not fit takes the spill channel.
+        The receiver may have posted a receive of the size in the previous step. That many bytes are
+        always sent over the data channel; the rest is sent over the spill channel.
 
         Raises:
             ValueError: the tensors cannot be sent.
@@ -59,20 +59,20 @@ class Outgoing:
         self._link.sent[key] = size
 
     def gradients(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Send the gradients of a micro-batch's inputs, whose shapes the receiver knows."""
+        """Send the gradients of a micro-batch's inputs; the receiver already has their shapes."""
         for tensor in tensors:
             self._send(self._link.data, tensor)
 
     @property
     def is_done(self) -> bool:
-        """Whether all that was sent has left."""
+        """Return whether all sends have completed."""
         return all(work.done for work in self._sent)
 
     def finish(self) -> None:
-        """Block until all that was sent has left, within the group's timeout.
+        """Block until all sends have completed, within the group's timeout.
 
         Raises:
-            CollectiveError: the peer is lost or did not receive it.
+            CollectiveError: the peer was lost or did not receive the data.
         """
         while self._sent:
             self._sent.popleft().wait()

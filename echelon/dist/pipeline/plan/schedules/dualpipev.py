@@ -1,11 +1,12 @@
-"""DualPipeV: two chunks a rank in a V, a forward of one overlapped with a backward of the other.
+"""DualPipeV: two chunks per rank in a V, overlapping one's forwards with the other's backwards.
 
-Rank r holds stages r and 2p - 1 - r. In the steady part each action is a forward and a backward at
-once, so that the communication of one hides behind the computation of the other; only around the
-ramps is the backward split. (The schedule is DeepSeek's DualPipe, cut in half as Sea AI Lab did.)
+Rank r holds stages r and 2p - 1 - r. In the steady state each action is a forward and a backward at
+once, so that the communication of one is hidden behind the computation of the other; the backward
+is split only around the ramps. (The schedule is DeepSeek's DualPipe, cut in half as Sea AI Lab
+did.)
 
-It is regular from 2p micro-batches on. For fewer, the order for 2p is taken and those that are not
-there are left out.
+It is regular for 2p or more micro-batches. For fewer, the order for 2p is used and the missing ones
+are left out.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
 
 
 def _end(row: RowBuilder, rank: int, behind: int, down: int, up: int) -> None:
-    """Write the last backwards: whole ones, then split ones whose weights wait for the gaps."""
+    """Write the last backwards: whole ones, then split ones whose weights fill the gaps."""
     ramp = [up, down] * (rank + 1)
     for number, stage in enumerate(ramp):
         if number <= rank:

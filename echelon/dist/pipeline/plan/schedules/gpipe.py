@@ -1,6 +1,6 @@
 """GPipe: every forward, then every backward.
 
-The simplest order and the hungriest: all micro-batches are alive at once.
+This is the simplest order and needs the most memory: all micro-batches are alive at once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Interleaved 1F1B: each rank holds several chunks, and the bubble shrinks by their number.
 
-Rank r holds stages r, r + p, r + 2p, ... Before its first backward it runs the forwards of all its
-chunks but the last for one round, and two more for each rank behind it: one for the way there, one
+Rank r holds stages r, r + p, r + 2p, ... Before its first backward it runs one round of forwards of
+all its chunks except the last, plus two more for each rank after it: one for the way there and one
 for the way back.
 """
 

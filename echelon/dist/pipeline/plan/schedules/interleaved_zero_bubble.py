@@ -1,8 +1,8 @@
-"""Interleaved zero bubble: interleaved, with the backward in two parts.
+"""Interleaved zero bubble: interleaved, with the backward in two halves.
 
-Only the gradients of the inputs are on the way that others wait for; those of the weights fill the
-gaps. Rank r holds back r of them, so that every rank has one for each gap at the end and none
-holds more than (chunks x ranks) micro-batches.
+Other ranks wait only for the gradients of the inputs; those of the weights fill the gaps. Rank r
+defers r of them, so that every rank has one for each gap at the end, and ranks hold at most (chunks
+x ranks) micro-batches.
 """
 
 from __future__ import annotations

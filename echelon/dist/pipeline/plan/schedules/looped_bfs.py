@@ -1,7 +1,7 @@
-"""Looped breadth-first: GPipe over several chunks a rank, a whole chunk before the next.
+"""Looped breadth-first: GPipe over several chunks per rank, one whole chunk before the next.
 
-Its bubble is the interleaved one's, its memory GPipe's; each chunk's parameters are needed once
-each way, which suits sharded ones.
+It has the bubble of the interleaved schedule and the memory of GPipe. Each chunk's parameters are
+needed once in each direction, which suits sharded stages.
 """
 
 from __future__ import annotations

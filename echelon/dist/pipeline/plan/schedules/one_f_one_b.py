@@ -1,7 +1,7 @@
-"""1F1B: as soon as a rank can run a backward, it does, and then one forward more.
+"""1F1B: a rank runs a backward as soon as it can, and then one more forward.
 
-It idles as long as GPipe and holds at most as many micro-batches as ranks lie between it and the
-end.
+A rank idles as long as in GPipe, and holds at most as many micro-batches as there are ranks from it
+to the end.
 """
 
 from __future__ import annotations

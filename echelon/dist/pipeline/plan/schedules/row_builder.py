@@ -1,6 +1,6 @@
-"""Writes a row and counts what is on it, so that a schedule speaks of stages alone.
+"""Writes a row and counts its actions, so that a schedule only names stages.
 
-Micro-batches pass a stage in order: the next one of a kind is the count of that kind so far.
+Micro-batches pass a stage in order, so the next one of a kind is the count of that kind so far.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from echelon.dist.pipeline.plan.action import (
 
 
 class RowBuilder:
-    """A row being written."""
+    """A row that is being written."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
@@ -28,11 +28,11 @@ class RowBuilder:
         self._backwards: Counter[int] = Counter()
 
     def num_forwards(self, stage: int) -> int:
-        """Return how many forwards of a stage are on the row."""
+        """Return the number of a stage's forwards on the row."""
         return self._forwards[stage]
 
     def owes(self, stage: int) -> bool:
-        """Return whether a stage has input gradients on the row whose weight gradients are not."""
+        """Return whether a stage has input gradients on the row without their weight gradients."""
         return any(owed == stage for owed, _ in self._owed)
 
     def forward(self, *stages: int) -> None:
@@ -48,13 +48,13 @@ class RowBuilder:
         self.actions.append(overlap(self._forward(forward_stage), self._backward(backward_stage)))
 
     def inputs(self, stage: int) -> None:
-        """Write a stage's next input gradients, and owe the weights'."""
+        """Write a stage's next input gradients, and defer its weight gradients."""
         microbatch = self._count(self._backwards, stage)
         self._owed.append((stage, microbatch))
         self.actions.append(input_grad(stage, microbatch))
 
     def weights(self, stage: int | None = None) -> None:
-        """Write the weight gradients that are owed longest, of one stage or of any."""
+        """Write the longest deferred weight gradients, of one stage or of any."""
         owed = next(pair for pair in self._owed if stage in (None, pair[0]))
         self._owed.remove(owed)
         self.actions.append(weight_grad(*owed))
@@ -72,7 +72,7 @@ class RowBuilder:
 
 
 def kept(action: Action, num_microbatches: int) -> list[Action]:
-    """Leave out the micro-batches that are not there: an overlap may lose one side, or both."""
+    """Remove micro-batches that do not exist; an overlap may lose one or both sides."""
     parts = [part for part in action.computations if part.microbatch < num_microbatches]
     if action.kind is not Kind.OVERLAP:
         return parts

@@ -1,12 +1,12 @@
-"""ZBV: two chunks a rank in a V, the backward in two parts.
+"""ZBV: two chunks per rank in a V, with the backward in two halves.
 
-Rank r holds stages r and 2p - 1 - r, so that the last rank turns the corner by itself and rank 0
-has both ends. With forward, input gradients and weight gradients equally long no rank idles but for
-the ramp of p - 1 chunks, and no rank holds more than 1F1B's rank 0. (The schedule is Qi et al.'s,
-"Pipeline Parallelism with Controllable Memory".)
+Rank r holds stages r and 2p - 1 - r, so that the last rank holds both stages at the turn of the V
+and rank 0 both ends. If forward, input gradients and weight gradients take equal time, ranks idle
+only during the ramp of p - 1 chunks, and hold no more than rank 0 in 1F1B. (The schedule is Qi et
+al.'s, "Pipeline Parallelism with Controllable Memory".)
 
-It is regular from 2p - 1 micro-batches on. For fewer, the order for 2p - 1 is taken and those that
-are not there are left out.
+It is regular for 2p - 1 or more micro-batches. For fewer, the order for 2p - 1 is used and the
+missing ones are left out.
 """
 
 from __future__ import annotations
