@@ -39,6 +39,7 @@ class Limits:
     throttled_ns: int | None = None  # since the cgroup was made
     memory_bytes: int | None = None
     memory_limit_bytes: int | None = None
+    reclaimable_bytes: int = 0  # of memory_bytes: cached files, which the kernel drops when needed
     num_processes: int | None = None  # threads count too
     max_processes: int | None = None
     oom_kills: int | None = None
@@ -55,6 +56,7 @@ def limits(pid: int, denied: list[str]) -> Limits:
         throttled_ns=max((g["throttled_ns"] for g in groups if "throttled_ns" in g), default=None),
         memory_bytes=memory_bytes,
         memory_limit_bytes=memory_limit,
+        reclaimable_bytes=_reclaimable(groups, memory_bytes, memory_limit),
         num_processes=num_processes,
         max_processes=max_processes,
         oom_kills=_nearest(groups, "oom_kills"),
@@ -82,6 +84,8 @@ _SOURCES: dict[int, tuple[tuple[str, str, str, int], ...]] = {
         ("throttled_ns", "cpu.stat", "throttled_time", 1),
         ("memory_bytes", "memory.usage_in_bytes", "", 1),
         ("memory_limit_bytes", "memory.limit_in_bytes", "", 1),
+        ("inactive_file", "memory.stat", "total_inactive_file", 1),
+        ("active_file", "memory.stat", "total_active_file", 1),
         ("oom_kills", "memory.oom_control", "oom_kill", 1),
         ("num_processes", "pids.current", "", 1),
         ("max_processes", "pids.max", "", 1),
@@ -90,6 +94,8 @@ _SOURCES: dict[int, tuple[tuple[str, str, str, int], ...]] = {
         ("throttled_ns", "cpu.stat", "throttled_usec", 1000),
         ("memory_bytes", "memory.current", "", 1),
         ("memory_limit_bytes", "memory.max", "", 1),
+        ("inactive_file", "memory.stat", "inactive_file", 1),
+        ("active_file", "memory.stat", "active_file", 1),
         ("oom_kills", "memory.events", "oom_kill", 1),
         ("frozen", "cgroup.events", "frozen", 1),
         ("num_processes", "pids.current", "", 1),
@@ -120,6 +126,14 @@ def _tightest(groups: list[dict[str, int]], used: str, limit: str) -> tuple[int 
     if not limited:
         return _nearest(groups, used), None
     return max(limited, key=lambda one: one[0] / max(one[1], 1))
+
+
+def _reclaimable(groups: list[dict[str, int]], used: int | None, limit: int | None) -> int:
+    """Return the cached files of the group with this usage and limit."""
+    for group in groups:
+        if (group.get("memory_bytes"), group.get("memory_limit_bytes")) == (used, limit):
+            return group.get("inactive_file", 0) + group.get("active_file", 0)
+    return 0
 
 
 def _folders(pid: int, denied: list[str]) -> Iterator[tuple[int, str]]:

@@ -107,7 +107,7 @@ def _memory(found: Limits) -> tuple[list[str], bool]:
     text = f"{used / 1e9:.1f} of {found.memory_limit_bytes / 1e9:.1f} GB of memory in use"
     if found.oom_kills:
         text += f" ({found.oom_kills} processes killed for memory so far)"
-    return [text], used < 0.95 * found.memory_limit_bytes
+    return [text], used - found.reclaimable_bytes < 0.95 * found.memory_limit_bytes
 
 
 def user() -> Check:

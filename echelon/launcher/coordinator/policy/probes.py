@@ -65,7 +65,11 @@ ANSWERS = (
         tries=3,
         checks="latency, bandwidth both ways and clock, between the node and another one",
     ),
-    Answer(probe=probes.MEMORY, tries=1, checks="256 MiB are available"),
+    Answer(
+        probe=probes.MEMORY,
+        tries=1,
+        checks="256 MiB, or a tenth of the cgroup's limit, are available",
+    ),
     Answer(
         probe=probes.DEVICE,
         tries=1,

@@ -23,7 +23,8 @@ def probe_memory() -> Finding:
     denied: list[str] = []
     found = limits(os.getpid(), denied)
     if found.memory_limit_bytes is not None:
-        left = found.memory_limit_bytes - (found.memory_bytes or 0)
+        used = (found.memory_bytes or 0) - found.reclaimable_bytes
+        left = found.memory_limit_bytes - used
         available, total = min(available, left), min(total, found.memory_limit_bytes)
     return judge(available, total)
 
@@ -33,7 +34,7 @@ def judge(available: int, total: int) -> Finding:
     figures = {"available_bytes": float(available), "total_bytes": float(total)}
     text = f"{available / 1e9:.2f} of {total / 1e9:.2f} GB of memory available"
     state = State.WHOLE
-    if available < LEAST_BYTES:
+    if available < min(LEAST_BYTES, total // 10):
         state, text = State.BROKEN, f"{text}: too little to start a rank"
     return Finding(probe=MEMORY, state=state, text=text, figures=figures)
 
