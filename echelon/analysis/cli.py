@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         "--compare",
         metavar="RUN",
         type=Path,
-        help="name the first step, micro-batch, parameter and rank where RUN and DIR part "
+        help="name the first step, micro-batch, parameter and rank at which RUN and DIR diverge "
         "(fingerprints of SameBits)",
     )
     parser.add_argument("--watch", action="store_true", help="follow a running job until Ctrl-C")
@@ -93,7 +93,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _compare(arguments: argparse.Namespace) -> int:
     if arguments.watch or arguments.html or arguments.trace or arguments.json:
-        raise ValueError("--compare prints where two runs part: leave out the other options")
+        raise ValueError("--compare cannot be combined with other options")
     from echelon.analysis.compare import compare
     from echelon.analysis.report.clean import clean
 
@@ -105,7 +105,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 def _watch(arguments: argparse.Namespace) -> int:
     if arguments.html is not None or arguments.trace is not None:
-        raise ValueError("--watch shows verdicts only: leave out --html and --trace")
+        raise ValueError("--watch cannot be combined with --html or --trace")
     from echelon.analysis.report.clean import clean
     from echelon.analysis.watch import watch
 

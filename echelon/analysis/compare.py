@@ -117,8 +117,8 @@ def _numbers_part(one: Bits, two: Bits, step: int) -> str:
     if counts[0] == counts[1]:
         return ""
     return (
-        f"the runs part at step {step}: {counts[0]} micro-batches in the first run, {counts[1]} in "
-        "the second. Another number of micro-batches, or a rank whose file is missing"
+        f"the runs diverge at step {step}: {counts[0]} micro-batches in the first run, {counts[1]} "
+        "in the second. The runs have different settings, or a rank's file is missing"
     )
 
 
@@ -131,7 +131,7 @@ def _step_parts(one: Bits, two: Bits, step: int, numbers: list[int]) -> str:
         parted = [name for name in names if left.gradients[name] != right.gradients[name]]
         if set(left.gradients) != set(right.gradients):
             other = sorted(set(left.gradients) ^ set(right.gradients))[0]
-            return f"the runs part at {where}: only one has a gradient of {other!r} ({ranks})"
+            return f"the runs diverge at {where}: only one has a gradient of {other!r} ({ranks})"
         if parted or left.loss != right.loss:
             return _story(where, ranks, left.loss != right.loss, parted, len(names))
     return _norms_part(one, two, step)
@@ -143,7 +143,7 @@ def _story(where: str, ranks: str, loss: bool, parted: list[str], total: int) ->
         what += f", and {len(parted)} of {total} gradients differ, first in the model's order: "
         what += repr(parted[0])
     return (
-        f"the runs part at {where}: {what} ({ranks})\n"
+        f"the runs diverge at {where}: {what} ({ranks})\n"
         + ("the forward differs: data, weights or random numbers, or its kernels" if loss
            else "the forward agrees, so the backward differs")
     )  # fmt: skip
@@ -159,7 +159,7 @@ def _norms_part(one: Bits, two: Bits, step: int) -> str:
         for rank, value in sorted(norms.items()):
             if value != usual:
                 return (
-                    f"the runs part at step {step}: every micro-batch agrees, the norm of the "
+                    f"the runs diverge at step {step}: every micro-batch agrees, the norm of the "
                     f"reduced gradients does not (rank {rank} of the {run} run)\n"
                     "the reduction differs"
                 )

@@ -85,7 +85,7 @@ def _how_sure(candidates: tuple[Candidate, ...]) -> str:
     if not ties:
         return f"how sure: {first.layout.name} is the fastest in {share}"
     return (
-        f"how sure: not. {first.layout.name} is the fastest in {share};\n"
+        f"how sure: not certain. {first.layout.name} is the fastest in {share};\n"
         f"{len(ties)} more, marked =, cannot be distinguished from it: measure them"
     )
 

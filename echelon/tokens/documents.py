@@ -75,7 +75,7 @@ def _named(path: Path) -> Iterator[None]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error.reason}") from error
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} is not a whole gzip file: {error}") from error
+        raise ValueError(f"{path} is not a complete gzip file: {error}") from error
 
 
 def _pieces(file: TextIO, path: Path) -> Document:

@@ -141,7 +141,7 @@ class TokenLoader:
             raise ValueError(f"rank {rank} is not in 0 to {world_size - 1}")
         names = [source.name for source in sources]
         if len(set(names)) < len(names):
-            raise ValueError(f"two sources have one name: {', '.join(names)}")
+            raise ValueError(f"two sources have the same name: {', '.join(names)}")
         self.sources = tuple(sources)
         self.context = context
         self.seed = seed
@@ -315,7 +315,9 @@ class TokenLoader:
         here = {source.name: source.shards for source in self.sources}
         for name, row in state["sources"].items():
             if name not in here:
-                raise ValueError(f"the position knows source {name!r}: give it, if with weight 0")
+                raise ValueError(
+                    f"the position contains source {name!r}: pass it, with weight 0 if unused"
+                )
             if row["fingerprint"] != here[name].index.fingerprint:
                 raise ValueError(
                     f"source {name!r} has other tokens than when the position was taken: "
@@ -335,4 +337,4 @@ def _samples_of(source: Source, context: int, *, packs: bool, masks: bool) -> Wi
 def _require_at_least(minimum: int, **values: int) -> None:
     for name, value in values.items():
         if value < minimum:
-            raise ValueError(f"{name} is at least {minimum}, not {value}")
+            raise ValueError(f"{name} must be at least {minimum}, not {value}")

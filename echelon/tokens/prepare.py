@@ -54,7 +54,7 @@ def prepare(
         OSError: reading or writing failed; `out` is not created then.
     """
     if not 0 <= validation < 1:
-        raise ValueError(f"the share held out is from 0 to below 1, not {validation}")
+        raise ValueError(f"the held-out share must be at least 0 and below 1, not {validation}")
     if out.exists():
         raise ValueError(f"{out} exists: remove it, or choose another folder")
     if not validation:

@@ -90,7 +90,7 @@ class TokenShards:
         ends = np.concatenate([np.empty(0, np.int64), *self._ends])
         if len(ends) and (ends[0] < 1 or ends[-1] > len(self) or (np.diff(ends) < 1).any()):
             raise TokenShardsError(
-                f"{self.folder}: documents do not end one after the other within {len(self)} "
+                f"{self.folder}: the ends of documents are not ascending within {len(self)} "
                 "tokens: a file is damaged",
                 path=self.folder,
             )

@@ -93,9 +93,9 @@ class ShardWriter:
         if not folder.parent.is_dir():
             raise ValueError(f"cannot write {folder}: {folder.parent} is not a folder")
         if not 1 <= vocabulary_size <= 1 << 32:
-            raise ValueError(f"vocabulary_size is 1 to 2**32, not {vocabulary_size}")
+            raise ValueError(f"vocabulary_size must be 1 to 2**32, not {vocabulary_size}")
         if shard_tokens < 1:
-            raise ValueError(f"shard_tokens is at least 1, not {shard_tokens}")
+            raise ValueError(f"shard_tokens must be at least 1, not {shard_tokens}")
         if end_of_document is not None and not 0 <= end_of_document < vocabulary_size:
             raise ValueError(
                 f"end_of_document {end_of_document} is not below vocabulary_size {vocabulary_size}"
@@ -135,7 +135,7 @@ class ShardWriter:
         if not wide.size:
             return
         if wide.ndim != 1 or wide.dtype.kind not in "iu":
-            raise ValueError(f"tokens are whole numbers [N], not {wide.dtype} {wide.shape}")
+            raise ValueError(f"tokens must be integers [N], not {wide.dtype} {wide.shape}")
         low, high = int(wide.min()), int(wide.max())
         if low < 0 or high >= self._vocabulary_size:
             wrong = low if low < 0 else high

@@ -52,7 +52,7 @@ def test_the_first_gradient_that_differs_is_named_with_step_number_and_ranks(tmp
     code, text = _compare(tmp_path, _run(size=1), _run(size=4, changed=later), capsys)
     assert code == 1
     assert text == (
-        "the runs part at step 1, micro-batch 2: the loss is the same, and 1 of 2 gradients "
+        "the runs diverge at step 1, micro-batch 2: the loss is the same, and 1 of 2 gradients "
         "differ, first in the model's order: 'last.weight' (rank 0 in the first run, rank 2 in the "
         "second)\n"
         "the forward agrees, so the backward differs\n"

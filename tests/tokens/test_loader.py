@@ -177,10 +177,10 @@ def test_closing_leaves_no_thread_and_the_loader_refuses_to_go_on(counted, loade
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"context": 0}, "context is at least 1"),
-        ({"batch": 0}, "batch is at least 1"),
-        ({"prefetch": 0}, "prefetch is at least 1"),
-        ({"num_workers": 0}, "num_workers is at least 1"),
+        ({"context": 0}, "context must be at least 1"),
+        ({"batch": 0}, "batch must be at least 1"),
+        ({"prefetch": 0}, "prefetch must be at least 1"),
+        ({"num_workers": 0}, "num_workers must be at least 1"),
         ({"rank": 2, "world_size": 2}, "rank 2 is not in 0 to 1"),
         ({"context": 1000}, "1,000 tokens; context 1000 needs 1001"),
     ],

@@ -54,7 +54,7 @@ class EvidenceBuilder:
         """Add one of echelon's black boxes; a second one of the same rank is left out."""
         rank = record.identity.rank
         if not 0 <= rank < _MAX_WORLD:
-            self.warnings.append(f"{record.path}: says it is rank {rank}, left out")
+            self.warnings.append(f"{record.path}: claims to be rank {rank}, left out")
             return
         if rank in self.ranks:
             self.warnings.append(f"{record.path}: a second record of rank {rank}, left out")

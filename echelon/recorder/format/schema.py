@@ -427,7 +427,7 @@ def decode_ranks(text: str, limit: int = MAX_RANKS) -> tuple[int, ...]:
         ValueError: the text has another form, or names more than `limit` ranks.
     """
     if not isinstance(text, str):
-        raise ValueError("ranks are not a text")
+        raise ValueError("ranks are not a string")
     ranks: list[int] = []
     for run in text.split(",") if text else []:
         span, _, stride = run.partition(":")

@@ -73,7 +73,7 @@ def choose_place(rank_dir: Path, ring_dir: Path | None = None) -> Place:
     """
     rank_dir = rank_dir.absolute()
     if ring_dir is not None:
-        return _place_below(ring_dir.absolute(), rank_dir, "as ECHELON_RING_DIR says")
+        return _place_below(ring_dir.absolute(), rank_dir, "set by ECHELON_RING_DIR")
     kind = file_system(rank_dir)
     if not is_remote(kind) and kind not in _COPY_ON_WRITE:
         return Place(rank_dir / "ring", rank_dir)

@@ -198,13 +198,13 @@ def _register_stacks(rank_dir: Path, settings: Settings) -> int:
     reason = _why_not(number)
     if reason:
         if settings.chose_signal:
-            say(f"ECHELON_STACK_SIGNAL={number} is not used: {reason}. Stacks are read otherwise")
+            say(f"ECHELON_STACK_SIGNAL={number} is ignored: {reason}. Stacks are read without it")
         return 0
     try:
         _stack_file = (rank_dir / "stacks").open("ab", buffering=0)
         faulthandler.register(number, file=_stack_file, all_threads=True, chain=False)
     except (OSError, ValueError, RuntimeError) as err:
-        say(f"no stack signal: {err}. Stacks are read otherwise")
+        say(f"no stack signal: {err}. Stacks are read without it")
         return 0
     return number
 

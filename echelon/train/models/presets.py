@@ -78,7 +78,7 @@ def llama(size: str = "20m", **changes: Any) -> ModelConfig:
 
 def _find(sizes: dict[str, Any], size: str) -> dict[str, Any]:
     if size not in sizes:
-        raise ValueError(f"there is no size {size!r}; there are {', '.join(sizes)}")
+        raise ValueError(f"unknown size {size!r}; known sizes: {', '.join(sizes)}")
     return dict(sizes[size])
 
 

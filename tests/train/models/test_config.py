@@ -95,7 +95,7 @@ def test_unknown_and_missing_fields_are_named():
         ModelConfig.from_dict({k: v for k, v in SIZES.items() if k != "vocabulary"})
     with pytest.raises(ValueError, match="RotaryScaling needs factor"):
         ModelConfig.from_dict(SIZES | {"rotary_scaling": {"kind": "linear"}})
-    with pytest.raises(ValueError, match="there is no size '7b'; there are 20m, 1b, 8b"):
+    with pytest.raises(ValueError, match="unknown size '7b'; known sizes: 20m, 1b, 8b"):
         llama("7b")
     with pytest.raises(ValueError, match="ModelConfig has no dropout"):
         gpt2(dropout=0.1)

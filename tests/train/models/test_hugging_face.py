@@ -268,9 +268,9 @@ def test_broken_folders_are_named(tmp_path):
         load_pretrained(tmp_path)
     piece.write_bytes(content)
     cases = [
-        ({"x.weight": "../x.safetensors"}, "not an index of files beside it"),
-        ({"x.weight": piece.name}, "lists what is not there: x.weight"),
-        ({"model.norm.weight": piece.name}, "and model.safetensors.index.json does not say so"),
+        ({"x.weight": "../x.safetensors"}, "not an index of files in its folder"),
+        ({"x.weight": piece.name}, "lists missing tensors: x.weight"),
+        ({"model.norm.weight": piece.name}, "which model.safetensors.index.json does not list"),
     ]
     for change, match in cases:
         changed = {"weight_map": index["weight_map"] | change}

@@ -192,7 +192,7 @@ def test_on_two_ranks(tmp_path, capsys):
     assert analyze(["--compare", str(tmp_path / "0"), str(tmp_path / "1")]) == 0
     assert "the same bits in 6 micro-batches of steps 0 to 1" in capsys.readouterr().out
     assert analyze(["--compare", str(tmp_path / "0"), str(tmp_path / "2")]) == 1
-    assert "the runs part at step 1, micro-batch 0: the loss, and" in capsys.readouterr().out
+    assert "the runs diverge at step 1, micro-batch 0: the loss, and" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("alone")

@@ -96,7 +96,7 @@ def _words(kind: str, own: Any, other: Any) -> tuple[Cause, str]:
         return cause, "called {called} once more than the others, before {usual}"
     both = _is_message(own) and _is_message(other)
     cause = Cause.P2P_UNMATCHED if both else Cause.ORDER_DESYNC
-    return cause, "called {called} where {usual} was to come"
+    return cause, "called {called} where {usual} was expected"
 
 
 def _is_message(row: Any) -> bool:

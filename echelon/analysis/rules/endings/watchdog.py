@@ -28,7 +28,7 @@ def find_given_up(picture: Picture) -> list[Finding]:
         return _given_up_by_gloo(picture)
     number, operation = max(gave_up.values())
     lines = tuple(
-        f"rank {rank}'s watchdog gave up in {kind} #{at}"
+        f"rank {rank}'s watchdog timed out in {kind} #{at}"
         for rank, (at, kind) in sorted(gave_up.items())[:_MAX_LINES]
     )
     apart = tuple(rank for rank in picture.evidence.ranks if rank not in gave_up)
@@ -43,7 +43,7 @@ def find_given_up(picture: Picture) -> list[Finding]:
             confidence=Confidence.LIKELY if sure else finding.confidence,
             operation=operation,
             sequence=number,
-            summary=f"{finding.summary}; the watchdogs of {rank_list(others)} gave up waiting in "
+            summary=f"{finding.summary}; the watchdogs of {rank_list(others)} timed out in "
             f"{operation} #{number}",
             evidence=(*finding.evidence, *lines),
             fallout_ranks=others,
@@ -73,7 +73,7 @@ def _given_up_by_gloo(picture: Picture) -> list[Finding]:
     return [
         finding.changed(
             confidence=Confidence.LIKELY if sure else finding.confidence,
-            summary=f"{finding.summary}; Gloo gave up on {rank_list(cut)} after "
+            summary=f"{finding.summary}; Gloo timed out on {rank_list(cut)} after "
             f"{seconds(waited_s)} of waiting",
             evidence=(*finding.evidence, *lines),
             fallout_ranks=cut,
@@ -91,7 +91,7 @@ def _all_gave_up(
         confidence=Confidence.POSSIBLE,
         operation=operation,
         sequence=number,
-        summary=f"the watchdogs of {rank_list(ranks)} gave up in {operation} #{number}, and "
+        summary=f"the watchdogs of {rank_list(ranks)} timed out in {operation} #{number}, and "
         "nothing recorded singles out a rank",
         evidence=lines,
         fallout_ranks=ranks,

@@ -195,7 +195,7 @@ def _root(picture: Picture, troubles: list[Trouble], said: dict[int, tuple[Said,
     if others and not sure:
         settles = (f"which came first: {rank_list([o.rank for o in others])} had other trouble",)
     rest = [rank for rank in culprits if rank != root.rank]
-    summary = root.words + (f"; {rank_list(rest)} did alike" if rest else "")
+    summary = root.words + (f"; so did {rank_list(rest)}" if rest else "")
     return Finding(
         cause=root.cause,
         culprit_ranks=culprits,
@@ -296,7 +296,7 @@ def _silent(picture: Picture, spoke: tuple[int, ...], message: Message) -> _Susp
         Cause.DEAD_PROCESS if is_lost else Cause.HOST_HANG,
         Confidence.LIKELY if len(silent) == 1 else Confidence.POSSIBLE,
         f"{rank_list(spoke)} {'lost a peer' if is_lost else 'waited in vain'}, and "
-        f"{rank_list(silent)} said nothing",
+        f"{rank_list(silent)} logged nothing",
     )
 
 
@@ -306,7 +306,7 @@ def _by_barrier(said: Sequence[Said]) -> _Suspects | None:
         match = _BARRIER.search(one.line)
         if match is not None:
             ranks = tuple(sorted({int(rank) for rank in match[1].split(", ")}))
-            words = f"{rank_list(ranks)} did not come to a barrier that the others waited in"
+            words = f"{rank_list(ranks)} did not reach a barrier in which the others waited"
             return _Suspects(ranks, Cause.HOST_HANG, Confidence.LIKELY, words)
     return None
 
@@ -324,7 +324,7 @@ def _behind(picture: Picture) -> _Suspects | None:
     number, kind = most = votes[0][0]
     apart = tuple(rank for rank, told in gave_up.items() if told != most)
     lines = tuple(
-        f"rank {rank}'s watchdog gave up in {its_kind} #{its_number}"
+        f"rank {rank}'s watchdog timed out in {its_kind} #{its_number}"
         for rank, (its_number, its_kind) in sorted(
             gave_up.items(), key=lambda one: (one[1] == most, one[0])
         )

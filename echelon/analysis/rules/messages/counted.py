@@ -109,7 +109,7 @@ def _describe(
         group=name,
         summary=f"rank {rank} launched {words} sends and receives than rank {against}, which runs "
         f"the same program: {fewer} and {more} when both called {at}; its peers wait for one that "
-        "never comes",
+        "was never sent",
         evidence=(
             f"rank {seen.short}: {fewer} launches of messages before {at}",
             f"rank {seen.other}: {more} launches of messages before {at}",

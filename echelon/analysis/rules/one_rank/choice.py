@@ -109,7 +109,7 @@ def _host(picture: Picture, facts: RankEvidence) -> Reading:
         confidence=Confidence.CERTAIN if frame and host.alive else Confidence.LIKELY,
         words=words,
         frame=frame,
-        evidence=tuple(lines) or (f"rank {facts.rank} left nothing but its entries",),
+        evidence=tuple(lines) or (f"rank {facts.rank} left nothing except its entries",),
         would_settle=_unsettled(picture, facts, frame),
     )
 

@@ -38,7 +38,7 @@ def read_starvation(_: Picture, facts: RankEvidence) -> Reading | None:
     return Reading(
         cause=Cause.STRAGGLER,
         confidence=Confidence.LIKELY if waits or is_pressed else Confidence.POSSIBLE,
-        words=f"has got no processor for {seconds(min(python_s, native_s))}",
+        words=f"has had no processor time for {seconds(min(python_s, native_s))}",
         frame=users_line(facts),
         evidence=(f"rank {rank}: both its heartbeats are old, {beats}", *process_lines(facts)),
         action="Find out what takes {who}'s cores: more busy threads than cores, another job, or "

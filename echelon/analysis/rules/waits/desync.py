@@ -53,7 +53,7 @@ def find_desync(picture: Picture) -> list[Finding]:
             group=first.group,
             operation=first.operation,
             sequence=first.number,
-            summary=f"{rank_list(ring)} wait for each other in a ring: {parts}",
+            summary=f"{rank_list(ring)} wait for each other in a cycle: {parts}",
             evidence=(*(wait_line(wait) for wait in waits[:6]), *_stands_alone(odd, ring)),
             fallout_ranks=picture.fallout(ring),
             would_settle=() if sureness is Confidence.CERTAIN else (_MISSING,),

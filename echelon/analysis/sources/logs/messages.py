@@ -245,7 +245,7 @@ MESSAGES: tuple[Message, ...] = (
         "clients-missing", Cause.STORE_WAIT,
         r"Timed out after \d+ seconds waiting for clients\. \d+/\d+ clients joined"
         r"|RendezvousTimeoutError",
-        "Find the nodes that never came: did all start, with one endpoint and one node count?",
+        "Find the nodes that never joined: did all start, with the same endpoint and node count?",
     ),
     _follows(
         "store-unreachable", Cause.STORE_WAIT,

@@ -125,7 +125,7 @@ class _Reader:
         dropouts = [key for key in sorted(_DROPOUTS) if self._content.get(key, 0) != 0]
         if not dropouts:
             return []
-        return [f"{self.path}: models here have no dropout; not used: {', '.join(dropouts)}"]
+        return [f"{self.path}: dropout is not implemented; ignored: {', '.join(dropouts)}"]
 
     def error(self, reason: str) -> CheckpointError:
         """Return an error that names the file."""
@@ -187,9 +187,9 @@ def family_of(config: ModelConfig) -> str:
     if shape == ("rms", "swiglu", "rotary"):
         return _QWEN2 if config.qkv_bias and not config.bias else _LLAMA
     raise ValueError(
-        "a model is written for transformers if it is a GPT-2 (norm='layer', mlp='gelu', "
-        "positions='learned', bias=True, as many kv_heads as heads) or a Llama (norm='rms', "
-        f"mlp='swiglu', positions='rotary'); this is {config}"
+        "transformers has models like GPT-2 (norm='layer', mlp='gelu', "
+        "positions='learned', bias=True, as many kv_heads as heads) and Llama (norm='rms', "
+        f"mlp='swiglu', positions='rotary'), but not {config}"
     )
 
 
@@ -256,7 +256,7 @@ def _family(reader: _Reader) -> str:
 def _gpt2(reader: _Reader) -> ModelConfig:
     context = reader.need("n_positions")
     if reader.get("n_ctx", context) != context:
-        raise reader.error("n_ctx is another number than n_positions")
+        raise reader.error("n_ctx differs from n_positions")
     return ModelConfig(
         layers=reader.need("n_layer"),
         width=reader.need("n_embd"),

@@ -129,11 +129,11 @@ class HuggingFaceFolder:
             for path in file.manifest.tensors:
                 tensor = path.removeprefix(f"{_FILE}/")
                 if listed and listed.get(tensor) != name:
-                    raise self._error(f"{name} holds {tensor}, and {INDEX} does not say so")
+                    raise self._error(f"{name} holds {tensor}, which {INDEX} does not list")
                 places[tensor] = file
         gone = sorted(set(listed) - set(places))
         if gone:
-            raise self._error(f"{INDEX} lists what is not there: {_some(gone)}")
+            raise self._error(f"{INDEX} lists missing tensors: {_some(gone)}")
         if lacks_prefix(places):
             places = {
                 name if name.startswith(("lm_head.", PREFIX)) else f"{PREFIX}{name}": file
@@ -151,12 +151,12 @@ class HuggingFaceFolder:
         except OSError:
             kinds = "safetensors"
             if any(self.path.glob("*.bin")):
-                kinds += " (its .bin files are pickles: save it with transformers once more)"
+                kinds += " (its .bin files are pickles: save it again with transformers)"
             raise self._error(f"no {SINGLE} and no {INDEX}: the folder has no {kinds}") from None
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path}: not an index ({error!r})", path=path) from None
         if not listed or not isinstance(listed, dict) or not all(map(_is_plain, listed.values())):
-            raise CheckpointError(f"{path}: not an index of files beside it", path=path)
+            raise CheckpointError(f"{path}: not an index of files in its folder", path=path)
         return listed
 
     def _check(self, expected: Iterable[Whole], config: ModelConfig) -> None:
@@ -175,7 +175,7 @@ class HuggingFaceFolder:
             if self._stored(name).shape != shapes[name]
         ]
         if wrong:
-            problems.append(f"of another shape than the config says: {_some(wrong)}")
+            problems.append(f"with a shape that differs from the config: {_some(wrong)}")
         kinds = {self._stored(name).dtype for name in there & set(shapes)} - {*_WEIGHT_DTYPES}
         if kinds:
             problems.append(f"weights of {_some(sorted(kinds))} are not implemented")
