@@ -1,4 +1,4 @@
-"""Simulated agents for `rendezvous.py`: real sessions with the coordinator, and no workers."""
+"""Simulated agents for `rendezvous.py`: real sessions with the coordinator, but no workers."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from echelon.launcher.coordinator.decide import SETTLE_S
 
 SECRET = b"a-secret-of-the-benchmark"
 STALL_S = 20.0  # `--stall-timeout`
-RESUME_S = 1.5  # a connection that broke may be made again for so long: `control/server.py`
+RESUME_S = 1.5  # how long a broken connection may take to return: `control/server.py`
 _WAIT_S = 120.0
-# For the host to take in the dumps of a stall before the next thing happens.
+# Gives the host time to process the dumps of a stall before the next event.
 _DUMPS_S = 1.0
 _DUMPS_PER_AGENT_S = 7.0 / 512  # of one process: eight seconds for 1,024 agents in two
 _DUMP = os.urandom(24_000)  # of one rank, as packed
 
 
 class Agent:
-    """One simulated node: it obeys the coordinator, and reports what its ranks would show.
+    """One simulated node: it obeys the coordinator and reports the state of imaginary ranks.
 
     Attributes:
-        pending_since_s: when its first rank began to wait; 0: nothing waits.
+        pending_since_s: when its first rank began to wait; 0: no rank waits.
         seen: kinds of commands since this was cleared.
     """
 
@@ -110,7 +110,7 @@ class Agent:
                 return
 
     async def send_dumps(self, command: m.Collect) -> None:
-        """Send what every rank's black box would hold."""
+        """Send the dumps of all ranks."""
         assert self.start is not None
         for rank in range(self.start.first_rank, self.start.first_rank + self.ranks):
             await self.say(m.DumpPart(incident=command.incident, rank=rank, data=_DUMP))
@@ -124,7 +124,7 @@ class Agent:
             await self.say(m.WorkerEnded(attempt=start.attempt, rank=rank, code=code))
 
     async def beats(self) -> None:
-        """Report as often as the coordinator wants it."""
+        """Send reports as often as the coordinator requests."""
         while True:
             every_s = self.beat_s
             if self.start is not None:
@@ -136,7 +136,7 @@ class Agent:
             await asyncio.sleep(every_s)
 
     async def report(self) -> None:
-        """Report what the ranks show."""
+        """Report the state of the ranks."""
         assert self.start is not None
         pending_ms = -1
         if self.pending_since_s:
@@ -147,7 +147,7 @@ class Agent:
         await self.say(m.Sights(attempt=self.start.attempt, folded=row, ranks=[]))
 
     async def flush(self) -> None:
-        """Send what waits to be sent."""
+        """Flush pending output."""
         async with self.writing:
             while (frame := self.state.frame()) is not None:
                 await self.call.write(self.seal.close(frame))
@@ -160,7 +160,7 @@ class Agent:
         await self.flush()
 
     async def hang_up(self) -> None:
-        """Be gone without a word."""
+        """Disconnect without a message."""
         for task in self.tasks:
             task.cancel()
         self.life.close()
@@ -170,14 +170,14 @@ class Agent:
 
 
 class Simulation:
-    """The agents of one process, and what they do to the coordinator."""
+    """The agents of one process, and their actions on the coordinator."""
 
     def __init__(self, endpoint: str, first: int, count: int, ranks: int) -> None:
         self._is_first = first == 0
         self._agents = [Agent(endpoint, first + index, ranks) for index in range(count)]
 
     async def live(self, gate: Any) -> None:
-        """Meet, do what the gate says, and end."""
+        """Meet, perform the requested action, and end."""
         gate.send("ready")
         gate.recv()
         await asyncio.gather(*(agent.meet() for agent in self._agents))
@@ -193,7 +193,7 @@ class Simulation:
         gate.send("ended")
 
     async def _act(self, what: str) -> float:
-        """Do one thing, if this process has the agent that does it; return when it was due."""
+        """Perform one action if this process has the agent for it; return when it was due."""
         for agent in self._agents:
             agent.seen.clear()
             agent.started.clear()
@@ -211,7 +211,7 @@ class Simulation:
         return due_s
 
     async def _stall(self) -> float:
-        # What waits has waited for the limit in half a second from now.
+        # The waiting operation reaches its limit in half a second.
         due_s = time.monotonic() + 0.5
         for agent in self._agents:
             agent.pending_since_s = due_s - STALL_S
@@ -229,7 +229,7 @@ class Simulation:
         await agent.say(m.WorkerEnded(attempt=start.attempt, rank=start.first_rank, code=1))
 
     async def _seen_by_all(self, kind: str) -> None:
-        """Wait until every agent has got a command."""
+        """Wait until every agent has received a command."""
         deadline_s = time.monotonic() + _WAIT_S
         while any(kind not in agent.seen for agent in self._agents):
             assert time.monotonic() < deadline_s, kind
@@ -237,7 +237,7 @@ class Simulation:
 
 
 def simulate(endpoint: str, first: int, count: int, ranks: int, gate: Any) -> None:
-    """Run `count` agents that obey the coordinator, and do to it what the gate says."""
+    """Run `count` agents that obey the coordinator, and perform the requested actions."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 

@@ -1,13 +1,13 @@
-"""How fast `fr-analyze` is, beside torch's own analyzer where it can finish.
+"""The speed of `fr-analyze`, compared with torch's own analyzer where that can finish.
 
     python benchmarks/analyze.py                         # 64, 256 and 1024 ranks, both formats
     python benchmarks/analyze.py --ranks 16384 --formats echelon
     python benchmarks/analyze.py --torch-ranks 64,256    # where torch's analyzer is run too
     python benchmarks/analyze.py --sets tests/data/torch_dumps     # verdicts on recorded dumps
 
-Makes folders of dumps (2000 operations a rank over 3 groups: the world, groups of 8 neighbours, and
-groups across them; one rank hangs), analyses each in a fresh process, and prints a table of wall
-time and peak memory. Each figure is the median of `--repeat` runs. The verdict of each run is
+Creates folders of dumps (2000 operations per rank over 3 groups: the world, groups of 8 neighbours,
+and groups across them; one rank hangs), analyses each in a fresh process, and prints a table of
+wall time and peak memory. Each figure is the median of `--repeat` runs. The verdict of each run is
 checked. Folders are removed afterwards.
 """
 
@@ -52,7 +52,7 @@ SHAPES = [(1024, 1024), (4096,), (1,)]
 
 @dataclass(frozen=True)
 class Plan:
-    """A world and what its ranks did."""
+    """A world and the calls of its ranks."""
 
     ranks: int
     operations: int
@@ -70,20 +70,20 @@ class Plan:
         ]
 
     def calls(self, rank: int) -> int:
-        """Return how many operations the rank began: the culprit one less."""
+        """Return how many operations the rank began: one fewer for the culprit."""
         return self.operations - (1 if rank == self.culprit else 0)
 
     @property
     def last_group(self) -> int:
-        """The group of the last operation, in which everybody waits."""
+        """The group of the last operation, in which all ranks wait."""
         return (self.operations - 1) % 3
 
 
-# ---- our dumps ----
+# ---- echelon's dumps ----
 
 
 def write_ours(plan: Plan, folder: Path) -> None:
-    """Write one dump a rank, and what the launcher adds."""
+    """Write one dump per rank, and the launcher's files."""
     for rank in range(plan.ranks):
         write_dump(our_record(plan, rank), folder / f"rank_{rank}")
     incident = {"format": 1, "kind": "stall", "number": 0, "attempt": 0, "world_size": plan.ranks}
@@ -91,7 +91,7 @@ def write_ours(plan: Plan, folder: Path) -> None:
 
 
 def our_record(plan: Plan, rank: int) -> Record:
-    """Make one rank's record; the culprit hangs in its own code."""
+    """Return one rank's record; the culprit hangs in its own code."""
     count = plan.calls(rank)
     index = np.arange(count)
     rows = np.zeros(count, OPERATION)
@@ -143,14 +143,14 @@ def our_record(plan: Plan, rank: int) -> Record:
 
 
 def write_torch(plan: Plan, folder: Path) -> None:
-    """Write one pickle a rank as torch's NCCL recorder does: strings and stacks shared."""
+    """Write one pickle per rank as torch's NCCL recorder does: strings and stacks shared."""
     for rank in range(plan.ranks):
         path = folder / f"nccl_trace_rank_{rank}"
         path.write_bytes(pickle.dumps(torch_dump(plan, rank), protocol=2))
 
 
 def torch_dump(plan: Plan, rank: int) -> dict[str, object]:
-    """Make one rank's dump in torch's format 2.10."""
+    """Return one rank's dump in torch's format 2.10."""
     groups = plan.groups(rank)
     names = ["0", f"1{rank // NEIGHBOURS}", f"2{rank % NEIGHBOURS}"]
     pairs = [("0", "default_pg"), (names[1], groups[1].name), (names[2], groups[2].name)]
@@ -220,7 +220,7 @@ WRITERS: dict[str, Callable[[Plan, Path], None]] = {"echelon": write_ours, "torc
 
 @dataclass(frozen=True)
 class Figure:
-    """One run: seconds, peak resident bytes, and what it said."""
+    """One run: seconds, peak resident bytes, and its output."""
 
     wall_s: float
     cpu_s: float
@@ -229,13 +229,13 @@ class Figure:
     finished: bool = True
 
     def columns(self) -> list[str]:
-        """Show time, processor time and memory; what was stopped has no time of its own."""
+        """Format time, processor time and memory; a stopped run has no time of its own."""
         wall = f"{self.wall_s:.1f} s" if self.finished else f"stopped after {self.wall_s:.0f} s"
         return [wall, f"{self.cpu_s:.1f} s", f"{self.peak_bytes / 2**30:.2f} GiB"]
 
 
 def run(command: list[str], *, timeout_s: float = 900.0) -> Figure:
-    """Run a command to its end and measure it and its children."""
+    """Run a command to its end, and measure it and its children."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         began = time.perf_counter()
         process = subprocess.Popen(command, stdout=out, stderr=err)
@@ -261,7 +261,7 @@ def _wait(process: subprocess.Popen[bytes], deadline: float) -> tuple[int, int, 
 
 
 def measure(folder: Path, plan: Plan, repeat: int) -> Figure:
-    """Analyse a folder `repeat` times; return medians, having checked each verdict."""
+    """Analyse a folder `repeat` times; check each verdict and return medians."""
     figures = []
     for _ in range(repeat):
         figure = run([sys.executable, "-m", "echelon.analysis", str(folder), "--json"])
@@ -289,7 +289,7 @@ def measure_torch_analyzer(folder: Path, timeout_s: float) -> Figure | None:
 
 
 def compare_sets(root: Path) -> None:
-    """Print what we and torch's analyzer say of each recorded set."""
+    """Print the answers of echelon and of torch's analyzer for each recorded set."""
     print("| set | truth | fr-analyze | torch's analyzer |")
     print("|---|---|---|---|")
     ours_right = theirs_right = count = 0
@@ -313,7 +313,7 @@ def compare_sets(root: Path) -> None:
 
 
 def _torch_says(folder: Path) -> tuple[str, set[int] | None]:
-    """Run torch's analyzer on a copy of a set without its truth; return words and ranks named."""
+    """Run torch's analyzer on a copy of a set without its truth; return words and named ranks."""
     files = [path for path in folder.iterdir() if path.name != "truth.json"]
     prefix = files[0].name.rstrip("0123456789")
     with tempfile.TemporaryDirectory() as copy:
@@ -340,7 +340,7 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 
 def main() -> int:
-    """Make folders, analyse them, print the table."""
+    """Create folders, analyse them, and print the table."""
     options = _parser().parse_args()
     if options.sets is not None:
         compare_sets(options.sets)

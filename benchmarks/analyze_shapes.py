@@ -1,13 +1,13 @@
-"""How `fr-analyze` scales with shapes other than collectives, beside torch's analyzer.
+"""How `fr-analyze` scales with other shapes than collectives, compared with torch's analyzer.
 
     python benchmarks/analyze_shapes.py                      # all shapes, each once
     python benchmarks/analyze_shapes.py --only receives --torch-timeout 120
 
 - `receives`: 512 ranks in a ring, each with its receives posted a step ahead; one hangs, and the
-  others follow it one after the other. In our dumps and in torch's; torch's analyzer reads the
-  latter too.
-- `stacks`: 4,096 ranks that record nothing; the kernel shows who waits, and every rank has the
-  stacks of ten threads. Rank 2730 sleeps.
+  others follow one by one. In echelon's dumps and in torch's; torch's analyzer reads the latter
+  too.
+- `stacks`: 4,096 ranks that record nothing; the kernel shows which ranks wait, and every rank has
+  the stacks of ten threads. Rank 2730 sleeps.
 - `pipelines`: 16,384 ranks in 2,048 pipelines of 8 stages; one stage hangs, the others of its
   pipeline wait in messages and all other pipelines in a collective. In both formats.
 
@@ -58,7 +58,7 @@ HANGING = (
 
 @dataclass(frozen=True)
 class Call:
-    """An operation of one rank: what, with which peer, and whether it is pending."""
+    """One operation of a rank: its kind, its peer, and whether it is pending."""
 
     operation: int
     peer: int = -1
@@ -67,7 +67,7 @@ class Call:
 
 
 def record(rank: int, size: int, groups: list[Group], calls: list[Call], *, hangs: bool) -> Record:
-    """Make one rank's record of its calls, 1 ms apart."""
+    """Return one rank's record of its calls, 1 ms apart."""
     rows = np.zeros(len(calls), OPERATION)
     counts: dict[tuple[int, ...], int] = {}  # of a group's collectives, or of a way to a peer
     for index, call in enumerate(calls):
@@ -112,7 +112,7 @@ def record(rank: int, size: int, groups: list[Group], calls: list[Call], *, hang
 
 
 def ring_calls(rank: int, size: int, culprit: int) -> list[Call]:
-    """Exchange with both neighbours in each step, its receives posted one step ahead.
+    """Exchange with both neighbours in each step, with receives posted one step ahead.
 
     The culprit hangs after `RING_STEPS` steps; a rank at distance d of it gets d - 1 steps further.
     """
@@ -132,7 +132,7 @@ def ring_calls(rank: int, size: int, culprit: int) -> list[Call]:
 
 
 def write_receives(plan: Plan, folder: Path) -> None:
-    """Write the ring in our format."""
+    """Write the ring in echelon's format."""
     for rank in range(plan.ranks):
         group = [Group("world", tuple(range(plan.ranks)))]
         calls = ring_calls(rank, plan.ranks, plan.culprit)
@@ -221,7 +221,7 @@ def write_stacks(plan: Plan, folder: Path) -> None:
 
 
 def stage_calls(rank: int, culprit: int) -> list[Call]:
-    """Receive, send and reduce in each step; the stages beside one that hangs wait in messages."""
+    """Receive, send and reduce in each step; the stages beside a hanging one wait in messages."""
     begin, first = rank - rank % STAGES, culprit - culprit % STAGES
     step = [
         *([Call(RECV, rank - 1, 1)] if rank > begin else []),
@@ -235,7 +235,7 @@ def stage_calls(rank: int, culprit: int) -> list[Call]:
 
 
 def write_pipelines(plan: Plan, folder: Path) -> None:
-    """Write pipelines of eight stages in our format."""
+    """Write pipelines of eight stages in echelon's format."""
     world = Group("world", tuple(range(plan.ranks)))
     for rank in range(plan.ranks):
         begin = rank - rank % STAGES
@@ -306,7 +306,7 @@ SHAPES = (
 
 
 def main() -> int:
-    """Write each folder, analyse it, print a line."""
+    """Write each folder, analyse it, and print a line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default="", metavar="SHAPE,...")
     parser.add_argument("--repeat", type=int, default=1)

@@ -2,8 +2,8 @@
 
     python benchmarks/attach.py [--ranks 2 4] [--faults ...] [--json FILE]
 
-Each fault of `attach_job.py` stops rank 1 of a DDP job on Gloo. Once the job stands still it is
-looked at from outside; a row tells whether cause, culprits and line are those of the fault.
+Each fault of `attach_job.py` stops rank 1 of a DDP job on Gloo. Once the job hangs, it is examined
+from outside; a row shows whether cause, culprits and line are those of the fault.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SETTLE_S = 3.0
 
 
 def lines_of(fault: str) -> list[str]:
-    """Return the places of a fault in the job, `attach_job.py:47`; [] where it has none."""
+    """Return the lines of a fault in the job, as `attach_job.py:47`; [] if it has none."""
     texts = enumerate(JOB.read_text().splitlines(), 1)
     return [
         f"{JOB.name}:{number}"
@@ -86,7 +86,7 @@ class Job:
 
 
 def attach(pid: int, wait_s: float) -> tuple[int, dict[str, object]]:
-    """Look at a job; return the exit code and the verdict."""
+    """Attach to a job; return the exit code and the verdict."""
     done = subprocess.run(
         [sys.executable, "-c", "import sys; from echelon.cli import analyze; sys.exit(analyze())",
          "--attach", str(pid), "--json", "--wait", str(wait_s)],

@@ -1,4 +1,4 @@
-"""A plain DDP program on Gloo that a fault stops; nothing of echelon is imported.
+"""A plain DDP program on Gloo that a fault stops; it does not import echelon.
 
 torchrun --standalone --nproc-per-node 2 benchmarks/attach_job.py FAULT
 
@@ -27,7 +27,7 @@ STEP = 5
 
 
 class Rows(Dataset):
-    """Rows of ones; the loader's faults live here."""
+    """Rows of ones, with the loader's faults."""
 
     def __len__(self) -> int:
         return 100_000
@@ -44,7 +44,7 @@ def batches() -> DataLoader:
 
 
 def save(model: torch.nn.Module) -> None:
-    """Write a checkpoint to a storage that takes no more than a pipe holds."""
+    """Write a checkpoint to a storage that accepts no more than a pipe holds."""
     path = Path(tempfile.mkdtemp()) / "checkpoint"
     os.mkfifo(path)
     os.open(path, os.O_RDWR)
@@ -61,7 +61,7 @@ def compile_it() -> None:
 
 
 def stop(model: torch.nn.Module) -> None:
-    """Meet the fault between two steps."""
+    """Inject the fault between two steps."""
     if fault == "user":
         time.sleep(3600)  # user
     elif fault == "lock":
@@ -90,7 +90,7 @@ def stop(model: torch.nn.Module) -> None:
 
 
 def main() -> None:
-    """Train until the fault."""
+    """Train until the fault occurs."""
     if fault == "never_comes" and me == 1:
         time.sleep(3600)  # never_comes
     dist.init_process_group("gloo")

@@ -1,15 +1,14 @@
-"""Checkpoints beside torch.save and torch.distributed.checkpoint (DCP), on the same ranks and disk.
+"""Checkpoints compared with torch.save and torch.distributed.checkpoint (DCP).
 
     python benchmarks/checkpoint.py                           # 2 ranks, replicas, 192 MiB of state
     python benchmarks/checkpoint.py --ranks 4 --shard         # shards of FSDP2
     python benchmarks/checkpoint.py --mib 1024 --folder /mnt/shared
 
-All contenders save the same model and AdamW state in turn, in every round. Reported: best and
-median time of the slowest rank. "stall" is how long a save in the background keeps training
-waiting: the call itself, until it returns; "total" lasts until the checkpoint is complete.
-`torch.save` is what a script without any help does: rank 0 writes everything, flushes, renames, and
-the others wait.
-About a minute with the defaults.
+All contenders save the same model and AdamW state in turn, in every round, on the same ranks and
+disk. The table shows the best and median time of the slowest rank. "stall" is how long a background
+save blocks training: the duration of the call itself; "total" lasts until the checkpoint is
+complete. `torch.save` is what a plain script does: rank 0 writes everything, flushes and renames,
+and the others wait. Takes about a minute with the defaults.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ NAMES = {"echelon": "echelon", "dcp": "torch DCP", "torch": "torch.save"}
 
 
 def main() -> None:
-    """Start the ranks, or be one."""
+    """Start the ranks, or run as one of them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--mib", type=int, default=192, help="of weights and AdamW state together")
@@ -116,7 +115,7 @@ def make_state(options: argparse.Namespace) -> tuple[Any, Any]:
 
 
 class Echelon:
-    """Ours."""
+    """Echelon's checkpoint."""
 
     def __init__(self, model: Any, optimizer: Any, path: Path) -> None:
         self.state = {"model": model, "optimizer": optimizer, "step": 1}
@@ -135,7 +134,7 @@ class Echelon:
 
 
 class Dcp:
-    """torch.distributed.checkpoint, as its tutorial has it."""
+    """torch.distributed.checkpoint, used as in its tutorial."""
 
     def __init__(self, model: Any, optimizer: Any, path: Path) -> None:
         self.model, self.optimizer, self.path = model, optimizer, path
@@ -207,7 +206,7 @@ class TorchSave:
 
 
 def timed(action: Callable[[], Any], *, together: bool = True) -> float:
-    """Return how long an action took here; all ranks begin it at the same time."""
+    """Return how long an action took on this rank; all ranks begin it at the same time."""
     import torch.distributed as dist
 
     if together:
@@ -228,7 +227,7 @@ def slowest(seconds: float) -> float:
 
 
 def print_table(options: argparse.Namespace, times: dict[tuple[str, str], list[float]]) -> None:
-    """Print best (median) in milliseconds, and each peer's best as a multiple of ours."""
+    """Print best (median) in milliseconds, and each peer's best as a multiple of echelon's."""
     kind = "shards" if options.shard else "replicas"
     print(f"{options.ranks} ranks, {kind}, {options.mib} MiB of state; ms: best (median)\n")
     print("| | " + " | ".join(COLUMNS) + " |")

@@ -1,4 +1,4 @@
-"""Collectives, measured against the libraries that people use: interleaved, medians, ratios.
+"""Collectives, compared with commonly used libraries: interleaved runs, medians, ratios.
 
     python benchmarks/collectives.py --ranks 2 --backends native,python,gloo,mpich,xccl
     python benchmarks/collectives.py --ranks 4 --neighbours 2 --sizes 8,1048576
@@ -8,24 +8,24 @@
     python benchmarks/collectives.py --ranks 2 --backends native --against ../other-checkout
 
 Every round takes one sample of each library, in rotating order, so that a slow moment of the
-machine affects all of them. Every sample first makes one call whose result is checked, on every
-rank; a wrong result ends the benchmark. Sums of floats are the default, as in training; `_max` rows
-are there for libraries whose maximum is faster or slower than their sum.
+machine affects all of them. Every sample begins with a call whose result is checked on every rank;
+a wrong result ends the benchmark. Sums of floats are the default, as in training; `_max` rows exist
+for libraries whose maximum is faster or slower than their sum.
 
-Names of ours: native and python (the two engines of `shm`), shm+gloo, flat (`gloo` without levels),
-xccl. NAME+recorder is the same with the black box on. MPICH joins if `mpi4py` can be imported
-(`--mpi-python` names an environment with `mpich` and `mpi4py`); its ranks are a set of processes of
-their own, which sleep on a pipe while the others run.
+Echelon's backends are native and python (the two engines of `shm`), shm+gloo, flat (`gloo` without
+levels) and xccl. NAME+recorder is the same with the black box on. MPICH takes part if `mpi4py` can
+be imported (`--mpi-python` names an environment with `mpich` and `mpi4py`); its ranks are separate
+processes, which sleep on a pipe while the others run.
 
 "x" is times faster than Gloo in the same run. GB/s is bus bandwidth as nccl-tests defines it. "of
 bound" compares with the memory traffic that no algorithm avoids: each input byte is read once, each
 output byte written once, at the speed at which all ranks at once read and write as many bytes in
-NumPy. With `--against` every library of ours also runs from another checkout (its C core built),
-as "NAME before"; the last lines list each row in which this checkout is slower.
+NumPy. With `--against`, each of echelon's backends also runs from another checkout (with its C core
+built), as "NAME before"; the last lines list each row in which this checkout is slower.
 
-With `--hosts` the ranks run in as many network namespaces on one bridge. With `--overlap` each
-sample is 4 x 16 MB asynchronous all_reduce beside matrix products on the main thread: what it takes
-beyond the products alone.
+With `--hosts`, the ranks run in that many network namespaces on one bridge. With `--overlap`, each
+sample runs 4 x 16 MB asynchronous all_reduce beside matrix products on the main thread, and
+measures the time beyond that of the products alone.
 """
 
 # ruff: noqa: D102, D103 -- reads top-down
@@ -62,8 +62,8 @@ _BUS = {
     "all_to_all": lambda n: (n - 1) / n,
     "barrier": lambda _: 0.0,
 }
-# Bytes that are read and written at the least, over all ranks, as a share of what all ranks move
-# when each reads and writes the whole array once.
+# The least number of bytes that are read and written over all ranks, as a share of the traffic when
+# each rank reads and writes the whole array once.
 _TRAFFIC = {
     "all_reduce": lambda _: 1.0,
     "all_gather": lambda n: (n + 1) / (2 * n),
@@ -75,10 +75,10 @@ _TRAFFIC = {
 
 
 class Rank:
-    """One rank process, asked through a pipe or a FIFO.
+    """One rank process, controlled through a pipe or a FIFO.
 
-    A FIFO is opened for both directions: so opening does not wait for the rank, which may never
-    come, and the end of the process is seen from `job`, not from the FIFO.
+    A FIFO is opened for both directions, so that opening does not wait for the rank, which may
+    never start. The end of the process is detected from `job`, not from the FIFO.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Team:
         return Rank(f"{self.library} rank {rank}", job, *ends)
 
     def _start_mpi(self, command: list[str], env: dict[str, str]) -> list[Rank]:
-        """Start MPI's ranks, each of which opens a FIFO pair: mpiexec has no pipe for each."""
+        """Start MPI's ranks, each of which opens a FIFO pair: mpiexec provides no pipe for each."""
         folder, size = self._folder.name, int(command[-1])
         mpiexec = Path(command[0]).with_name("mpiexec")
         ends = []
@@ -193,7 +193,7 @@ class Team:
         return [Rank(f"mpich rank {rank}", job, *pair) for rank, pair in enumerate(ends)]
 
     def ask(self, operation: str, num_bytes: int, dtype: str) -> float:
-        """Take one sample on all ranks; the slowest counts."""
+        """Take one sample on all ranks; the slowest one counts."""
         line = json.dumps({"operation": operation, "num_bytes": num_bytes, "dtype": dtype})
         for rank in self.ranks:
             rank.tell(line)
@@ -223,7 +223,7 @@ def neighbours(count: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def network(count: int) -> Iterator[list[Any]]:
-    """Make `count` hosts out of network namespaces; none if it is 0."""
+    """Create `count` hosts from network namespaces; none if it is 0."""
     if not count:
         yield []
         return
@@ -254,7 +254,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def libraries(options: argparse.Namespace) -> list[str]:
-    """Return the libraries to run; each of ours twice where there is another checkout."""
+    """Return the libraries to run; echelon's appear twice if there is another checkout."""
     names = []
     for name in options.backends:
         names.append(name)
@@ -282,9 +282,9 @@ def measure_one(
 
 
 def against(samples: dict[str, list[float]]) -> dict[str, float]:
-    """Return for each library how long it takes beside its other checkout: 1 is as long.
+    """Return each library's time relative to its other checkout: 1 is as long.
 
-    The median of the rounds' ratios: both samples of a round were taken in the same moment.
+    The median of the rounds' ratios: both samples of a round were taken at the same time.
     """
     ratios = {}
     for name, times in samples.items():
@@ -331,7 +331,7 @@ def base(operation: str) -> str:
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
-    """Return a line for each row that is slower than in the other checkout, or one for none."""
+    """Return a line for each row that is slower than in the other checkout, or one if none is."""
     if not any(row["against"] for row in rows):
         return []
     slower = [

@@ -1,7 +1,7 @@
-"""One rank of benchmarks/collectives.py: runs what it is asked for and checks every result.
+"""One rank of benchmarks/collectives.py: runs the requested samples and checks every result.
 
-The driver sends one line of JSON per sample and gets one line back: seconds per call. A library is
-an object with the calls of our groups; each answers to the same names, so that cases are written
+The driver sends one line of JSON per sample and receives one line: seconds per call. A library is
+an object with the calls of echelon's groups, all under the same names, so that cases are written
 once. Arrays hold small whole numbers, which every dtype here adds exactly.
 """
 
@@ -35,7 +35,7 @@ class Case:
         fill: sets the arrays before the call that is checked.
         call: the call.
         check: raises AssertionError if the result is wrong.
-        calm: sets the arrays for the repeated calls, where those would change the numbers.
+        calm: sets the arrays for the repeated calls, if those would change the numbers.
     """
 
     call: Callable[[], Any]
@@ -157,7 +157,7 @@ def measure(case: Case, barrier: Callable[[], Any], repeats: int) -> float:
         case.calm()
     took = sample(case.call, barrier, repeats)
     if case.calm is None:
-        case.check()  # these calls give the same each time
+        case.check()  # these calls give the same result each time
     return took
 
 
@@ -174,10 +174,10 @@ def repeats_of(num_bytes: int) -> int:
 
 
 def touch_seconds(num_bytes: int, barrier: Callable[[], Any]) -> float:
-    """Return the time to read and write `num_bytes` once, on all ranks at once: the faster way.
+    """Return the time to read and write `num_bytes` once, on all ranks at once, the faster way.
 
-    A copy writes to lines that it has not read, which costs a further read where the copy does not
-    bypass the cache; an update in place does not. Collectives may do either.
+    A copy writes to cache lines that it has not read, which costs a further read unless the copy
+    bypasses the cache; an update in place does not. Collectives may do either.
     """
     a, b = np.ones(max(num_bytes // 4, 2), np.float32), np.ones(max(num_bytes // 4, 2), np.float32)
     repeats = repeats_of(num_bytes)
@@ -187,7 +187,7 @@ def touch_seconds(num_bytes: int, barrier: Callable[[], Any]) -> float:
 
 
 class Mpi:
-    """MPI in place of a group: buffers by pointer, no copies of its own."""
+    """MPI in place of a group: buffers by pointer, without copies."""
 
     def __init__(self) -> None:
         from mpi4py import MPI
@@ -229,7 +229,7 @@ class Mpi:
 
 
 class Gloo:
-    """Gloo as torch users call it, without what our group adds."""
+    """Gloo as torch users call it, without the additions of echelon's group."""
 
     def __init__(self) -> None:
         import torch
@@ -268,7 +268,7 @@ class Gloo:
 
 
 class Ours:
-    """A group of echelon's, with the one call more that the overlap takes."""
+    """A group of echelon's, with one additional call for the overlap."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -339,7 +339,7 @@ def main() -> None:
         serve(mpi, mpi.rank, options.size)
         return
     sys.stdout = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries print to the descriptor too
+    os.dup2(2, 1)  # libraries also print to the file descriptor
     rank = int(os.environ["RANK"])
     if options.library == "gloo":
         import torch.distributed as torch_dist

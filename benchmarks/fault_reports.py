@@ -1,10 +1,11 @@
-"""Write the reports of docs/verdicts.md again, from the fault matrix.
+"""Regenerate the reports in docs/verdicts.md from the fault matrix.
 
     python benchmarks/fault_reports.py [--page docs/verdicts.md] [--only TEXT,...]
 
-A block that follows the line `<!-- report of CASE -->` is replaced by what `fr-analyze` prints for
-that case of `faults.py`: so the page shows what the program says today. All other text stays. A
-case whose verdict is not the one that its fault deserves leaves its block alone, and is named.
+A block that follows the line `<!-- report of CASE -->` is replaced by the output of `fr-analyze`
+for that case of `faults.py`, so that the page shows the program's current output. All other text
+stays. If a case's verdict is not the expected one, its block is left unchanged and the case is
+listed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import faults
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/verdicts.md"
-COLUMNS = "92"  # what the page shows without a scroll bar
+COLUMNS = "92"  # fits the page without a scroll bar
 _BLOCK = re.compile(r"(<!-- report of (?P<case>\S+) -->\n\n```text\n)(?P<report>.*?)(```\n)", re.S)
 
 
@@ -67,7 +68,7 @@ def report_of(case: faults.Case) -> str | None:
 
 
 def on_terminal(command: list[str], folder: str) -> str:
-    """Return what a command prints on a terminal of `COLUMNS` columns, without colours."""
+    """Return the output of a command on a terminal of `COLUMNS` columns, without colours."""
     ours, theirs = os.openpty()
     environment = {**os.environ, "COLUMNS": COLUMNS, "TERM": "dumb", "NO_COLOR": "1"}
     process = subprocess.Popen(command, cwd=folder, stdout=theirs, env=environment)

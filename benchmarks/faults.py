@@ -7,9 +7,9 @@
     python benchmarks/faults.py --list
 
 Every case is a job of 2 to 8 processes under `echelon run`; one rank does something wrong at step
-20, or nobody does. The job's folder is then read as `fr-analyze` reads it. A case is right if cause
-and culprit ranks are exactly those injected; a healthy one, if the job ends well without an
-incident and without a finding. Cases that this build or machine cannot run say why.
+20, or none does. The job's folder is then read as `fr-analyze` reads it. A case is right if cause
+and culprit ranks are exactly those injected; a healthy one, if the job succeeds without an incident
+and without a finding. Cases that this build or machine cannot run state the reason.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TORCH_JOB = _JOB.with_name("faulty_torch.py")
 
 @dataclass(frozen=True)
 class Case:
-    """A job, and what is to be said of it."""
+    """A job, and the expected verdict."""
 
     cause: str  # "healthy": nothing
     worker: type[faulty.Worker]
@@ -46,19 +46,19 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Name it for people and for the command line."""
+        """The case's name for readers and for the command line."""
         return f"{self.cause}-{self.worker.__name__}-{self.ranks}r{self.culprit}"
 
     @property
     def expected(self) -> tuple[str, tuple[int, ...]]:
-        """What the verdict is to be."""
+        """The expected verdict."""
         if self.cause == "healthy":
             return "healthy", ()
         return self.cause, (self.culprit,) if self.culprits is None else self.culprits
 
     @property
     def by(self) -> str:
-        """Say what injects the fault."""
+        """What injects the fault."""
         return self.worker.__name__
 
     @property
@@ -124,7 +124,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class TorchCase:
-    """A plain torch program; torch's own timeout ends what waits, or the launcher's stall does."""
+    """A plain torch program; torch's own timeout or the launcher's stall ends the waiting ranks."""
 
     cause: str
     fault: str
@@ -136,20 +136,20 @@ class TorchCase:
 
     @property
     def name(self) -> str:
-        """Name it for people and for the command line."""
+        """The case's name for readers and for the command line."""
         who = "watchdog" if self.timeout_s < self.stall_s else "stall"
         return f"{self.cause}-torch-{self.fault}-{who}-{self.ranks}r{self.culprit}"
 
     @property
     def by(self) -> str:
-        """Say what injects the fault, and what ends the job."""
+        """What injects the fault, and what ends the job."""
         return f"torch {self.fault}" + (
             f", torch's timeout {self.timeout_s:g} s" if self.timeout_s < self.stall_s else ""
         )
 
     @property
     def expected(self) -> tuple[str, tuple[int, ...]]:
-        """What the verdict is to be."""
+        """The expected verdict."""
         return (self.cause, ()) if self.cause == "healthy" else (self.cause, (self.culprit,))
 
     @property
@@ -158,7 +158,7 @@ class TorchCase:
         return [str(_TORCH_JOB), self.fault, str(self.culprit), "--timeout", str(self.timeout_s)]
 
 
-# Gloo keeps no record of what a rank called, so mismatches and skipped calls cannot be told.
+# Gloo keeps no record of a rank's calls, so mismatches and skipped calls cannot be detected.
 TORCH_CASES = [
     TorchCase("host_hang", "Hang", 4, 2),
     TorchCase("host_hang", "Hang", 2, 0),
@@ -177,7 +177,7 @@ TORCH_CASES = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was said of a case."""
+    """The verdict on a case."""
 
     said: tuple[str, tuple[int, ...]]
     confidence: str
@@ -186,7 +186,7 @@ class Outcome:
 
 
 def missing(case: Case | TorchCase) -> str:
-    """Say why a case cannot run here, "" if it can."""
+    """Return why a case cannot run here, "" if it can."""
     import echelon.dist as dist
     from echelon.dist.group import ProcessGroup
 
@@ -212,7 +212,7 @@ def _ended(job: subprocess.Popen[bytes], timeout_s: float) -> int | None:
 def run(case: Case | TorchCase, folder: Path, *, timeout_s: float = JOB_TIMEOUT_S) -> Outcome:
     """Run a case's job to its end and read its folder.
 
-    A job that outlasts `timeout_s` is stopped: the others' cases are still worth running.
+    A job that outlasts `timeout_s` is stopped, so that the remaining cases can run.
     """
     from echelon.analysis import analyze
 

@@ -1,9 +1,9 @@
-"""What goes wrong in the fault matrix: every class is a job of which one rank errs, or none.
+"""Faults of the fault matrix: every class is a job in which one rank errs, or none.
 
     echelon run --nproc-per-node 4 benchmarks/faulty.py HangInCode 2
 
-trains for 40 steps with numbers for gradients; rank 2 hangs in step 20. `faults.py` runs them all
-and judges the verdicts.
+trains for 40 steps with numbers for gradients; rank 2 hangs in step 20. `faults.py` runs all of
+them and judges the verdicts.
 """
 # ruff: noqa: D102 -- each class says in its own line what its overrides do
 
@@ -24,7 +24,7 @@ STEPS = 40
 
 
 class Worker:
-    """What every rank does; faults override one part of it on one rank."""
+    """The behaviour of every rank; faults override one part of it on one rank."""
 
     def __init__(self, world: Any, culprit: int) -> None:
         self.world = world
@@ -54,7 +54,7 @@ class Worker:
         self.finish()
 
     def num_steps(self) -> int:
-        """How many steps this rank makes."""
+        """How many steps this rank runs."""
         return STEPS
 
     def data(self) -> None:
@@ -83,7 +83,7 @@ def wait_for_ever() -> None:
 
 
 class OtherOperation(Worker):
-    """Broadcast where the others reduce."""
+    """Broadcasts where the others reduce."""
 
     def reduce(self, bucket: int) -> None:
         if self.is_due and bucket == 1:
@@ -93,7 +93,7 @@ class OtherOperation(Worker):
 
 
 class OtherShape(Worker):
-    """Pass one element less."""
+    """Passes one element less."""
 
     def reduce(self, bucket: int) -> None:
         if self.is_due and bucket == 1:
@@ -103,7 +103,7 @@ class OtherShape(Worker):
 
 
 class OtherType(Worker):
-    """Pass float64."""
+    """Passes float64."""
 
     def reduce(self, bucket: int) -> None:
         if self.is_due and bucket == 1:
@@ -113,7 +113,7 @@ class OtherType(Worker):
 
 
 class OtherReduction(Worker):
-    """Take the maximum where the others sum."""
+    """Takes the maximum where the others sum."""
 
     def reduce(self, bucket: int) -> None:
         self.world.all_reduce(
@@ -122,14 +122,14 @@ class OtherReduction(Worker):
 
 
 class OtherRoot(Worker):
-    """Broadcast from another root."""
+    """Broadcasts from another root."""
 
     def log(self) -> None:
         self.world.broadcast(np.ones(4, np.float32), 1 if self.is_due else 0)
 
 
 class OtherSplits(Worker):
-    """Send one element more to one rank than it expects."""
+    """Sends one element more to one rank than it expects."""
 
     def log(self) -> None:
         size = self.world.size
@@ -141,7 +141,7 @@ class OtherSplits(Worker):
 
 
 class SkipBucket(Worker):
-    """Leave out a bucket of another size than the next."""
+    """Leaves out a bucket whose size differs from the next one's."""
 
     def reduce(self, bucket: int) -> None:
         if not (self.is_due and bucket == 1):
@@ -149,7 +149,7 @@ class SkipBucket(Worker):
 
 
 class SkipEqualBucket(Worker):
-    """Leave out one of equal buckets: only the step number shows it."""
+    """Leaves out one of several equal buckets: only the step number shows it."""
 
     def reduce(self, bucket: int) -> None:
         if not (self.is_due and bucket == 1):
@@ -160,14 +160,14 @@ class SkipEqualBucket(Worker):
 
 
 class FewerBatches(Worker):
-    """Run out of data one step before the others."""
+    """Runs out of data one step before the others."""
 
     def num_steps(self) -> int:
         return STEPS - (1 if self.is_culprit else 0)
 
 
 class RepeatBucket(Worker):
-    """Reduce one bucket twice."""
+    """Reduces one bucket twice."""
 
     def reduce(self, bucket: int) -> None:
         for _ in range(2 if self.is_due and bucket == 1 else 1):
@@ -175,7 +175,7 @@ class RepeatBucket(Worker):
 
 
 class HangInCode(Worker):
-    """Wait in ordinary code."""
+    """Waits in ordinary code."""
 
     def compute(self) -> None:
         if self.is_due:
@@ -184,7 +184,7 @@ class HangInCode(Worker):
 
 
 class SpinInCode(Worker):
-    """Compute for ever."""
+    """Computes indefinitely."""
 
     def compute(self) -> None:
         while self.is_due:
@@ -193,7 +193,7 @@ class SpinInCode(Worker):
 
 
 class HangInFirstStep(HangInCode):
-    """Hang before the first collective."""
+    """Hangs before the first collective."""
 
     @property
     def is_due(self) -> bool:
@@ -201,7 +201,7 @@ class HangInFirstStep(HangInCode):
 
 
 class StarveOfData(Worker):
-    """Wait for a batch that never comes."""
+    """Waits for a batch that never arrives."""
 
     def data(self) -> None:
         if self.is_due:
@@ -209,7 +209,7 @@ class StarveOfData(Worker):
 
 
 class InSpan(Worker):
-    """Hang inside a span of this name."""
+    """Hangs inside a span of this name."""
 
     name = ""
 
@@ -223,25 +223,25 @@ class InSpan(Worker):
 
 
 class StallStorage(InSpan):
-    """Hang in a checkpoint."""
+    """Hangs in a checkpoint."""
 
     name = "checkpoint"
 
 
 class StallCompiler(InSpan):
-    """Hang in a compiler."""
+    """Hangs in a compiler."""
 
     name = "compile"
 
 
 class WaitForStore(InSpan):
-    """Hang in a store request."""
+    """Hangs in a store request."""
 
     name = "store"
 
 
 class HoldLock(Worker):
-    """Compute in C for hours, with the interpreter's lock held."""
+    """Computes in C for hours, with the interpreter's lock held."""
 
     def compute(self) -> None:
         if self.is_due:
@@ -250,7 +250,7 @@ class HoldLock(Worker):
 
 
 class DeviceNeverDone(Worker):
-    """Take part in an operation whose end is never told, as a stuck device's stream does."""
+    """Enters an operation that never ends, as on a stuck device's stream."""
 
     def reduce(self, bucket: int) -> None:
         if self.is_due and bucket == 1:
@@ -266,7 +266,7 @@ class DeviceNeverDone(Worker):
 
 
 class Freeze(Worker):
-    """Be stopped by a signal."""
+    """Is stopped by a signal."""
 
     def compute(self) -> None:
         if self.is_due:
@@ -275,7 +275,7 @@ class Freeze(Worker):
 
 
 class Raise(Worker):
-    """Raise an exception."""
+    """Raises an exception."""
 
     def compute(self) -> None:
         if self.is_due:
@@ -284,7 +284,7 @@ class Raise(Worker):
 
 
 class Kill(Worker):
-    """Die of SIGKILL."""
+    """Dies of SIGKILL."""
 
     def compute(self) -> None:
         if self.is_due:
@@ -293,7 +293,7 @@ class Kill(Worker):
 
 
 class Segfault(Worker):
-    """Die of a wild pointer."""
+    """Dies of a wild pointer."""
 
     def compute(self) -> None:
         if self.is_due:
@@ -302,7 +302,7 @@ class Segfault(Worker):
 
 
 class ExitAtOnce(Worker):
-    """Leave through os._exit."""
+    """Exits through os._exit."""
 
     def compute(self) -> None:
         if self.is_due:
@@ -311,7 +311,7 @@ class ExitAtOnce(Worker):
 
 
 class ExitQuietly(Worker):
-    """Leave through sys.exit with a code."""
+    """Exits through sys.exit with a code."""
 
     def compute(self) -> None:
         if self.is_due:
@@ -320,7 +320,7 @@ class ExitQuietly(Worker):
 
 
 class UseUpMemory(Worker):
-    """Ask for more memory than there is."""
+    """Requests more memory than there is."""
 
     def compute(self) -> None:
         if self.is_due:
@@ -329,7 +329,7 @@ class UseUpMemory(Worker):
 
 
 class LagBehind(Worker):
-    """Be slower than the others in every step."""
+    """Is slower than the others in every step."""
 
     def num_steps(self) -> int:
         return 80
@@ -339,7 +339,7 @@ class LagBehind(Worker):
 
 
 class Desync(Worker):
-    """Enter two groups in another order."""
+    """Enters two groups in another order."""
 
     def __init__(self, world: Any, culprit: int) -> None:
         super().__init__(world, culprit)
@@ -356,7 +356,7 @@ class Desync(Worker):
 
 
 class HangInSubgroup(Worker):
-    """Hang before a subgroup's collective; the other subgroup goes on to the world's."""
+    """Hangs before a subgroup's collective; the other subgroup proceeds to the world's."""
 
     def __init__(self, world: Any, culprit: int) -> None:
         super().__init__(world, culprit)
@@ -374,7 +374,7 @@ class HangInSubgroup(Worker):
 
 
 class Pipeline(Worker):
-    """Pass a tensor from rank to rank."""
+    """Passes a tensor from rank to rank."""
 
     def log(self) -> None:
         rank, last = self.world.rank, self.world.size - 1
@@ -388,12 +388,12 @@ class Pipeline(Worker):
         """Do nothing."""
 
     def source(self) -> int:
-        """Return whom to receive from."""
+        """Return the rank to receive from."""
         return self.world.rank - 1
 
 
 class HangInPipeline(Pipeline):
-    """Hang before receiving."""
+    """Hangs before receiving."""
 
     def before_receiving(self) -> None:
         if self.is_due:
@@ -401,21 +401,21 @@ class HangInPipeline(Pipeline):
 
 
 class WrongPeer(Pipeline):
-    """Receive from the rank after, not from the one before."""
+    """Receives from the rank after it instead of the one before."""
 
     def source(self) -> int:
         return self.world.rank + 1 if self.is_due else self.world.rank - 1
 
 
 class Jitter(Worker):
-    """Take a different time in every step."""
+    """Takes a different time in every step."""
 
     def compute(self) -> None:
         time.sleep(((self.step * 7 + self.world.rank * 13) % 11) / 1000)
 
 
 class SaveSometimes(Worker):
-    """Let rank 0 write a checkpoint now and then."""
+    """Lets rank 0 write a checkpoint now and then."""
 
     def compute(self) -> None:
         from echelon import recorder
@@ -427,7 +427,7 @@ class SaveSometimes(Worker):
 
 
 class Mixed(Worker):
-    """Use all collectives, with changing roots."""
+    """Uses all collectives, with changing roots."""
 
     def log(self) -> None:
         size = self.world.size
@@ -438,7 +438,7 @@ class Mixed(Worker):
 
 
 class Overlapped(Worker):
-    """Issue buckets without waiting, and wait at the end of the step."""
+    """Issues buckets without waiting, and waits at the end of the step."""
 
     def reduce(self, bucket: int) -> None:
         self.works = [] if bucket == 0 else self.works
@@ -452,7 +452,7 @@ class Overlapped(Worker):
 
 
 class Catch(Worker):
-    """Raise and catch exceptions in the loop."""
+    """Raises and catches exceptions in the loop."""
 
     def compute(self) -> None:
         try:
@@ -462,7 +462,7 @@ class Catch(Worker):
 
 
 def main() -> None:
-    """Be one rank of a job; the arguments are the class and the rank that errs."""
+    """Run as one rank of a job; the arguments are the class and the rank that errs."""
     import echelon.dist as dist
 
     name, culprit = sys.argv[1:]

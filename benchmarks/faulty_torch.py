@@ -1,9 +1,9 @@
-"""What goes wrong in the torch half of the fault matrix: plain torch programs over Gloo.
+"""Faults of the torch half of the fault matrix: plain torch programs over Gloo.
 
     echelon run --nproc-per-node 4 benchmarks/faulty_torch.py Hang 2 --timeout 6
 
-makes 30 steps of three all_reduces; rank 2 hangs in step 10. Nothing of echelon is imported:
-torch's own timeout ends what waits for too long. `faults.py --torch` runs all faults and judges the
+runs 30 steps of three all_reduces; rank 2 hangs in step 10. It does not import echelon: torch's own
+timeout ends operations that wait for too long. `faults.py --torch` runs all faults and judges the
 verdicts.
 """
 
@@ -24,7 +24,7 @@ STEPS = 30
 
 
 def hang() -> None:
-    """Wait for something that never comes."""
+    """Wait for something that never happens."""
     time.sleep(3600)
 
 
@@ -36,7 +36,7 @@ def spin() -> None:
 
 
 def go_wrong(fault: str) -> None:
-    """Do what the fault is called."""
+    """Commit the fault of the given name."""
     if fault == "Hang":
         hang()
     elif fault == "Spin":

@@ -1,8 +1,8 @@
-"""Jobs under a launcher, ours or torchrun, and what `launcher.py` can see of them from outside.
+"""Jobs under a launcher, echelon's or torchrun, as `launcher.py` sees them from outside.
 
-Both launchers get the same options, the same worker and the same environment. A worker tells what
-it does in one file, with the machine's monotonic clock; processes are found by a mark in their
-environment, which everything that they start inherits.
+Both launchers get the same options, the same worker and the same environment. A worker logs its
+actions to one file, with the machine's monotonic clock; processes are found by a mark in their
+environment, which all their children inherit.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ globals()[mode]()
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What a worker told."""
+    """An action logged by a worker."""
 
     at_s: float  # monotonic
     what: str
@@ -140,17 +140,17 @@ class Agent:
             )
 
     def pids(self) -> list[int]:
-        """Return everything of this node that lives."""
+        """Return all living processes of this node."""
         return marked(self._mark)
 
     def signal_all(self, number: int) -> None:
-        """Signal everything of this node at once, as if the machine had gone."""
+        """Signal all processes of this node at once, as if the machine had disappeared."""
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def end(self, limit_s: float) -> Ended:
-        """Wait for the launcher's end; one that does not end is killed."""
+        """Wait for the launcher to end; kill it if it does not."""
         try:
             code: int | None = self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -160,7 +160,7 @@ class Agent:
         return Ended(code, *texts)
 
     def close(self) -> None:
-        """Kill whatever is left of this node."""
+        """Kill all remaining processes of this node."""
         while self.pids():
             self.signal_all(signal.SIGKILL)
             self.process.poll()
@@ -226,12 +226,12 @@ class Job:
         return agent
 
     def events(self) -> list[Event]:
-        """Return what the workers told so far."""
+        """Return the workers' events so far."""
         lines = [line.split() for line in self.events_file.read_text().splitlines()]
         return [Event(float(w[0]), w[1], *(int(v) for v in w[2:])) for w in lines if len(w) == 5]
 
     def wait(self, count: int, wanted: Callable[[Event], bool], limit_s: float) -> list[Event]:
-        """Wait until workers have told `count` such things; return them, [] at the limit."""
+        """Wait until workers have logged `count` such events; return them, [] at the limit."""
         deadline_s = time.monotonic() + limit_s
         while time.monotonic() < deadline_s:
             found = [event for event in self.events() if wanted(event)]
@@ -251,18 +251,18 @@ class Job:
             raise RuntimeError(f"{count} workers did not start under {self.launcher}:\n{said}")
 
     def report(self) -> Any:
-        """Return our report.json."""
+        """Return echelon's report.json."""
         return json.loads((self.agents[0].folder / "run/report.json").read_text())
 
     def close(self) -> None:
-        """Kill whatever is left."""
+        """Kill all remaining processes."""
         for agent in self.agents:
             agent.close()
 
 
 @contextlib.contextmanager
 def job(launcher: str, round_number: int) -> Iterator[Job]:
-    """Make a job's folder; at the end nothing is left of either."""
+    """Create a job's folder; at the end, remove it and all processes."""
     with tempfile.TemporaryDirectory(prefix="bench-launcher-") as folder:
         made = Job(launcher, Path(folder), round_number)
         try:
@@ -282,7 +282,7 @@ def marked(mark: str) -> list[int]:
 
 
 def seconds_until(condition: Callable[[], bool], limit_s: float) -> float:
-    """Return how long a condition took to come true, infinity at the limit."""
+    """Return how long a condition took to become true, infinity at the limit."""
     start_s = time.monotonic()
     while not condition():
         if time.monotonic() - start_s > limit_s:

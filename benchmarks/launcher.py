@@ -1,12 +1,12 @@
-"""Probe our launcher and torchrun side by side: what is left, how long it takes, who is blamed.
+"""Probe echelon's launcher and torchrun side by side: leftovers, times, and blamed ranks.
 
     python benchmarks/launcher.py                       # every row, some twelve minutes
     python benchmarks/launcher.py --only exit_code,agent_killed --rounds 1
     python benchmarks/launcher.py --list
 
 Every row is one probe, run in turn under both launchers with the same worker (`launched.py`); every
-probe is bounded in time. A row that torchrun meets only its limit in is run once for it. Without
-torch only our column is measured.
+probe is bounded in time. A row in which torchrun always hits the limit is run once for it. Without
+torch, only echelon's column is measured.
 """
 # ruff: noqa: D103 -- each probe's row in PROBES says what it does
 
@@ -82,7 +82,7 @@ def node_silent(made: Job) -> float:
 
 
 def _seconds_to_smaller_world(made: Job, number: int) -> float:
-    # As short as it was by default when the bar was set; a node is lost after 15 s otherwise.
+    # As short as it was by default when the bar was set; by default, a node is lost after 15 s.
     conf = f"{WAIT_FOR_BOTH[1]},lost_after={LOST_AFTER_S}"
     options = (WAIT_FOR_BOTH[0], conf) if made.is_ours else ()
     made.start("hold", nproc=1, nodes="1:2", options=options)
@@ -119,7 +119,7 @@ def stubborn_peer(made: Job) -> float:
     return again[0].at_s - failing[0].at_s if again else NEVER
 
 
-# Every second pair has the later rank first: whoever goes by rank is right half of the time.
+# Every second pair has the later rank first: choosing by rank is right half of the time.
 PAIRS = [pair for low in itertools.combinations(range(4), 2) for pair in (low, low[::-1])]
 
 
@@ -226,7 +226,7 @@ def _answers(port: int) -> bool:
 
 
 def _pour(port: int, data: bytes) -> None:
-    """Write bytes to a port, as a stranger that speaks no protocol."""
+    """Write bytes to a port, like a client that speaks no protocol."""
     with socket.socket() as peer:
         peer.settimeout(2)
         try:
@@ -273,7 +273,7 @@ def meet(num_agents: int, limit_s: float) -> Callable[[Job], float]:
 
 
 def seconds(limit_s: float) -> Callable[[Sequence[float]], str]:
-    """Return how a row of times is told: the median."""
+    """Return how a row of times is summarised: the median."""
 
     def tell(values: Sequence[float]) -> str:
         middle = statistics.median(values)

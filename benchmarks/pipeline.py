@@ -1,17 +1,17 @@
-"""Pipelines: a step's time beside torch's pipelining over gloo, and beside its own simulation.
+"""Pipelines: a step's time compared with torch's pipelining over gloo, and with the simulation.
 
     python benchmarks/pipeline.py                       # about 3 minutes on 2 quiet cores
     python benchmarks/pipeline.py --preset thin --rounds 30 --only zbv
 
 Each row is printed as soon as it is measured.
 
-Two ranks hold the same stages: in our pipeline (over shm, and over gloo), and in torch's, whose
-ranks are processes of their own that sleep meanwhile, since ours change the heap's settings
-(`echelon/dist/heap.py`). Every round runs one step of each, in turns, so that a slow moment of the
-machine meets all; a step's time is its slowest rank's. "x torch" is the median of the rounds'
-ratios: below 1 is faster. Processor time is that of both ranks and all their threads. Costs of each
-stage's forward, input and weight gradients are measured beforehand, with both ranks at it at once,
-and so is the link; "simulated" is the makespan that they give.
+Two ranks hold the same stages: in echelon's pipeline (over shm, and over gloo), and in torch's,
+whose ranks are separate processes that sleep in between, because echelon's change the heap's
+settings (`echelon/dist/heap.py`). Every round runs one step of each in turn, so that a slow moment
+of the machine affects all of them; a step's time is its slowest rank's. "x torch" is the median of
+the rounds' ratios: below 1 is faster. Processor time is that of both ranks and all their threads.
+Costs of each stage's forward, input and weight gradients are measured beforehand, with both ranks
+computing at once, and so is the link; "simulated" is the resulting makespan.
 
 Presets: `gpt` is a char-level GPT (10.7M parameters, 8 x 256 tokens); `thin` has 1/6 of its width
 and 8 times its tokens, so that messages weigh more.
@@ -118,7 +118,7 @@ class Batch:
 
 
 class TorchRank:
-    """A rank of torch's pipeline, in a process that takes a step when it is told to."""
+    """A rank of torch's pipeline, in a process that runs a step on request."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         command = [
@@ -136,7 +136,7 @@ class TorchRank:
         )
 
     def ask(self, *words: str) -> float:
-        """Let it make a schedule's stages, or take a step; return the processor time of it."""
+        """Request a schedule's stages, or a step; return the processor time."""
         assert self._process.stdin
         assert self._process.stdout
         self._process.stdin.write(" ".join(words) + "\n")
@@ -336,7 +336,7 @@ class Rank:
 
 
 def gloo_group(world: Any) -> Any:
-    """Make a gloo group of ours beside the shm one; a program has one backend, a benchmark two."""
+    """Create a gloo group beside the shm one; a program has one backend, this benchmark two."""
     from echelon.dist.backends import registry
     from echelon.dist.backends.interface import Members
     from echelon.dist.backends.router import Router

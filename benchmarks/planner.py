@@ -1,9 +1,9 @@
-"""What `echelon plan` says of layouts beside what they take: memory and step time.
+"""The estimates of `echelon plan` compared with measurements: memory and step time.
 
     echelon run --nproc-per-node 4 -m echelon.planner.measure --out /tmp/links.json
     python benchmarks/planner.py --links /tmp/links.json
 
-Each layout is a job of its own, on ranks of this machine: a Llama-shaped model in fp32 with AdamW,
+Each layout is a separate job, on ranks of this machine: a Llama-shaped model in fp32 with AdamW,
 through `parallelize`. Memory is the resident peak of the largest rank less what the rank took
 before the model was made; time is the median step of the slowest rank.
 """
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def run(name: str, steps: int, batch: int) -> tuple[float, float]:
-    """Train in a job of its own; return MiB of the largest rank and seconds of a step."""
+    """Train in a separate job; return MiB of the largest rank and seconds per step."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             "echelon", "run", "--nproc-per-node", "4", "--log-dir", folder, __file__, "--serve",
@@ -95,7 +95,7 @@ def run(name: str, steps: int, batch: int) -> tuple[float, float]:
 
 
 def serve(name: str, steps: int, batch: int, out: Path) -> None:
-    """Be one rank of a layout."""
+    """Run as one rank of a layout."""
     import torch
     import torch.nn.functional as F  # noqa: N812 -- the name the field uses
 

@@ -1,9 +1,9 @@
-"""Measure what recording costs: beside torch's flight recorder, and within a training step.
+"""Measure the cost of recording: compared with torch's flight recorder, and in a training step.
 
     python benchmarks/recorder.py [--rounds N] [--only NAME] [--markdown FILE]
 
-All costs are processor time of the thread or process that is measured, not time on the wall: so
-what else the machine does disturbs them less. It all ends within a minute. Cases:
+All costs are processor time of the measured thread or process rather than wall time, so other work
+on the machine disturbs them less. Everything ends within a minute. Cases:
 
     operation   one operation, recorded with its call site, called with 1, 3 and 10 frames on the
                 stack: N rounds, in which the C core, the Python writer and torch's recorder take
@@ -55,7 +55,7 @@ SHAPES = ((1024, 1024),)
 STEPS_A_RUN = 2
 NUM_ALL_REDUCES = 250
 MIN_ROUNDS = 5
-OPERATIONS_S = 20.0  # no further round after that, on a busy machine
+OPERATIONS_S = 20.0  # no further round after this time, on a busy machine
 STEPS_S = 15.0
 COLUMNS = tuple((title, "left") for title in ("what", "measured", "target", "met"))
 STACKS = (1, 3, 10)  # frames of the user's
@@ -64,7 +64,8 @@ TARGET_RING_MS = 20.0
 TARGET_STEP_SHARE = 0.01
 TARGET_ALL_REDUCE_SHARE = 0.15
 
-# One of two processes that stay: it makes a turn's calls for each line with a number of frames.
+# One of two long-lived processes: it makes a turn's calls for each input line, with that many
+# frames.
 TORCH = """
 import sys, time
 import torch, torch.distributed as dist
@@ -107,7 +108,7 @@ class Torch:
         )  # fmt: skip
 
     def is_ready(self) -> bool:
-        """Wait for its start; False without torch."""
+        """Wait for its start; return False without torch."""
         entries = self._answer()
         if entries is None:
             return False
@@ -155,7 +156,7 @@ def recording() -> Iterator[Recorder]:
 
 
 def cost_us(one: Callable[[int], None], rounds: int) -> tuple[float, float]:
-    """Return the (smallest, median) processor time of a call; `one` makes so many."""
+    """Return the (smallest, median) processor time of a call; `one` makes that many calls."""
     results = []
     for _ in range(rounds):
         began = time.thread_time()
@@ -165,7 +166,7 @@ def cost_us(one: Callable[[int], None], rounds: int) -> tuple[float, float]:
 
 
 def complete_many(recorder: Recorder, group: int, count: int) -> None:
-    """Begin and complete operations, in a loop that stands directly in the user's frame."""
+    """Begin and complete operations in a loop directly in the user's frame."""
     for _ in range(count):
         recorder.completed(
             recorder.begin(
@@ -176,7 +177,7 @@ def complete_many(recorder: Recorder, group: int, count: int) -> None:
 
 
 def start_many(recorder: Recorder, group: int, count: int) -> None:
-    """The same with the start noted apart, as for an asynchronous operation."""
+    """The same with a separate start, as for an asynchronous operation."""
     for _ in range(count):
         number = recorder.begin(
             group, "all_reduce", sequence=7, dtype="float32", shapes=SHAPES,
@@ -187,7 +188,7 @@ def start_many(recorder: Recorder, group: int, count: int) -> None:
 
 
 def on_stack(frames: int, work: Callable[[], None]) -> float:
-    """Return the processor time of `work`, called on a thread with so many frames of the user's.
+    """Return the processor time of `work`, called on a thread with that many user frames.
 
     The thread's own frames below them belong to the standard library.
     """
@@ -250,7 +251,7 @@ def _torch_us(process: Torch, frames: int, _: int) -> float:
 
 
 def operation_costs(recorder: Recorder, rounds: int) -> dict[str, tuple[float, float]]:
-    """Measure each other call of the recorder; a loop's own cost is in them."""
+    """Measure each other call of the recorder; the cost of a loop is included."""
     group = recorder.group("world", range(8))
 
     def spans(count: int) -> None:
@@ -270,7 +271,7 @@ def operation_costs(recorder: Recorder, rounds: int) -> dict[str, tuple[float, f
 
 
 def all_reduce_costs_us(rounds: int) -> dict[bool, list[float]]:
-    """Measure a 4-byte all_reduce of two ranks with our recorder on and off: each turn's median."""
+    """Measure a 4-byte all_reduce of two ranks with recording on and off: each turn's median."""
     done = subprocess.run(
         [
             sys.executable, "-m", "echelon", "run", "--nproc-per-node", "2",
@@ -352,7 +353,7 @@ def ring_costs_ms(recorder: Recorder, rounds: int) -> tuple[float, float, int]:
 
 
 def step_costs_ms(recorder: Recorder, rounds: int) -> dict[str, Any]:
-    """Train with the recorder on and off in turn; return processor times of a step."""
+    """Train with the recorder on and off in turn; return processor times per step."""
     sys.path.insert(0, str(EXAMPLES))
     from gpt.model.transformer import GPTConfig
     from gpt.text.corpus import load_corpus

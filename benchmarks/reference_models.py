@@ -1,4 +1,4 @@
-"""Reference models under what PyTorch 2 offers, each beside eager mode.
+"""Reference models under the features of PyTorch 2, each compared with eager mode.
 
     python benchmarks/reference_models.py                       # 10.65M characters: all rows
     python benchmarks/reference_models.py --model gpt2 --rounds 2 --iterations 3
@@ -6,12 +6,12 @@
     python benchmarks/reference_models.py --row eager --row "whole, inductor" --limit 3000
     python benchmarks/reference_models.py --device cuda --model gpt2 --iterations 1000 --batch 8
 
-Every row is measured in processes of its own, one for each round; the rows of a round run one after
-the other in a random order. A row's ratio is taken to its peer in the same round. The first
-iteration of the first round compiles with an empty cache (cold), those of later rounds find it
-(warm). What has been measured is kept in `--out` and not measured again: an interrupted run
-continues. A row that took longer than `--limit` is measured again with a longer one. At the end the
-table is printed, as Markdown, and written beside `--out` with the machine, as JSON.
+Every row is measured in separate processes, one for each round; the rows of a round run one after
+another in random order. A row's ratio refers to its peer in the same round. The first iteration of
+the first round compiles with an empty cache (cold), those of later rounds find it (warm). Results
+are kept in `--out` and not measured again: an interrupted run continues. A row that took longer
+than `--limit` is measured again with a longer one. At the end the table is printed, as Markdown,
+and written beside `--out` with the machine, as JSON.
 
 On a CPU a row has one thread, and its iterations are counted in processor seconds too: on a shared
 machine those repeat, wall seconds do not. Ratios and MFU are by processor time there and by wall
@@ -87,13 +87,13 @@ def chosen(words: str, names: list[str]) -> list[Case]:
 
 
 def key(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what a measurement depends on, apart from its row."""
+    """Return the parameters on which a measurement depends, apart from its row."""
     names = ("model", "device", "iterations", "batch", "length", "threads", "text")
     return {name: getattr(options, name) for name in names}
 
 
 def run(cases: list[Case], options: argparse.Namespace) -> None:
-    """Measure what is not yet in the file of results."""
+    """Measure the rows that are not yet in the file of results."""
     cache = options.out.with_suffix(".cache")
     for number in range(options.rounds):
         order = list(cases)
@@ -114,14 +114,14 @@ def run(cases: list[Case], options: argparse.Namespace) -> None:
 
 
 def is_final(result: dict[str, Any], limit_s: float) -> bool:
-    """Return whether a row failed and would fail again; more time may be enough for one."""
+    """Return whether a row failed and would fail again, which a timeout need not."""
     return "error" in result and result.get("limit_s", limit_s) >= limit_s
 
 
 def measure(
     case: Case, options: dict[str, Any], cache: Path, limit_s: float
 ) -> dict[str, Any] | None:
-    """Run one row in a fresh process; None: it was killed, which says nothing about the row."""
+    """Run one row in a fresh process; None: it was killed, which reveals nothing about the row."""
     order = json.dumps({"case": case.to_dict(), "options": options})
     environ = {
         **os.environ,

@@ -1,4 +1,4 @@
-"""What N agents cost the coordinator: meeting, reporting, a stall, a loss, a failure, the end.
+"""The cost of N agents to the coordinator: meeting, reporting, a stall, a loss, a failure, the end.
 
     python benchmarks/rendezvous.py [--agents 16,64,256,1024] [--ranks 8] [--steady 10]
 
@@ -38,7 +38,7 @@ _LIMIT_S = 400.0  # beside the steady state
 
 
 class Measured(NamedTuple):
-    """What one run showed."""
+    """The results of one run."""
 
     meet_s: float
     cpu_s: float  # of the coordinator's process, until all had met
@@ -54,7 +54,7 @@ _ORDERS = {"stall": "Collect", "lose": "Stop", "fail": "Stop"}  # what the coord
 
 
 def measure(num_agents: int, ranks: int = 8, steady_s: float = 0.0) -> Measured:
-    """Let agents meet and report; with `steady_s`, let a stall, a loss and a failure follow."""
+    """Let agents meet and report; with `steady_s`, add a stall, a loss and a failure."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -142,7 +142,7 @@ class _Host:
         self._server.send(node, command)
 
     def ask(self, what: str) -> list[Any]:
-        """Tell both processes what to do, and serve until they have answered."""
+        """Send a request to both processes, and serve until they have answered."""
         for gate in self._gates:
             gate.send(what)
         answers: dict[Any, Any] = {}
@@ -199,7 +199,7 @@ def _rss_mib() -> float:
 
 
 def in_fresh_process(num_agents: int, ranks: int = 8, steady_s: float = 0.0) -> Measured:
-    """Measure in a process of its own: gRPC's event loop belongs to the first of a process."""
+    """Measure in a separate process: gRPC's event loop belongs to the first one that uses it."""
     code = f"from rendezvous import measure; print(*measure({num_agents}, {ranks}, {steady_s}))"
     process = subprocess.Popen(
         [sys.executable, "-c", code],

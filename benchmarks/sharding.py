@@ -1,4 +1,4 @@
-"""Sharded training beside torch's FSDP2 and DDP over Gloo: step time, processor time, memory.
+"""Sharded training compared with torch's FSDP2 and DDP over Gloo: step time, CPU time, memory.
 
     python benchmarks/sharding.py                                  # the tables and the plot's data
     python benchmarks/sharding.py --sizes 10M --ranks 2 --rounds 5
@@ -9,11 +9,11 @@
     python benchmarks/sharding.py --compile                       # blocks against the whole model
 
 The contenders train the same char GPT on the same data. Each rank of each contender is a fresh
-process; all stand ready, and the contenders take one step in turn, so that a slow moment of the
-machine meets them all. A step is everything from `zero_grad` to `optimizer.step()`, and takes as
-long as its slowest rank. Reported: best and median step, processor seconds a step and rank (all
-threads, at the best step), peak resident memory of the largest rank. "alone": the same computation
-by as many processes at once that do not know of each other; no way of sharding can be faster.
+process; once all are ready, the contenders take one step in turn, so that a slow moment of the
+machine affects them all. A step is everything from `zero_grad` to `optimizer.step()`, and takes as
+long as its slowest rank. The table shows the best and median step, processor seconds per step and
+rank (all threads, at the best step), and peak resident memory of the largest rank. "alone" is the
+same computation by as many independent processes at once; no way of sharding can be faster.
 
 With `--accumulate N` a step is N micro-batches, each of the whole size, whose gradients are summed
 and reduced once, with the last of them.
@@ -46,7 +46,7 @@ CONTENDERS = ("echelon", "fsdp2", "ddp")
 
 
 class Training(NamedTuple):
-    """How all contenders train: a 16-bit type to compute in, and micro-batches a step."""
+    """Options of all contenders: a 16-bit dtype to compute in, and micro-batches per step."""
 
     precision: str = ""
     num_micro: int = 1
@@ -102,7 +102,7 @@ def wrap(contender: str, model: Any, precision: str) -> Any:
 
 
 def train_step(contender: str, model: Any, batches: list[tuple[Any, Any]], *, casts: bool) -> float:
-    """Sum the gradients of all micro-batches and reduce them with the last; return its loss."""
+    """Sum the gradients of all micro-batches and reduce them with the last one; return its loss."""
     import torch
     from torch.nn import functional
 
@@ -124,7 +124,7 @@ def train_step(contender: str, model: Any, batches: list[tuple[Any, Any]], *, ca
 
 
 def serve(contender: str, size: Size, training: Training) -> None:
-    """Be one rank: take a step for every line on standard input."""
+    """Run as one rank: take a step for every line on standard input."""
     import torch
 
     torch.set_num_threads(1)
@@ -299,7 +299,7 @@ def race(
     *,
     hosts: list[Any] | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Let the contenders take one step in turn, `rounds` times; return what was seen."""
+    """Let the contenders take one step in turn, `rounds` times; return the measurements."""
     with contextlib.ExitStack() as stack:
         teams = []
         for one in contenders:
@@ -336,7 +336,7 @@ def show_heading() -> None:
 
 @contextlib.contextmanager
 def throttled(count: int, mb_per_s: float) -> Iterator[list[Any]]:
-    """Make hosts that each send at most so much."""
+    """Create hosts whose sending rate is limited."""
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from tests.hosts import hosts
 
@@ -349,7 +349,7 @@ def throttled(count: int, mb_per_s: float) -> Iterator[list[Any]]:
 
 
 def race_throttled(size: str, ranks: int, rounds: int, mb_per_s: float) -> None:
-    """Print how close each contender comes to the greater of computing and sending."""
+    """Print how close each contender gets to the greater of computing and sending."""
     with throttled(ranks, mb_per_s) as hosts:
         result = race(["alone", "fsdp2", "echelon", "ddp"], size, ranks, rounds, hosts=hosts)
     num_bytes = 4 * sum(p.numel() for p in make_model(SIZES[size]).parameters())
@@ -368,9 +368,9 @@ def race_throttled(size: str, ranks: int, rounds: int, mb_per_s: float) -> None:
 
 
 def plot_memory(path: str, size: str, counts: list[int]) -> None:
-    """Measure peak memory against the number of ranks, and draw it beside 16 bytes a parameter.
+    """Measure peak memory against the number of ranks, and plot it with 16 bytes per parameter.
 
-    Two steps each: the second one has everything that any later one has.
+    Two steps each: the second one allocates as much as any later one.
     """
     import sharding_plot
 

@@ -24,7 +24,7 @@ def time_compilation(size: str) -> None:
 
 
 def compile_and_step(size: str, what: str) -> None:
-    """Be the process that compiles; print a row."""
+    """Run as the process that compiles; print a row."""
     import torch
     from torch.nn import functional
 

@@ -9,7 +9,7 @@ Series = tuple[str, dict[int, float]]
 
 
 def draw(title: str, x_label: str, series: list[Series], dashed: Series) -> str:
-    """Draw lines over the same x values, evenly spaced; `dashed` is what theory says."""
+    """Draw lines over the same x values, evenly spaced; `dashed` is the theoretical line."""
     xs = sorted(series[0][1])
     top = max(max(line.values()) for _, line in [*series, dashed])
     step = 250 if top < 1600 else 500

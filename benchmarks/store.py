@@ -1,13 +1,13 @@
-"""Measure our store beside torch's: same machine, same run, same load generator.
+"""Compare echelon's store with torch's: same machine, same run, same load generator.
 
     python benchmarks/store.py [--rounds N] [--only NAME] [--markdown FILE]
 
-Both servers run in processes of their own and are measured in turn, round after round, so that
-whatever else the machine does hits both; cases and servers are drawn in random order, and servers
-and load are pinned to different cores. The table shows medians, their ratio (above 1: ours is
-faster) and the ratio of the servers' processor time, which the load generator does not dilute. Raw
-cases drive both servers with the same pre-encoded packets from several processes; client cases
-compare our client on our server with torch's client on torch's.
+Both servers run in separate processes and are measured in turn, round after round, so that other
+work on the machine affects both. Cases and servers are run in random order, and servers and load
+are pinned to different cores. The table shows medians, their ratio (above 1: echelon is faster) and
+the ratio of the servers' processor time, which the load generator does not dilute. Raw cases drive
+both servers with the same pre-encoded packets from several processes; client cases compare
+echelon's client on its server with torch's client on torch's.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class Line:
     """One line of the table.
 
     Attributes:
-        name: what is measured.
+        name: the measured quantity.
         unit: of both figures.
         target: the ratio that issue and documentation ask for, None if none.
-        higher_is_better: rates are, times are not.
+        higher_is_better: true for rates, false for times.
         measure: (server name, server, round) to a figure, with the processor time if only a part of
             what was done counts.
     """
@@ -99,7 +99,7 @@ def lines() -> list[Line]:
 
 
 def seed(server: Server) -> None:
-    """Store what the raw cases read."""
+    """Store the values that the raw cases read."""
     connected = dial(server.port)
     connected.sendall(p.encode(p.SET, b"/key/1", b"value") + p.encode(p.PING, 1))
     take(connected, 4)
@@ -208,7 +208,7 @@ def cells(
 
 
 def connection_memory_mib(num_connections: int = 2000) -> float:
-    """What that many idle client connections add to our server's resident memory."""
+    """Return how much that many idle client connections add to the server's resident memory."""
     server = start_server("ours")
     try:
         time.sleep(0.2)
@@ -223,7 +223,7 @@ def connection_memory_mib(num_connections: int = 2000) -> float:
 
 
 def cost_per_rank_us(num_ranks: int) -> float:
-    """Processor time that our server spends on each rank of a rendezvous by gather."""
+    """Return the server's processor time for each rank of a rendezvous by gather."""
     server = start_server("ours")
     try:
         num_rounds = max(1, 4000 // num_ranks)
@@ -236,7 +236,7 @@ def cost_per_rank_us(num_ranks: int) -> float:
 
 
 def slow_reader_mib() -> float:
-    """What 500 unread values of 1 MiB add to our server's resident memory, above the value."""
+    """Return how much 500 unread values of 1 MiB add to the server's memory, above the value."""
     server = start_server("ours")
     try:
         connected = dial(server.port)
@@ -256,7 +256,7 @@ def slow_reader_mib() -> float:
 
 
 def absolute(only: str) -> list[tuple[str, float, str]]:
-    """Return figures that stand alone, with what they should stay below."""
+    """Return figures without a comparison, with their upper limits."""
     found: list[tuple[str, float, str]] = []
     if only in "memory of connections":
         found.append(("2000 connections, MiB above idle", connection_memory_mib(), "<= 150"))
@@ -270,7 +270,7 @@ def absolute(only: str) -> list[tuple[str, float, str]]:
 
 
 def without_dns() -> None:
-    """Start this program over in a mount namespace in which names come from files alone."""
+    """Restart this program in a mount namespace in which names are resolved from files only."""
     rules = Path(tempfile.gettempdir()) / f"echelon-nsswitch-{os.getpid()}"
     rules.write_text("hosts: files\n")
     script = 'mount --bind "$0" /etc/nsswitch.conf; rm "$0"; exec "$@" --dns on'

@@ -1,8 +1,8 @@
 """The servers that `store.py` measures, and the load that drives them.
 
-Servers run in processes of their own, and so does the load: in a few processes that start together.
-Every function drives one server once and returns one figure. Raw load is packets encoded
-beforehand, over plain sockets; the rest goes through a client, ours or torch's.
+Servers run in separate processes, and so does the load, in a few processes that start together.
+Every function drives one server once and returns one figure. Raw load consists of pre-encoded
+packets over plain sockets; the rest goes through a client, echelon's or torch's.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def start_server(name: str) -> Server:
 
 @dataclass
 class Load:
-    """What a load came to.
+    """The result of a load.
 
     Attributes:
         rate: commands per second.
@@ -139,7 +139,7 @@ def take(connected: socket.socket, size: int) -> bytes:
 
 
 def exchange(server: Server, packet: bytes, reply_bytes: int, num_commands: int) -> Load:
-    """Have 64 connections each send the packet, wait for the reply, and send again."""
+    """Make 64 connections each send the packet, wait for the reply, and repeat."""
 
     num_packets = 375 if num_commands == 1 else 100
 
@@ -183,7 +183,7 @@ def flood_of_sets(server: Server) -> Load:
 
 
 def drive(server: Server, act: Callable[[list[socket.socket]], None], num_commands: int) -> Load:
-    """Have worker processes act on their share of the connections, once all are connected."""
+    """Make worker processes act on their share of the connections, once all are connected."""
     gate = _FORK.Barrier(_NUM_WORKERS)
 
     def work(_: int) -> tuple[float, float, float, float]:
@@ -206,7 +206,7 @@ def drive(server: Server, act: Callable[[list[socket.socket]], None], num_comman
 
 
 def join_s(server: Server, num_clients: int, label: int) -> float:
-    """Seconds until clients have connected, counted themselves in, and all were released.
+    """Return the seconds until clients have connected, registered, and been released.
 
     Seven operations each: VALIDATE, PING, ADD, SET, WAIT, GET, CHECK; the last to be counted sets
     the key for which all wait.
@@ -245,7 +245,7 @@ def join_s(server: Server, num_clients: int, label: int) -> float:
 
 
 def open_client(kind: str, port: int) -> Any:
-    """Return our client or torch's."""
+    """Return echelon's client or torch's."""
     if kind == "ours":
         return TCPStore("127.0.0.1", port, timeout=120.0)
     import datetime
@@ -257,7 +257,7 @@ def open_client(kind: str, port: int) -> Any:
 
 
 def latencies_us(kind: str, server: Server) -> dict[str, tuple[float, float]]:
-    """p50 and p99 of one client's calls, one after the other."""
+    """Return p50 and p99 of one client's sequential calls."""
 
     def work(_: int) -> dict[str, tuple[float, float]]:
         store = open_client(kind, server.port)
@@ -288,11 +288,12 @@ def latencies_us(kind: str, server: Server) -> dict[str, tuple[float, float]]:
 def rendezvous_s(
     kind: str, server: Server, num_ranks: int, label: int, *, one_by_one: bool = False
 ) -> float:
-    """Seconds until every rank has joined, has everyone's address, and is released.
+    """Return the seconds until every rank has joined, has all addresses, and is released.
 
-    A process a rank, forked beforehand, all started by one pipe. Ours: connect, gather. torch's:
-    connect, publish, read all (by multi_get, or `one_by_one` by a get for each address), count
-    in, and pass the gate that opens when all have read: what its API offers for the same promise.
+    One process per rank, forked beforehand; all are started through one pipe. Echelon's: connect,
+    gather. torch's: connect, publish, read all (by multi_get, or with `one_by_one` by a get for
+    each address), count in, and pass the gate that opens when all have read, which is how its API
+    provides the same guarantee.
     """
 
     def ours(rank: int) -> int:
@@ -340,7 +341,7 @@ def rendezvous_s(
 
 
 def raw_rendezvous_s(kind: str, server: Server, num_ranks: int, label: int) -> float:
-    """The same as `rendezvous_s`, from raw sockets: what the servers alone cost."""
+    """The same as `rendezvous_s`, from raw sockets: the cost of the servers alone."""
     prefix = b"/raw/%d/" % label
     names = [prefix + b"%d" % rank for rank in range(num_ranks)]
     address = b"10.0.0.1:29500"

@@ -1,4 +1,4 @@
-"""torchrun's side of two rows of `launcher.py`: N of its agents that meet, and its pickled key.
+"""torchrun's side of two rows of `launcher.py`: the meeting of N agents, and its pickled key.
 
 Agents are threads of two processes with torch's own c10d rendezvous handler, each with a store
 client of its own, as in one agent a node. They start no workers.
@@ -24,7 +24,7 @@ _KEY = f"torch.rendezvous.{_RUN_ID}"
 
 
 class MakeFolder:
-    """Unpickled, it makes a folder: a harmless sign that a peer's bytes were executed."""
+    """Creates a folder when unpickled: a harmless sign that a peer's bytes were executed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -34,13 +34,13 @@ class MakeFolder:
 
 
 def hostile_bytes(path: Path) -> list[bytes]:
-    """Return what a stranger may write: a pickle that makes the folder `path`, and garbage."""
+    """Return hostile bytes: a pickle that creates the folder `path`, followed by garbage."""
     pickled = pickle.dumps(MakeFolder(path))
     return [base64.b64encode(pickled), pickled, b"\x80\x04garbage", bytes(range(256)) * 8]
 
 
 def write_key(port: int, key: str, value: bytes) -> None:
-    """Set a key as any client of torch's store may."""
+    """Set a key, as any client of torch's store may."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=3))
@@ -48,7 +48,7 @@ def write_key(port: int, key: str, value: bytes) -> None:
 
 
 def simulate(port: int, count: int, total: int, limit_s: float, gate: Any) -> None:
-    """Run `count` agents of `total`; tell when all of them have met, None at the limit."""
+    """Run `count` agents of `total`; return when all of them have met, None at the limit."""
     from torch.distributed import TCPStore
     from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend as c10d
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic

@@ -1,4 +1,4 @@
-"""What a call costs under torch: a small all_reduce over echelon, over Gloo, and without torch.
+"""The cost of a call under torch: a small all_reduce over echelon, over Gloo, and without torch.
 
     python -m echelon run --nproc-per-node 2 benchmarks/torch_dispatch.py   # 20 s
 
@@ -23,7 +23,7 @@ _ROUNDS = 5
 
 
 def _times(call: Callable[[], object]) -> tuple[float, float]:
-    """Return the median and the best microseconds a call, over rounds."""
+    """Return the median and the best microseconds per call, over rounds."""
     rounds = []
     for _ in range(_ROUNDS):
         began = time.perf_counter()

@@ -1,15 +1,15 @@
-"""Faults in unmodified programs, and what `echelon run` says of each: cause, culprit and line.
+"""Faults in unmodified programs, and the verdicts of `echelon run`: cause, culprit and line.
 
     python -m benchmarks.unmodified run --out RESULTS.jsonl [--scripts ddp,fsdp2] [--faults ...]
         [--ranks 2,4] [--seconds 280] [--healthy 10] [--attach] [--keep DIR]
     python -m benchmarks.unmodified table RESULTS.jsonl [--into docs/unmodified.md]
     python -m benchmarks.unmodified overhead [--runs 30]
 
-`run` appends one line per case and leaves out the cases that the file holds, so that it may run in
-pieces; with `--attach` plain torchrun launches the jobs and `fr-analyze --attach` looks at them. A
-case is right where cause and culprits are; `line` tells whether the verdict names the line of
-`examples/unmodified/faults.py` at which the fault stands. `--into` replaces the table between the
-two marks of a document.
+`run` appends one line per case and skips cases that the file already holds, so that it can run in
+pieces. With `--attach`, plain torchrun launches the jobs and `fr-analyze --attach` examines them. A
+case is right if cause and culprits are; `line` records whether the verdict names the line of
+`examples/unmodified/faults.py` that contains the fault. `--into` replaces the table between the two
+marks of a document.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _cell(cases: list[Case]) -> str:
 
 
 def _overhead(args: argparse.Namespace) -> None:
-    """Time steps with and without the record, in runs that alternate."""
+    """Time steps with and without recording, in alternating runs."""
     for kind in ("ddp", "fsdp2"):
         runs: dict[str, list[dict[str, Any]]] = {"0": [], "1": []}
         for _ in range(args.runs):

@@ -1,7 +1,7 @@
-"""One case of `benchmarks.unmodified`: a script, a fault, a launcher, and whether it was explained.
+"""One case of `benchmarks.unmodified`: a script, a fault, a launcher, and the result.
 
-Under `echelon run` the launcher gives the verdict. Under plain torchrun `fr-analyze --attach` does,
-after the fault has been reached; there a job whose rank has ended leaves nothing to attach to.
+Under `echelon run`, the launcher gives the verdict. Under plain torchrun, `fr-analyze --attach`
+does, after the fault has occurred; there, a job whose rank has ended leaves nothing to attach to.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ Case = dict[str, Any]
 
 
 class NotReachedError(Exception):
-    """A job did not reach its fault in time: the machine was too slow, and nothing was judged."""
+    """A job did not reach its fault in time: the machine was too slow, so nothing was judged."""
 
 
 def culprit_lines() -> dict[str, int]:
-    """Return the line of `faults.py` at which each fault stands."""
+    """Return the line of `faults.py` that contains each fault."""
     found = {}
     for number, text in enumerate((EXAMPLES / "faults.py").read_text().splitlines(), 1):
         match = _MARK.search(text)
@@ -144,7 +144,7 @@ def attach_case(script: str, fault: str, ranks: int, keep: Path | None = None) -
 
 
 def _keep(folder: Path, to: Path) -> None:
-    """Keep a case's folder, but for its checkpoints and pipes."""
+    """Keep a case's folder, except its checkpoints and pipes."""
     left_out = shutil.ignore_patterns("*.pt", "checkpoint_*")
     shutil.copytree(folder, to, dirs_exist_ok=True, ignore=left_out)
 
@@ -179,7 +179,7 @@ def _end(job: subprocess.Popen[bytes]) -> None:
 
 
 def _wait_for_fault(job: subprocess.Popen[bytes], out: Path, fault: str) -> bool:
-    """Wait until a rank has reached the fault; return whether the job then stands."""
+    """Wait until a rank has reached the fault; return whether the job then hangs."""
     end_s = time.monotonic() + CASE_S
     words = f"fault {fault} on rank"
     while words not in out.read_text(errors="replace"):
@@ -209,7 +209,7 @@ def _judged(verdict: dict[str, Any], fault: str, ranks: int) -> Case:
     """Compare a verdict with the truth."""
     culprit, named = ranks - 1, set(verdict["culprit_ranks"])
     allowed = [{culprit}]
-    if fault == "shape" and ranks == 2:  # of two shapes nothing tells which is wrong
+    if fault == "shape" and ranks == 2:  # of two shapes, nothing shows which one is wrong
         allowed.append({0, 1})
     line = culprit_lines().get(fault)
     return {

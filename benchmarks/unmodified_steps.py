@@ -1,10 +1,11 @@
-"""Steps of DDP or FSDP2, with the record and without: what it costs, on a program of its own.
+"""The cost of recording: steps of DDP or FSDP2 with and without it, in a separate program.
 
     python -m benchmarks.unmodified overhead    # processes in turn: the losses, too
     echelon run --nproc-per-node 2 benchmarks/unmodified_steps.py ddp --turns 30 [--width 512]
 
-With `--turns` the record is put in and taken out in turn within one job, all ranks at the same
-step, so that both see the same machine: a turn is some steps with it, and as many without.
+With `--turns`, recording is switched on and off in turn within one job, on all ranks at the same
+step, so that both variants see the same machine: a turn is several steps with it, and as many
+without.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class _Training:
 
 
 class _Record:
-    """The record of this process, to be taken out and put back."""
+    """This process's recording, which can be removed and restored."""
 
     def __init__(self, wait: Any) -> None:
         import echelon.recorder.current as black_box
@@ -74,17 +75,17 @@ class _Record:
         self._is_on = True
 
     def switch(self, is_on: bool) -> None:
-        """Put the record back, or take it out, if it is not so already."""
+        """Restore or remove recording, unless that is its state already."""
         if is_on != self._is_on:
             self._is_on = is_on
             self._put_back() if is_on else self._take_out()
 
     def num_records(self) -> int:
-        """Return how many operations and phases were recorded so far."""
+        """Return how many operations and phases have been recorded so far."""
         return int(self._recorder.num_records())
 
     def _take_out(self) -> None:
-        """Leave torch as if it had never been recorded; call it between steps."""
+        """Restore torch to its unrecorded state; call it between steps."""
         works = self._operations.pending.works
         for number in list(works):
             works.pop(number, None)
@@ -96,18 +97,18 @@ class _Record:
         self._black_box._recorder = None
 
     def _put_back(self) -> None:
-        """Record again."""
+        """Resume recording."""
         self._black_box._recorder = self._recorder
         self._operations.install()
 
 
 def _in_turns(training: _Training, record: _Record, turns: int, steps: int) -> dict[str, Any]:
-    """Measure pairs of turns; return what rank 0 saw, in milliseconds and as ratios."""
+    """Measure pairs of turns; return rank 0's measurements, in milliseconds and as ratios."""
     found: dict[bool, dict[str, list[float]]] = {
         is_on: {"best": [], "median": [], "cpu": []} for is_on in (True, False)
     }
     for turn in range(2 * turns + 2):
-        is_on = turn % 4 in (1, 2)  # off, on, on, off: a drift is in both alike
+        is_on = turn % 4 in (1, 2)  # off, on, on, off: a drift affects both alike
         record.switch(is_on)
         training.timed(3)
         seconds, cpu_s = training.timed(steps)
@@ -129,7 +130,7 @@ def _in_turns(training: _Training, record: _Record, turns: int, steps: int) -> d
 
 
 def main(options: argparse.Namespace) -> None:
-    """Train for some steps; rank 0 prints what a step took."""
+    """Train for several steps; rank 0 prints the time of a step."""
     torch.set_num_threads(1)
     wait = torch._C._distributed_c10d.Work.wait
     dist.init_process_group("gloo")

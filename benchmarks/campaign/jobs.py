@@ -1,4 +1,4 @@
-"""One job of the campaign under one launcher, on hosts of its own, and what it leaves behind."""
+"""One job of the campaign under one launcher, on its own hosts, and its results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.hosts import Host, hosts
 
 LAUNCHERS = ("echelon", "torchrun")
 MAX_RESTARTS = 12
-STALL_S = 5.0  # our --stall-timeout; under torchrun the timeout of each collective
+STALL_S = 5.0  # echelon's --stall-timeout; under torchrun the timeout of each collective
 _GRACE_S = 5
 _CUT_S = 10.0
 _SPARE_AFTER_S = 8.0  # so that the spare node is the spare one under both launchers
@@ -107,7 +107,7 @@ class _Job:
         }
 
     def _strike(self) -> None:
-        """Do what the ranks cannot do to themselves."""
+        """Inject the faults that ranks cannot inject themselves."""
         for number, fault in enumerate(self._plan.faults):
             struck = self._folder / f"struck_{number}"
             if number not in self._hit and struck.exists():
@@ -133,10 +133,10 @@ class _Job:
             self._gone.add(node)
             os.kill(_launcher_of(self._agents[node]), signal.SIGTERM)
         elif kind == "bad_node":
-            self._gone.add(node)  # it may live on, without a place
+            self._gone.add(node)  # it may live on, without a place in the world
 
     def _is_over(self) -> bool:
-        """Whether the job is: a node without a place, or cut off, may still wait."""
+        """Return whether the job is over: a node without a place, or cut off, may still wait."""
         if len(self._agents) < len(self._machines):
             return self._agents[0].poll() is not None
         if self._agents[0].poll() is None:
@@ -147,14 +147,14 @@ class _Job:
         )
 
     def close(self) -> None:
-        """End everything that is left on its hosts."""
+        """End everything that still runs on its hosts."""
         for machine in self._machines:
             _kill_all(machine)
         for agent in self._agents:
             agent.wait(60)
 
     def record(self) -> dict[str, Any]:
-        """Return what the campaign keeps of this job."""
+        """Return the campaign's record of this job."""
         steps = [line.split() for line in _lines(self._folder / "steps.log")]
         made = [one for one in steps if one[1] == "step"]
         done = [(float(at), int(step)) for at, _, step in made]
@@ -188,7 +188,7 @@ class _Job:
             }
 
     def _own_account(self) -> dict[str, Any]:
-        """Return what `echelon report` and report.json say."""
+        """Return the accounts of `echelon report` and report.json."""
         run = self._folder / "run_0"
         if not (run / "report.json").exists():
             return {}
@@ -205,7 +205,7 @@ class _Job:
 
 
 def _phases(account: dict[str, Any]) -> Iterator[list[float]]:
-    """Return of each restart: from the failure to the end, the next begin, its first step."""
+    """Return each restart's phases: from the failure to the end, the next start, its first step."""
     for one, other in pairwise(account["attempts"]):
         laps = [run["laps"][0] for run in other["runs"].values() if run["laps"]]
         if one["failed_ns"] is not None and one["ended_ns"] is not None and laps:
@@ -219,7 +219,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _kill_all(machine: Host) -> None:
-    """End all processes of a host, also those that they start just now."""
+    """Kill all processes of a host, including those that they are just starting."""
     for _ in range(20):
         listed = subprocess.run(
             ["ip", "netns", "pids", machine.name], capture_output=True, text=True, check=False

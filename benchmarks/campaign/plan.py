@@ -1,7 +1,7 @@
-"""What strikes which job, and when: pure, from a seed.
+"""The faults of each job, and their times: a pure function of a seed.
 
-`KINDS` says what each kind of fault asks of a launcher. Those marked `held_back` were written with
-the others, and not run while launcher and policy were worked on: they are what the figures are for.
+`KINDS` lists what each kind of fault requires of a launcher. Those marked `held_back` were written
+with the others and not run while launcher and policy were developed: the figures are about them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ class Kind:
     """One kind of fault.
 
     Attributes:
-        restarts: how many a launcher needs that knows everything; a fault that passes by itself
-            needs none.
-        granted: restarts of a fault that stays, until it can be known that it does.
-        stays: it strikes again in each attempt, and the job cannot go on.
-        takes_node: a node is gone, or no longer fit: the job goes on if it has a spare one.
+        restarts: how many restarts an omniscient launcher needs; none for a transient fault.
+        granted: restarts until a permanent fault can be recognised as such.
+        stays: it recurs in each attempt, and the job cannot continue.
+        takes_node: a node is gone or unusable: the job continues if it has a spare one.
     """
 
     restarts: int = 1
@@ -68,7 +67,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One job. Three nodes are two and a spare one."""
+    """One job. Three nodes are two nodes and a spare one."""
 
     name: str
     num_nodes: int
@@ -77,12 +76,12 @@ class Plan:
 
     @property
     def stays(self) -> bool:
-        """Whether it has a fault that it cannot get past."""
+        """Whether it has a permanent fault."""
         return any(KINDS[one.kind].stays for one in self.faults)
 
 
 def plan_of(seed: int, *, held_back: bool, mean_gap_s: float = MEAN_GAP_S) -> Plan:
-    """Return a job's faults: every fourth job ends with one that stays, every eighth has none."""
+    """Return a job's faults: every fourth job ends with a permanent one, every eighth has none."""
     name = f"{'held' if held_back else 'seen'}_{seed}"
     rng = random.Random(name)
     num_nodes = 2 + seed % 2

@@ -2,10 +2,10 @@
 
     rank.py FOLDER PLAN.json
 
-It averages a vector and saves it every few steps; at its end the vector must say how many steps
-were made. It does not import torch, so that neither launcher's restarts pay for that. Saved is by
-rank 0 alone, flushed and renamed, in the layout of `echelon.dist.checkpoint`. Each finished step
-goes to FOLDER/steps.log by rank 0: the campaign's own account of time.
+It averages a vector and saves it every few steps; at the end, the vector must equal the number of
+steps. It does not import torch, so that this does not slow either launcher's restarts. Rank 0 alone
+saves, flushes and renames, in the layout of `echelon.dist.checkpoint`. It also writes each finished
+step to FOLDER/steps.log, the campaign's own account of time.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Job:
             stops = dist.should_stop()
             if stops:
                 self._save(step, x)
-                return 0 if self.is_ours else 1  # else torchrun takes the job for finished
+                return 0 if self.is_ours else 1  # otherwise torchrun considers the job finished
             self._strike(step, _ON_NODE, self._victim_of_node())
             self._strike(step, None, None)
             time.sleep(self.plan["step_s"])
@@ -83,7 +83,7 @@ class Job:
     # ---- faults ----
 
     def _victim_of_node(self) -> int:
-        """Return the first rank of the node that faults of nodes strike; -1 if only the host is."""
+        """Return the first rank of the node that node faults hit; -1 if only the host is hit."""
         node = max(self.nodes)
         return self.nodes.index(node) if node else -1
 
@@ -187,7 +187,7 @@ class Job:
 
 
 def _use_up_memory() -> None:
-    """Run into a limit of this process's own."""
+    """Exceed a memory limit that this process has set for itself."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
     held = []

@@ -1,4 +1,4 @@
-"""Random faults in training jobs, under our launcher and under torchrun, side by side.
+"""Random faults in training jobs, under echelon's launcher and under torchrun, side by side.
 
     python benchmarks/campaign/run.py --jobs 8                 # kinds seen while developing
     python benchmarks/campaign/run.py --jobs 8 --held-back     # the others
@@ -6,7 +6,7 @@
 
 Each job has four ranks on two nodes, or on two and a spare one, in network namespaces (root). Every
 job runs under both launchers at the same time, with the same script, checkpoints, faults and
-`--max-restarts`. Records are lines of JSON in `--out`; jobs that are there are not run again.
+`--max-restarts`. Records are lines of JSON in `--out`; jobs with a record are not run again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(plans: Sequence[Plan], options: argparse.Namespace) -> None:
-    """Run all jobs that have no record."""
+    """Run all jobs without a record."""
     known = {(one["plan"]["name"], one["launcher"]) for one in _read(options.out)}
     launchers = options.launchers.split(",")
     todo = [

@@ -1,8 +1,8 @@
-"""The campaign's figures from its records: pure.
+"""The campaign's figures, computed from its records.
 
 *Useful* is a job's share of time by its own log: distinct steps times the step of the fault-free
 jobs under the same launcher, by the time from the launchers' start to their end. Jobs that a fault
-has to end are left out of it: what they take depends on where that fault is.
+must end are excluded, because their time depends on where that fault is.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ Record = dict[str, Any]
 
 
 def stays(record: Record) -> bool:
-    """Whether one of its faults that struck cannot be got past."""
+    """Return whether one of the faults that occurred is permanent."""
     return any(fault["stays"] for fault in record["faults"])
 
 
 def is_wrong_stop(record: Record) -> bool:
-    """Whether a launcher ended a job that could have gone on."""
+    """Return whether a launcher ended a job that could have continued."""
     return not record["finished"] and not stays(record) and not is_late(record)
 
 
 def is_late(record: Record) -> bool:
-    """Whether it still ran at three times its fault-free time and three minutes."""
+    """Return whether it still ran after three times its fault-free time plus three minutes."""
     return record["exit_code"] == -signal.SIGKILL
 
 
 def restarts(record: Record) -> int:
-    """How often its ranks were started again; torchrun's only if they came to their first step."""
+    """Return how often its ranks restarted; with torchrun, only if they reached a first step."""
     decisions = record.get("report", {}).get("decisions", ())
     told = sum(one["action"] != "stop" for one in decisions)
     return max(record["num_attempts"] - 1, told, 0)
 
 
 def wasted(record: Record) -> int:
-    """Restarts beyond those that its faults need, and that it takes to know one that stays."""
+    """Return the restarts beyond those that its faults need or permanent ones allow."""
     needed = sum(fault["restarts"] + fault["granted"] for fault in record["faults"])
     return max(restarts(record) - needed, 0)
 
 
 def useful(record: Record) -> float:
-    """The share of a job's time that went into steps that count."""
+    """Return the share of a job's time that went into steps that count."""
     return float(record["num_done"] * STEP_S / record["wall_s"])
 
 
@@ -96,13 +96,13 @@ def _on(num_nodes: int, records: Sequence[Record]) -> list[Record]:
 
 
 def _phase(records: Sequence[Record], place: int) -> str:
-    """Return the median of one part of a restart, as our launcher's own account has it."""
+    """Return the median of one phase of a restart, according to echelon's own account."""
     took = [phases[place] for one in records for phases in one.get("phases", ())]
     return f"{statistics.median(took):.1f} s" if took else "-"
 
 
 def _total(records: Sequence[Record], part: Callable[[Record], float]) -> float:
-    """Return a share, each job weighted by its time."""
+    """Return a share in which each job is weighted by its time."""
     wall_s = sum(one["wall_s"] for one in records)
     return sum(part(one) * one["wall_s"] for one in records) / wall_s if wall_s else float("nan")
 

@@ -1,4 +1,4 @@
-"""What is measured: one row per case, each beside the eager one of its kind."""
+"""The cases to measure: one row per case, each compared with the eager one of its kind."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ class Case:
     """How a model is run.
 
     Attributes:
-        name: of the row.
+        name: name of the row.
         compiled: "" (eager), "whole" or "blocks".
         backend: of torch.compile.
         mode: of torch.compile: "max-autotune" or "".
         dtype: "float32", or a 16-bit type to compute in by autocast, with float32 weights.
         attention: "causal", an SDPA backend's name, "document" or "window" (SDPA with a mask), or
             "flex document", "flex window".
-        trains: forward, backward and optimizer; else the forward alone, without gradients.
-        lengths: "fixed", or "varied": every iteration has another number of tokens.
+        trains: forward, backward and optimizer; otherwise only the forward, without gradients.
+        lengths: "fixed", or "varied": every iteration has a different number of tokens.
         dynamic: of torch.compile.
         autograd: the backward is compiled by Compiled Autograd.
         sharded: `fully_shard` around each block and the model, on a world of one rank.
-        peer: the row that the ratio is taken to.
+        peer: the row to which the ratio refers.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Be the process of one case: start cold, iterate, print what was seen as one line of JSON."""
+"""Run as the process of one case: start cold, iterate, print the results as one line of JSON."""
 
 # ruff: noqa: D103 -- read top-down from measure()
 from __future__ import annotations
@@ -41,7 +41,7 @@ def configuration(model: str) -> ModelConfig:
 
 
 def read_tokens(path: str, vocabulary: int) -> torch.Tensor:
-    """Return a text's characters by how common they are; the rare ones become the commonest."""
+    """Return a text's characters by frequency; rare ones are replaced by the most common one."""
     if path:
         text = Path(path).read_bytes()[:_TEXT_BYTES]
     else:
@@ -107,7 +107,7 @@ def use_flex() -> None:
 
 
 class Run:
-    """A model that is run as a case says."""
+    """A model run as a case specifies."""
 
     def __init__(self, case: dict[str, Any], options: dict[str, Any]) -> None:
         self.case, self.options = case, options
@@ -203,7 +203,7 @@ class Run:
 
 
 def timed(function: Any) -> tuple[float, float, Any]:
-    """Return wall and processor seconds (of children too) and the result."""
+    """Return wall and processor seconds (including children) and the result."""
     wall, cpu = time.perf_counter(), _cpu_s()
     result = function()
     if torch.cuda.is_available():

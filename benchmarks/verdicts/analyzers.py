@@ -22,7 +22,7 @@ _TORCH_CAUSES = {
     "COLLECTIVE_DTYPE_MISMATCH": "dtype_mismatch",
     "COLLECTIVE_STATE_MISMATCH": "device_stuck",
 }
-# Runs in a process of its own: torch's analyzer unpickles, evaluates, and raises on many inputs.
+# Runs in a separate process: torch's analyzer unpickles, evaluates, and raises on many inputs.
 _TORCH_PROGRAM = """
 import json, logging, sys
 logging.disable(logging.CRITICAL)
@@ -72,7 +72,7 @@ def _ask_echelon(folder: Path) -> Answer:
 
 
 def ask_torch(folders: list[Path]) -> list[Answer]:
-    """Ask torch's own analyzer: its first collective that does not match is its verdict."""
+    """Run torch's own analyzer: its first collective that does not match is its verdict."""
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack():
         copies = [_without_truth(folder, Path(scratch)) for folder in folders]
         environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
@@ -95,7 +95,7 @@ def ask_torch(folders: list[Path]) -> list[Answer]:
 
 
 def _without_truth(folder: Path, scratch: Path) -> Path:
-    """Link the dumps elsewhere: torch's reader takes every file of a folder for a dump."""
+    """Link the dumps elsewhere: torch's reader treats every file of a folder as a dump."""
     copy = scratch / folder.name
     copy.mkdir()
     for file in folder.iterdir():

@@ -1,7 +1,7 @@
 """Cases: a family, a program, a number of ranks and a seed become a folder of dumps and a truth.
 
-The same seed makes the same bytes. `truth.json` states what is right, acceptable and decidable;
-the dumps hold nothing of it.
+The same seed makes the same bytes. `truth.json` states what is right, acceptable and decidable; the
+dumps contain none of this.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TRIES = 40
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """What a case is made from."""
+    """The parameters of a case."""
 
     number: int
     family: Family
@@ -83,8 +83,8 @@ def _size(random: Random, program: str) -> int:
 def write_case(case: Case, folder: Path) -> dict[str, object]:
     """Run a case and write its dumps and its truth; return the truth.
 
-    A draw that shows nothing (the job ended before the fault, or a healthy one did not move
-    between the dumps) is drawn again, from the same seed.
+    A draw that shows nothing (the job ended before the fault, or a healthy one did not move between
+    the dumps) is repeated, from the same seed.
     """
     for attempt in range(_TRIES):
         made = _Made(case, Random(f"{case.seed}/{attempt}"), attempt)
@@ -94,7 +94,7 @@ def write_case(case: Case, folder: Path) -> dict[str, object]:
 
 
 def _run_ahead(random: Random, ring: int) -> int:
-    """Draw how far a host may be ahead; rings are made to hold at least what is pending."""
+    """Draw how far a host may be ahead; rings are large enough for the pending operations."""
     return random.choice([8] if ring < 60 else [16] if ring < 200 else [16, 64])
 
 
@@ -133,9 +133,9 @@ class _Made:
 
     @property
     def _allowed(self) -> tuple[str, ...]:
-        """Causes that these dumps cannot tell from the true one.
+        """Return the causes that these dumps do not distinguish from the true one.
 
-        Dumps of active entries hold no sizes of members that are through.
+        Dumps of active entries hold no sizes of members that have completed the operation.
         """
         is_split = self.truth.causes[0] == "split_mismatch"
         return ("device_stuck",) if is_split and self.manner.only_active else ()
@@ -177,7 +177,7 @@ class _Made:
 
     @property
     def shows(self) -> bool:
-        """Whether the fault happened, or the health can be seen."""
+        """Whether the fault happened, or the health is visible."""
         if self._is_healthy:
             if self._wants.get("moment") == "end":
                 return all(one.finished_at < self.end_s + 1 for one in self.engine.ranks)

@@ -6,7 +6,7 @@ when its kernel reaches the head of its queue and the compute stream has reached
 call, and *ended* when every member's kernel has run. Unbatched sends and receives use a
 communicator per pair, batches the communicator of their group, as NCCL's process group does.
 
-The model knows nothing of how its output is analysed. It keeps the time of every event, so that a
+The model is independent of how its output is analysed. It keeps the time of every event, so that a
 recorder's view of any moment can be written afterwards.
 """
 
@@ -69,8 +69,8 @@ class Call:
     function: str = "train_step"
     sends: tuple[int, ...] = ()
     receives: tuple[int, ...] = ()
-    unnoticed: bool = False  # the device stops just after peers have what they need
-    broken: bool = False  # the arguments fit on no rank
+    unnoticed: bool = False  # the device stops just after its peers have what they need
+    broken: bool = False  # the arguments fit on none of the ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class Rank:
 
 
 class Engine:
-    """Run the programs of all ranks until nothing moves any more."""
+    """Runs the programs of all ranks until nothing moves any more."""
 
     def __init__(
         self,
@@ -340,7 +340,7 @@ def comm_key(launch: Launch) -> CommKey:
 
 
 def finishes_early(launch: Launch) -> bool:
-    """Tell whether a rank only hands data over, so that its kernel need not wait for all."""
+    """Return whether a rank only hands data over, so that its kernel need not wait for all."""
     call = launch.call
     if call.operation == "broadcast":
         return call.root == launch.rank
@@ -348,7 +348,7 @@ def finishes_early(launch: Launch) -> bool:
 
 
 def _served(launches: Sequence[Launch]) -> Iterable[Launch]:
-    """Return those whose kernel ends now that all members' kernels run."""
+    """Return the launches whose kernel ends now that all members' kernels run."""
     first = launches[0].call
     if any(launch.call.broken or not _fits(launch.call, first) for launch in launches):
         return []

@@ -1,9 +1,9 @@
-"""The families of cases: what goes wrong in a job, and what a diagnosis should say of it.
+"""The families of cases: faults in a job, and the diagnosis that each should get.
 
-A family changes the programs of some ranks at one place and states the truth. What an analyzer may
-answer is stated per case: sets of ranks that are right, and causes that are acceptable, the first
-of them being the best. A case is decidable if the records can single the ranks out; that is
-computed from the finished run, not from what any analyzer says.
+A family changes the programs of some ranks at one place and states the truth. The valid answers are
+stated per case: sets of ranks that are right, and causes that are acceptable, the best one first. A
+case is decidable if the records can single out the ranks; this is computed from the finished run,
+not from any analyzer's answer.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def is_decidable(truth: Truth, engine: Engine) -> bool:
-    """Tell whether the end of a run can single out the ranks.
+    """Return whether the end of a run can single out the ranks.
 
     A rank whose host stopped must have nothing pending, or its absence looks like a wait; and some
     other rank must wait for it.
@@ -92,7 +92,7 @@ def is_decidable(truth: Truth, engine: Engine) -> bool:
 
 
 def _is_alone_unstarted(engine: Engine, culprit: int) -> bool:
-    """Tell whether all others started an operation at whose head the culprit has not."""
+    """Return whether all others started the operation that the culprit has not started."""
     heads = [one for one in engine.ranks[culprit].launches if one.ended is None]
     for head in heads[:1]:
         if head.started is not None or head.call.parts:

@@ -1,6 +1,6 @@
 """How a job's ranks are divided into process groups.
 
-Groups are made in the same order on all ranks, as `new_group` demands; their names count all
+Groups are made in the same order on all ranks, as `new_group` requires; their names count all
 groups of the job or are hashes of their members, as in newer versions of device meshes. Only
 members know a group.
 """

@@ -1,4 +1,4 @@
-"""Training programs: what each rank's host enqueues in each step.
+"""Training programs: the operations that each rank's host enqueues in each step.
 
 A program is a list of steps, a step a list of instructions, the same function for all ranks. The
 shapes are arbitrary; the order and the dependencies are those of the named kind of training.
@@ -67,7 +67,7 @@ def _loss(shape: Shape, rank: int) -> Iterator[Instruction]:
 
 
 def _extra(shape: Shape, rank: int, step: int) -> Iterator[Instruction]:
-    """Evaluate and save now and then: rank 0 writes, the others wait in a barrier."""
+    """Evaluate and save now and then: rank 0 writes, and the others wait in a barrier."""
     if not shape.extra_every or step % shape.extra_every != shape.extra_every - 1:
         return
     world = shape.layout.group("world", rank)
@@ -211,7 +211,7 @@ def _tp_dp(shape: Shape, rank: int, step: int) -> Step:
 def _exchange(
     shape: Shape, rank: int, parts: list[tuple[str, int]], line: int, **how: object
 ) -> Step:
-    """Exchange messages with neighbours of the pipeline, in one batch or one after the other."""
+    """Exchange messages with neighbours of the pipeline, in one batch or one after another."""
     group = shape.layout.group("pp", rank)
     place = group.ranks.index(rank)
     found = [
@@ -291,7 +291,7 @@ def _gpipe(shape: Shape, rank: int, step: int) -> Step:
 
 
 def _moe(shape: Shape, rank: int, step: int) -> Step:
-    """Exchange tokens with experts: how many go where differs by rank, layer and step."""
+    """Exchange tokens with experts: the counts differ by rank, layer and step."""
     group = shape.layout.group("ep", rank)
     size = len(group.ranks)
     mine = group.ranks.index(rank)

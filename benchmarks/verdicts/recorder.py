@@ -1,9 +1,9 @@
-"""What torch's flight recorder on one rank would have written at a given moment.
+"""The dump that torch's flight recorder on one rank would have written at a given moment.
 
 Times of the model become wall-clock nanoseconds of the rank's host; the states are those that torch
-derives while it dumps. The watchdog notices things at its own period, so `pg_status` and the times
-of discovery lag behind the states. Parts of a batch never have a state, and without timing nothing
-is ever seen as started.
+derives while it dumps. The watchdog polls at its own period, so `pg_status` and the times of
+discovery lag behind the states. Parts of a batch never have a state, and without timing nothing is
+ever seen as started.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _TORCH_FILE = _LIBRARY + "distributed_c10d.py"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manner:
-    """How the dumps of one case are written.
+    """Options for the dumps of one case.
 
     Attributes:
         timing: starts of kernels are recorded (TORCH_NCCL_ENABLE_TIMING).
-        eager: communicators are made with the group; else a rank's `pg_config` and `pg_status`
-            hold only the groups that it has used.
-        clock_skew_s: host number -> what its wall clock is off by.
+        eager: communicators are made with the group; else a rank's `pg_config` and `pg_status` hold
+            only the groups that it has used.
+        clock_skew_s: host number -> error of its wall clock.
     """
 
     version: str
@@ -198,7 +198,7 @@ class Recorder:
 
 
 def moves(dumps: Callable[[int], Rank], moments: dict[int, float], groups: list[Group]) -> bool:
-    """Tell whether dumps prove motion: one rank completed what another had not entered yet."""
+    """Return whether dumps prove motion: one rank completed what another had not entered."""
     for group in groups:
         there = [rank for rank in group.ranks if rank in moments]
         entered, completed = [], []

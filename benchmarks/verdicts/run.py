@@ -1,4 +1,4 @@
-"""Write the cases, ask the analyzers, print the table.
+"""Write the cases, run the analyzers, print the table.
 
     python benchmarks/verdicts/run.py                          # 450 cases and 6 of 1,024 ranks
     python benchmarks/verdicts/run.py --only host_hang,network --wrong
@@ -30,7 +30,7 @@ _CHUNK = 15
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; 1 if a bar of ours is missed."""
+    """Run the command line; return 1 if one of echelon's bars is missed."""
     options = _options(arguments)
     cases = list(_chosen(options))
     if options.write is not None:
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def score_chunk(cases: list[Case], names: list[str], given: Any) -> dict[str, list[Mark]]:
-    """Write some cases, ask the analyzers and judge their answers."""
+    """Write a chunk of cases, run the analyzers and judge their answers."""
     folder = Path(tempfile.mkdtemp(prefix="verdicts_"))
     try:
         truths = [write_case(case, folder / case.name) for case in cases]
@@ -89,7 +89,7 @@ def _given(given: Any, name: str) -> Answer:
 
 
 def passes(score: Score) -> bool:
-    """Tell whether the bars are held: 97 %, 97 %, 0.5 %, no alarm on a healthy job."""
+    """Return whether the bars are met: 97 %, 97 %, 0.5 %, no alarm on a healthy job."""
     exact, acceptable = _rate(score.culprits_exact), _rate(score.cause_acceptable)
     wrong = _rate(score.confidently_wrong)
     alarms, _ = score.false_alarms

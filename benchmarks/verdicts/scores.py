@@ -1,4 +1,4 @@
-"""How an analyzer's answers compare with the truth."""
+"""Comparison of an analyzer's answers with the truth."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ SURE = frozenset({"certain", "likely"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What an analyzer said of a case.
+    """An analyzer's answer to a case.
 
     Attributes:
         cause: in the vocabulary of `docs/verdicts.md`; "" for nothing wrong.
         culprits: the ranks that it names.
-        confidence: "certain", "likely", "possible"; an analyzer that has none is "likely".
+        confidence: "certain", "likely", "possible"; "likely" for an analyzer without one.
         failed: why there is no answer, "" if there is one.
     """
 
@@ -28,7 +28,7 @@ class Answer:
 
     @property
     def is_alarm(self) -> bool:
-        """Whether it says that something is wrong."""
+        """Whether it reports that something is wrong."""
         return bool(self.cause) and not self.failed
 
 
@@ -62,15 +62,15 @@ class Mark:
 
     @property
     def false_alarm(self) -> bool:
-        """Whether a healthy job is said to be at fault."""
+        """Whether a healthy job is reported to be at fault."""
         return self.is_healthy and self.answer.is_alarm
 
     @property
     def confidently_wrong(self) -> bool:
-        """Whether a wrong answer is said with "likely" or "certain".
+        """Whether a wrong answer has the confidence "likely" or "certain".
 
-        Naming no rank is not wrong. In a case that cannot be decided, a name must be among those
-        that the truth allows.
+        Naming no rank is not wrong. In an undecidable case, a named rank must be among those that
+        the truth allows.
         """
         if not self.answer.is_alarm or self.answer.confidence not in SURE:
             return False
@@ -82,7 +82,7 @@ class Mark:
 
     @property
     def is_right(self) -> bool:
-        """Whether nothing is to be held against the answer."""
+        """Whether the answer has no fault at all."""
         if self.is_healthy:
             return not self.answer.is_alarm and not self.answer.failed
         if not self.counts:

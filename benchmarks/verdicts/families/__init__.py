@@ -1,1 +1,1 @@
-"""Families of cases, by what goes wrong in a job."""
+"""Families of cases, by type of fault."""

@@ -11,7 +11,7 @@ from families.scene import Scene, Truth
 
 
 def plain(call: Call) -> bool:
-    """Tell whether a call is a collective that all members make alike."""
+    """Return whether a call is a collective that all members make alike."""
     return not call.parts and call.root < 0 and call.operation != "all_reduce_barrier"
 
 

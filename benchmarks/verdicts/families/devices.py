@@ -11,7 +11,7 @@ from families.scene import Scene, Truth
 
 
 def device_kernel(scene: Scene) -> Truth:
-    """A compute kernel never ends: what comes after it on this device never starts."""
+    """A compute kernel never ends: later kernels on this device never start."""
     rank, step = scene.rank(), scene.step()
     kernels = [i for i, one in enumerate(scene.programs[rank][step]) if isinstance(one, Kernel)]
     scene.change(rank, step, scene.random.choice(kernels), Kernel(NEVER))
@@ -29,7 +29,7 @@ def device_unnoticed(scene: Scene) -> Truth:
 
 
 def network(scene: Scene) -> Truth:
-    """No packet passes between two hosts any more: all are inside, and none completes."""
+    """No packet passes between two hosts any more: all ranks are inside, and none completes."""
     random = scene.random
     per_host = max(1, min(RANKS_PER_HOST, scene.world_size // 2))
     a, b = random.sample(range(scene.world_size // per_host), 2)

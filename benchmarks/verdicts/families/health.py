@@ -1,4 +1,4 @@
-"""Families of jobs that are well, however they look."""
+"""Families of jobs that are healthy, whatever they look like."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def healthy_end(scene: Scene) -> Truth:
 
 
 def healthy_in_flight(scene: Scene) -> Truth:
-    """The job runs, and each rank is dumped at a moment of its own."""
+    """The job runs, and each rank is dumped at a different moment."""
     scene.wants["moment"] = "flight"
     return _HEALTHY
 
@@ -43,7 +43,7 @@ def healthy_slow_rank(scene: Scene) -> Truth:
 
 
 def healthy_after_stall(scene: Scene) -> Truth:
-    """A rank was stuck for half a minute some steps ago, and all went on."""
+    """A rank was stuck for half a minute some steps ago, and all have continued."""
     scene.programs[scene.rank()][1].insert(0, Host(30.0))
     scene.wants["moment"] = scene.random.choice(("late_flight", "end"))
     return _HEALTHY

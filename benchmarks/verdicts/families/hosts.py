@@ -45,14 +45,14 @@ def host_hang_first_use(scene: Scene) -> Truth:
 
 
 def host_hang_data(scene: Scene) -> Truth:
-    """The rank hangs where a step begins, in its loader."""
+    """The rank hangs at the beginning of a step, in its loader."""
     rank = scene.rank()
     scene.programs[rank][scene.step()].insert(0, Hang())
     return Truth(causes=_HOST, culprits=((rank,),))
 
 
 def two_host_hangs(scene: Scene) -> Truth:
-    """Two ranks stop where the same step begins."""
+    """Two ranks stop at the beginning of the same step."""
     ranks = sorted(scene.random.sample(range(scene.world_size), 2))
     step = scene.step()
     for rank in ranks:

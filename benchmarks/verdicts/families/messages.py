@@ -24,7 +24,7 @@ _UNMATCHED = ("p2p_unmatched", "skipped_collective", "host_hang", "order_desync"
 
 
 def p2p_missing(scene: Scene) -> Truth:
-    """One rank leaves one message out and goes on."""
+    """One rank leaves out one message and continues."""
     rank, step, index, call = _p2p_place(scene)
     gone = scene.random.randrange(len(call.parts))
     peer = call.parts[gone].peer

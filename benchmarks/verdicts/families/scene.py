@@ -1,4 +1,4 @@
-"""A job that a family may change, the truth about it, and what a family is."""
+"""A job that a family may change, the truth about it, and the definition of a family."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Scene:
     steps: int
     cut_pairs: frozenset[frozenset[int]] = frozenset()
     cut_at: float = NEVER
-    wants: dict[str, object] = field(default_factory=dict)  # what the dumps must be like
+    wants: dict[str, object] = field(default_factory=dict)  # requirements on the dumps
 
     @property
     def world_size(self) -> int:
@@ -59,11 +59,11 @@ class Scene:
         return self.random.randrange(self.world_size)
 
     def step(self) -> int:
-        """Draw a step that has two of its kind before it."""
+        """Draw a step with two steps of its kind before it."""
         return self.random.randint(2, self.steps - 2)
 
     def calls(self, rank: int, step: int, which: Callable[[Call], bool] | None = None) -> list[int]:
-        """Return where a step of a rank has calls."""
+        """Return the places of calls in a step of a rank."""
         return [
             index
             for index, one in enumerate(self.programs[rank][step])
@@ -71,7 +71,7 @@ class Scene:
         ]
 
     def change(self, rank: int, step: int, index: int, *new: Instruction) -> None:
-        """Replace one instruction of a rank by others."""
+        """Replace one instruction of a rank with others."""
         old = self.programs[rank][step]
         self.programs[rank][step] = [*old[:index], *new, *old[index + 1 :]]
 

@@ -40,7 +40,7 @@ def extra(scene: Scene) -> Truth:
 
 
 def uneven_inputs(scene: Scene) -> Truth:
-    """One rank has fewer batches: it leaves the loop and goes to the final barrier."""
+    """One rank has fewer batches: it leaves the loop and proceeds to the final barrier."""
     rank, step = scene.rank(), scene.step()
     world = scene.shape.layout.group("world", rank)
     scene.programs[rank][step:] = [
@@ -89,7 +89,7 @@ def _neighbours(places: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _block(scene: Scene, step: int, *indices: int) -> None:
-    """Let the calls at some places block on all ranks, so that their order matters."""
+    """Make the calls at some places block on all ranks, so that their order matters."""
     for steps in scene.programs:
         for index in indices:
             one = steps[step][index]
