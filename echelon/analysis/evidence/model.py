@@ -78,7 +78,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class RankEvidence:
-    """One rank: its rows `[num_operations]` of dtype `ROW`, oldest first, and what else it left."""
+    """One rank's rows `[num_operations]` of dtype `ROW`, oldest first, and its other evidence."""
 
     rank: int
     rows: npt.NDArray[Any]

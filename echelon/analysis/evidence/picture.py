@@ -54,7 +54,7 @@ class Picture:
 
     @cached_property
     def graph(self) -> WaitGraph:
-        """The waits that count: those of a snapshot made because of trouble, and long ones."""
+        """The waits that count: long ones, and those of a snapshot taken because of trouble."""
         waits = [wait for wait in self.all_waits.waits if not self.is_over(wait)]
         old = [wait for wait in waits if self.is_stuck(wait)]
         return WaitGraph(tuple(self._with_reached(old, waits)))

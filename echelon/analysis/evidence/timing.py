@@ -61,7 +61,7 @@ class Arrivals:
 
     @property
     def cost_ns(self) -> npt.NDArray[np.int64]:
-        """How much later the last member arrived than the one before it, per collective."""
+        """How much later the last member arrived than the second-to-last, per collective."""
         if self.lag_ns.shape[0] < 2:
             return np.zeros(self.lag_ns.shape[1], np.int64)
         upper = np.partition(self.lag_ns, -2, axis=0)

@@ -61,7 +61,7 @@ class Tail:
         self._last_call_ns: dict[int, int] = {}
 
     def read(self, ring: LiveRing) -> News:
-        """Look once."""
+        """Take one look at the ring."""
         is_other = ring.file != self._file
         if is_other:
             self.__init__()  # type: ignore[misc]

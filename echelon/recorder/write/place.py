@@ -33,7 +33,7 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank's ring is to lie, and why."""
+    """The location of a rank's ring, and the reason for it."""
 
     ring: Path
     rank_dir: Path

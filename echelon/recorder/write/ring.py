@@ -108,7 +108,7 @@ class Ring:
         self._write_blob(place, IDENTITY_BYTES, asdict(identity))
 
     def write_last_words(self, words: LastWords) -> None:
-        """Store the exception that ends this rank; texts are cut to what fits."""
+        """Store the exception that ends this rank; texts are truncated to fit."""
         self._write_blob(LAST_WORDS_OFFSET, LAST_WORDS_BYTES, asdict(words))
 
     def write_span(self, number: int, fields: bytes) -> None:

@@ -84,7 +84,7 @@ def _claim(settings: Settings) -> tuple[Path, Settings]:
 
 
 def _was_left_by_another(path: Path) -> bool:
-    """Return whether a ring's process has ended: `prepare.py && train.py` under one launcher."""
+    """Return whether a ring's process has ended, as with `prepare.py && train.py`."""
     try:
         owner = read_ring(path).identity
     except DumpFormatError:

@@ -70,7 +70,7 @@ PANELS = (
 
 
 def plot(runs: Sequence[Run], out: Path, *, title: str = "") -> None:
-    """Draw runs over each other into a file; panels that no run has figures for are left out.
+    """Draw runs over each other into a file; panels without figures are left out.
 
     Args:
         out: a .png, .svg, .pdf, or an .html page that needs no other file.

@@ -14,7 +14,7 @@ class Linear(nn.Linear):
     """A linear layer whose weights are drawn from a normal distribution; biases start at zero.
 
     Args:
-        std: of the weights.
+        std: standard deviation of the weights.
     """
 
     def __init__(

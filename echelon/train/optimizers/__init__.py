@@ -1,4 +1,4 @@
-"""Optimizers that need whole matrices, made to work on shards."""
+"""Optimizers that need whole matrices, adapted to shards."""
 
 from echelon.train.optimizers.groups import matrix_groups
 from echelon.train.optimizers.muon import Muon

@@ -10,7 +10,7 @@ import torch
 
 
 def micro_batch_seed(seed: int, step: int, number: int) -> int:
-    """Return the seed of one micro-batch: 63 bits, a hash of the three."""
+    """Return the seed of one micro-batch: 63 bits, a hash of the arguments."""
     text = f"{seed} {step} {number}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 

@@ -198,7 +198,7 @@ def is_victim(picture: Picture, facts: RankEvidence) -> bool:
 
 
 def long_wait_s(picture: Picture, facts: RankEvidence) -> float:
-    """Return how long a dead rank had waited for ranks of which one lived on; 0 if it had not."""
+    """Return how long a dead rank had waited for ranks, one of which lived on; else 0."""
     if not facts.host.exited_mono_ns:
         return 0.0
     ranks = picture.evidence.ranks
@@ -411,7 +411,7 @@ def _describe(picture: Picture, ending: Ending) -> Finding:
 
 
 def _reports_of(picture: Picture, rank: int) -> list[str]:
-    """Quote one error in which another rank says that this one is lost."""
+    """Quote one error in which another rank reports this one as lost."""
     for other, facts in picture.evidence.ranks.items():
         row = last_row(facts)
         text = picture.evidence.error(row) if row is not None else ""

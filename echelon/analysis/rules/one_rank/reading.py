@@ -13,7 +13,7 @@ from echelon.analysis.finding import Cause, Confidence
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """What one rank was found doing."""
+    """What one rank was found to be doing."""
 
     cause: Cause
     confidence: Confidence

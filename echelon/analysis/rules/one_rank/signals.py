@@ -46,7 +46,7 @@ def heartbeat_age_s(facts: RankEvidence) -> float:
 
 
 def heartbeat_lines(facts: RankEvidence) -> tuple[str, ...]:
-    """Return how old the heartbeat is, if it is old."""
+    """Report the age of the heartbeat if it is old."""
     age = heartbeat_age_s(facts)
     return (f"rank {facts.rank}: its heartbeat is {seconds(age)} old",) if age > 1 else ()
 

@@ -204,7 +204,7 @@ def _regular_size(
 
 @dataclass(frozen=True, slots=True)
 class TorchRank:
-    """What is kept of a file."""
+    """The parts of a file that are kept."""
 
     rank: int
     members: Mapping[str, tuple[int, ...]]

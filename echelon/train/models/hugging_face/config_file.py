@@ -93,10 +93,10 @@ class _Reader:
         return self.get(key, None)
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return a value that is true or false.
+        """Return a boolean value.
 
         Raises:
-            CheckpointError: it is something else.
+            CheckpointError: it is not a boolean.
         """
         value = self.get(key, default)
         if not isinstance(value, bool):
