@@ -113,7 +113,7 @@ def test_sources_may_be_added_and_reweighted_but_not_lost(tmp_path, counted, loa
     assert not set(rows_of(islice(loader_of([counted]), 3))) & set(seen[:40]) - set(
         rows_of(islice(loader_of([other]), 9))
     )
-    with pytest.raises(ValueError, match="knows source 'other'"):
+    with pytest.raises(ValueError, match="contains source 'other'"):
         loader.load_state_dict(more.state_dict())
     loader_of([counted, Source("other", other.shards, weight=0)]).load_state_dict(more.state_dict())
 
@@ -191,7 +191,7 @@ def test_impossible_arguments_are_refused(counted, settings, message):
 
 
 def test_names_differ_and_weights_are_numbers(counted):
-    with pytest.raises(ValueError, match="one name"):
+    with pytest.raises(ValueError, match="the same name"):
         TokenLoader([counted, counted], context=10, batch=1)
     with pytest.raises(ValueError, match="weight of source 'x' is -1"):
         Source("x", counted.shards, weight=-1)

@@ -70,7 +70,7 @@ def test_validation_holds_whole_documents_out(tmp_path):
         ("x.jsonl", b"[1]", [], 'x.jsonl:1 has no text in "text" (it has: list)'),
         ("x.txt", b"", [], "no token to write"),
         ("x.txt", b"a", ["--validation", "0.5"], "none of 1 documents went to"),
-        ("x.txt", b"a", ["--validation", "1"], "from 0 to below 1"),
+        ("x.txt", b"a", ["--validation", "1"], "at least 0 and below 1"),
         ("x.txt", b"a", ["--shard-tokens", "0"], "shard_tokens must be at least 1"),
         ("x.txt", b"a", ["--tokenizer", "wrods"], "no tokenizer 'wrods'"),
         ("x.txt", b"a", ["--tokenizer", "tokenizers:missing.json"], "missing.json|not installed"),

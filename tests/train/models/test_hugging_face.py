@@ -227,7 +227,7 @@ def test_settings_of_both_ages_and_other_families_are_read(tmp_path):
     _edit(tmp_path, sweetness=3)
     assert read_config(tmp_path, ignore=["sweetness"]) == LLAMA
     _edit(tmp_path, sweetness="GONE", attention_dropout=0.1)
-    with pytest.warns(UserWarning, match="no dropout; not used: attention_dropout"):
+    with pytest.warns(UserWarning, match="dropout is not implemented; ignored: attention_dropout"):
         assert read_config(tmp_path) == LLAMA
     gone = dict.fromkeys(("attention_bias", "mlp_bias", "attention_dropout"), "GONE")
     _edit(tmp_path, model_type="mistral", architectures=None, sliding_window=4096, **gone)
@@ -287,7 +287,7 @@ def test_broken_folders_are_named(tmp_path):
 
 
 def test_what_transformers_does_not_have_is_not_written(tmp_path):
-    with pytest.raises(ValueError, match=r"if it is a GPT-2 .* or a Llama"):
+    with pytest.raises(ValueError, match=r"models like GPT-2 .* and Llama"):
         save_pretrained(_made(SHAPES["rotary layer norm"]), tmp_path / "a")
     with pytest.raises(ValueError, match="max_piece_bytes is 0"):
         save_pretrained(_made(LLAMA), tmp_path / "a", max_piece_bytes=0)
