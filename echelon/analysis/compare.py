@@ -90,7 +90,7 @@ def read_bits(folder: Path) -> Bits:
     paths = sorted((inner if inner.is_dir() else folder).glob("rank_*.jsonl"))
     if not paths:
         raise ValueError(
-            f"{folder} has no fingerprints: record them by SameBits(..., fingerprints=FOLDER)"
+            f"{folder} has no fingerprints: record them with SameBits(..., fingerprints=FOLDER)"
         )
     found = Bits()
     for path in paths:

@@ -175,7 +175,7 @@ def _figure(value: Any) -> Figure:
 def _link(value: Any) -> Link:
     size = value["size"]
     if not isinstance(size, int) or size < 1:
-        raise ValueError(f"a group's size is {size!r}")
+        raise ValueError(f"invalid group size {size!r}")
     bandwidth = _figure(value["bytes_per_s"])
     if bandwidth.low <= 0:
         raise ValueError("a link's bandwidth must be above 0")

@@ -71,7 +71,7 @@ def plan(model: Model, job: Job, machine: Machine, memory_bytes: float) -> Outco
         ValueError: the context is longer than the model's, or no layout divides ranks and batch.
     """
     if model.learns_positions and job.context > model.context:
-        raise ValueError(f"the model has {model.context} positions, the context {job.context}")
+        raise ValueError(f"context {job.context} exceeds the model's {model.context} positions")
     every = [(layout, memory(model, layout, job)) for layout in layouts(model, job)]
     if not every:
         raise ValueError(

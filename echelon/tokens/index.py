@@ -144,7 +144,7 @@ def _entry_of(fields: dict[str, Any]) -> ShardEntry:
 def _count(fields: dict[str, Any], name: str) -> int:
     value = fields[name]
     if not isinstance(value, int) or value < 0:
-        raise ValueError(f'"{name}" is {value!r}, not a whole number from 0 up')
+        raise ValueError(f'"{name}" is {value!r}, not an integer from 0 up')
     return value
 
 
@@ -163,7 +163,7 @@ def _require_size(path: Path, num_bytes: int) -> None:
         raise TokenShardsError(f"cannot read {path}: {_reason(error)}", path=path) from error
     if size != num_bytes:
         raise TokenShardsError(
-            f"{path} has {size:,} bytes, its index says {num_bytes:,}: it was cut off or replaced",
+            f"{path} has {size:,} bytes, its index says {num_bytes:,}: truncated or replaced",
             path=path,
         )
 

@@ -320,7 +320,7 @@ class TokenLoader:
                 )
             if row["fingerprint"] != here[name].index.fingerprint:
                 raise ValueError(
-                    f"source {name!r} has other tokens than when the position was taken: "
+                    f"source {name!r} has different tokens from those when the position was taken: "
                     f"{here[name].folder} was prepared again"
                 )
 

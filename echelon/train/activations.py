@@ -68,7 +68,7 @@ def checkpoint_activations(
         How many blocks were changed.
 
     Raises:
-        ValueError: a bad argument, or a block that is checkpointed already.
+        ValueError: a bad argument, or a block that is already checkpointed.
 
     Example:
         >>> checkpoint_activations(model.blocks, "selective", every=2)
@@ -131,7 +131,7 @@ def _check(blocks: list[nn.Module], mode: str, every: int, keep: Sequence[Any] |
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"every must be an int >= 1, got {every!r}")
     if keep is not None and mode != "selective":
-        raise ValueError(f"keep= is for mode 'selective', got mode {mode!r}")
+        raise ValueError(f"keep= requires mode 'selective', got mode {mode!r}")
     for block in blocks:
         if not isinstance(block, nn.Module):
             raise ValueError(f"blocks must be modules, got {type(block).__name__}")
@@ -140,4 +140,4 @@ def _check(blocks: list[nn.Module], mode: str, every: int, keep: Sequence[Any] |
                 f"a {type(block).__name__} has no forward of its own: pass the modules in it"
             )
         if isinstance(block.forward, _Checkpointed):
-            raise ValueError(f"this {type(block).__name__} is checkpointed already")
+            raise ValueError(f"this {type(block).__name__} is already checkpointed")

@@ -146,7 +146,7 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
 
     def _check_not_applied(self, call: str) -> None:
         if self._backup is not None:
-            raise ValueError(f"{call} inside of applied(): the parameters are the averages there")
+            raise ValueError(f"{call} inside applied(): the parameters are the averages there")
 
 
 def _owner(parameter: nn.Parameter) -> nn.Parameter:

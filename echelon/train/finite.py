@@ -203,7 +203,7 @@ class FiniteGuard:
         raise NonFiniteGradientError(
             f"{self._num_in_a_row} steps in a row had gradients that are not finite (norm {norm}, "
             f"{self._num_skipped} skipped in all)\n{where}\n"
-            "Resume from an earlier checkpoint with a lower learning rate, or look at the data",
+            "Resume from an earlier checkpoint with a lower learning rate, or inspect the data",
             rank=None if found is None else found.rank,
             parameter=None if found is None else found.parameter,
         )

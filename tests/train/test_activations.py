@@ -146,7 +146,7 @@ def test_a_copy_of_a_model_is_independent():
         ({"mode": "some"}, "mode must be one of none, full, selective, got 'some'"),
         ({"every": 0}, "every must be an int >= 1, got 0"),
         ({"every": True}, "every"),
-        ({"keep": [torch.ops.aten.mm.default]}, "keep= is for mode 'selective'"),
+        ({"keep": [torch.ops.aten.mm.default]}, "keep= requires mode 'selective'"),
     ],
 )
 def test_bad_settings_are_refused(settings, message):
@@ -161,7 +161,7 @@ def test_bad_blocks_are_refused_before_any_is_changed():
     with pytest.raises(ValueError, match="a ModuleList has no forward"):
         checkpoint_activations([model.blocks])
     assert checkpoint_activations(model.blocks) == models.DEPTH
-    with pytest.raises(ValueError, match="checkpointed already"):
+    with pytest.raises(ValueError, match="already checkpointed"):
         checkpoint_activations(model.blocks)
 
 

@@ -70,7 +70,7 @@ def test_what_would_mix_averages_and_parameters_is_refused():
     average = ExponentialMovingAverage(nn.Linear(3, 2))
     with average.applied():
         for call in (average.update, lambda: average.load_state_dict(average.state_dict())):
-            with pytest.raises(ValueError, match=r"inside of applied\(\)"):
+            with pytest.raises(ValueError, match=r"inside applied\(\)"):
                 call()
         with pytest.raises(ValueError, match=r"applied\(\) inside"), average.applied():
             pass

@@ -434,6 +434,6 @@ def decode_ranks(text: str, limit: int = MAX_RANKS) -> tuple[int, ...]:
         first, dash, last = span.partition("-")
         more = range(int(first), int(last if dash else first) + 1, int(stride or 1))
         if len(ranks) + len(more) > limit:
-            raise ValueError(f"groups of more than {MAX_RANKS} ranks together")
+            raise ValueError(f"groups of more than {MAX_RANKS} ranks in total")
         ranks.extend(more)
     return tuple(ranks)

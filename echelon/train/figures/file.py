@@ -45,7 +45,7 @@ class FigureFile:
         line, newline, _ = begin.partition(b"\n")
         is_torn = not newline and begin.startswith(b'{"') and len(begin) < _BLOCK_BYTES
         if begin and not is_torn and _step_of(line) is None:
-            raise ValueError(f"{path} exists and is not a log of figures; it was left as it is")
+            raise ValueError(f"{path} exists and is not a log of figures; it was not changed")
 
     def drop_after(self, step: int) -> None:
         """Drop the lines of later steps, and half a line at the end."""

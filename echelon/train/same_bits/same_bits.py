@@ -98,7 +98,7 @@ class SameBits:
         self._runs = agree_runs(self._group, run)
         whole = Run(0, micro_batches, micro_batches)
         if Run(self._runs[0].start, self._runs[-1].stop, run.total) != whole:
-            raise ValueError(f"runs {list(self._runs)} are not all {micro_batches} micro-batches")
+            raise ValueError(f"runs {list(self._runs)} do not cover {micro_batches} micro-batches")
         self._vectors = vectors_of(model, self._group, self._runs)
         if not self._vectors:
             raise ValueError("no parameter of the model requires a gradient")
@@ -121,7 +121,7 @@ class SameBits:
             The mean of the micro-batches' losses, with the same bits on every rank.
 
         Raises:
-            NotReproducibleError: at the first step, a micro-batch gave other bits when it was
+            NotReproducibleError: at the first step, a micro-batch gave different bits when it was
                 computed again, or on another rank; on all ranks.
             ValueError: a loss has dims, or a forward changed a buffer of the model.
             CollectiveError: a rank is lost or did not join.
@@ -268,7 +268,7 @@ class SameBits:
         unstable = [rank for rank, (one, two) in zip(ranks, rows, strict=True) if one != two]
         if unstable:
             raise NotReproducibleError(
-                f"micro-batch 0 of step {step} gave other bits when it was computed again, on rank "
+                f"micro-batch 0 of step {step} gave different bits when computed again, on rank "
                 f"{unstable[0]}. Does compute() depend on more than the number, or use a "
                 "non-deterministic operation? See torch.use_deterministic_algorithms(True)",
                 ranks=unstable,
@@ -276,7 +276,7 @@ class SameBits:
         strays = [rank for rank, row in zip(ranks, rows, strict=True) if row[0] != rows[0][0]]
         if strays:
             raise NotReproducibleError(
-                f"micro-batch 0 of step {step} gave other bits on rank {strays[0]} than on rank "
+                f"micro-batch 0 of step {step} gave different bits on rank {strays[0]} and on rank "
                 f"{ranks[0]}: do they have the same processors, libraries, number of threads "
                 "(OMP_NUM_THREADS), and data by the micro-batch's number?",
                 ranks=strays,
@@ -315,7 +315,7 @@ def _bytes(vector: torch.Tensor) -> bytes:
 def _check_model(model: nn.Module) -> None:
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(
-            "DistributedDataParallel adds gradients in an order that depends on the ranks: give "
+            "DistributedDataParallel adds gradients in an order that depends on the ranks: pass "
             "SameBits the module in it"
         )
     for name, parameter in model.named_parameters():

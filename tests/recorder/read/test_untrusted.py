@@ -44,7 +44,7 @@ def peak_bytes(path: Path) -> int:
 
 
 def test_many_large_groups_share_one_budget(tmp_path):
-    with pytest.raises(DumpFormatError, match="ranks together"):
+    with pytest.raises(DumpFormatError, match="ranks in total"):
         read(changed(tmp_path, groups=[[str(i), "0-599999"] for i in range(2)]))
 
 

@@ -334,7 +334,7 @@ def test_a_checkpoint_becomes_a_folder(tmp_path):
         convert(tmp_path / "c", tmp_path / "hf", LLAMA)
     with pytest.raises(ValueError, match="step is not a module in it"):
         convert(tmp_path / "c", tmp_path / "hf", LLAMA, key="step")
-    with pytest.raises(ValueError, match=r"not a model of its config: without blocks.0.attention"):
+    with pytest.raises(ValueError, match=r"not match the config: without blocks.0.attention"):
         convert(tmp_path / "c", tmp_path / "hf", LLAMA, key="other")
     fewer = dataclasses.replace(LLAMA, kv_heads=4)
     with pytest.raises(ValueError, match=r"with another shape of blocks.0.attention.key.weight"):

@@ -246,10 +246,10 @@ def _family(reader: _Reader) -> str:
     family = reader.need("model_type")
     known = ", ".join(_ARCHITECTURES.values())
     if not isinstance(family, str) or family not in _ARCHITECTURES:
-        raise reader.error(f"model_type {family!r} is not implemented; there are {known}")
+        raise reader.error(f"model_type {family!r} is not implemented; supported: {known}")
     found = reader.get("architectures", None)
     if found and found != [_ARCHITECTURES[family]]:
-        raise reader.error(f"architectures {found} are not implemented; there are {known}")
+        raise reader.error(f"architectures {found} are not implemented; supported: {known}")
     return family
 
 

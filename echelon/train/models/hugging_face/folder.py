@@ -198,7 +198,7 @@ class HuggingFaceFolder:
                 self._read_file(name, start, piece)
             same = same and torch.equal(*pieces)
         if not same:
-            raise self._error(f"{head} differs from {embedding}, and the config ties them")
+            raise self._error(f"{head} differs from {embedding}, although the config ties them")
 
     def _read_file(self, name: str, start: int, out: Tensor, repeats: Repeats = ()) -> None:
         self._places[name].read(self._path_in_file(name), start, out, repeats)

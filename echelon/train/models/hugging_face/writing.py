@@ -55,7 +55,8 @@ class _How:
         if self.max_piece_bytes < 1:
             raise ValueError(f"max_piece_bytes is {self.max_piece_bytes}; it must be at least 1")
         if self.dtype is not None and dtype_name(self.dtype) not in _WEIGHT_DTYPES:
-            raise ValueError(f"weights are stored as {', '.join(_WEIGHT_DTYPES)}, not {self.dtype}")
+            known = ", ".join(_WEIGHT_DTYPES)
+            raise ValueError(f"weights can be stored as {known}, not {self.dtype}")
         config_file.check_extra(self.extra)
 
 
@@ -262,10 +263,10 @@ def _check(
         if names
     ]
     if problems:
-        raise ValueError(f"{folder}: not a model of its config: {'; '.join(problems)}")
+        raise ValueError(f"{folder}: the weights do not match the config: {'; '.join(problems)}")
     kinds = {stored[name].dtype for name in shapes}
     if not kinds <= {*_WEIGHT_DTYPES}:
-        raise ValueError(f"{folder}: weights are stored as {', '.join(_WEIGHT_DTYPES)}: {kinds}")
+        raise ValueError(f"{folder}: weights can be stored as {', '.join(_WEIGHT_DTYPES)}: {kinds}")
 
 
 def _pieces(expected: list[Whole], writer: _Writer, max_piece_bytes: int) -> dict[str, list[Whole]]:
