@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -161,6 +161,7 @@ class _Training(Generic[_T]):
         self._kept = first - 1
         self._finished = first - 1
         self._result: _T | None = None
+        self._standing = Standing(state=State.PROTECTED)
         self._epochs = Epochs(runtime.job_store(), runtime.own_rank())
 
     def train(self, world: World) -> None:
@@ -176,7 +177,8 @@ class _Training(Generic[_T]):
                 now = self._recover(err)
         self._state.drop()
         if self._may_continue:
-            self._note(State.DONE, self._total)
+            # How this rank came to its last world stays: the launcher may not have read it yet.
+            note_standing(replace(self._standing, state=State.DONE))
 
     def _train_in(self, world: World) -> None:
         compute = self._prepare(world)
@@ -194,7 +196,7 @@ class _Training(Generic[_T]):
         self._finished = self._first
         self._has_begun = True
         if self._may_continue:
-            self._note(State.PROTECTED, self._first)
+            self._note(self._first)
             world.group.barrier()
         self._commit(world.group.size)
 
@@ -235,6 +237,7 @@ class _Training(Generic[_T]):
                     epoch = self._epochs.next(wait_s)
                     if epoch.done:  # they are past the last barrier, so all have finished all steps
                         self._settle(self._total, size=1)
+                        self._note(self._total)
                         return None
                     return self._join(epoch)
                 except (Superseded, PeerLostError):
@@ -252,18 +255,19 @@ class _Training(Generic[_T]):
         self._settle(target, size=len(rows))
         facts = [row["process"] for row in rows]
         group = runtime.regroup(epoch.roster, epoch.number, facts)
-        self._note(State.PROTECTED, target, repeats=repeats)
+        self._note(target, repeats=repeats)
         return World(group, epoch.number, epoch.lost)
 
-    def _note(self, state: State, step_number: int, *, repeats: bool = False) -> None:
-        standing = Standing(
-            state=state,
+    def _note(self, first_step: int, *, repeats: bool = False) -> None:
+        """Report that this rank is ready to train in the present epoch."""
+        self._standing = Standing(
+            state=State.PROTECTED,
             epoch=self._epochs.number,
-            step=step_number,
+            step=first_step,
             repeats=repeats,
             ready_mono_ns=time.monotonic_ns(),
         )
-        note_standing(standing)
+        note_standing(self._standing)
 
     def _settle(self, target: int, size: int) -> None:
         """Have the live state, and the copy, be those of the start of a step."""
