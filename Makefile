@@ -8,7 +8,7 @@ NPROC ?= 2
 WORKERS ?= 2
 ARGS ?=
 
-.PHONY: setup train demo-kill test check docs docs-serve bench-docs pictures check-native wheels clean
+.PHONY: setup train demo-kill test check docs docs-serve bench-docs pictures check-native wheels test-pythons clean
 
 setup: $(VENV)/.ready
 
@@ -75,6 +75,10 @@ check-native:
 wheels: setup
 	$(BIN)/python tools/wheels.py build
 	$(BIN)/python tools/wheels.py try
+
+# The tests that need no torch, on each CPython found. Not part of CI: the installs take minutes.
+test-pythons: setup
+	$(BIN)/python tools/wheels.py try-pythons
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .ruff_cache

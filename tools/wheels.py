@@ -3,6 +3,7 @@
     python tools/wheels.py build        # dist/: an sdist, one wheel per CPython found, a pure one
     python tools/wheels.py try          # installs each wheel of dist/ where torch is not installed
     python tools/wheels.py try-sdist    # unpacks the sdist, installs it, runs its tests
+    python tools/wheels.py try-pythons  # the same on every CPython found
 
 The sdist contains only tracked files, and each wheel is built from the sdist, so leftover files of
 a working tree reach neither. Interpreters are searched on PATH and under ~/.pyenv. A wheel with C
@@ -171,19 +172,44 @@ def try_wheel(interpreter: Path, wheel: Path, folder: Path) -> None:
     )
 
 
-def try_sdist(out: Path) -> None:
+def try_pythons(out: Path) -> None:
+    """Have the sdist test itself on each CPython of this machine; it is built if it is missing.
+
+    Raises:
+        RuntimeError: tests failed on one of them; the others have been run all the same.
+    """
+    if not list(out.glob("echelon-*.tar.gz")):
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
+            python = make_environment(Path(sys.executable), Path(folder) / "tools")
+            install(python, _SETUPTOOLS)
+            build_sdist(python, Path(folder) / "tree", out)
+    failed = {}
+    for version, interpreter in find_interpreters().items():
+        try:
+            try_sdist(out, interpreter)
+        except RuntimeError as error:
+            failed[version] = error
+            print(f"CPython {version}: {error}")
+    if failed:
+        raise RuntimeError(f"tests failed on CPython {', '.join(failed)}")
+
+
+def try_sdist(out: Path, interpreter: Path = Path(sys.executable)) -> None:
     """Unpack the sdist, install it with its test dependencies and run its tests without torch."""
     (sdist,) = out.glob("echelon-*.tar.gz")
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(sdist) as archive:
             archive.extractall(folder, filter="data")
         (tree,) = Path(folder).glob("echelon-*")
-        python = make_environment(Path(sys.executable), Path(folder) / "env")
+        python = make_environment(interpreter, Path(folder) / "env")
         install(python, "-c", "constraints.txt", "-e", ".[dev]", cwd=tree)
         tests = ["-m", "not slow and not gpu", "-n", "2", *SDIST_TESTS]
         environ = {**os.environ, "PYTHONPATH": ""}
         print(run([python, "-m", "pytest", *tests], cwd=tree, environ=environ)[-400:])
-        print(f"{sdist.name} ({sdist.stat().st_size / 1e6:.1f} MB) built and tested itself")
+        version = run([python, "-c", "import sys; print(sys.version.split()[0])"]).strip()
+        size = sdist.stat().st_size / 1e6
+        print(f"{sdist.name} ({size:.1f} MB) built and tested itself on CPython {version}")
 
 
 def make_environment(interpreter: Path, folder: Path) -> Path:
@@ -233,10 +259,12 @@ def run(
 def main() -> None:
     """Run the actions given on the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("action", choices=["build", "try", "try-sdist"])
+    parser.add_argument("action", choices=["build", "try", "try-sdist", "try-pythons"])
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     options = parser.parse_args()
-    {"build": build, "try": try_wheels, "try-sdist": try_sdist}[options.action](options.out)
+    {"build": build, "try": try_wheels, "try-sdist": try_sdist, "try-pythons": try_pythons}[
+        options.action
+    ](options.out)
 
 
 if __name__ == "__main__":
