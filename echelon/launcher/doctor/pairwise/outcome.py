@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from echelon.launcher.doctor.pairwise.outliers import outliers, slow_ones
+from echelon.launcher.doctor.pairwise.outliers import best_of, outliers, slow_ones
 from echelon.launcher.doctor.pairwise.schedule import Pair
 from echelon.launcher.doctor.probes.finding import NETWORK, STORAGE, Finding
 
@@ -54,11 +54,12 @@ class Outcome:
         """Yield what is slower than the rest: a member or a pair, and in which way."""
         for kind, costs in self.costs().items():
             members, pairs = slow_ones(costs)
+            best = best_of(costs)
             for member in members:
-                best = min(cost for pair, cost in costs.items() if member in pair)
-                yield self.names[member], f"{kind} of all its pairs, {_times(best, costs)}"
+                times = _times(best[member], best.values())
+                yield self.names[member], f"{kind} of all its pairs, {times} of the others' best"
             for pair in pairs:
-                yield self.name_of(pair), f"{kind}, {_times(costs[pair], costs)}"
+                yield self.name_of(pair), f"{kind}, {_times(costs[pair], costs.values())}"
         for name, took_s in self._slow_disks():
             yield name, f"fsync takes {took_s * 1e3:.0f} ms"
 
@@ -110,8 +111,8 @@ def note_ranks(outcome: Outcome, rows: Sequence[Sequence[float]]) -> None:
         outcome.pairs[int(a), int(b)] = finding
 
 
-def _times(cost: float, costs: Mapping[Pair, float]) -> str:
-    return f"{cost / median(costs.values()):.1f} times worse than the median"
+def _times(cost: float, costs: Iterable[float]) -> str:
+    return f"{cost / median(costs):.1f} times worse than the median"
 
 
 def _finding(values: dict[str, Any]) -> Finding:

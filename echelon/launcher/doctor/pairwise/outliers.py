@@ -40,10 +40,15 @@ def slow_ones(costs: Mapping[Pair, float]) -> tuple[list[int], list[Pair]]:
     Args:
         costs: the cost of each measured pair; larger is worse.
     """
+    members = outliers(best_of(costs))
+    rest = {pair: cost for pair, cost in costs.items() if not set(pair) & set(members)}
+    return members, outliers(rest)
+
+
+def best_of(costs: Mapping[Pair, float]) -> dict[int, float]:
+    """Return the cost of each member's best pair."""
     best: dict[int, float] = {}
     for pair, cost in costs.items():
         for member in pair:
             best[member] = min(cost, best.get(member, cost))
-    members = outliers(best)
-    rest = {pair: cost for pair, cost in costs.items() if not set(pair) & set(members)}
-    return members, outliers(rest)
+    return best

@@ -51,6 +51,14 @@ def test_slow_is_not_broken():
     assert dict(outcome.slow()).keys() == {"b - c"}
 
 
+def test_a_slow_host_is_compared_with_the_best_pairs_of_the_others():
+    """Of three hosts two pairs of three are slow: the median pair is one of them."""
+    pairs = {(0, 1): _pair(), (0, 2): _pair(latency_s=5e-3), (1, 2): _pair(latency_s=5e-3)}
+    outcome = Outcome(hosts=list("abc"), names=list("abc"), pairs=pairs)
+    said = "latency of all its pairs, 50.0 times worse than the median of the others' best"
+    assert list(outcome.slow()) == [("c", said)]
+
+
 def test_many_pairs_are_shown_by_the_worst_of_them():
     names = [f"n{number}" for number in range(20)]
     pairs = {(a, b): _pair() for a in range(20) for b in range(a + 1, 20)}
