@@ -52,6 +52,7 @@ class KeptState:
         self._optimizer = optimizer
         self._also = list(also)
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []  # (live, its copy)
+        self._owned: list[tuple[dict[str, Any], dict[str, Any]]] = []  # modules' tensors by name
         self._state: dict[torch.Tensor, dict[str, Any]] = {}  # the optimizer's, by parameter
         self._settings: list[dict[str, Any]] = []  # of its parameter groups
         self._others: list[dict[str, Any]] = []
@@ -67,7 +68,14 @@ class KeptState:
     @torch.no_grad()
     def keep(self) -> None:
         """Copy the present state over the one kept before. Local."""
-        live = [*self._model.parameters(), *self._model.buffers()]
+        self._owned = [
+            (values, dict(values))
+            for module in self._model.modules()
+            for values in (module._parameters, module._buffers)
+        ]
+        owned = [one for _, values in self._owned for one in values.values() if one is not None]
+        trained = [one for group in self._optimizer.param_groups for one in group["params"]]
+        live = list({id(one): one for one in [*owned, *trained]}.values())
         before = {id(one): kept for one, kept in self._tensors}
         self._tensors = [(one, _copied(one, before.get(id(one)))) for one in live]
         known, self._state = self._state, {}
@@ -81,8 +89,14 @@ class KeptState:
     @torch.no_grad()
     def restore(self) -> None:
         """Put the kept state back, in place, and drop gradients. Local."""
+        for values, before in self._owned:  # a step may have assigned other tensors
+            values.clear()
+            values.update(before)
         for live, kept in self._tensors:
-            live.copy_(kept)
+            if live.shape == kept.shape:
+                live.copy_(kept)
+            else:
+                live.set_(kept.clone())  # type: ignore[call-overload]
             live.grad = None
         self._restore_optimizer()
         for one, state in zip(self._also, self._others, strict=True):
@@ -92,6 +106,7 @@ class KeptState:
     def drop(self) -> None:
         """Release the copies: no other rank is left that could be lost."""
         self._tensors.clear()
+        self._owned.clear()
         self._state.clear()
 
     def _restore_optimizer(self) -> None:
@@ -104,6 +119,7 @@ class KeptState:
                 del now[key]
             for key, value in kept.items():
                 now[key] = _copied(value, now.get(key))
+        del self._optimizer.param_groups[len(self._settings) :]
         for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
             for key in [key for key in group if key not in settings and key != "params"]:
                 del group[key]

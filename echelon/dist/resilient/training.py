@@ -41,6 +41,7 @@ from echelon.recorder.continuation import SHRINK, Epoch, Standing, State, note_s
 
 _T = TypeVar("_T")
 _LOST_S = 30.0  # for the launcher to publish who is left, once a rank is known to have died
+_is_claimed = False  # by a protected run of this process
 _OTHER_S = 2.0  # the same after another error, which need not be anyone's death
 
 
@@ -101,7 +102,8 @@ def run(
             the step any more. It must not call collectives.
 
     Raises:
-        ValueError: there is no world, or `model` is not replicated.
+        ValueError: there is no world, `model` is not replicated, or a protected `run` was called
+            before in this process.
         CollectiveError: a collective failed, and no epoch without the ranks at fault was published:
             too few ranks are left, or no rank has died.
 
@@ -133,6 +135,8 @@ def run(
             "`echelon run --on-loss shrink`",
             stacklevel=2,
         )
+    if is_protected:
+        _claim()
     kept = KeptState(model, optimizer, also)
     training = _Training(prepare, kept, first, total, on_commit, is_protected=is_protected)
     training.train(World(group, 0, ()))
@@ -166,8 +170,8 @@ class _Training(Generic[_T]):
 
     def train(self, world: World) -> None:
         """Train to the end, in as many worlds as it takes."""
-        now: World | None = world
-        while now is not None:
+        now = world
+        while True:
             try:
                 self._train_in(now)
                 break
@@ -182,6 +186,10 @@ class _Training(Generic[_T]):
 
     def _train_in(self, world: World) -> None:
         compute = self._prepare(world)
+        if world.epoch:  # random numbers that it drew, and whatever else it changed
+            self._state.restore()
+            if world.group.size == 1:
+                self._state.drop()
         if not self._has_begun:
             self._begin(world)
         while self._kept < self._total:
@@ -190,7 +198,7 @@ class _Training(Generic[_T]):
             self._check_groups()
             self._finished, self._result = self._kept + 1, result
             world.group.barrier()
-            self._commit(world.group.size)
+            self._commit(is_kept=world.group.size > 1)
 
     def _begin(self, world: World) -> None:
         self._finished = self._first
@@ -198,7 +206,7 @@ class _Training(Generic[_T]):
         if self._may_continue:
             self._note(self._first)
             world.group.barrier()
-        self._commit(world.group.size)
+        self._commit(is_kept=world.group.size > 1)
 
     @staticmethod
     def _check_groups() -> None:
@@ -207,10 +215,10 @@ class _Training(Generic[_T]):
         if error is not None:
             raise error
 
-    def _commit(self, size: int) -> None:
+    def _commit(self, *, is_kept: bool) -> None:
         """Make the live state the one to return to: every rank has it, or can have it."""
         self._kept = self._finished
-        if self._may_continue and size > 1:
+        if self._may_continue and is_kept:
             self._state.keep()
         else:
             self._state.drop()
@@ -221,8 +229,8 @@ class _Training(Generic[_T]):
 
     # ---- after a loss ----
 
-    def _recover(self, err: CollectiveError) -> World | None:
-        """Return the world of the ranks that are left; None if all have finished all steps.
+    def _recover(self, err: CollectiveError) -> World:
+        """Return the world of the ranks that are left.
 
         Raises:
             CollectiveError: no epoch was published, or its ranks did not meet.
@@ -235,14 +243,14 @@ class _Training(Generic[_T]):
             while True:
                 try:
                     epoch = self._epochs.next(wait_s)
-                    if epoch.done:  # they are past the last barrier, so all have finished all steps
-                        self._settle(self._total, size=1)
-                        self._note(self._total)
-                        return None
+                    if epoch.done:
+                        done = ", ".join(map(str, epoch.done))
+                        raise _unrepeated(err, f"rank {done} has finished all steps")
                     return self._join(epoch)
                 except (Superseded, PeerLostError):
                     wait_s = _LOST_S  # for a newer epoch
-                except StoreError as why:
+                except StoreError as none:
+                    why = f"the launcher has not published which ranks continue: {none}"
                     raise _unrepeated(err, why) from err
 
     def _join(self, epoch: Epoch) -> World:
@@ -252,7 +260,7 @@ class _Training(Generic[_T]):
         rows = self._epochs.meet(epoch, mine, timeout_s)
         target = min(int(row["finished"]) for row in rows)
         repeats = any(row["kept"] == target for row in rows) and target < self._total
-        self._settle(target, size=len(rows))
+        self._settle(target)
         facts = [row["process"] for row in rows]
         group = runtime.regroup(epoch.roster, epoch.number, facts)
         self._note(target, repeats=repeats)
@@ -269,24 +277,36 @@ class _Training(Generic[_T]):
         )
         note_standing(self._standing)
 
-    def _settle(self, target: int, size: int) -> None:
+    def _settle(self, target: int) -> None:
         """Have the live state, and the copy, be those of the start of a step."""
         if self._kept == target:
             self._state.restore()
+        elif self._finished == target == self._kept + 1:
+            self._commit(is_kept=True)
         else:
-            assert self._finished == target == self._kept + 1, (self._kept, self._finished, target)
-            self._commit(size)
+            raise AssertionError((self._kept, self._finished, target))
         self._finished = target
 
 
-def _unrepeated(err: CollectiveError, why: StoreError) -> CollectiveError:
+def _unrepeated(err: CollectiveError, why: str) -> CollectiveError:
     return type(err)(
-        f"{err}\nThe step is not repeated, since it is not known which ranks continue: {why}",
+        f"{err}\nThe step is not repeated: {why}",
         group=err.group,
         operation=err.operation,
         sequence=err.sequence,
         ranks=err.ranks,
     )
+
+
+def _claim() -> None:
+    """Refuse a second protected run: it would read the epochs and standings of the first."""
+    global _is_claimed
+    if _is_claimed:
+        raise ValueError(
+            "resilient.run was called before in this process: with --on-loss shrink, one call "
+            "trains all steps"
+        )
+    _is_claimed = True
 
 
 def _check_replicated(model: nn.Module) -> None:
@@ -301,3 +321,7 @@ def _check_replicated(model: nn.Module) -> None:
             "resilient.run needs a replicated model: this one is sharded, and a rank's shards are "
             "lost with it. Restarts from a checkpoint cover that"
         )
+    for name, buffer in model.named_buffers():
+        places = zip(buffer.stride(), buffer.shape, strict=True)
+        if any(stride == 0 and length > 1 for stride, length in places):
+            raise ValueError(f"buffer {name!r} is expanded and cannot be restored: clone it")

@@ -33,4 +33,5 @@ def conclude(
     if stop_signal or end.ended_by in (EndedBy.SIGNAL, EndedBy.LEAVE):
         return EndedBy.SIGNAL, 128 + (stop_signal or next(iter(world.leaving.values())))
     last: Any = report.incidents[-1].verdict if report.incidents else None
-    return EndedBy.WORKER, exit_code(list(world.ended.values()), last) or 1
+    ended = [one for one in world.ended.values() if not one.survived]
+    return EndedBy.WORKER, exit_code(ended, last) or 1

@@ -302,6 +302,7 @@ class Coordinator:
         )
         how = self._how_ended(world, rank, code)
         if is_survived:
+            world.ended[rank].survived = True
             self._decide(world, decide.WorkerLost(rank, how))
             return
         shown = 1 if code == _LOST else code

@@ -216,6 +216,8 @@ class Incidents:
         is_stall = incident.kind == "stall"
         incident.recovered = collection.is_survived or (is_stall and collection.is_overtaken)
         incident.ended = world.ended
+        incident.lost_before = frozenset(world.explained)
+        world.explained |= {one.rank for one in world.ended.values() if one.survived}
         is_due = is_stall or collection.is_survived
         self.verdicts.begin(incident, world.present, is_due=is_due)
         # Examining ranks that do not record makes them active, which is not progress.

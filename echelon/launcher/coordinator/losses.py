@@ -84,9 +84,9 @@ class Losses:
     def look(self, world: World) -> None:
         """Report once all ranks of the newest epoch are ready to continue training.
 
-        A rank may have passed the last barrier when another one died, and may finish its steps
-        without noticing the loss. The others fail in that barrier and wait for it in the epoch,
-        until a newer epoch is published without it.
+        A rank may have passed the last barrier when another one died, and finish its steps without
+        noticing. The others, which fail in that barrier, wait for it in vain: an epoch that names
+        it as done ends their wait with an error.
         """
         epoch = self._awaited
         if epoch is None or world.number != self._attempt:
@@ -98,6 +98,8 @@ class Losses:
             self._note(world, epoch, standings)
         elif any(one.state is State.DONE and one.epoch < epoch.number for one in standings):
             self._publish(world, self._lost, known)
+            self._awaited = None
+            self._say("cannot continue: a rank finished its last step while another one was lost")
 
     def _standings(self, world: World) -> dict[int, Standing]:
         found = {}
@@ -116,8 +118,9 @@ class Losses:
         bare = [one for one in (rank, *living) if one not in known]
         if bare:
             return f"rank {bare[0]} is not in resilient.run (or cannot write to its folder)"
-        if known[rank].state is State.DONE:
-            return "it had finished its steps, and resilient.run protects only steps"
+        done = [one for one, standing in known.items() if standing.state is State.DONE]
+        if done:  # its groups are those of the world that is lost
+            return f"rank {done[0]} has finished its steps already"
         if len(living) < self._min_ranks:
             left = "1 rank is" if len(living) == 1 else f"{len(living)} ranks are"
             return f"{left} left, below --min-ranks {self._min_ranks}"

@@ -27,6 +27,7 @@ class World:
         end: how it ended, once all workers have ended.
         clearing: after that, the nodes that are not idle yet.
         is_reported: whether observers know that nothing is left of it.
+        explained: ranks that were lost, survived, and collected in an incident.
     """
 
     number: int
@@ -42,6 +43,7 @@ class World:
     clearing: set[str] | None = None
     clear_deadline_s: float = 0.0
     is_reported: bool = False
+    explained: set[int] = field(default_factory=set)
     started_s: float = field(default_factory=time.monotonic)
     _sights: dict[int, Sight] = field(default_factory=dict)
     _node_of: dict[int, str] = field(default_factory=dict)

@@ -24,6 +24,7 @@ class Ended:
     code: int | None
     order: int  # 0: the first of its attempt
     stopped: bool = False  # the launcher ended it
+    survived: bool = False  # the others continued without it
 
 
 @dataclass(slots=True)
@@ -42,6 +43,7 @@ class Incident:
     withdrawn: bool = False  # the ranks made progress before the verdict arrived
     is_early: bool = False  # an early look; if it lasts, the stall continues its incident
     ended: Mapping[int, Ended] = field(default_factory=dict)  # the ranks that have ended so far
+    lost_before: frozenset[int] = frozenset()  # ranks whose loss its attempt had survived
 
 
 @dataclass(kw_only=True, slots=True)

@@ -70,3 +70,30 @@ def test_a_later_copy_uses_the_memory_of_the_one_before():
     assert training.kept.num_bytes == sum(one.numel() * one.element_size() for one in tensors)
     training.kept.drop()
     assert training.kept.num_bytes == 0
+
+
+def test_tensors_that_a_step_assigns_or_resizes_are_those_from_before_again():
+    training = _Training()
+    module, scale = training.model[0], nn.Parameter(torch.ones(1))
+    module.register_buffer("average", torch.zeros(3))
+    module.register_buffer("unset", None)
+    module.register_buffer("grows", torch.zeros(2))
+    training.optimizer.add_param_group({"params": [scale]})
+    weight = module.weight
+    training.kept.keep()
+    module.average = module.average + 1
+    module.unset = torch.ones(2)
+    module.grows.resize_(5)
+    module.weight = nn.Parameter(torch.zeros(3, 4))
+    with torch.no_grad():
+        scale.add_(1.0)
+    training.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    training.kept.restore()
+    assert (module.average.tolist(), module.unset, module.grows.tolist()) == (
+        [0] * 3,
+        None,
+        [0] * 2,
+    )
+    assert module.weight is weight
+    assert scale.tolist() == [1.0], "only the optimizer has it"
+    assert len(training.optimizer.param_groups) == 2

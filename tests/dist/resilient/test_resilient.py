@@ -5,7 +5,11 @@ from __future__ import annotations
 import signal
 
 import pytest
+import torch
+from torch import nn
 
+import echelon.dist as dist
+from echelon.dist import resilient
 from tests.dist.resilient.agent import run_watched
 from tests.dist.resilient.training import train
 from tests.ranks import run_ranks
@@ -70,11 +74,41 @@ def test_a_rank_may_die_while_another_loss_is_recovered_from(tmp_path, undisturb
 
 
 def test_two_may_die_at_once_and_one_while_others_pass_the_barrier(tmp_path, undisturbed):
-    """Also the last barrier: behind it a rank is done, and another one still fails in it."""
-    last = _TOTAL - 1
-    kills = [(0, "forward", 3), (1, "forward", 3), (2, "barrier", 6), (3, "barrier", last)]
-    ends, agent = _survive(tmp_path, 6, kills)
+    kills = [(0, "forward", 3), (1, "forward", 3), (2, "barrier", 6)]
+    ends, agent = _survive(tmp_path, 5, kills)
     assert [end[0] for end in ends] == [undisturbed] * 2
     for _, _, commits in ends:
         assert [step for step, _ in commits] == list(range(_TOTAL))
-    assert agent.report.continuations[-1]["lost_ranks"] == [0, 1, 2, 3]
+    assert agent.report.continuations[-1]["lost_ranks"] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("buffer", ["expanded", "plain"])
+def test_a_model_that_cannot_be_restored_is_refused(buffer):
+    model = nn.Linear(2, 2)
+    ones = torch.ones(1).expand(4) if buffer == "expanded" else torch.ones(4)
+    model.register_buffer("ones", ones)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dist.init()
+    try:
+        if buffer == "plain":
+            resilient.run(lambda _: lambda step: step, model, optimizer, total=1)
+        else:
+            with pytest.raises(ValueError, match="buffer 'ones' is expanded"):
+                resilient.run(lambda _: lambda step: step, model, optimizer, total=1)
+    finally:
+        dist.shutdown()
+
+
+def _run_twice(rank, world_size):
+    dist.init("shm", timeout_s=60)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    resilient.run(lambda _: lambda step: step, model, optimizer, total=1)
+    with pytest.raises(ValueError, match="run was called before in this process"):
+        resilient.run(lambda _: lambda step: step, model, optimizer, total=2, first=1)
+    dist.shutdown()
+
+
+def test_a_second_protected_run_is_refused():
+    """It would read what the first one left in the store."""
+    run_ranks(_run_twice, 2, environ={"ECHELON_ON_LOSS": "shrink"})

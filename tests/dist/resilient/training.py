@@ -48,6 +48,7 @@ class Training:
         self.kills = kills
         self.step = -1
         self.model = make(seed=rank)
+        torch.manual_seed(3)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.98)
         self.worlds: list[tuple[int, tuple[int, ...], int]] = []
@@ -69,6 +70,10 @@ class Training:
             self.model, self.optimizer, micro_batches=MICRO_BATCHES, group=world.group, seed=7,
             probe=world.epoch == 0,
         )  # fmt: skip
+        if world.epoch:
+            torch.rand(3)  # the steps' numbers are those from before
+            with torch.no_grad():
+                self.model.unused.add_(1.0)
 
         def train_step(step: int) -> float:
             self.step = step
@@ -76,6 +81,8 @@ class Training:
             loss = same.backward(step, lambda number: self.loss(world.group, number))
             same.clip_grad_norm_(0.5)
             self._die_at("before the optimizer", step)
+            with torch.no_grad():
+                self.model.unused.copy_(torch.rand(5))  # the same on all ranks: see `make`
             self.optimizer.step()
             self._die_at("after the optimizer", step)
             self.scheduler.step()

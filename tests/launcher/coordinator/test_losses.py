@@ -7,10 +7,13 @@ import signal
 import pytest
 
 from echelon.launcher.coordinator import decide
+from echelon.launcher.coordinator.conclusion import conclude
 from echelon.launcher.coordinator.losses import Losses
 from echelon.launcher.coordinator.roster import Node
 from echelon.launcher.coordinator.world import World
-from echelon.launcher.job.report import Report
+from echelon.launcher.incident import verdicts
+from echelon.launcher.incident.explain import Explanation
+from echelon.launcher.job.report import Incident, Report
 from echelon.launcher.job.rundir import RunDirectory
 from echelon.launcher.options.options import parse
 from echelon.recorder.continuation import Epoch, Standing, State, note_standing
@@ -84,12 +87,24 @@ def test_each_loss_is_an_epoch_and_opens_the_gate_of_the_one_before(job):
     assert (continued["step"], continued["repeated"], continued["steps_lost"]) == (7, True, 0)
 
 
-def test_a_rank_that_finished_unaware_of_a_loss_is_awaited_by_none(job):
+def test_a_rank_that_finished_unaware_of_a_loss_ends_the_wait_of_the_others(job):
     job.end(2, -signal.SIGKILL)
     job.stands(0, state=State.DONE)
     job.losses.look(job.world)
     assert job.epoch(2) == Epoch(number=2, roster=(1, 3), lost=(2,), done=(0,))
     assert "continuation/1/meeting/gate" in job.store.values
+    assert "cannot continue: a rank finished its last step" in job.said[-1]
+    job.losses.look(job.world)
+    assert job.report.continuations == []
+
+
+@pytest.mark.parametrize("others", [(0,), (0, 1, 3)])
+def test_once_a_rank_has_finished_its_steps_a_loss_is_a_failure(job, others):
+    """What follows the steps, such as a save by the first rank, would be done by no rank."""
+    for rank in others:
+        job.stands(rank, state=State.DONE)
+    assert not job.end(2, -signal.SIGKILL)
+    assert job.said == ["cannot continue without rank 2: rank 0 has finished its steps already"]
 
 
 @pytest.mark.parametrize("code", [0, 1, -signal.SIGTERM, -signal.SIGINT])
@@ -141,3 +156,23 @@ def test_the_next_attempt_begins_with_the_first_epoch(job):
         job.stands(rank)
     assert job.end(0, -signal.SIGKILL)
     assert job.epoch(1) == Epoch(number=1, roster=(1, 2, 3), lost=(0,))
+
+
+def test_the_exit_code_is_that_of_ranks_that_failed_and_not_of_one_that_was_survived(job):
+    for rank, code in ((2, -signal.SIGKILL), (0, 1), (1, 1), (3, 1)):
+        job.world.note_ended(rank, code)
+    job.world.ended[2].survived = True
+    end = decide.EndAttempt(decide.EndedBy.WORKER, failed=True)
+    assert conclude(job.world, end, job.report, 0) == (decide.EndedBy.WORKER, 1)
+
+
+@pytest.mark.parametrize(("blamed", "stays"), [([2], False), ([2, 0], True), ([], True)])
+def test_a_verdict_that_names_only_ranks_lost_before_is_none(tmp_path, blamed, stays):
+    incident = Incident(tmp_path, "failure", 0, "rank 0 exited with code 1")
+    incident.lost_before = frozenset({2})
+    known = Explanation({"verdict": {"culprit_ranks": blamed}}, None, "VERDICT")
+    found = verdicts._without_survived(incident, known)
+    assert (found is known) == stays
+    if not stays:
+        assert found.verdict is None
+        assert "of rank 2, whose loss was survived before this (rank 0 exited" in found.text
