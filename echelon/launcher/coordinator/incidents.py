@@ -138,6 +138,8 @@ class Incidents:
             return
         former = self._early_look(world, action)
         what = "early look" if action.is_early else action.kind
+        if action.is_survived:
+            what = "loss"  # the job has not failed
         again = "" if former is None else " again"
         self._say(f"{what}: {action.reason}; collecting diagnostics from all ranks{again}")
         self.verdicts.expect()
