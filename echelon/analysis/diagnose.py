@@ -12,7 +12,7 @@ from echelon.analysis.evidence.model import Evidence
 from echelon.analysis.evidence.picture import Picture, take_picture
 from echelon.analysis.evidence.stack_tree import Branch, merge, short_form
 from echelon.analysis.evidence.stacks import main_thread, short_site
-from echelon.analysis.finding import Cause, Confidence, Finding, Report
+from echelon.analysis.finding import Cause, Confidence, Finding, Report, rank_list
 from echelon.analysis.hypothesis import Rule, choose, is_joint, propose
 from echelon.analysis.rules.calls.mismatch import find_mismatch
 from echelon.analysis.rules.calls.parted import find_parted
@@ -104,7 +104,7 @@ def report_of(picture: Picture) -> Report:
     return Report(
         world_size=evidence.world_size,
         ranks_present=tuple(evidence.ranks),
-        findings=_with_probes(evidence, findings),
+        findings=_with_probes(evidence, _with_losses(evidence, findings)),
         origin=evidence.origin,
         warnings=evidence.warnings,
         stacks=() if is_healthy else merged_stacks(evidence),
@@ -119,6 +119,18 @@ def merged_stacks(evidence: Evidence) -> tuple[Branch, ...]:
         if thread is not None:
             shown[rank] = short_form(thread.frames)
     return merge(shown)
+
+
+def _with_losses(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """Add to the verdict which ranks the job had lost before: they explain nothing of it."""
+    lost = sorted(evidence.incident.lost_earlier)
+    root = next((place for place, finding in enumerate(findings) if not finding.info), None)
+    if root is None or not lost:
+        return findings
+    were, them = ("was", "it") if len(lost) == 1 else ("were", "them")
+    line = f"{rank_list(lost)} {were} lost earlier, and the job continued without {them}"
+    changed = findings[root].changed(evidence=(*findings[root].evidence, line))
+    return (*findings[:root], changed, *findings[root + 1 :])
 
 
 def _with_probes(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:

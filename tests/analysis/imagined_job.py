@@ -303,6 +303,7 @@ class Job:
         kind: str = "stall",
         absent: dict[str, object] | None = None,
         lost: object = (),
+        lost_earlier: object = (),
     ) -> Path:
         folder.mkdir(parents=True)
         for record in self.records():
@@ -316,6 +317,7 @@ class Job:
             "reason": "",
             "ranks_absent": absent or {},
             "ranks_lost": lost,
+            "lost_earlier": lost_earlier,
         }
         (folder / "incident.json").write_text(json.dumps(incident))
         return folder

@@ -60,6 +60,9 @@ class Incident:
     ended: tuple[int, ...] = ()  # ranks in the order in which the coordinator learned of their ends
     absent: Mapping[int, str] = field(default_factory=dict)  # rank -> why there is no dump of it
     probes: tuple[str, ...] = ()  # what was measured of suspect nodes before the attempt
+    # Rank -> the first epoch in which the job continued without it: that loss is over.
+    lost_earlier: Mapping[int, int] = field(default_factory=dict)
+    epoch_since_ns: int = 0  # when the present epoch began, by the monotonic clock of its one node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,8 +124,9 @@ class Evidence:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Ranks of the world without a readable record."""
-        return tuple(rank for rank in range(self.world_size) if rank not in self.ranks)
+        """Ranks of the world without a readable record, except those that were lost earlier."""
+        known = self.ranks.keys() | self.incident.lost_earlier.keys()
+        return tuple(rank for rank in range(self.world_size) if rank not in known)
 
     def call(self, row: Any) -> Call:
         """Return the call of a row."""

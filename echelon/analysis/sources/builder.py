@@ -7,7 +7,8 @@ no value in a record decides how much memory is allocated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -152,9 +153,12 @@ class EvidenceBuilder:
         incident = incident or Incident()
         sizes = [facts.identity.world_size for facts in self.ranks.values()]
         world_size = max([incident.world_size, *sizes, *(rank + 1 for rank in self.ranks)])
+        ranks = dict(sorted(self.ranks.items()))
+        if incident.lost_earlier:
+            ranks = _of_present_epoch(ranks, self.groups, incident)
         return Evidence(
             world_size=min(world_size, _MAX_WORLD),
-            ranks=dict(sorted(self.ranks.items())),
+            ranks=ranks,
             groups=self.groups,
             tables=self.tables,
             incident=incident,
@@ -164,6 +168,29 @@ class EvidenceBuilder:
             unreadable=tuple(sorted(unreadable)),
             warnings=tuple(self.warnings),
         )
+
+
+def _of_present_epoch(
+    ranks: Mapping[int, RankEvidence], groups: Sequence[Group], incident: Incident
+) -> dict[int, RankEvidence]:
+    """Leave out ranks that were lost earlier, and the operations of all worlds that they were in.
+
+    What the other ranks were inside of when one was lost has failed, and they have left it.
+    """
+    lost = incident.lost_earlier.keys()
+    old = [number for number, group in enumerate(groups) if not lost.isdisjoint(group.ranks)]
+    return {
+        rank: replace(facts, rows=_rows_since(facts, old, incident.epoch_since_ns))
+        for rank, facts in ranks.items()
+        if rank not in lost
+    }
+
+
+def _rows_since(facts: RankEvidence, old: Sequence[int], since_ns: int) -> npt.NDArray[Any]:
+    # Groups without a lost rank have the same name in each epoch, so that time tells them apart.
+    is_old = np.isin(facts.rows["group"], old)
+    is_old |= facts.rows["created_ns"] - facts.offset_ns < since_ns
+    return facts.rows[~is_old]
 
 
 def _call(record: Record, row: Any) -> Call:

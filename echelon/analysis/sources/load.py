@@ -179,6 +179,8 @@ def read_incident(path: Path) -> Incident:
         ended=_ended(values.get("ended")),
         absent=_reasons(values.get("ranks_absent")),
         probes=_texts(values.get("probes")),
+        lost_earlier=_epochs(values.get("lost_earlier")),
+        epoch_since_ns=_count(values.get("epoch_since_mono_ns")),
     )
 
 
@@ -202,6 +204,17 @@ def _ended(value: Any) -> tuple[int, ...]:
         and all(isinstance(number, int) for number in (row[0], row[2]))
     ]
     return tuple(rank for _, rank in sorted(known) if _RANK.match(str(rank)))
+
+
+def _epochs(value: Any) -> dict[int, int]:
+    """Return rank -> epoch of `[[rank, epoch], ...]`, without entries of any other form."""
+    rows = value if isinstance(value, list) else ()
+    pairs = [row for row in rows if isinstance(row, list) and len(row) == 2]
+    return {
+        rank: epoch
+        for rank, epoch in pairs
+        if isinstance(rank, int) and _RANK.match(str(rank)) and _count(epoch)
+    }
 
 
 def _reasons(value: Any) -> dict[int, str]:

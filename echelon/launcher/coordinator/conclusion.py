@@ -33,5 +33,5 @@ def conclude(
     if stop_signal or end.ended_by in (EndedBy.SIGNAL, EndedBy.LEAVE):
         return EndedBy.SIGNAL, 128 + (stop_signal or next(iter(world.leaving.values())))
     last: Any = report.incidents[-1].verdict if report.incidents else None
-    ended = [one for one in world.ended.values() if not one.survived]
+    ended = [one for one in world.ended.values() if not one.epoch]
     return EndedBy.WORKER, exit_code(ended, last) or 1

@@ -295,6 +295,7 @@ class Coordinator:
 
     def _note_ended(self, world: World, rank: int, code: int) -> None:
         known = None if code == _LOST else code
+        self._losses.look(world)  # the rank may have continued after an earlier loss
         world.note_ended(rank, known)
         is_survived = not self._stop_signal and self._losses.takes(world, rank, code)
         self._observers.tell(
@@ -302,7 +303,6 @@ class Coordinator:
         )
         how = self._how_ended(world, rank, code)
         if is_survived:
-            world.ended[rank].survived = True
             self._decide(world, decide.WorkerLost(rank, how))
             return
         shown = 1 if code == _LOST else code

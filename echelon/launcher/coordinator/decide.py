@@ -123,13 +123,13 @@ class CollectIncident:
 
     Attributes:
         is_early: whether a learned limit requested it; nothing is then stopped because of it.
-        is_survived: whether the attempt continues without the ranks that failed.
+        lost: the ranks that failed, if the attempt continues without them.
     """
 
     kind: str
     reason: str
     is_early: bool = False
-    is_survived: bool = False
+    lost: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ class Attempt:
         if not lost:
             return []
         reason = ", ".join(f"rank {one.rank} {one.how}" for one in lost)
-        return [CollectIncident("failure", reason, is_survived=True)]
+        return [CollectIncident("failure", reason, lost=tuple(one.rank for one in lost))]
 
     @property
     def _may_be_stopped(self) -> bool:

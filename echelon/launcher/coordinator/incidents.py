@@ -138,7 +138,7 @@ class Incidents:
             return
         former = self._early_look(world, action)
         what = "early look" if action.is_early else action.kind
-        if action.is_survived:
+        if action.lost:
             what = "loss"  # the job has not failed
         again = "" if former is None else " again"
         self._say(f"{what}: {action.reason}; collecting diagnostics from all ranks{again}")
@@ -152,7 +152,8 @@ class Incidents:
                 nodes=world.present,
                 deadline_s=time.monotonic() + _COLLECT_S,
                 is_early=action.is_early,
-                is_survived=action.is_survived,
+                is_survived=bool(action.lost),
+                lost_earlier=world.lost_earlier(action.lost),
                 continues=former,
             )
         except OSError as err:
@@ -218,8 +219,6 @@ class Incidents:
         is_stall = incident.kind == "stall"
         incident.recovered = collection.is_survived or (is_stall and collection.is_overtaken)
         incident.ended = world.ended
-        incident.lost_before = frozenset(world.explained)
-        world.explained |= {one.rank for one in world.ended.values() if one.survived}
         is_due = is_stall or collection.is_survived
         self.verdicts.begin(incident, world.present, is_due=is_due)
         # Examining ranks that do not record makes them active, which is not progress.

@@ -155,6 +155,8 @@ class Losses:
         seconds = max(0.0, (self._last_ready_ns(ready) - self._first_lost_ns) / 1e9)
         step = max((one.step for one in ready), default=0)
         repeats = any(one.repeats for one in ready)
+        since_ns = min((one.ready_mono_ns for one in ready), default=0)
+        world.note_continued(epoch.number, epoch.lost, since_ns)
         self._report.continuations.append(
             {
                 "attempt": world.number,

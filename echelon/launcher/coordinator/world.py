@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from echelon.launcher.control import messages as m
@@ -12,6 +12,19 @@ from echelon.launcher.coordinator.roster import Node
 from echelon.launcher.job.report import Ended
 from echelon.launcher.limits.rule import LimitRule, Look, View
 from echelon.recorder.stall.watchdog import Sight, Stall, StallRule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LostEarlier:
+    """Ranks that an attempt lost, and without which it continued.
+
+    Attributes:
+        ranks: rank -> the first epoch without it.
+        since_mono_ns: when the present epoch began; 0 if there is no loss.
+    """
+
+    ranks: Mapping[int, int] = field(default_factory=dict)
+    since_mono_ns: int = 0
 
 
 @dataclass(slots=True)
@@ -27,7 +40,7 @@ class World:
         end: how it ended, once all workers have ended.
         clearing: after that, the nodes that are not idle yet.
         is_reported: whether observers know that nothing is left of it.
-        explained: ranks that were lost, survived, and collected in an incident.
+        epochs: for each complete epoch, when its first rank was ready; monotonic.
     """
 
     number: int
@@ -43,7 +56,7 @@ class World:
     clearing: set[str] | None = None
     clear_deadline_s: float = 0.0
     is_reported: bool = False
-    explained: set[int] = field(default_factory=set)
+    epochs: dict[int, int] = field(default_factory=dict)
     started_s: float = field(default_factory=time.monotonic)
     _sights: dict[int, Sight] = field(default_factory=dict)
     _node_of: dict[int, str] = field(default_factory=dict)
@@ -125,6 +138,26 @@ class World:
         self._sights.pop(rank, None)
         # Its node's row may still include it; the next row will not.
         self._sights.pop(_folded(self.nodes[self.node_of(rank)].start), None)
+
+    def note_continued(self, epoch: int, lost: Iterable[int], since_mono_ns: int) -> None:
+        """Note that the other ranks continue without those that are lost."""
+        self.epochs[epoch] = since_mono_ns
+        for rank in lost:
+            self.ended[rank].epoch = self.ended[rank].epoch or epoch
+
+    def lost_earlier(self, own: Collection[int]) -> LostEarlier:
+        """Return the losses that are over when something else happens.
+
+        Args:
+            own: the ranks whose loss is what happens.
+        """
+        ends = [self.ended[rank].epoch for rank in own if self.ended[rank].epoch]
+        end = min(ends, default=max(self.epochs, default=0) + 1)
+        since = (ns for number, ns in self.epochs.items() if number < end)
+        return LostEarlier(
+            ranks={r: one.epoch for r, one in self.ended.items() if one.epoch and r not in own},
+            since_mono_ns=max(since, default=0),
+        )
 
     def note_sights(self, node: str, event: m.Sights, now_mono_ns: int) -> None:
         """Replace what a node saw of its ranks before by what it sees now."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import IO
 
 from echelon.launcher.control import messages as m
+from echelon.launcher.coordinator.world import LostEarlier
 from echelon.launcher.job.report import Ended, Incident
 from echelon.launcher.job.rundir import RunDirectory, write_json
 
@@ -17,6 +18,8 @@ class Collection:
     Args:
         nodes: the nodes that will send dumps.
         deadline_s: monotonic; a node that has not sent its dumps by then is left out.
+        is_survived: whether the attempt continues in spite of it.
+        lost_earlier: the losses that are over: they explain nothing of it.
         continues: the early look whose incident this one is, at its full limit.
 
     Attributes:
@@ -38,6 +41,7 @@ class Collection:
         deadline_s: float,
         is_early: bool = False,
         is_survived: bool = False,
+        lost_earlier: LostEarlier | None = None,
         continues: Incident | None = None,
     ) -> None:
         self.number, self._folder = directory.open_incident()
@@ -48,6 +52,7 @@ class Collection:
         self.is_early = is_early
         self.is_survived = is_survived
         self.continues = continues
+        self._lost_earlier = lost_earlier or LostEarlier()
         self.is_overtaken = False
         self._reason, self._attempt = reason, attempt
         self._files: dict[str, IO[bytes]] = {}
@@ -111,12 +116,21 @@ class Collection:
                 "ranks_present": sorted(self._present),
                 "ranks_lost": list(ranks_lost),
                 "ended": [[one.rank, one.code, one.order] for one in ended],
+                "lost_earlier": sorted(map(list, self._lost_earlier.ranks.items())),
+                "epoch_since_mono_ns": self._lost_earlier.since_mono_ns,
                 "probes": list(probes),
                 "ranks_absent": {str(rank): why_absent(rank) for rank in absent},
             },
         )
         folder = self._show()
-        return Incident(folder, self.kind, self._attempt, self._reason, is_early=self.is_early)
+        return Incident(
+            folder,
+            self.kind,
+            self._attempt,
+            self._reason,
+            is_early=self.is_early,
+            lost_earlier=self._lost_earlier.ranks,
+        )
 
     @property
     def _shown_number(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,10 +99,16 @@ class Victims:
     stopped: tuple[int, ...]  # by the launcher
 
     @classmethod
-    def of(cls, verdict: Mapping[str, Any] | None, ended: Mapping[int, Ended]) -> Victims:
+    def of(
+        cls,
+        verdict: Mapping[str, Any] | None,
+        ended: Mapping[int, Ended],
+        lost_earlier: Collection[int] = (),
+    ) -> Victims:
         """Classify how the other ranks ended. Without a culprit there are no victims."""
         culprits = set((verdict or {}).get("culprit_ranks", []))
-        others = [one for rank, one in sorted(ended.items()) if culprits and rank not in culprits]
+        apart = {*culprits, *lost_earlier}
+        others = [one for rank, one in sorted(ended.items()) if culprits and rank not in apart]
         return cls(
             tuple(one.rank for one in others if one.code != 0 and not one.stopped),
             tuple(one.rank for one in others if one.stopped),

@@ -139,9 +139,8 @@ class Verdicts:
 
     def _show(self, one: _Open, explanation: Explanation) -> None:
         incident = one.incident
-        explanation = _without_survived(incident, explanation)
         verdict: dict[str, Any] | None = explanation.verdict
-        victims = Victims.of(verdict, incident.ended)
+        victims = Victims.of(verdict, incident.ended, incident.lost_earlier)
         incident.verdict = verdict
         incident.root_cause = explanation.story
         incident.circumstances = explanation.circumstances
@@ -159,20 +158,3 @@ class Verdicts:
         with contextlib.suppress(OSError):  # a full disk
             explanation.keep(incident.folder, line)
         self._note(incident)
-
-
-def _without_survived(incident: Incident, explanation: Explanation) -> Explanation:
-    """Drop a verdict that names only ranks whose loss the attempt had survived before.
-
-    What those ranks left, and what others recorded when they were lost, is still in the black
-    boxes, and explains nothing that happened later.
-    """
-    blamed = set((explanation.verdict or {}).get("culprit_ranks", []))
-    if not blamed or not blamed <= incident.lost_before:
-        return explanation
-    named = ", ".join(map(str, sorted(blamed)))
-    text = (
-        f"echelon: no verdict: the evidence is of rank {named}, whose loss was survived before "
-        f"this ({incident.reason})\n"
-    )
-    return Explanation(None, None, text)

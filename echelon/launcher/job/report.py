@@ -24,7 +24,7 @@ class Ended:
     code: int | None
     order: int  # 0: the first of its attempt
     stopped: bool = False  # the launcher ended it
-    survived: bool = False  # the others continued without it
+    epoch: int = 0  # the first one in which the other ranks continued without it; 0: none
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class Incident:
     withdrawn: bool = False  # the ranks made progress before the verdict arrived
     is_early: bool = False  # an early look; if it lasts, the stall continues its incident
     ended: Mapping[int, Ended] = field(default_factory=dict)  # the ranks that have ended so far
-    lost_before: frozenset[int] = frozenset()  # ranks whose loss its attempt had survived
+    lost_earlier: Mapping[int, int] = field(default_factory=dict)  # rank -> epoch without it
 
 
 @dataclass(kw_only=True, slots=True)

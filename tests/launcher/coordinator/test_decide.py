@@ -167,7 +167,7 @@ def test_a_loss_that_the_others_survive_is_collected_after_the_pause_and_is_no_f
     assert (attempt.phase, attempt.running) == (Phase.RUNNING, (0, 3))
     assert attempt.deadline_s == 1.0 + SETTLE_S
     reason = "rank 1 was killed by SIGKILL, rank 2 was killed by SIGSEGV"
-    collect = CollectIncident("failure", reason, is_survived=True)
+    collect = CollectIncident("failure", reason, lost=(1, 2))
     assert attempt.on(TimePassed(), 1.0 + SETTLE_S) == [collect]
     assert attempt.deadline_s is None
     assert attempt.on(WorkerEnded(0, 0), 2.0) == []
@@ -178,7 +178,7 @@ def test_a_loss_just_before_the_end_is_collected_before_it():
     attempt = _attempt()
     attempt.on(WorkerLost(1, "was killed by SIGKILL"), 1.0)
     assert attempt.on(WorkerEnded(0, 0), 1.1) == [
-        CollectIncident("failure", "rank 1 was killed by SIGKILL", is_survived=True),
+        CollectIncident("failure", "rank 1 was killed by SIGKILL", lost=(1,)),
         EndAttempt(EndedBy.WORKER, failed=False),
     ]
 

@@ -9,11 +9,10 @@ import pytest
 from echelon.launcher.coordinator import decide
 from echelon.launcher.coordinator.conclusion import conclude
 from echelon.launcher.coordinator.losses import Losses
+from echelon.launcher.coordinator.policy.judging import failure_of
 from echelon.launcher.coordinator.roster import Node
-from echelon.launcher.coordinator.world import World
-from echelon.launcher.incident import verdicts
-from echelon.launcher.incident.explain import Explanation
-from echelon.launcher.job.report import Incident, Report
+from echelon.launcher.coordinator.world import LostEarlier, World
+from echelon.launcher.job.report import Report
 from echelon.launcher.job.rundir import RunDirectory
 from echelon.launcher.options.options import parse
 from echelon.recorder.continuation import Epoch, Standing, State, note_standing
@@ -161,18 +160,40 @@ def test_the_next_attempt_begins_with_the_first_epoch(job):
 def test_the_exit_code_is_that_of_ranks_that_failed_and_not_of_one_that_was_survived(job):
     for rank, code in ((2, -signal.SIGKILL), (0, 1), (1, 1), (3, 1)):
         job.world.note_ended(rank, code)
-    job.world.ended[2].survived = True
+    job.world.ended[2].epoch = 1
     end = decide.EndAttempt(decide.EndedBy.WORKER, failed=True)
     assert conclude(job.world, end, job.report, 0) == (decide.EndedBy.WORKER, 1)
 
 
-@pytest.mark.parametrize(("blamed", "stays"), [([2], False), ([2, 0], True), ([], True)])
-def test_a_verdict_that_names_only_ranks_lost_before_is_none(tmp_path, blamed, stays):
-    incident = Incident(tmp_path, "failure", 0, "rank 0 exited with code 1")
-    incident.lost_before = frozenset({2})
-    known = Explanation({"verdict": {"culprit_ranks": blamed}}, None, "VERDICT")
-    found = verdicts._without_survived(incident, known)
-    assert (found is known) == stays
-    if not stays:
-        assert found.verdict is None
-        assert "of rank 2, whose loss was survived before this (rank 0 exited" in found.text
+def test_losses_that_are_over_explain_nothing_that_follows(job):
+    """Until the others continue, the loss may be the cause of what follows."""
+    job.end(2, -signal.SIGKILL)
+    assert job.world.lost_earlier(()) == LostEarlier()
+    for rank in (0, 1, 3):
+        job.stands(rank, epoch=1, ready_mono_ns=700 + rank)
+    job.losses.look(job.world)
+    assert job.world.lost_earlier(()) == LostEarlier(ranks={2: 1}, since_mono_ns=700)
+    assert job.world.lost_earlier((2,)) == LostEarlier()
+
+
+def test_a_second_loss_leaves_the_epoch_before_it(job):
+    job.end(2, -signal.SIGKILL)
+    for rank in (0, 1, 3):
+        job.stands(rank, epoch=1, ready_mono_ns=700)
+    job.losses.look(job.world)
+    job.end(0, -signal.SIGKILL)
+    for rank in (1, 3):
+        job.stands(rank, epoch=2, ready_mono_ns=900)
+    job.losses.look(job.world)
+    assert job.world.lost_earlier((0,)) == LostEarlier(ranks={2: 1}, since_mono_ns=700)
+    assert job.world.lost_earlier(()) == LostEarlier(ranks={0: 2, 2: 1}, since_mono_ns=900)
+
+
+def test_without_a_verdict_a_restart_is_decided_by_a_rank_that_the_job_still_had(job):
+    job.end(2, -signal.SIGKILL)
+    for rank in (0, 1, 3):
+        job.stands(rank, epoch=1)
+    job.losses.look(job.world)
+    assert not job.end(0, 5)
+    failure = failure_of(job.world, None)
+    assert (failure.culprit_ranks, failure.is_killed) == ((0,), False)

@@ -81,6 +81,60 @@ def test_an_error_ends_the_attempt_and_a_kill_does_not(tmp_path):
     assert (kill["attempt"], kill["recovered"]) == (1, True)
 
 
+_TWO_TROUBLES = """
+import os, signal, time
+from pathlib import Path
+import torch
+import echelon.dist as dist
+from echelon.dist import resilient
+from echelon.train.same_bits import SameBits
+
+rank = dist.init(timeout_s=60).rank
+first_incident = Path(os.environ["ECHELON_RANK_DIR"]).parents[1] / "dump/incident_0"
+model = torch.nn.Linear(6, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def prepare(world):
+    same = SameBits(model, optimizer, micro_batches=6, group=world.group, probe=False)
+
+    def train_step(step):
+        if rank == 1 and step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 2 and first_incident.exists():
+            raise ValueError("a defect of the program")
+        same.backward(step, lambda number: model(torch.randn(2, 6)).square().sum())
+        optimizer.step()
+        time.sleep(0.01)
+
+    return train_step
+
+resilient.run(prepare, model, optimizer, total=12_000)
+"""
+
+
+def test_a_failure_after_a_loss_is_explained_by_the_rank_that_fails(tmp_path):
+    script, run_dir = tmp_path / "train.py", tmp_path / "run"
+    script.write_text(_TWO_TROUBLES)
+    done = run_echelon(
+        "run", "--nproc-per-node", "3", "--on-loss", "shrink",
+        "--run-dir", str(run_dir), str(script),
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    report = read_json(run_dir / "report.json")
+    assert [rank["exit_code"] for rank in report["ranks"]][1:] == [-9, 1]
+    assert [one["lost_ranks"] for one in report["continuations"]] == [[1]]
+    loss, failure = report["incidents"]
+    assert (loss["verdict"]["cause"], loss["verdict"]["culprit_ranks"]) == ("dead_process", [1])
+    verdict = failure["verdict"]
+    assert (verdict["cause"], verdict["culprit_ranks"]) == ("exception", [2]), done.stderr
+    assert verdict["confidence"] == "certain"
+    assert 1 not in failure["victims"]["failed"]
+    line = "rank 1 was lost earlier, and the job continued without it"
+    assert line in verdict["evidence"]
+    told = read_json(run_dir / "dump" / "incident_1" / "incident.json")
+    assert told["lost_earlier"] == [[1, 1]]
+
+
 @pytest.mark.parametrize("kind", ["unprotected", "too few"])
 def test_a_loss_that_cannot_be_survived_is_a_failure_as_any_other(tmp_path, kind):
     script, run_dir = tmp_path / "train.py", tmp_path / "run"

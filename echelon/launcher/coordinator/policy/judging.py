@@ -69,8 +69,8 @@ def _by_verdict(world: World, verdict: Mapping[str, Any], around: Mapping[str, A
 
 
 def _by_ends(world: World, incident: Incident | None) -> Failure:
-    ended = [one for one in world.ended.values() if one.code != 0 and not one.survived]
-    failed = sorted(ended, key=lambda e: e.order)
+    ended = (one for one in world.ended.values() if one.code != 0 and not one.epoch)
+    failed = sorted(ended, key=lambda one: one.order)
     if not failed:
         return _failure(world, (), said="" if incident is None else incident.reason)
     first = failed[0]
