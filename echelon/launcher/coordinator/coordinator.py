@@ -295,7 +295,7 @@ class Coordinator:
 
     def _note_ended(self, world: World, rank: int, code: int) -> None:
         known = None if code == _LOST else code
-        self._losses.look(world)  # the rank may have continued after an earlier loss
+        self._look_at_losses(world)  # the rank may have continued after an earlier one
         world.note_ended(rank, known)
         is_survived = not self._stop_signal and self._losses.takes(world, rank, code)
         self._observers.tell(
@@ -307,6 +307,12 @@ class Coordinator:
             return
         shown = 1 if code == _LOST else code
         self._decide(world, decide.WorkerEnded(rank, shown, how))
+
+    def _look_at_losses(self, world: World) -> None:
+        rank = self._losses.look(world)
+        code = None if rank is None else world.ended[rank].code
+        if rank is not None and code is not None:
+            self._decide(world, decide.WorkerEnded(rank, code, decide.describe_code(code)))
 
     def _how_ended(self, world: World, rank: int, code: int) -> str:
         if code != _LOST:
@@ -441,7 +447,7 @@ class Coordinator:
         if now_s >= self._next_look_s:
             self._next_look_s = now_s + self._look_s
             self._look(world)
-            self._losses.look(world)
+            self._look_at_losses(world)
             self._check_store()
         self._decide(world, decide.TimePassed())
         if self._incidents.is_complete(now_s):
@@ -611,7 +617,6 @@ class Coordinator:
         report = self._report
         if not end.failed:
             elapsed_s = time.monotonic() - self._started_s
-            self._losses.look(world)
             self._say(f"{_which_finished(world)} finished successfully in {elapsed_s:.1f} s")
         ended_by, code = conclude(world, end, report, self._stop_signal)
         if ended_by is EndedBy.SIGNAL:

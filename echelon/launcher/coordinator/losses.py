@@ -81,16 +81,19 @@ class Losses:
         self._say(f"rank {rank} is lost; continuing with rank {shown}")
         return True
 
-    def look(self, world: World) -> None:
+    def look(self, world: World) -> int | None:
         """Report once all ranks of the newest epoch are ready to continue training.
 
         A rank may have passed the last barrier when another one died, and finish its steps without
         noticing. The others, which fail in that barrier, wait for it in vain: an epoch that names
         it as done ends their wait with an error.
+
+        Returns:
+            The first lost rank whose loss turns out to be a failure; None if there is none.
         """
         epoch = self._awaited
         if epoch is None or world.number != self._attempt:
-            return
+            return None
         known = self._standings(world)
         standings = [known[rank] for rank in epoch.roster if rank in known]
         if all(one.epoch >= epoch.number for one in standings):
@@ -100,6 +103,8 @@ class Losses:
             self._publish(world, self._lost, known)
             self._awaited = None
             self._say("cannot continue: a rank finished its last step while another one was lost")
+            return next(rank for rank in self._lost if not world.ended[rank].epoch)
+        return None
 
     def _standings(self, world: World) -> dict[int, Standing]:
         found = {}

@@ -17,6 +17,7 @@ from echelon.launcher.options.texts import (
     min_max,
     not_negative,
     num_workers,
+    positive,
     reader,
     receiver,
     seconds,
@@ -36,6 +37,20 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with code 2."""
         self.exit(2, f"{self.prog}: {message}. See {self.prog} --help\n")
+
+    def check_defaults(self, args: argparse.Namespace) -> None:
+        """Check options with a fixed set of values: argparse does not for those not given.
+
+        Raises:
+            SystemExit: with code 2 after one line, if a default has another value.
+        """
+        for action in self._actions:
+            value = getattr(args, action.dest, None)
+            if action.choices is None or value is None or value in action.choices:
+                continue
+            known = ", ".join(repr(choice) for choice in action.choices)
+            name = f"PET_{action.dest.upper()}"
+            self.error(f"{name}: invalid choice: {value!r} (choose from {known})")
 
 
 def make_parser(environ: Mapping[str, str]) -> Parser:
@@ -91,7 +106,7 @@ def _add_job_options(job: argparse._ArgumentGroup, default: Defaults) -> None:
     )
     job.add_argument(
         "--min-ranks",
-        type=not_negative,
+        type=positive,
         default=default("min_ranks", "1"),
         metavar="N",
         help="with --on-loss shrink: end the attempt where fewer ranks are left (default 1)",

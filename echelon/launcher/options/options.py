@@ -76,6 +76,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     parser = make_parser(environ)
     options, program = _split(argv)
     args = parser.parse_args([dashes(text) for text in options])
+    parser.check_defaults(args)
     try:
         conf = read_conf(args.rdzv_conf)
         meeting = rendezvous(args, conf, environ)
@@ -85,6 +86,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         parser.error(str(err))
     if args.on_loss != "end" and meeting is not None:
         parser.error(f"--on-loss {args.on_loss} works on a single node only, so far")
+    if args.on_loss != "end" and args.min_ranks > args.nproc_per_node:
+        ranks = "1 rank" if args.nproc_per_node == 1 else f"{args.nproc_per_node} ranks"
+        parser.error(f"--min-ranks {args.min_ranks}: the job has {ranks}")
     misused = scheduler.misuse(environ)
     if misused and meeting is not None:
         parser.error(misused)
@@ -154,6 +158,10 @@ def _without_effect(args: argparse.Namespace, meeting: Rendezvous | None) -> lis
     notes = []
     if args.min_ranks != 1 and args.on_loss == "end":
         notes.append("--min-ranks has no effect without --on-loss shrink")
+    elif args.on_loss != "end" and args.nproc_per_node == 1:
+        notes.append(f"--on-loss {args.on_loss} has no effect: no rank is left after a loss")
+    elif args.on_loss != "end" and args.min_ranks == args.nproc_per_node:
+        notes.append(f"--on-loss {args.on_loss} has no effect: --min-ranks allows no loss")
     return notes + _without_effect_alone(args, meeting)
 
 

@@ -73,6 +73,14 @@ def not_negative(text: str) -> int:
     return number
 
 
+def positive(text: str) -> int:
+    """Parse a whole number that is at least 1."""
+    number = whole(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}: must be at least 1")
+    return number
+
+
 def seconds(text: str) -> float:
     """Parse a duration in seconds."""
     try:

@@ -53,11 +53,12 @@ class Job:
         *argv: str,
         nproc: int = 1,
         store: JobStore | None = None,
-        endpoint: str = "127.0.0.1:1",
+        endpoint: str = "127.0.0.1:1",  # "": on one node
         succession: Any = None,
     ) -> None:
+        meeting = ["--rdzv-endpoint", endpoint] if endpoint else []
         self.options = parse(
-            [*argv, "--rdzv-endpoint", endpoint, "--no-python", "true"],
+            [*argv, *meeting, "--no-python", "true"],
             {"ECHELON_SECRET": "a-secret-of-the-tests"},
         )
         self.host, self.other = self.options.node_name, "other"
@@ -71,7 +72,7 @@ class Job:
             lambda node, command: self.sent.append((node, command)), self.terminal,
             succession, Observers(self.terminal.say, [self.happened.append]),
         )  # fmt: skip
-        for name in (self.host, self.other):
+        for name in (self.host, self.other) if endpoint else (self.host,):
             self.take(name, m.Hello(node=name, host=name, num_workers=nproc))
 
     def take(self, node: str, event: m.Event) -> None:

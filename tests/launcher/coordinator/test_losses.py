@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator import decide
 from echelon.launcher.coordinator.conclusion import conclude
 from echelon.launcher.coordinator.losses import Losses
@@ -16,6 +17,7 @@ from echelon.launcher.job.report import Report
 from echelon.launcher.job.rundir import RunDirectory
 from echelon.launcher.options.options import parse
 from echelon.recorder.continuation import Epoch, Standing, State, note_standing
+from tests.launcher.coordinator import jobs
 from tests.launcher.coordinator.jobs import JobStore
 
 _SIZE = 4
@@ -36,7 +38,7 @@ class _Job:
         self.store, self.said = _Store(), []
         self.report = Report(job_id="x", world_size=_SIZE)
         self._directory, self._monkeypatch = RunDirectory(folder, ""), monkeypatch
-        options = parse([*argv, "--no-python", "true"], {})
+        options = parse([*argv, "--nproc-per-node", f"{_SIZE}", "--no-python", "true"], {})
         self.losses = Losses(options, self._directory, self.store, self.report, self.said.append)
         self.begin(0)
 
@@ -89,12 +91,45 @@ def test_each_loss_is_an_epoch_and_opens_the_gate_of_the_one_before(job):
 def test_a_rank_that_finished_unaware_of_a_loss_ends_the_wait_of_the_others(job):
     job.end(2, -signal.SIGKILL)
     job.stands(0, state=State.DONE)
-    job.losses.look(job.world)
+    assert job.losses.look(job.world) == 2
     assert job.epoch(2) == Epoch(number=2, roster=(1, 3), lost=(2,), done=(0,))
     assert "continuation/1/meeting/gate" in job.store.values
     assert "cannot continue: a rank finished its last step" in job.said[-1]
-    job.losses.look(job.world)
+    assert job.losses.look(job.world) is None
     assert job.report.continuations == []
+
+
+def test_a_job_whose_last_step_lost_a_rank_fails_even_if_all_others_exit_with_0(
+    tmp_path, monkeypatch
+):
+    """They passed the last barrier, did not notice the loss, and the rest was done without it."""
+    job = jobs.Job(
+        tmp_path, "--nproc-per-node", "3", "--on-loss", "shrink",
+        nproc=3, store=_Store(), endpoint="",
+    )  # fmt: skip
+    directory = RunDirectory(tmp_path, "")
+
+    def stands(rank: int, state: State) -> None:
+        monkeypatch.setenv("ECHELON_RANK_DIR", str(directory.rank_dir(rank, 0)))
+        note_standing(Standing(state=state))
+
+    for rank in range(3):
+        directory.make_rank_dir(rank, 0)
+        stands(rank, State.PROTECTED)
+    job.take(job.host, m.WorkerEnded(attempt=0, rank=0, code=-signal.SIGKILL))
+    assert "rank 0 is lost; continuing with rank 1, 2" in job.terminal.text
+    for rank in (1, 2):
+        stands(rank, State.DONE)
+        job.take(job.host, m.WorkerEnded(attempt=0, rank=rank, code=0))
+    (collect,) = job.commands(m.Collect)
+    assert (collect.kind, collect.reason) == ("failure", "rank 0 was killed by SIGKILL")
+    job.take(job.host, m.Harvested(incident=collect.incident, exit_codes=[]))
+    job.take(job.host, m.Idle(attempt=0, exit_codes=[], stopped=[]))
+    assert "finished successfully" not in job.terminal.text
+    monkeypatch.setattr(job.coordinator, "_ending_deadline_s", 0.0)  # no verdict is awaited
+    job.step()
+    job.coordinator.close()
+    assert (job.coordinator.is_over, job.report.exit_code) == (True, 137)
 
 
 @pytest.mark.parametrize("others", [(0,), (0, 1, 3)])

@@ -120,6 +120,8 @@ def test_a_failure_after_a_loss_is_explained_by_the_rank_that_fails(tmp_path):
         "--run-dir", str(run_dir), str(script),
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
+    assert "echelon: loss: rank 1 was killed by SIGKILL; collecting" in done.stderr
+    assert "failure: rank 1" not in done.stderr
     report = read_json(run_dir / "report.json")
     assert [rank["exit_code"] for rank in report["ranks"]][1:] == [-9, 1]
     assert [one["lost_ranks"] for one in report["continuations"]] == [[1]]

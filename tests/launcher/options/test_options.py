@@ -54,6 +54,11 @@ def test_a_module_and_a_program_need_no_file():
         (["--max-restarts", "-1", "x.py"], "-1 is negative"),
         (["--on-stall", "explode", "x.py"], "invalid choice: 'explode'"),
         (["--on-loss", "grow", "x.py"], "invalid choice: 'grow'"),
+        (["--min-ranks", "0", "x.py"], "--min-ranks: 0: must be at least 1"),
+        (
+            ["--on-loss", "shrink", "--nproc-per-node", "3", "--min-ranks", "5", "x.py"],
+            "--min-ranks 5: the job has 3 ranks",
+        ),
         (["--nnodes", "3:2", "x.py"], "3:2: must be 1 <= MIN <= MAX"),
         (["--nnodes", "2", "x.py"], "--nnodes above 1 needs --rdzv-endpoint HOST:PORT"),
         (["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:x", "x.py"], "is not HOST:PORT"),
@@ -147,3 +152,30 @@ def test_ranks_of_several_nodes_cannot_continue_without_one(script, capsys):
 def test_a_least_number_of_ranks_without_losses_to_survive_has_no_effect(script):
     options = parse(["--min-ranks", "2", script], {})
     assert options.notes == ("--min-ranks has no effect without --on-loss shrink",)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("ON_LOSS", "Shrink"), ("RESTART_POLICY", "sometimes"), ("LOG_FORMAT", "xml")],
+)
+def test_a_value_from_the_environment_is_checked_as_one_on_the_command_line(
+    script, capsys, name, value
+):
+    with pytest.raises(SystemExit) as exit_info:
+        parse([script], {f"PET_{name}": value})
+    assert exit_info.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"PET_{name}: invalid choice: '{value}' (choose from '" in line
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["--nproc-per-node", "1"], "no rank is left after a loss"),
+        (["--nproc-per-node", "2", "--min-ranks", "2"], "--min-ranks allows no loss"),
+        (["--nproc-per-node", "2"], ""),
+    ],
+)
+def test_losses_that_no_job_survives_are_noted_at_the_start(script, argv, why):
+    said = (f"--on-loss shrink has no effect: {why}",) if why else ()
+    assert parse(["--on-loss", "shrink", *argv, script], {}).notes == said
