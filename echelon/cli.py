@@ -1,4 +1,4 @@
-"""The `echelon` command: a dispatcher to its sub-commands, each of which lives in its own room."""
+"""Run the `echelon` command, which dispatches to sub-commands in the packages."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(command: str, arguments: list[str]) -> int:
-    """Run a command that only prints and return its exit code."""
+    """Run a command that only prints text; return the command's exit code."""
     if command == "status":
         from echelon.launcher.status.show import main as status
 

@@ -1,4 +1,4 @@
-"""The one error tree.
+"""Define the tree of errors that echelon raises.
 
     EchelonError
     ├── StoreError                  a store operation failed
@@ -43,7 +43,8 @@ class StoreError(EchelonError):
     """A store operation failed.
 
     Attributes:
-        key: the key concerned, or the first of several; None if the operation has no key.
+        key: the key of the operation, or the first of several keys; None if the operation has no
+            key.
         endpoint: "host:port" of the server, or the path of a file store.
 
     Example:
@@ -116,7 +117,7 @@ class CollectiveError(EchelonError):
         group: the group's name.
         operation: the operation's name, such as "all_reduce".
         sequence: the operation's number in its group, from 0.
-        ranks: the global ranks at issue: those that differ, are missing or are lost.
+        ranks: the global ranks that differ, are missing or are lost.
 
     Example:
         >>> world = dist.init()  # on each of 2 ranks
@@ -218,7 +219,7 @@ class CheckpointError(EchelonError):
     """A checkpoint cannot be saved or loaded.
 
     Attributes:
-        path: the file or folder; empty if the error concerns neither.
+        path: the file or folder; empty if the error is not about a file or folder.
 
     Example:
         >>> try:
@@ -234,7 +235,7 @@ class CheckpointError(EchelonError):
 
 
 class TokenShardsError(EchelonError):
-    """Token shards could not be read or written.
+    """Token shards cannot be read or written.
 
     Attributes:
         path: the file or folder.
@@ -256,8 +257,8 @@ class NonFiniteGradientError(EchelonError):
     """Several steps in a row had gradients that were infinite or NaN.
 
     Attributes:
-        rank: the lowest rank that held such a gradient; None if it is not known.
-        parameter: the name of the parameter on that rank.
+        rank: the lowest rank with such a gradient; None if it is unknown.
+        parameter: the name of the parameter with such a gradient on that rank.
 
     Example:
         >>> guard = FiniteGuard(model, max_in_a_row=1)

@@ -1,6 +1,7 @@
-"""What Linux reports about this host and its processes; every other room may use this one.
+"""Read what Linux reports about this host and its processes.
 
-It gives one answer each to "which process", "which host" and "how many cores". It imports nothing
-of echelon, so every room can import it. Each file names its source in the kernel. What a container
-denies is reported as denied, never guessed.
+The package gives the one answer to each of the questions "which process", "which host" and "how
+many cores". It imports nothing from the rest of echelon, so every other package can import it. Each
+module names its source in the kernel. Values that a container denies are reported as denied, never
+guessed.
 """

@@ -1,6 +1,6 @@
-"""The accelerators of this machine: how many there are, and where.
+"""Find the accelerators of this machine: how many there are, and where.
 
-All of it is read from the kernel's files and never through a library, because the launcher starts
+Everything is read from the kernel's files and never through a library, because the launcher starts
 without torch.
 """
 
@@ -56,7 +56,7 @@ def numa_nodes_of_gpus(
 ) -> list[int]:
     """Return the NUMA node of each visible NVIDIA GPU, in the order of their PCI addresses.
 
-    The list is empty if there are no GPUs, or if CUDA_VISIBLE_DEVICES does not name them by number.
+    The list is empty if there are no GPUs, or if CUDA_VISIBLE_DEVICES does not name GPUs by number.
     """
     nodes = []
     for folder in sorted((proc / "driver/nvidia/gpus").glob("*")):

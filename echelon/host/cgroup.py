@@ -1,11 +1,12 @@
-"""The limits of a process: those of its cgroup (versions 1 and 2), and the machine's pressure.
+"""Read the limits of a process's cgroups (versions 1 and 2), and the machine's pressure.
 
-The limits of parent groups (a pod's, a Slurm job's, a systemd slice's) apply as well. Reported is
-the limit that is closest to being reached, with the usage of the same group. In a container that
-does not see the parent groups, the container's own group is the top of the mounted tree.
+The limits of parent groups (a pod's, a Slurm job's, a systemd slice's) apply as well. The reported
+limit is the one that is closest to being reached, together with the usage of the same group. In a
+container that does not see the parent groups, the container's own group is the top of the mounted
+tree.
 
-`usable_cores` is the one answer to "how many cores": the affinity mask, or the CPU quota of this
-process's cgroup or of a parent if that is smaller.
+`usable_cores` is the one answer to "how many cores": the size of the affinity mask, or the CPU
+quota of this process's cgroup or of a parent group if the quota is smaller.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ def usable_cores(root: Path = Path(_CGROUPS), own: Path = Path("/proc/self/cgrou
     """Return how many cores this process may keep busy, at least 1.
 
     Args:
-        root: where the control groups are mounted.
-        own: the file that lists this process's groups.
+        root: the folder at which the control groups are mounted.
+        own: the file that lists the groups of this process.
     """
     cores = len(os.sched_getaffinity(0))
     return max(1, min([cores, *(round(quota) for quota in _quotas(root, own))]))
@@ -34,7 +35,7 @@ def usable_cores(root: Path = Path(_CGROUPS), own: Path = Path("/proc/self/cgrou
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """One look at a process's cgroup; None means unknown or unlimited."""
+    """The values of a process's cgroups at one moment; None means unknown or unlimited."""
 
     throttled_ns: int | None = None  # since the cgroup was made
     memory_bytes: int | None = None
@@ -47,7 +48,7 @@ class Limits:
 
 
 def limits(pid: int, denied: list[str]) -> Limits:
-    """Read the limits of a process's cgroups; append what may not be read to `denied`."""
+    """Read the limits of a process's cgroups; append the names of unreadable files to `denied`."""
     groups = [_read_group(folder, version, denied) for version, folder in _folders(pid, denied)]
     memory_bytes, memory_limit = _tightest(groups, "memory_bytes", "memory_limit_bytes")
     num_processes, max_processes = _tightest(groups, "num_processes", "max_processes")
@@ -65,7 +66,7 @@ def limits(pid: int, denied: list[str]) -> Limits:
 
 
 def pressure(denied: list[str]) -> dict[str, float]:
-    """Return the share of the last 10 s in which tasks of this machine waited, by resource.
+    """Return the share of the last 10 s in which tasks of this machine waited, keyed by resource.
 
     The keys are "cpu", "io" and "memory", from the "some" lines of /proc/pressure.
     """
@@ -105,7 +106,7 @@ _SOURCES: dict[int, tuple[tuple[str, str, str, int], ...]] = {
 
 
 def _read_group(folder: str, version: int, denied: list[str]) -> dict[str, int]:
-    """Return the values of one group; fields that the group does not have are missing."""
+    """Return the values of one group, without the values that the group does not have."""
     found: dict[str, int] = {}
     for field, file, row, unit in _SOURCES[version]:
         text = read_text(f"{folder}/{file}", "cgroup", denied)
@@ -129,7 +130,7 @@ def _tightest(groups: list[dict[str, int]], used: str, limit: str) -> tuple[int 
 
 
 def _reclaimable(groups: list[dict[str, int]], used: int | None, limit: int | None) -> int:
-    """Return the cached files of the group with this usage and limit."""
+    """Return the size of the cached files in the group with this usage and limit."""
     for group in groups:
         if (group.get("memory_bytes"), group.get("memory_limit_bytes")) == (used, limit):
             return group.get("inactive_file", 0) + group.get("active_file", 0)
@@ -137,7 +138,7 @@ def _reclaimable(groups: list[dict[str, int]], used: int | None, limit: int | No
 
 
 def _folders(pid: int, denied: list[str]) -> Iterator[tuple[int, str]]:
-    """Yield (version, folder) of a process's groups and of their parents, innermost first."""
+    """Yield (version, folder) of each group of a process and of its parents, innermost first."""
     for line in read_text(f"/proc/{pid}/cgroup", "cgroup", denied).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -172,7 +173,7 @@ def _number(text: str) -> int | None:
 
 
 def _quotas(root: Path, own: Path) -> Iterator[float]:
-    """Yield the CPU quotas, in cores, of this process's groups and of their parents."""
+    """Yield the CPU quotas, in cores, of this process's groups and of the parent groups."""
     for line in read_text(str(own), "cgroup", []).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")

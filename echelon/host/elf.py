@@ -1,7 +1,7 @@
-"""Function names in programs and libraries: which function a file offset belongs to.
+"""Find the name of the function that a file offset of a program or library belongs to.
 
-Reads the symbol tables of 64-bit little-endian ELF files. Only regular files are opened. A file of
-another format, or a damaged one, has no names.
+The names come from the symbol tables of 64-bit little-endian ELF files. Only regular files are
+opened. No names are found in a damaged file or in a file of another format.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_TABLE_BYTES = 1 << 26
 
 
 def function_at(path: str, offset: int) -> str:
-    """Return the name of the function at byte `offset` of a file, or "" if it is not known."""
+    """Return the name of the function at byte `offset` of a file, or "" if it is unknown."""
     segments, starts, symbols = _tables(path)
     for at, address, size in segments:
         if at <= offset < at + size:

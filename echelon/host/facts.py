@@ -1,6 +1,6 @@
-"""The facts about a process that are observed from outside and kept in an incident.
+"""Declare the facts about a process that are observed from outside and kept in an incident.
 
-This module holds declarations only. None, "" and -1 mean: not known, or not permitted.
+The values None, "" and -1 mean that a fact is unknown or not permitted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TRACING = "ptrace"  # among `not_permitted`: its stacks and memory may not be re
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Socket:
-    """A TCP connection of a rank, as its host sees it; -1 means that the value is not known."""
+    """A TCP connection of a rank, as the host sees it; -1 means that a value is unknown."""
 
     local: str = ""  # "10.0.0.1:29500"
     peer: str = ""
@@ -34,7 +34,7 @@ GLOO_THREAD = "pt_gloo_runloop"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostThread:
-    """A thread of a rank without a ring, as its host sees it."""
+    """A thread of a rank without a ring, as the host sees it."""
 
     name: str = ""
     call: str = ""  # the kernel call in which it waits; "" if it runs, or if the call is not known
@@ -47,13 +47,13 @@ class HostThread:
 
     @property
     def is_in_collective(self) -> bool:
-        """Whether the thread is inside a collective: only there does it wait with a timeout."""
+        """Whether the thread is inside a collective, where alone it waits with a timeout."""
         return self.is_gloos and self.call == "futex" and self.timed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostChild:
-    """A descendant of a rank: a data loader's worker, a compiler, a checkpoint helper."""
+    """A descendant of a rank, such as a data loader's worker, a compiler or a checkpoint helper."""
 
     pid: int = 0
     command: str = ""  # its command line, shortened
@@ -66,7 +66,7 @@ class HostChild:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostFacts:
-    """What the agent saw of a rank from outside; None and "" mean: not known, or not permitted."""
+    """The agent's observations of a rank; None and "" mean unknown or not permitted."""
 
     alive: bool | None = None
     exit_code: int | None = None  # as in `subprocess`: -9 is SIGKILL

@@ -1,8 +1,8 @@
-"""The identity of this host and this process, in a form that other processes can compare.
+"""Identify this host and this process, in a form that other processes can compare.
 
-A pid has no meaning in another PID namespace and is reused within its own, so a process is
-identified by (inode of its PID namespace, pid, start ticks). Two network namespaces of one machine
-share a boot id but count as two hosts.
+A pid has no meaning in another PID namespace, and is reused within its own namespace. So a process
+is identified by (inode of its PID namespace, pid, start ticks). Two network namespaces of one
+machine share a boot id but count as two hosts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def boot_id() -> str:
 def clock_id() -> str:
     """Return the name of this process's monotonic clock; equal names mean the same clock.
 
-    The name consists of the boot id and the time namespace. It is "" if they cannot be read.
+    The name consists of the boot id and the time namespace. It is "" if either cannot be read.
     """
     boot, inode = boot_id(), _namespace("time")
     return f"{boot}/{inode}" if boot and inode else boot  # a kernel without time namespaces
@@ -51,8 +51,8 @@ def find_process(own_pid: int, ticks: int) -> int | None:
     seen from its host.
 
     Args:
-        own_pid: the pid by which the process knows itself.
-        ticks: its `start_ticks`, which are the same in all PID namespaces.
+        own_pid: the pid of the process in its own PID namespace.
+        ticks: the process's `start_ticks`, which are the same in all PID namespaces.
 
     Returns:
         The pid, or None if no such process exists or is visible from here.
@@ -70,7 +70,7 @@ def find_process(own_pid: int, ticks: int) -> int | None:
 
 
 def pid_inside(pid: int) -> int:
-    """Return a process's pid in its own PID namespace, or `pid` if the kernel does not show it."""
+    """Return a process's pid in its own PID namespace, or `pid` if the kernel does not tell."""
     try:
         text = Path(f"/proc/{pid}/status").read_text("utf-8", "replace")
     except OSError:
@@ -90,7 +90,8 @@ def network_of(pid: int) -> int:
 def stat_fields(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the name, or [] if the process does not exist.
 
-    The name may contain spaces and parentheses, so the fields begin after the last closing one.
+    The name may contain spaces and parentheses, so the fields begin after the last closing
+    parenthesis.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")

@@ -1,13 +1,14 @@
-"""The C functions in which a process's threads wait, read without stopping them.
+"""Read the C functions in which a process's threads wait, without stopping the process.
 
 The kernel shows where a waiting thread left user space: its program counter and stack pointer. The
-function at that counter is certain. Its callers are searched for on the stack: every word that
-points just after a call instruction may be a return address. Some of these words are left over
-from calls that have returned, so these frames are marked with `?`, as in the kernel's own traces.
+function at that program counter is certain. The callers are searched for on the stack, where every
+word that points just after a call instruction may be a return address. Some of these words are left
+over from calls that have returned, so the frames of callers are marked with `?`, as in the kernel's
+own traces.
 
 A debugger would stop the process to read its registers, and a stop interrupts some system calls
-(`epoll_wait`), as a signal does. This module only reads memory. It leaves out running threads and
-supports x86-64 only.
+(`epoll_wait`), as a signal does. This module only reads memory. Running threads are left out, and
+only x86-64 is supported.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def _follows_call(memory: int, address: int) -> bool:
 
 
 def _text(address: int, mappings: list[_Mapping]) -> str:
-    """Return `function (file)` or `file+0xoffset` for an address in a file's code; "" elsewhere."""
+    """Return `function (file)` or `file+0xoffset` for an address in a file's code, otherwise ""."""
     i = bisect.bisect_right(mappings, address, key=lambda one: one.begin) - 1
     if i < 0 or address >= mappings[i].end:
         return ""

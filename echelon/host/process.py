@@ -1,7 +1,7 @@
-"""What a host knows of a process from outside: /proc, read by the agent, never by the rank.
+"""Read what the host shows about a process in /proc. The agent reads this, never the rank.
 
-A container may deny any of it. What is denied is named in `not_permitted` and left empty, never
-guessed.
+A container may deny access to any of these files. A denied file is named in `not_permitted`, and
+its values are left empty, never guessed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from echelon.host.threads import descendants
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One look at a process."""
+    """The state of a process at one moment."""
 
     state: str = ""  # /proc state letter; "" if the process has ended
     start_ticks: int = 0
@@ -33,7 +33,7 @@ class Sample:
 
 
 def sample(pid: int) -> Sample:
-    """Look at a process once; the state is empty if the process has ended."""
+    """Read the state of a process once. The state is empty if the process has ended."""
     denied: list[str] = []
     stat = read_text(f"/proc/{pid}/stat", "stat", denied)
     status = read_text(f"/proc/{pid}/status", "status", denied)
@@ -65,10 +65,11 @@ def _ticks_below(pid: int) -> int:
 
 
 def send(pid: int, start_ticks: int, number: int) -> bool:
-    """Send a signal to exactly this process, if it handles that signal; return whether it was sent.
+    """Send a signal to exactly this process, if it handles the signal; return whether it was sent.
 
-    A pidfd holds the process while its start time and signal mask are checked. So the signal never
-    reaches another process with a reused pid, or one without a handler, which would die of it.
+    A pidfd refers to the process while its start time and signal mask are checked. So the signal
+    never reaches another process with a reused pid, or a process without a handler, which the
+    signal would kill.
     """
     try:
         fd = os.pidfd_open(pid)
@@ -94,18 +95,18 @@ def cpu_share(before: Sample, after: Sample, elapsed_s: float) -> float | None:
 
 
 def oom_kills(pid: int) -> int | None:
-    """Return how many processes of a process's cgroup were killed for lack of memory, or None.
+    """Return how many processes in a process's cgroup were killed for lack of memory, or None.
 
-    Read it before and after: if it has risen, the kernel killed a process in that cgroup.
+    If the number has risen between two calls, the kernel has killed a process in that cgroup.
     """
     return limits(pid, []).oom_kills
 
 
 class Surroundings:
-    """The limits and the connections of a process, looked at twice.
+    """The limits and the connections of a process, read twice.
 
-    The constructor takes the first look. `add_to` takes the second and reports what changed in
-    between.
+    The constructor reads them for the first time. `add_to` reads them again and reports what
+    changed in between.
     """
 
     def __init__(self, pid: int) -> None:
@@ -114,7 +115,7 @@ class Surroundings:
         self._looked_ns = time.monotonic_ns()
 
     def add_to(self, host: HostFacts) -> HostFacts:
-        """Return `host` with the current facts; add what may not be read to its `not_permitted`."""
+        """Return `host` with the current facts; add denied files' names to `not_permitted`."""
         denied = list(host.not_permitted)
         elapsed_ns = time.monotonic_ns() - self._looked_ns
         now = limits(self._pid, denied)
@@ -141,7 +142,7 @@ def _num_threads(pid: int, denied: list[str]) -> int | None:
 
 
 def tail(path: Path, num_bytes: int) -> str:
-    """Return the last bytes of a text file from the start of a line, or "" if it cannot be read."""
+    """Return the last lines of a text file, up to `num_bytes`, or "" if it cannot be read."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

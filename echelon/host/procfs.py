@@ -1,7 +1,7 @@
-"""Reading the kernel's files about processes, with "missing" kept apart from "not permitted".
+"""Read the kernel's files about processes, and tell "missing" from "not permitted".
 
-A container may deny any of them. The name of the file is then noted and its text is empty; nothing
-is guessed.
+A container may deny access to any file. The name of a denied file is noted, and its text is empty;
+no value is guessed.
 """
 
 from __future__ import annotations

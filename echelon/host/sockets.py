@@ -1,8 +1,8 @@
-"""The TCP connections of another process: unread bytes, retransmissions, bytes carried.
+"""Read the TCP connections of another process: unread bytes, retransmissions, bytes carried.
 
-They are read through sock_diag where the kernel permits it (with retransmissions and byte counts),
-otherwise from /proc/<pid>/net/tcp (queues only). A socket belongs to the process that has a
-descriptor with its inode.
+Connections are read through sock_diag where the kernel permits it, including retransmissions and
+byte counts, and otherwise from /proc/<pid>/net/tcp (queues only). A socket belongs to the process
+that has a descriptor with its inode.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TIMEOUT_S = 1.0
 
 
 def sockets(pid: int, denied: list[str]) -> tuple[Socket, ...]:
-    """Return the TCP sockets of a process; append what may not be read to `denied`."""
+    """Return the TCP sockets of a process; append the names of denied files to `denied`."""
     inodes = _inodes(pid, denied)
     if not inodes:
         return ()

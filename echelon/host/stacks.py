@@ -1,8 +1,8 @@
-"""The Python stacks of another process, read from outside by `py-spy`.
+"""Read the Python stacks of another process from outside, with `py-spy`.
 
 py-spy reads the process's memory and does not stop it, so a system call in which the process waits
-is not interrupted. (Native frames would need a stop, which ends an `epoll_wait`.) It needs
-permission to trace the process, which containers often lack.
+is not interrupted. Native frames are left out, because py-spy would have to stop the process, which
+ends an `epoll_wait`. py-spy needs permission to trace the process, which containers often lack.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ def can_spy() -> bool:
 
 
 def _program() -> str | None:
-    """Return py-spy's path: on PATH, or beside this interpreter, where pip installs it."""
+    """Return the path of py-spy, on PATH or beside this interpreter, where pip installs it."""
     beside = str(Path(sys.executable).parent)
     return shutil.which("py-spy") or shutil.which("py-spy", path=beside)
 
 
 def spy_stacks(pid: int, timeout_s: float = TIMEOUT_S, denied: list[str] | None = None) -> str:
-    """Return all threads' Python stacks in faulthandler's form, or "" if they cannot be read.
+    """Return the Python stacks of all threads in faulthandler's format; "" if they are unreadable.
 
     Args:
-        denied: receives `TRACING` if py-spy may not trace the process.
+        denied: a list to which `TRACING` is added if py-spy may not trace the process.
     """
     program = _program()
     if program is None:

@@ -1,7 +1,7 @@
-"""The kernel's tables of TCP sockets, /proc/net/tcp and tcp6: their rows and their addresses.
+"""Read the kernel's tables of TCP sockets, /proc/net/tcp and tcp6.
 
-A row is kept as text: a busy host has a hundred thousand rows, and a caller wants only a few. So
-convert the address that you look for to the table's form, and compare.
+Rows are kept as text, because a busy host has a hundred thousand rows and a caller needs only a
+few. So a caller converts the address that it looks for to the table's form, and compares.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ _LOOKS = 3  # the kernel may skip a line of a table that changes while it is rea
 
 
 class Row(NamedTuple):
-    """One socket of a table.
+    """One row of a table, which describes one socket.
 
     Attributes:
-        local, peer: its two addresses, in the table's form.
-        state: two hexadecimal digits.
-        unsent_bytes, unread_bytes: its queues; for a listening socket they count connections.
-        uid: the user that opened it; 0 once no process holds it any more.
-        inode: its inode; 0 once no process holds it any more.
+        local, peer: the socket's two addresses, in the table's form.
+        state: the TCP state, as two hexadecimal digits.
+        unsent_bytes, unread_bytes: the sizes of the socket's queues. A listening socket's queues
+            count connections.
+        uid: the user that opened the socket; 0 once no process holds the socket any more.
+        inode: the socket's inode; 0 once no process holds the socket any more.
     """
 
     local: str
@@ -42,7 +43,7 @@ class Row(NamedTuple):
 
 
 def rows(table: str) -> Iterator[Row]:
-    """Yield the rows of a table's text."""
+    """Yield the rows of a table, given as text."""
     for line in table.splitlines()[1:]:
         fields = line.split(None, 10)
         if len(fields) < 10:
@@ -53,16 +54,17 @@ def rows(table: str) -> Iterator[Row]:
 
 
 def plain_address(host: str) -> str:
-    """Return a numeric address in one form: without its scope, and IPv4-mapped IPv6 as IPv4."""
+    """Return a numeric address without its scope, and IPv4-mapped IPv6 addresses as IPv4."""
     address = ipaddress.ip_address(host.partition("%")[0])
     mapped = getattr(address, "ipv4_mapped", None)
     return str(mapped or address)
 
 
 def spellings(host: str, port: int) -> list[str]:
-    """Return the forms in which the tables may show an address: hexadecimal words in machine order.
+    """Return the forms in which the tables may show an address, as hexadecimal words.
 
-    An IPv4 address also appears, mapped, in the IPv6 table if its socket is of that family.
+    The words are in machine order. An IPv4 address appears as a mapped address in the IPv6 table if
+    the socket belongs to that family.
     """
     address = ipaddress.ip_address(plain_address(host))
     packed = [address.packed]
@@ -89,11 +91,11 @@ def _words(raw: bytes) -> str:
 def owner_uids(connections: Iterable[Ends]) -> dict[Ends, int]:
     """Return the uid at the far end of each local connection that is still established.
 
-    Both tables are read once for all connections, and again for those that were not found. A
+    Both tables are read once for all connections, and again for connections that were not found. A
     connection that the far end has closed is left out, because its row shows uid 0 whichever user
-    opened it. So is a connection that the tables do not have, and every connection on a system
-    without these tables. This takes a few microseconds per socket of the machine: do not call it
-    from an event loop.
+    opened it. Connections that are missing from the tables are left out as well, which means all
+    connections on a system without these tables. The call takes a few microseconds per socket of
+    the machine, so do not call this function from an event loop.
     """
     wanted = {
         (left, right): ends
@@ -110,7 +112,7 @@ def owner_uids(connections: Iterable[Ends]) -> dict[Ends, int]:
 
 
 def _owners(table: Path, wanted: Mapping[tuple[str, str], Ends]) -> dict[Ends, int]:
-    """Return the uids of the wanted connections that are established, from one table."""
+    """Return the uids of the wanted connections that are established according to one table."""
     try:
         text = table.read_text(encoding="ascii")
     except OSError:

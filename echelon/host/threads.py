@@ -1,8 +1,8 @@
-"""The threads of another process: their names, and the kernel call in which each of them waits.
+"""Read the threads of another process: their names, and the system call in which each waits.
 
-If a process neither records nor may be traced, this separates a rank that waits for its peers from
-one that sleeps. The kernel shows a blocked thread's call and its arguments to every process that
-may trace it (usually the user's own launcher), and its wait channel to more processes.
+If a process neither records nor may be traced, these calls distinguish a rank that waits for its
+peers from a rank that sleeps. The kernel shows a blocked thread's call and its arguments to every
+process that may trace it (usually the user's own launcher), and its wait channel to more processes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CALL = re.compile(r"(-?\d{1,10})((?: 0x[0-9a-f]{1,16})*)")
 
 
 def threads(pid: int, denied: list[str], limit: int = MAX_THREADS) -> tuple[HostThread, ...]:
-    """Return a process's threads, the main one first; append what may not be read to `denied`."""
+    """Return a process's threads, main thread first; append denied files' names to `denied`."""
     others = sorted(number for number in numbers(f"/proc/{pid}/task") if number != pid)
     calls = _BY_MACHINE.get(platform.machine(), {})
     return tuple(
@@ -50,7 +50,7 @@ def threads(pid: int, denied: list[str], limit: int = MAX_THREADS) -> tuple[Host
 
 
 def program_of(pid: int) -> int:
-    """Return the process that does the work: below a shell with a single child, that child."""
+    """Return the process that does the work: the only child of a shell, or the process itself."""
     while read_text(f"/proc/{pid}/comm", "comm", []).strip() in _SHELLS:
         below = children(pid)
         if len(below) != 1:
@@ -60,7 +60,7 @@ def program_of(pid: int) -> int:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the living descendants of a process, or [] where the kernel does not list them."""
+    """Return the living descendants of a process, or [] if the kernel does not list children."""
     found = list(children(pid))
     for child in found:
         found += children(child)
@@ -91,7 +91,7 @@ def _thread(folder: str, calls: Mapping[int, str], denied: list[str]) -> HostThr
 
 
 def numbers(folder: str) -> list[int]:
-    """Return the numeric names in a folder of /proc, or [] if it may not be read."""
+    """Return the numeric names in a folder of /proc, or [] if the folder is not readable."""
     try:
         return [int(name) for name in os.listdir(folder) if name.isdigit()]  # noqa: PTH208 -- names
     except OSError:

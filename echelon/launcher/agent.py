@@ -1,4 +1,4 @@
-"""The agent: one loop over workers' output, the guard's messages, the coordinator and the clock.
+"""Run one node's event loop: workers' output, guard messages, the coordinator and deadlines.
 
 Every node runs one agent. The node that owns the endpoint (usually the only node) also hosts the
 coordinator and the store. Everything runs on one thread, except for the gRPC links that jobs of
@@ -49,7 +49,7 @@ _PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # the user's own: Slurm, Lig
 
 
 def run(options: Options) -> int:
-    """Run this node's part of a job to its end and return the launcher's exit code.
+    """Run this node's part of a job until the job ends; return the launcher's exit code.
 
     Raises:
         LaunchError: the job cannot be started.
@@ -162,7 +162,7 @@ def _take_part(
     terminal: Terminal,
     stack: contextlib.ExitStack,
 ) -> int:
-    """Run this node's workers for a coordinator on another node."""
+    """Run this node's workers on behalf of a coordinator on another node."""
     from echelon.launcher.control.client import GrpcLink  # gRPC only where needed
 
     meeting = options.rendezvous
@@ -255,7 +255,7 @@ class _Agent:
 
     @property
     def where_rings_lie(self) -> str:
-        """The end of a sentence about the rings; "" if they are in the run directory."""
+        """Return a phrase that says where the rings are; "" if they are in the run directory."""
         return self._node.where_rings_lie
 
     def run(self) -> None:
@@ -282,7 +282,7 @@ class _Agent:
             self._pump(max(0.0, until - time.monotonic()))
 
     def _explain_dialling(self) -> None:
-        """Print why the coordinator cannot be reached: after 10 s, then every 40 s."""
+        """Print why the coordinator cannot be reached: first after 10 s, then every 40 s."""
         now_s = time.monotonic()
         if self._link.is_connected or now_s < self._next_reason_s:
             return
@@ -291,7 +291,7 @@ class _Agent:
         self._terminal.say(f"still trying to reach the coordinator: {why}")
 
     def _coordinate(self) -> float:
-        """Run the coordinator if it is on this node; return when it must run again."""
+        """Run the coordinator if this node hosts it; return when to call this method again."""
         due = float("inf")
         if self._failover is not None:
             self._failover.step(self._node)
@@ -308,7 +308,7 @@ class _Agent:
         self._link.send(event)
 
     def _seek(self) -> bool:
-        """Look for another host after the last one is lost; return False if none is found."""
+        """Look for another host after the current host is lost; return False if none is found."""
         failover = self._failover
         if failover is None or not failover.is_seeking:
             return True
@@ -339,7 +339,7 @@ class _Agent:
         self._link.close()
 
     def close(self) -> None:
-        """Release what the loop holds."""
+        """Release the resources that the loop holds."""
         self._node.close()
         self._selector.close()
 
@@ -347,7 +347,7 @@ class _Agent:
         self._selector.register(fd, selectors.EVENT_READ, act)
 
     def _pump(self, timeout_s: float) -> None:
-        """Handle output, the guard's messages and signals for at most this long."""
+        """Handle output, the guard's messages and signals for at most `timeout_s` seconds."""
         ready = [key for key, _ in self._selector.select(timeout_s)]
         # The user's signals come first: ranks that received the same signal have not failed.
         ready.sort(key=lambda key: key.fd != self._signals)
@@ -419,9 +419,9 @@ class _Agent:
             self.over = command
 
     def _stop_alone(self, why: str) -> None:
-        """Without a coordinator, save what this node knows and end its workers.
+        """Save this node's diagnostics and end its workers without a coordinator.
 
-        The workers have the usual time to save their state.
+        The workers get the usual grace period to save their state.
         """
         if not self._node.has_workers and not self._node.has_snapshot:
             return
@@ -459,10 +459,10 @@ def _nodes(options: Options) -> str:
 
 @contextlib.contextmanager
 def _caught_signals(numbers: Iterable[signal.Signals]) -> Iterator[int]:
-    """Turn signals into bytes on a pipe, one per signal; yield the pipe's read end.
+    """Write one byte to a pipe for each signal caught; yield the pipe's read end.
 
-    On exit the signals are ignored: the job's exit code is then known, and a repeated signal must
-    not replace it while the launcher ends.
+    When the context exits, the signals are ignored, because the job's exit code is known by then
+    and a repeated signal must not replace it while the launcher ends.
     """
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     # An ignored signal stays ignored: nohup, or a shell's background job.

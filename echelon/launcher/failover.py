@@ -1,8 +1,9 @@
-"""Failover on one node: follow the host, and replace it when it is lost.
+"""Handle failover on one node: follow the host, and replace the host when it is lost.
 
-While there is a host, its beats extend the permit of this node's ranks, which the guard enforces.
-When the host is lost, the node keeps a snapshot, stops its ranks and looks for another host. If the
-node itself is elected, it hosts the job from the listener that it opened at its start.
+While there is a host, its heartbeats extend the permit of this node's ranks, which the guard
+enforces. When the host is lost, the node keeps a snapshot, stops its ranks and looks for another
+host. If the node itself is elected, it hosts the job at the listener that was opened when the node
+started.
 
     following --link lost--> seeking --another is elected--> following
                                      --elected--> taking over --lease held--> hosting
@@ -43,13 +44,13 @@ _HEAR_S = 0.3  # after a standstill, beats that arrived during it must be read f
 
 
 class Failover:
-    """One node's part in the succession, over all hosts of the job.
+    """One node's part in the succession of the job's hosts.
 
     Args:
         hello: the greeting that this node sends to a host.
 
     Attributes:
-        hosting: what this node hosts, from its election on.
+        hosting: what this node runs as the host, from its election on.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Failover:
     # ---- with a host ----
 
     def on_command(self, command: m.Command, link: Link, node: NodeAgent) -> bool:
-        """Handle a command about the succession; return whether no other handling is needed."""
+        """Handle a command about the succession; return False for any other command."""
         if isinstance(command, m.LeaseBeat):
             self._give_up_s = None
             link.send(self._standby.on_beat(command))
@@ -94,7 +95,7 @@ class Failover:
         return False
 
     def _prepare(self, node: NodeAgent) -> None:
-        """Prepare for new ranks: end those of another world, and bind the new ones to this host."""
+        """Prepare for new ranks: end another world's ranks, and bind new ranks to this host."""
         if node.has_workers:
             node.kill()
             node.clear_up()
@@ -107,7 +108,7 @@ class Failover:
         self._extend(until_s, self._world_term, node)
 
     def _extend(self, until_s: float, term: int, node: NodeAgent) -> None:
-        """Let ranks run until `until_s`, unless an earlier host started them."""
+        """Let ranks run until `until_s`, unless an earlier host started these ranks."""
         if node.has_workers and term != self._world_term:
             return
         if until_s > self._fence_s + _LEAST_MOVE_S:
@@ -117,7 +118,7 @@ class Failover:
     # ---- without one ----
 
     def lose_host(self, why: str, node: NodeAgent) -> bool:
-        """Begin to look for another host; return False if there can be none."""
+        """Begin to look for another host; return False if no node can replace the lost host."""
         mandate = self._standby.mandate
         if mandate is None or not mandate.survives_host or mandate.member(self._hello.node) is None:
             return False
@@ -139,9 +140,9 @@ class Failover:
         return True
 
     def is_overdue(self) -> bool:
-        """Return whether the host must be considered lost although the link has not ended.
+        """Return whether the host must be considered lost, although the link has not ended.
 
-        Call it at each turn of the loop.
+        Call this method at each turn of the loop.
         """
         moment_s = time.monotonic()
         if moment_s > self._looked_s + _STANDSTILL_S:
@@ -159,17 +160,17 @@ class Failover:
 
     @property
     def has_given_up(self) -> bool:
-        """Whether no majority was found in time."""
+        """Whether this node stopped its search because it found no majority in time."""
         return self._give_up_s is not None and time.monotonic() >= self._give_up_s
 
     def deadline_s(self) -> float:
-        """Return when this object must be called again, by `time.monotonic`."""
+        """Return the time of `time.monotonic` at which to call this object again."""
         if self.is_seeking or self._takeover is not None:
             return time.monotonic() + _POLL_S
         return float("inf")
 
     def seek(self, node: NodeAgent) -> Link | None:
-        """Continue to look for a host; return the link to it once found. It may be this node."""
+        """Continue to look for a host; return the link once found. This node may be the host."""
         candidacy = self._standby.seek()
         if candidacy is None or not (candidacy.found or candidacy.is_elected):
             return None
@@ -196,7 +197,7 @@ class Failover:
         )
 
     def _take_over(self, candidacy: Candidacy, mandate: Mandate) -> Link:
-        """Take over as the host, with this node's listener."""
+        """Take over as the host, with the listener of this node."""
         name = self._hello.node
         member = mandate.member(name)
         assert member is not None
@@ -230,7 +231,7 @@ class Failover:
         return self.hosting.link
 
     def greet(self, link: Link, node: NodeAgent) -> None:
-        """Report what this node knows to a host that was just found."""
+        """Report what this node knows to a newly found host."""
         if self._takeover is not None:
             link.send(replace(self._hello, holds=node.attempt))
         node.report_again()
@@ -238,7 +239,7 @@ class Failover:
     # ---- as the host ----
 
     def step(self, node: NodeAgent) -> None:
-        """Continue a takeover after an election; as the host, renew the ranks' permit."""
+        """Continue a takeover after an election; if this node hosts, renew its ranks' permit."""
         hosting, takeover = self.hosting, self._takeover
         if hosting is None:
             return
@@ -274,7 +275,7 @@ class Failover:
 def first_succession(
     options: Options, standby: Standby, hosting: Hosting, job_id: str
 ) -> Succession:
-    """Return the succession of a job's first host; it needs no other node until a world begins."""
+    """Return the succession of a job's first host, which begins as the only elector."""
     meeting = options.rendezvous
     assert meeting is not None
     name = options.node_name

@@ -1,6 +1,7 @@
-"""What the hosting node runs beside its workers: the store, the coordinator, and the links to both.
+"""Run the hosting node's services: the store, the coordinator, and the links to both.
 
-The node that owns the endpoint runs them from the start, an elected node from its election on.
+The node that owns the endpoint runs these services from the start; an elected node runs them from
+its election on.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ _LOOPBACK = "127.0.0.1"
 
 
 class Hosting:
-    """The host's part of a launcher; `begin` creates the coordinator.
+    """The services that a launcher runs as the host; `begin` creates the coordinator.
 
     Args:
-        options: the options, with the rendezvous as this node serves it.
+        options: the launcher's options, with this node's address as the rendezvous.
         events: the mailbox in which messages from nodes arrive.
 
     Attributes:
         link: the link of this node's own agent.
         server: the server for the other nodes; the owner sets and closes it.
-        coordinator: None before `begin`.
+        coordinator: the coordinator; None before `begin`.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Hosting:
         self._starting: Future[StoreProcess] | None = None
 
     def start_store(self, secret: str) -> None:
-        """Start the store, and write the file by which the job is found.
+        """Start the store, and write the file through which other programs find the job.
 
         Raises:
             LaunchError: the store does not start, or the file cannot be written.
@@ -80,7 +81,7 @@ class Hosting:
         self._keep_store(self._make_store(secret), secret)
 
     def has_store(self, secret: str) -> bool:
-        """Start the store in the background on the first call; return whether it serves.
+        """Start the store in the background on the first call; return whether the store is ready.
 
         Raises:
             LaunchError: the store does not start, or the file cannot be written.
@@ -112,7 +113,7 @@ class Hosting:
         self._store = store
 
     def begin(self, succession: Succession | None = None) -> None:
-        """Create the coordinator; the store must have been started."""
+        """Create the coordinator. The store must have been started."""
         assert self._store is not None
         self.succession = succession
         options, shown = self._options, str(self._directory.shown)
@@ -126,7 +127,7 @@ class Hosting:
         self._stack.callback(self.coordinator.close)
 
     def call_witness(self, mandate: Mandate) -> None:
-        """Connect to the job's witness, if it has one, for the messages addressed to it."""
+        """Connect to the job's witness, if there is one, and forward messages to it."""
         if not mandate.witness:
             return
         from echelon.launcher.election.testimony import Testimony  # gRPC only where needed

@@ -1,7 +1,7 @@
-"""Resources that a machine may run out of: descriptors, processes, threads, memory.
+"""Handle shortages of a machine's resources: descriptors, processes, threads, memory.
 
-A launcher that has too few descriptors from the start reports this in one line before it starts
-anything, because gRPC, which jobs of several nodes need, does not survive such a shortage.
+A launcher that has too few descriptors from the start reports this in one line before it starts any
+process, because gRPC, which jobs with several nodes need, does not survive such a shortage.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ _OF_A_RANK = 4  # two pipes and two log files
 
 
 def is_shortage(err: BaseException) -> bool:
-    """Return whether an error means that the machine ran short, not that the launcher has a bug."""
+    """Return whether an error means that the machine ran short of a resource."""
     if isinstance(err, OSError):
         return err.errno in _ERRNOS
     return isinstance(err, MemoryError) or _NO_THREAD in str(err)
 
 
 def raise_descriptor_limit(num_ranks: int, num_links: int) -> None:
-    """Raise the descriptor limit as far as allowed: shells set 1024, and many ranks need more.
+    """Raise the descriptor limit as far as allowed, because shells set it to only 1024.
 
     Args:
         num_ranks: the number of ranks on this node.
-        num_links: how many connections to other nodes the first world needs; 0 on a single node.
+        num_links: the number of connections to other nodes that the first world needs; 0 for a job
+            of one node.
 
     Raises:
         LaunchError: even the highest limit is too low for the launcher.

@@ -1,1 +1,1 @@
-"""Attaching to a job of another launcher: find its ranks, look at them twice, and explain."""
+"""Find the ranks of a job that another launcher started, examine them twice, and explain it."""

@@ -99,7 +99,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _collect(ranks: Sequence[FoundRank], scratch: Path, gap_s: float) -> int:
-    """Send what this machine shows to the machine that asked."""
+    """Examine this machine's ranks and send the result to the machine that asked for it."""
     from echelon.launcher.attach.hosts import pack
     from echelon.launcher.attach.look import look
 
@@ -112,7 +112,7 @@ def _collect(ranks: Sequence[FoundRank], scratch: Path, gap_s: float) -> int:
 def _look(
     ranks: Sequence[FoundRank], hosts: Sequence[str], arguments: argparse.Namespace, scratch: Path
 ) -> tuple[Sighting, int]:
-    """Look at the ranks here and on the other machines at the same time."""
+    """Examine the local ranks and the ranks on other machines at the same time."""
     import threading
 
     from echelon.launcher.attach.hosts import Answer, ask_all, merge
@@ -140,10 +140,10 @@ def _look(
 
 
 def _chosen(arguments: argparse.Namespace, *, may_be_none: bool) -> tuple[FoundRank, ...]:
-    """Return the ranks of the one requested job.
+    """Return the ranks of the job that the command line selects.
 
     Raises:
-        ValueError: there is no such job, or more than one.
+        ValueError: no job matches, or more than one does.
     """
     if arguments.pid is not None:
         _check(arguments.pid)
@@ -165,7 +165,7 @@ def _chosen(arguments: argparse.Namespace, *, may_be_none: bool) -> tuple[FoundR
 
 
 def _key(one: FoundRank) -> str:
-    """Return a text that identifies a rank's job and is equal on all its machines."""
+    """Return a text that identifies a rank's job and is the same on every machine of the job."""
     return "|".join(one.job)
 
 

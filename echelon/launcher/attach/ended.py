@@ -1,4 +1,4 @@
-"""Ranks that ended while they were being examined, and how they ended if the kernel still knows.
+"""Find ranks that ended while they were being examined, and how, if the kernel still knows.
 
 An ended process keeps its exit status until its parent waits for it. After that, only the output of
 its launcher shows how it ended.
@@ -19,12 +19,12 @@ _EXIT_S, _LOOK_S = 5.0, 0.1  # how long an interpreter may take to finalise on a
 
 
 def begun(ranks: Sequence[FoundRank]) -> dict[int, int]:
-    """Return each rank's start time in clock ticks, without the ranks that have ended."""
+    """Return the start time of each rank that still runs, in clock ticks, keyed by rank."""
     return {one.rank: started_ticks(one.pid) for one in ranks if not _has_ended(one.pid)}
 
 
 def endings(ranks: Sequence[FoundRank], before: Mapping[int, int]) -> dict[int, str]:
-    """Return how each rank ended whose process has ended since `begun`; "" if that is not known."""
+    """Return how each rank that has ended since `begun` ended, keyed by rank; "" if unknown."""
     return {
         one.rank: _how(one.pid)
         for one in ranks
@@ -34,17 +34,18 @@ def endings(ranks: Sequence[FoundRank], before: Mapping[int, int]) -> dict[int, 
 
 
 def is_exiting(stacks: str, later_stacks: str) -> bool:
-    """Return whether a main thread had no Python frame when it was last seen.
+    """Return whether the main thread had no Python frame in the last stack that was read.
 
-    This is true of an interpreter that finalises, permanently if a destructor hangs. But a torn
-    read of a running process may look the same, so only the process's end proves it.
+    An interpreter that finalises has no frame, and stays that way if a destructor hangs. But a torn
+    read of a running process may look the same, so only the end of the process proves that it was
+    exiting.
     """
     main = main_thread(later_stacks or stacks)
     return main is not None and not main.frames
 
 
 def wait_for_exits(pids: Sequence[int], idle: Callable[[float], None]) -> None:
-    """Give processes that seem to be exiting up to five seconds to do so."""
+    """Wait up to five seconds for processes that seem to be exiting."""
     for _ in range(int(_EXIT_S / _LOOK_S)):
         if all(_has_ended(pid) for pid in pids):
             return

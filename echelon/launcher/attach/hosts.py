@@ -1,7 +1,7 @@
-"""The same look on other machines, through ssh; each returns what it saw.
+"""Examine the ranks on other machines through ssh, and combine the results.
 
 The remote side runs `fr-analyze --attach --collect`, which writes one msgpack map to standard
-output. The map contains dumps (never pickles) and nothing that is evaluated here.
+output. The map contains dumps, never pickles, and nothing in the map is evaluated on this machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EXTRA_S = 60.0  # for the login, and the start of Python
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What one machine saw, or why it saw nothing."""
+    """One machine's sighting, or the reason why there is none."""
 
     host: str
     sighting: Sighting | None = None
@@ -84,14 +84,13 @@ def unpack(host: str, data: bytes, folder: Path) -> Answer:
 def ask_all(
     hosts: Sequence[str], command: Sequence[str], remote: str, gap_s: float, folder: Path
 ) -> list[Answer]:
-    """Look at the ranks on several machines at once.
+    """Examine the ranks on several machines at once.
 
     Args:
-        command: the command that reaches a machine: `ssh` and its options; the host and `remote`
-            are
-            appended.
-        remote: the command line to run there.
-        gap_s: the time between the two looks; each machine may take a minute longer.
+        command: the command that reaches a machine, which is `ssh` with its options. The host name
+            and `remote` are appended.
+        remote: the command line to run on each machine.
+        gap_s: the time between the two examinations. Each machine may take a minute longer.
     """
     answers: list[Answer | None] = [None] * len(hosts)
 
@@ -112,7 +111,7 @@ def ask_all(
 
 
 def merge(here: Sighting | None, answers: Sequence[Answer]) -> Sighting:
-    """Combine the sightings of all machines; a rank that two of them report counts once."""
+    """Combine the sightings of all machines; a rank that two machines report is counted once."""
     seen = [answer.sighting for answer in answers if answer.sighting is not None]
     parts = ([here] if here is not None else []) + seen
     records: dict[int, Any] = {}

@@ -1,7 +1,7 @@
-"""Two looks at ranks from outside, kept as an incident's folder.
+"""Examine ranks twice from outside their processes, and keep the result as an incident folder.
 
-Nothing is stopped, asked or changed: py-spy reads memory, the kernel's files are read, and torch's
-dumps are read where they already exist.
+No process is stopped, interrupted or changed: py-spy reads stacks from memory, the rest comes from
+files of the kernel, and torch's dumps are read if they already exist.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ GAP_S = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sighting:
-    """The result of two looks at a job's ranks.
+    """The result of examining a job's ranks twice.
 
     Attributes:
-        waiting: ranks that were inside a collective at the first look.
-        went_on: those of them that continued between the two looks.
-        changed: ranks whose main thread was elsewhere at the second look.
-        left: the waiting ranks that have left a loop in which another rank still is.
-        ended: how each rank ended whose process ended between the two looks; "" if not known.
+        waiting: the ranks that were inside a collective at the first look.
+        went_on: the waiting ranks that made progress between the two looks.
+        changed: the ranks whose main thread was at a different place at the second look.
+        left: the waiting ranks that have left a loop that another rank is still inside.
+        ended: how each rank that ended between the two looks did so, keyed by rank; "" if unknown.
     """
 
     records: tuple[Record, ...]
@@ -74,10 +74,10 @@ def look(
     gap_s: float = GAP_S,
     idle: Callable[[float], None] = time.sleep,
 ) -> Sighting:
-    """Look at processes of this machine twice, `gap_s` apart.
+    """Examine processes on this machine twice, `gap_s` seconds apart.
 
     Args:
-        folder: an empty folder for the files that the collection may write.
+        folder: an empty folder in which collected files may be written.
     """
     first, living = {one.rank: wakes(one.pid) for one in ranks}, begun(ranks)
     began_s = time.monotonic()
@@ -137,10 +137,10 @@ def _collect(
 
 
 def ring_folder(one: FoundRank) -> Path | None:
-    """Return the folder of the ring that a rank itself keeps; None if it keeps none.
+    """Return the folder of the ring that a rank records into; None if the rank has no ring.
 
-    The rank names the folder by a path in its own mount namespace, so a container's folder is
-    reached through /proc/PID/root.
+    The rank's path is valid in its own mount namespace, so a folder in a container is reached
+    through /proc/PID/root.
     """
     folder = Path(one.environ.get("ECHELON_RANK_DIR", ""))
     if not folder.is_absolute():
@@ -157,9 +157,9 @@ def ring_folder(one: FoundRank) -> Path | None:
 
 
 def _in_root(root: str, folder: Path) -> Path:
-    """Return a ring's folder as seen below another root; a link's target is below that root too.
+    """Return the path of a ring's folder below another root; symbolic links stay below that root.
 
-    It raises nothing: whether the path can be read is left to the reader of the ring.
+    This never raises. The reader of the ring finds out whether the path can be read.
     """
     inside = Path(root) / folder.relative_to("/")
     try:
@@ -173,7 +173,7 @@ def keep(sighting: Sighting, folder: Path, world_size: int, reason: str) -> None
     """Write a sighting as an incident's folder, which `fr-analyze` reads.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the folder cannot be written.
     """
     for record in sighting.records:
         write_dump(record, folder / f"rank_{record.identity.rank}")
@@ -192,7 +192,7 @@ def keep(sighting: Sighting, folder: Path, world_size: int, reason: str) -> None
 
 
 def torch_dump(one: FoundRank) -> bytes:
-    """Return the dump that torch has written of this process, or b"" if there is none."""
+    """Return the dump that torch has written of a rank's process, or b"" if there is none."""
     path = dump_path(one.environ, one.rank)
     try:
         status = path.stat() if path is not None else None
@@ -221,7 +221,7 @@ def _waits(record: Record) -> bool:
 def _left(
     ranks: Sequence[FoundRank], records: Sequence[Record], waiting: Sequence[int]
 ) -> tuple[Left, ...]:
-    """Return the ranks that have left a loop in which another rank is, if all of them wait."""
+    """Return the ranks that have left a loop that another rank is inside, if all ranks wait."""
     if len(waiting) != len(records):
         return ()
     pids = {one.rank: one.pid for one in ranks}
@@ -236,10 +236,10 @@ def _went_on(
     later: dict[int, Wakes | None],
     elapsed_s: float,
 ) -> bool:
-    """Return whether a rank inside a collective moved, by its black box or else by its wake-ups.
+    """Return whether a rank inside a collective moved, judged by its black box or its wake-ups.
 
-    echelon's own waits wake up to check their peers as often as a rank that moves, so wake-ups
-    prove nothing for a rank with a ring.
+    A wait inside echelon wakes up regularly to check its peers, as often as a rank that moves. So
+    the wake-ups of a rank with a ring prove nothing.
     """
     host, rank = record.host, record.identity.rank
     if record.has_ring and not record.identity.misses_operations and host.later_recorded >= 0:
@@ -250,7 +250,7 @@ def _went_on(
 def _changed(
     record: Record, first: dict[int, Wakes | None], later: dict[int, Wakes | None]
 ) -> bool:
-    """Return whether a rank that waited for no other rank moved or woke up between the looks."""
+    """Return whether a rank that was outside collectives moved or woke up between the looks."""
     host, rank = record.host, record.identity.rank
     if not host.alive or host.process_state in ("T", "t", "D"):
         return False
@@ -261,7 +261,7 @@ def _changed(
 
 
 def _notes(ranks: Sequence[FoundRank], records: Sequence[Record]) -> tuple[str, ...]:
-    """Return notes on what could not be seen, with the reasons."""
+    """Return notes on what could not be examined, and why."""
     notes = []
     blind = [record.identity.rank for record in records if not record.host.stacks]
     if blind and not can_spy():

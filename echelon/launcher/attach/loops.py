@@ -1,8 +1,9 @@
-"""Ranks that have left a loop in which another rank still is, by the sources of their frames.
+"""Find ranks that have left a loop that another rank is still inside, from their source code.
 
-If all ranks wait in collectives, a rank whose batches have run out is after the loop over them, and
-the others are inside it. Their stacks diverge in one function, often a framework's: one line lies
-within a `for` or `while` there, and the other after its end. Sources are parsed, never run.
+If all ranks wait in collectives, a rank that has run out of batches is past the loop over the
+batches, while the other ranks are inside that loop. Their stacks diverge in one function, often a
+framework's: one rank is at a line inside a `for` or `while` loop, the other at a line after it.
+Source files are parsed, never run.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Read = Callable[[int, str], str]  # from a rank and a path to the source, "" if 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """One rank is after a loop, another one inside it."""
+    """A rank that is past a loop, and another rank that is still inside the loop."""
 
     rank: int
     behind: Frame
@@ -32,16 +33,16 @@ class Left:
 
     @property
     def loop(self) -> str:
-        """The place where the loop begins, such as `train.py:14`."""
+        """The place where the loop begins, such as "train.py:14"."""
         return f"{file_name(self.within.file)}:{self.first_line}"
 
 
 def find_left(stacks: Mapping[int, tuple[Frame, ...]], read: Read) -> tuple[Left, ...]:
-    """Return each rank that has left a loop in which another rank is, with one such other rank.
+    """Return each rank that has left a loop, with one rank that is still inside the loop.
 
     Args:
-        stacks: the main thread's frames by rank, innermost first.
-        read: returns the source of a file as a rank sees it.
+        stacks: the frames of each rank's main thread, innermost first, keyed by rank.
+        read: a function that returns the source of a file as seen by a rank.
     """
     found: list[Left] = []
     for rank, frames in stacks.items():
@@ -55,7 +56,7 @@ def find_left(stacks: Mapping[int, tuple[Frame, ...]], read: Read) -> tuple[Left
 
 
 def _parting(one: tuple[Frame, ...], other: tuple[Frame, ...]) -> tuple[Frame, Frame] | None:
-    """Return the outermost frames in which two stacks differ, if they belong to one function."""
+    """Return the outermost frames at which two stacks differ, if both are in the same function."""
     for mine, theirs in zip(reversed(one), reversed(other), strict=False):
         if mine != theirs:
             is_same = (mine.file, mine.function) == (theirs.file, theirs.function)
@@ -64,7 +65,7 @@ def _parting(one: tuple[Frame, ...], other: tuple[Frame, ...]) -> tuple[Frame, F
 
 
 def _loop_left(behind: Frame, within: Frame, source: str) -> int:
-    """Return the first line of the innermost loop around `within` that ends before `behind`.
+    """Return the first line of the innermost loop that contains `within` and ends before `behind`.
 
     Return 0 if there is no such loop.
     """
@@ -90,7 +91,7 @@ def _parsed(source: str) -> ast.Module | None:
 
 
 def _scope(tree: ast.Module, frame: Frame) -> ast.AST | None:
-    """Return the innermost function around a line if it has the frame's name, or the module."""
+    """Return the innermost function around a frame's line if the names match, or the module."""
     functions = [
         node
         for node in ast.walk(tree)
@@ -104,7 +105,7 @@ def _scope(tree: ast.Module, frame: Frame) -> ast.AST | None:
 
 
 def source_of(pid: int, path: str) -> str:
-    """Return a source file as a process sees it, or "" if it cannot be read or is too long."""
+    """Return a source file as a process sees it; "" if the file cannot be read or is too long."""
     below = f"/proc/{pid}/root{path}" if path.startswith("/") else f"/proc/{pid}/cwd/{path}"
     try:
         file = os.open(below, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,8 +1,8 @@
-"""Whether an unrecorded job moves: did its waiting ranks continue between two looks?
+"""Detect whether the ranks of an unrecorded job made progress between two examinations.
 
-Two looks at a healthy job may also find its ranks inside collectives. A rank that waits
-indefinitely differs from one that waits briefly in how often it woke up: the kernel counts how
-often a thread gave up its core to wait. A rank that stays in one collective gives it up once.
+The ranks of a healthy job may also be found inside collectives at both looks. What distinguishes a
+hung rank from a healthy rank is how often its main thread woke up. The kernel counts how often a
+thread gave up its core to wait, and a rank that stays in one collective does so only once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Wakes:
 
 
 def wakes(pid: int) -> Wakes | None:
-    """Count the waits of the main thread; None if the process is gone."""
+    """Count how often a process's main thread has waited; None if the process is gone."""
     status = read_text(f"/proc/{pid}/task/{pid}/status", "status", [])
     stat = read_text(f"/proc/{pid}/task/{pid}/stat", "stat", []).rpartition(")")[2].split()
     _, found, rest = status.partition("\nvoluntary_ctxt_switches:")
@@ -34,14 +34,14 @@ def wakes(pid: int) -> Wakes | None:
 
 
 def went_on(before: Wakes | None, after: Wakes | None, elapsed_s: float) -> bool:
-    """Return whether a thread that waited at both looks continued between them."""
+    """Return whether a thread that waited at both looks continued between the two looks."""
     if before is None or after is None:
         return False
     return after.waits - before.waits > max(2.0, _WAKES_PER_S * elapsed_s)
 
 
 def share(before: Wakes | None, after: Wakes | None, elapsed_s: float) -> float:
-    """Return the share of a core that the main thread used."""
+    """Return the share of a core that a main thread used between two looks."""
     if before is None or after is None or elapsed_s <= 0:
         return 0.0
     return (after.ticks - before.ticks) / os.sysconf("SC_CLK_TCK") / elapsed_s

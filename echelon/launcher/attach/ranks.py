@@ -1,8 +1,8 @@
-"""Find the ranks of jobs on this machine by the environment that their launcher gave them.
+"""Find the ranks of jobs on this machine by the environment variables that their launcher set.
 
-torchrun, Slurm, MPI and a user's shell pass a rank its number and the world's size through the
-environment, which the kernel keeps as it was when the program started. Variables that a program set
-for itself later (`torch.multiprocessing.spawn` and `os.environ`) are not visible.
+torchrun, Slurm, MPI and a user's shell pass each rank its number and the world size through the
+environment, of which the kernel keeps the state at program start. Variables that a program set
+later for itself are not visible (`torch.multiprocessing.spawn`, `os.environ`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WATCHERS = frozenset({"torchrun", "torch.distributed.run", "torch.distributed.l
 
 @dataclass(frozen=True, slots=True)
 class _Launcher:
-    """The variables by which one kind of launcher identifies a rank."""
+    """The environment variables by which one kind of launcher identifies a rank."""
 
     name: str
     rank: str
@@ -48,7 +48,7 @@ _LAUNCHERS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundRank:
-    """A process that is a rank of some job."""
+    """A process that is a rank of a job."""
 
     pid: int
     rank: int
@@ -68,13 +68,13 @@ class FoundRank:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Search:
-    """The ranks that were found, and the number of processes whose environment may not be read."""
+    """The ranks that were found, and the number of processes whose environment is not readable."""
 
     ranks: tuple[FoundRank, ...]
     num_denied: int = 0
 
     def jobs(self) -> dict[tuple[str, ...], list[FoundRank]]:
-        """Return the ranks by job."""
+        """Return the ranks, grouped by job."""
         found: dict[tuple[str, ...], list[FoundRank]] = {}
         for one in self.ranks:
             found.setdefault(one.job, []).append(one)
@@ -82,7 +82,7 @@ class Search:
 
 
 def find_ranks(pids: Iterable[int] | None = None) -> Search:
-    """Find the ranks among some processes; None means all processes of this machine."""
+    """Find the ranks among the given processes; None means all processes on this machine."""
     denied: list[int] = []
     found: dict[int, FoundRank] = {}
     for pid in _all_processes() if pids is None else pids:
@@ -95,7 +95,7 @@ def find_ranks(pids: Iterable[int] | None = None) -> Search:
 
 
 def rank_of(pid: int, denied: list[int] | None = None) -> FoundRank | None:
-    """Return the rank that a process is by its environment; None if it is not a rank."""
+    """Return the rank that a process's environment describes; None if it describes none."""
     refused: list[str] = []
     environ = environment(pid, refused)
     if refused and denied is not None:
@@ -122,7 +122,7 @@ def rank_of(pid: int, denied: list[int] | None = None) -> FoundRank | None:
 
 
 def _network(pid: int, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return what separates two containers' jobs that meet at the same loopback address."""
+    """Return what distinguishes jobs in different containers that use the same loopback address."""
     address = environ.get("MASTER_ADDR", "")
     if address in ("localhost", "::1") or address.startswith("127."):
         return (str(network_of(pid)),)
@@ -130,10 +130,11 @@ def _network(pid: int, environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def ranks_below(pid: int) -> Search:
-    """Return the ranks that a process is, belongs to, or started.
+    """Return the ranks of the job that a process belongs to or has started.
 
-    A rank leads to all ranks of its job, a launcher to the ranks below it. If no environment
-    numbers them (`torch.multiprocessing.spawn`), the children of a process are numbered by their
+    If the process is a rank, all ranks of its job are returned; if it is a launcher, the ranks
+    below it in the process tree. If no environment variable numbers the ranks
+    (`torch.multiprocessing.spawn`), the children of the process are numbered in the order of their
     pids.
     """
     own = rank_of(pid)
@@ -151,7 +152,7 @@ def ranks_below(pid: int) -> Search:
 
 
 def numbered(pids: Iterable[int]) -> tuple[FoundRank, ...]:
-    """Treat processes whose environment names no rank as ranks, in the given order."""
+    """Treat processes without rank variables in their environment as ranks, in the given order."""
     listed = list(pids)
     return tuple(
         FoundRank(
@@ -163,7 +164,7 @@ def numbered(pids: Iterable[int]) -> tuple[FoundRank, ...]:
 
 
 def environment(pid: int, denied: list[str]) -> dict[str, str]:
-    """Return the environment with which a process was started; {} if it may not be read."""
+    """Return the environment with which a process was started; {} if it is not readable."""
     text = read_text(f"/proc/{pid}/environ", "environ", denied)
     pairs = (entry.partition("=") for entry in text.split("\0"))
     return {name: value for name, equals, value in pairs if equals}
@@ -174,7 +175,7 @@ def _order(one: FoundRank) -> tuple[tuple[str, ...], int]:
 
 
 def _newest(ranks: list[FoundRank]) -> list[FoundRank]:
-    """Keep the latest process of each rank; an earlier one belongs to an earlier attempt."""
+    """Keep the newest process of each rank; older processes belong to earlier attempts."""
     latest: dict[tuple[tuple[str, ...], int], FoundRank] = {}
     for one in sorted(ranks, key=lambda one: (started_ticks(one.pid), one.pid)):
         latest[one.job, one.rank] = one
@@ -191,13 +192,13 @@ def _is_helper(one: FoundRank, found: Mapping[int, FoundRank]) -> bool:
 
 
 def _starts_ranks(one: FoundRank, others: list[FoundRank]) -> bool:
-    """Return whether a scheduler's task is not a rank, but runs the launcher of the ranks."""
+    """Return whether a scheduler's task is the launcher of the ranks, and not itself a rank."""
     below = {other.pid for other in others if other.launcher != one.launcher}
     return bool(below) and not below.isdisjoint(descendants(one.pid))
 
 
 def ancestors(pid: int) -> list[int]:
-    """Return the ancestors of a process, the nearest first."""
+    """Return the ancestors of a process, nearest first."""
     above: list[int] = []
     while pid > 1 and len(above) < 256:
         fields = read_text(f"/proc/{pid}/stat", "stat", []).rpartition(")")[2].split()
@@ -215,9 +216,9 @@ def is_watched(pid: int) -> bool:
 
 
 def _runs_watcher(argv: Sequence[str]) -> bool:
-    """Return whether a program or a module in a command line is such a launcher.
+    """Return whether a command line runs a program or module that is such a launcher.
 
-    A folder whose name contains the same word does not count.
+    A folder name that contains the same word is not a match.
     """
     return any(os.path.basename(word) in _WATCHERS for word in argv[:8])  # noqa: PTH119 -- any text
 

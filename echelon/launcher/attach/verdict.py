@@ -1,9 +1,9 @@
-"""From two looks to a verdict: the rules of `fr-analyze`, and what attaching adds to them.
+"""Turn two looks at a job into a verdict, with the rules of `fr-analyze` and further ones.
 
-The rules expect incidents, in which a launcher has already seen that nothing moves. Here, a user
-may ask at any moment. So the first question is whether the job makes progress, the second is which
-ranks are not on this machine, and the confidence is limited to what two looks a few seconds apart
-can prove.
+The rules of `fr-analyze` expect incidents, in which a launcher has already found that no rank
+moves. With `--attach`, a user may ask at any moment. So this module first decides whether the job
+makes progress, and then which ranks are not on this machine. The confidence is limited to what two
+looks a few seconds apart can prove.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def judge(sighting: Sighting, folder: Path, world_size: int) -> Report:
 
 
 def _ended(sighting: Sighting, present: tuple[int, ...]) -> Finding:
-    """Return the finding for ranks that ended between the two looks: the job fails or finishes."""
+    """Return the finding if ranks ended between the two looks: the job is failing or finishing."""
     ended = tuple(sorted(sighting.ended))
     left = tuple(rank for rank in present if rank not in sighting.ended)
     waiting = tuple(rank for rank in left if rank in sighting.waiting)
@@ -95,7 +95,7 @@ def _ended(sighting: Sighting, present: tuple[int, ...]) -> Finding:
 
 
 def _left(sighting: Sighting, present: tuple[int, ...]) -> Finding:
-    """Return the finding for uneven batches: some ranks wait after a loop, others inside it."""
+    """Return the finding for uneven batches: some ranks wait past a loop, others inside it."""
     behind = tuple(sorted(one.rank for one in sighting.left))
     within = tuple(rank for rank in present if rank not in behind)
     first = sighting.left[0]
@@ -119,7 +119,7 @@ def _left(sighting: Sighting, present: tuple[int, ...]) -> Finding:
 
 
 def _elsewhere(sighting: Sighting, present: tuple[int, ...], absent: tuple[int, ...]) -> Finding:
-    """Return the finding if all visible ranks wait in a collective: the cause is not among them."""
+    """Return the finding if all visible ranks wait in a collective, so the cause is elsewhere."""
     who = rank_list(absent)
     waits = f"{rank_list(present)} in a collective at both looks, {seconds(sighting.gap_s)} apart"
     if not sighting.is_whole:
@@ -162,7 +162,7 @@ def _elsewhere(sighting: Sighting, present: tuple[int, ...], absent: tuple[int, 
 
 
 def _bounded(finding: Finding, sighting: Sighting, absent: tuple[int, ...]) -> Finding:
-    """Limit the claim to what two looks prove: while it lasts, a long step looks like a hang."""
+    """Limit a finding's confidence, because a long step can look like a hang in two looks."""
     if finding.cause in _SEEN_DIRECTLY or finding.info:
         return finding
     moved = [rank for rank in finding.culprit_ranks if rank in sighting.changed]

@@ -1,10 +1,11 @@
-"""A node's link to a coordinator on another node: one session over gRPC streams, run by one thread.
+"""Connect a node to a coordinator on another node, with one session over gRPC streams.
 
-The thread dials until the deadline, sends its greeting, and then passes frames both ways. It sends
-an empty frame if nothing else has left within the interval that the host sets. If a stream ends, or
-is silent for a third of the time that counts as a loss, the thread dials again and the session
-resumes where it was. The coordinator is lost once its host refuses a connection, or once nothing
-has arrived for the whole of that time. The clock for this stops while the process does not run.
+One thread runs the link. The thread dials until the deadline, sends a greeting, and then passes
+frames both ways. If nothing else was sent within the interval that the host sets, the thread sends
+an empty frame. If a stream ends, or is silent for a third of `lost_after_s`, the thread dials again
+and the session resumes where the stream broke. The coordinator is lost once its host refuses a
+connection, or once nothing has arrived for `lost_after_s`. The clock that measures silence stops
+while the process does not run.
 """
 
 from __future__ import annotations
@@ -62,13 +63,14 @@ class GrpcLink:
     """A link that dials `endpoint` (host:port) in the background for up to `join_timeout_s`.
 
     Args:
-        tls: None for plain connections.
-        lost_after_s: how much silence counts as a loss, until the host sends its own value.
-        is_last: whether this process will open no other connection after this one.
+        tls: the certificates, or None for plain connections.
+        lost_after_s: the silence after which the coordinator counts as lost, in seconds. The host's
+            own value replaces it.
+        is_last: whether this process will open no further connection.
 
     Attributes:
         is_connected: whether the coordinator has been reached.
-        lost_because: why the link has ended.
+        lost_because: the reason why the link has ended.
         last_error: the error of the latest attempt to connect.
     """
 
@@ -115,7 +117,7 @@ class GrpcLink:
             self._loop.call_soon_threadsafe(self._put, pack(event))
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when commands may have arrived."""
+        """Return a descriptor that becomes readable when commands may have arrived."""
         return self._incoming.fileno()
 
     def take(self) -> list[Command | None]:
@@ -123,7 +125,7 @@ class GrpcLink:
         return self._incoming.take()
 
     def close(self) -> None:
-        """Close the link; waits at most 3 s for pending messages to leave."""
+        """Close the link; wait at most 3 s for pending messages to be sent."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._begin_closing)
         self._thread.join(_CLOSE_S)
@@ -199,7 +201,7 @@ class GrpcLink:
                 self._deadline_s = self._heard_s + self._lost_after_s
 
     def _may_dial_again(self, error: BaseException) -> bool:
-        """Return whether to repeat a failed greeting: a host with thousands of nodes is slow."""
+        """Return whether to retry a failed greeting: a host with thousands of nodes is slow."""
         code = getattr(error, "code", None)
         if callable(code) and code() == grpc.StatusCode.UNAUTHENTICATED:
             return False
@@ -249,7 +251,7 @@ class GrpcLink:
 
     @property
     def _greeting_s(self) -> float:
-        """The time limit for the reply to a greeting."""
+        """Return the time limit for the reply to a greeting, in seconds."""
         if self.is_connected:
             return self._silence_s
         left_s = self._deadline_s - self._now_lived_s()
@@ -257,7 +259,7 @@ class GrpcLink:
 
     @property
     def _silence_s(self) -> float:
-        """How long a stream may be silent before a new connection is tried."""
+        """Return how long a stream may be silent before the link reconnects, in seconds."""
         return min(self._lost_after_s, max(self._lost_after_s / _TRIES, _LEAST_SILENCE_S))
 
     @property
@@ -322,7 +324,7 @@ async def _write(call: grpc.aio.StreamStreamCall[bytes, bytes], frame: bytes) ->
 
     Raises:
         LaunchError: the host has refused this node.
-        OSError: the stream has ended for another reason; gRPC blames its caller for that.
+        OSError: the stream has ended for another reason, which gRPC reports as a usage error.
     """
     try:
         await call.write(frame)
@@ -331,14 +333,14 @@ async def _write(call: grpc.aio.StreamStreamCall[bytes, bytes], frame: bytes) ->
 
 
 async def _why_ended(call: grpc.aio.StreamStreamCall[bytes, bytes]) -> LaunchError | OSError:
-    """Return the reason why a stream ended: a refusal is final, all else may be tried again."""
+    """Return the reason why a stream ended: a refusal is final, any other error may be retried."""
     if await call.code() == grpc.StatusCode.UNAUTHENTICATED:
         return LaunchError(await call.details())
     return OSError("connection closed")
 
 
 async def _why_not(endpoint: str) -> str:
-    """Return why no connection can be made, or "" if one can; gRPC does not report it."""
+    """Return why no connection can be made, or "" if one can be; gRPC gives no reason itself."""
     host, _, port = endpoint.rpartition(":")
     try:
         opening = asyncio.open_connection(host.strip("[]"), int(port))
@@ -354,7 +356,7 @@ async def _why_not(endpoint: str) -> str:
 
 
 def open_channel(endpoint: str, tls: TlsFiles | None) -> grpc.aio.Channel:
-    """Return a channel to "host:port"; if `tls` is None, a plain one."""
+    """Return a channel to "host:port", which is unencrypted if `tls` is None."""
     if tls is None:
         return grpc.aio.insecure_channel(endpoint, options=OPTIONS)
     return grpc.aio.secure_channel(endpoint, tls.for_client(), options=OPTIONS)

@@ -1,7 +1,7 @@
-"""`--rdzv-conf`: how nodes meet and when a node counts as lost.
+"""Interpret `--rdzv-conf`, which sets how nodes meet and when a node counts as lost.
 
-torchrun's own keys are accepted: those with a counterpart here take effect, and a note says that
-the others do not. Any other key is an error, so that typing errors are found.
+All of torchrun's keys are accepted. Keys with a counterpart in echelon take effect, and a note
+lists the keys that do not. Any other key is an error, so that typing errors are found.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def read_conf(settings: Mapping[str, str]) -> Conf:
     """Interpret the settings.
 
     Raises:
-        ValueError: an unknown key, or a value out of range.
+        ValueError: a key is unknown, or a value is out of range.
     """
     unknown = settings.keys() - _TORCHRUNS - {
         "is_host", "join_timeout", "timeout", "last_call_timeout", "lost_after", "failover"
@@ -72,7 +72,7 @@ def read_conf(settings: Mapping[str, str]) -> Conf:
 
 
 def beat_s(num_nodes: int, lost_after_s: float) -> float:
-    """Return how often each of `num_nodes` nodes reports, to bound the coordinator's work."""
+    """Return each node's report interval in seconds, which limits the coordinator's load."""
     return max(BEAT_S, min(num_nodes / _NODES_PER_BEAT, lost_after_s / _BEATS_LOST))
 
 

@@ -1,8 +1,8 @@
-"""The endpoint at which the nodes of a job meet, and the node that hosts the job.
+"""Determine the endpoint at which the nodes of a job meet, and the node that hosts the job.
 
-The endpoint is the address that other nodes dial, which is not always the address that is bound: on
-Debian a machine's own name resolves to 127.0.1.1, and the address of a service cannot be bound at
-all. The host is the node with `is_host`, otherwise node rank 0, otherwise the node that owns the
+The endpoint is the address that other nodes dial. It is not always the address that the host binds:
+on Debian a machine's own name resolves to 127.0.1.1, and the address of a service cannot be bound
+at all. The host is the node with `is_host`, otherwise node rank 0, otherwise the node that owns the
 address.
 """
 
@@ -27,7 +27,7 @@ _LITERAL_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendezvous:
-    """A meeting of several nodes."""
+    """The settings with which several nodes meet."""
 
     host: str  # as others dial it
     port: int
@@ -54,10 +54,11 @@ class Rendezvous:
 def rendezvous(
     args: argparse.Namespace, conf: Conf, environ: Mapping[str, str]
 ) -> Rendezvous | None:
-    """Return the meeting that the command line describes, or None for a job of one node.
+    """Return the rendezvous that the command line describes, or None for a job of one node.
 
     Raises:
-        ValueError: an option is missing, invalid or contradicts another; the text is one line.
+        ValueError: an option is missing or invalid, or two options contradict each other. The text
+            is one line.
     """
     if args.standalone or args.nnodes == (1, 1):
         return None
@@ -134,10 +135,10 @@ def _resolve(host: str, *, must_exist: bool) -> list[str]:
 
 
 def read_secret(path: Path | None, environ: Mapping[str, str]) -> bytes:
-    """Return the job's secret, from a file or the environment.
+    """Read the job's secret from a file or the environment.
 
     Raises:
-        ValueError: there is none, it is unusable, or others can read the file.
+        ValueError: the secret is missing or unusable, or other users can read the file.
     """
     if path is None:
         secret = environ.get("ECHELON_SECRET", "").encode()
@@ -158,7 +159,7 @@ def read_secret(path: Path | None, environ: Mapping[str, str]) -> bytes:
 
 
 def _checked(secret: bytes, source: str) -> bytes:
-    """Return the secret if the store accepts it and it is long enough to resist guessing."""
+    """Return the secret if the store accepts it and if it is long enough to resist guessing."""
     if len(secret) < MIN_SECRET_BYTES:
         raise ValueError(
             f"{source}: a secret of {len(secret)} bytes, but at least {MIN_SECRET_BYTES} are "

@@ -1,8 +1,8 @@
-"""The life sign of a launcher: a listening socket that its machine's kernel closes when it ends.
+"""Signal that a launcher is alive with a listening socket, which the kernel closes at its end.
 
 The kernel accepts connections for a process that is stopped or starved, and refuses them as soon as
-the process is gone, however it ended. So on a busy machine a node whose connection broke may take
-longer than 1.5 s to reconnect, while a killed one is still noticed that fast.
+the process is gone, however the process ended. So a node on a busy machine may take longer than 1.5
+s to reconnect after its connection broke, while a killed node is still detected within that time.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _BACKLOG = 16
 
 
 class LifeSign:
-    """A listener that no thread serves, at the address from which an endpoint is reached.
+    """A listening socket that no thread serves, at the local address that reaches an endpoint.
 
     Attributes:
-        port: 0 if no listener could be opened.
+        port: the port of the socket; 0 if no socket could be opened.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -33,7 +33,7 @@ class LifeSign:
             self.port = self._socket.getsockname()[1]
 
     def clear(self) -> None:
-        """Accept and drop the waiting connections, so that there is room for others."""
+        """Accept and drop the waiting connections, so that the backlog has room for new ones."""
         with contextlib.suppress(OSError):
             while self._socket is not None:
                 self._socket.accept()[0].close()
@@ -46,10 +46,10 @@ class LifeSign:
 
 
 async def is_gone(address: str, port: int) -> bool:
-    """Return whether a machine refuses connections to a launcher's life sign; waits at most 1 s.
+    """Return whether a machine refuses connections to a launcher's life sign; wait at most 1 s.
 
-    False if the launcher lives, and also if nothing is known: the machine does not answer, or the
-    launcher has no life sign.
+    The result is False if the launcher lives, and also if its state is unknown because the machine
+    does not answer or the launcher has no life sign.
     """
     if port == 0:
         return False
@@ -64,10 +64,10 @@ async def is_gone(address: str, port: int) -> bool:
 
 
 def _own_addresses(endpoint: str) -> set[str]:
-    """Return this machine's addresses from which an endpoint is reached; sends nothing.
+    """Return the local addresses from which this machine reaches an endpoint; sends nothing.
 
     Raises:
-        OSError: the endpoint's name is unknown.
+        OSError: the endpoint's name cannot be resolved.
     """
     host, port = split(endpoint)
     found = set()
@@ -79,7 +79,7 @@ def _own_addresses(endpoint: str) -> set[str]:
 
 
 def _listen(addresses: set[str]) -> socket.socket:
-    """Listen at the only address, or at all addresses if the peer may see any of several.
+    """Listen at the given address, or at all local addresses if several are given.
 
     Raises:
         OSError: the address cannot be bound.

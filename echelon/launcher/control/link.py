@@ -1,8 +1,8 @@
-"""An agent's link to the coordinator, and the mailbox by which other threads reach the loop.
+"""Connect an agent to the coordinator, and pass items from other threads to the agent's loop.
 
 `LocalLink` serves the coordinator's own node and needs no network and no thread. `client.GrpcLink`
-serves all other nodes. The agent's loop owns either one: it sends, watches `fileno()`, and takes
-what has arrived.
+serves all other nodes. The agent's loop owns the link: the loop sends events, watches `fileno()`,
+and takes the commands that have arrived.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class Mailbox(Generic[_T]):
-    """A queue that a select loop can wait for. `put` may be called from any thread."""
+    """A queue that a select loop can wait on. `put` may be called from any thread."""
 
     def __init__(self) -> None:
         self._items: deque[_T] = deque()
@@ -28,7 +28,7 @@ class Mailbox(Generic[_T]):
         self._closed = False
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when items may have arrived."""
+        """Return a descriptor that becomes readable when items may have arrived."""
         return self._read_end
 
     @property
@@ -37,7 +37,7 @@ class Mailbox(Generic[_T]):
         return len(self._items)
 
     def put(self, item: _T) -> None:
-        """Add an item; after `close` it is dropped."""
+        """Add an item; items are dropped after `close`."""
         with self._lock:
             if self._closed:
                 return
@@ -75,7 +75,7 @@ class Link(Protocol):
         """Send an event; never blocks."""
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when commands may have arrived."""
+        """Return a descriptor that becomes readable when commands may have arrived."""
 
     def take(self) -> list[Command | None]:
         """Return the commands that have arrived; a final None means the coordinator is lost."""
@@ -101,7 +101,7 @@ class LocalLink:
         self._deliver(event)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when commands have arrived."""
+        """Return a descriptor that becomes readable when commands have arrived."""
         return self.commands.fileno()
 
     def take(self) -> list[Command | None]:

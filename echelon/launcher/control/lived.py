@@ -1,8 +1,8 @@
-"""A clock that stops while its process does not run, for measuring the silence of other nodes.
+"""Measure the silence of other nodes with a clock that stops while this process does not run.
 
 A launcher that is stopped, starved or suspended with its machine receives nothing, so all other
-nodes then look silent. Such a gap is the launcher's own standstill and no evidence against them.
-Leases and permits are measured differently (`election.lease`), because for them real time counts.
+nodes look silent. Such a gap is the launcher's own standstill, and not evidence against the other
+nodes. Leases and permits use real time instead (`election.lease`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ _KEPT = 64
 
 
 class LivedTime:
-    """The clock. Pure: each call passes in the time, in seconds of any one clock.
+    """A clock that stops during standstills. Pure: every call passes in the time, in seconds.
 
     Args:
-        step_s: the longest gap between two ticks that counts as running; the rest is standstill.
+        step_s: the longest gap between two ticks that counts as running time, in seconds. The rest
+            of a longer gap counts as standstill.
         now_s: the current time.
     """
 
@@ -35,7 +36,7 @@ class LivedTime:
         self._last_s = now_s
 
     def at(self, moment_s: float) -> float:
-        """Return what this clock shows at a moment, present or past."""
+        """Return what this clock shows at a present or past moment."""
         moment_s = min(moment_s, self._last_s + self._step_s)
         stood_s = self._stood_s
         for begin_s, end_s, sum_s in reversed(self._gaps):

@@ -1,7 +1,7 @@
-"""The messages between agents and the coordinator: plain records, sent as msgpack maps.
+"""Define the messages between agents and the coordinator: plain records, sent as msgpack maps.
 
-Events go to the coordinator, commands come from it. Stamps of one node's clock are never compared
-with another's; messages carry ages instead.
+Agents send events to the coordinator, and the coordinator sends commands to agents. Timestamps from
+the clocks of different nodes are never compared, so messages carry ages instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DUMP_PART_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hello:
-    """A node wants to take part."""
+    """An event: a node asks to take part in the job."""
 
     node: str  # unique for this agent
     host: str
@@ -37,7 +37,7 @@ class Hello:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseReply:
-    """The answer to `LeaseBeat` or `Entrust`; `version` is that of the mandate this node holds."""
+    """A node's answer to `LeaseBeat` or `Entrust`; `version` is the version of its mandate."""
 
     term: int
     number: int
@@ -47,7 +47,7 @@ class LeaseReply:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Poll:
-    """A node without a host asks for a vote and for the job's host; answered by `Vote`."""
+    """An event: a node without a host asks for a vote and the job's host. Answered by `Vote`."""
 
     node: str
     term: int
@@ -58,7 +58,10 @@ class Poll:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Renew:
-    """A host's beat to the witness; answered by `LeaseReply`. With `number` 0, only the mandate."""
+    """A host's heartbeat to the witness, answered by `LeaseReply`.
+
+    If `number` is 0, the host asks only for the mandate.
+    """
 
     founder: str
     term: int
@@ -71,7 +74,10 @@ class Renew:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resume:
-    """An admitted node has reconnected; `received` is the number of its last received message."""
+    """An event: an admitted node has reconnected.
+
+    `received` is the number of the last message that the node has received.
+    """
 
     node: str
     token: str
@@ -80,7 +86,7 @@ class Resume:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerEnded:
-    """A worker has ended; `code` is as in `subprocess`."""
+    """An event: a worker has ended; `code` is its return code as in `subprocess`."""
 
     attempt: int
     rank: int
@@ -89,16 +95,18 @@ class WorkerEnded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sights:
-    """What a node sees of its living ranks.
+    """An event: a node reports on its living ranks.
 
-    `folded` combines all ranks that record: [first rank, initialised, progress age in ms (-1:
-    none), oldest pending age in ms (-1: none), the rank of that age, number of signs of progress so
-    far, number of dumps that torch wrote by itself]; it is [] if no rank records.
+    `folded` combines all ranks that record: [first rank, whether initialised, age of the last
+    progress in ms (-1: none), age of the oldest pending operation in ms (-1: none), the rank with
+    that operation, number of signs of progress so far, number of dumps that torch wrote by itself].
+    It is [] if no rank records.
 
-    `ranks` holds each other rank: [rank, initialised, progress age, pending age, number of signs of
-    activity, whether it has a ring, number of dumps].
+    `ranks` holds one list for each other rank: [rank, whether initialised, age of the last
+    progress, age of the oldest pending operation, number of signs of activity, whether the rank has
+    a ring, number of dumps].
 
-    `dumped_rank` is the folded rank that wrote the last of those dumps; -1 if none did. The
+    `dumped_rank` is the folded rank that wrote the latest dump; -1 if no folded rank wrote one. The
     remaining fields summarise the folded ranks' own histories; see `limits.node.Summary`.
     """
 
@@ -117,15 +125,15 @@ class Sights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Laps:
-    """How a node's ranks advance, and how they spent their time.
+    """An event: a node reports how its ranks advance and how they spent their time.
 
     `laps` holds the steps that ended since the last report: [rank, first step, step after the last
-    one, age of the begin, age of the end, waited, spent on checkpoints, spent on data], with all
-    ages and durations in us.
+    one, age of the begin, age of the end, time waited, time spent on checkpoints, time spent on
+    data], with all ages and times in us.
 
-    `ranks` holds each rank: [rank, step (-1: none), age of its last sign of progress in ms (-1:
-    none), step of the last checkpoint saved (-1: none), number of checkpoints loaded, then what the
-    unfinished step has spent as above, in us].
+    `ranks` holds one list per rank: [rank, step (-1: none), age of the last sign of progress in ms
+    (-1: none), step of the last checkpoint saved (-1: none), number of checkpoints loaded, and then
+    the three times of the unfinished step so far, in us].
     """
 
     attempt: int
@@ -135,7 +143,7 @@ class Laps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unkillable:
-    """A worker survives SIGKILL; `why` is its wait channel, or what the kernel refused."""
+    """An event: a worker survived SIGKILL; `why` is its wait channel, or the kernel's refusal."""
 
     attempt: int
     rank: int
@@ -144,7 +152,7 @@ class Unkillable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DumpPart:
-    """A part of a rank's dump; the parts are sent in order."""
+    """An event: a part of a rank's dump; the parts are sent in order."""
 
     incident: int
     rank: int
@@ -154,7 +162,7 @@ class DumpPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Harvested:
-    """All dumps of a node have been sent."""
+    """An event: a node has sent all its dumps."""
 
     incident: int
     exit_codes: list[list[int]]  # [rank, code] of the ranks that ended
@@ -162,7 +170,7 @@ class Harvested:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Idle:
-    """All workers of an attempt on this node have ended, and nothing of them is left."""
+    """An event: all workers of an attempt on this node, and all their descendants, have ended."""
 
     attempt: int
     exit_codes: list[list[int]]  # [rank, code]
@@ -171,28 +179,28 @@ class Idle:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopAsked:
-    """The user sent this node's launcher a signal that ends the job."""
+    """An event: the user sent this node's launcher a signal that ends the job."""
 
     number: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Left:
-    """A node has disconnected. Created by the link, never sent."""
+    """An event: a node has disconnected. The link creates this event; no node sends it."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ask:
-    """A status client, which is not a node, requests the job's state; sent for each answer."""
+    """A status client's request for the job's state, sent once for each answer."""
 
     version: int = VERSION
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Statuses:
-    """What a node's ranks are doing. The node sends it to the coordinator, which forwards it."""
+    """The state of a node's ranks; the coordinator forwards it to the status client."""
 
     visitor: str
     host: str
@@ -204,7 +212,7 @@ class Statuses:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckIn:
-    """A node takes part in a check before the job; `port` is one at which it listens."""
+    """An event: a node takes part in the checks before a job, and listens at `port`."""
 
     host: str
     port: int
@@ -216,7 +224,7 @@ class CheckIn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tock:
-    """The answer to `Tick`: this node's wall clock."""
+    """The answer to `Tick`: this node's wall-clock time."""
 
     number: int
     wall_ns: int
@@ -224,14 +232,14 @@ class Tock:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WaysTried:
-    """Which nodes this node could reach: [host, what went wrong or ""]."""
+    """The answer to `TryWays`: [host, error] for each node, with error "" if it was reached."""
 
     found: list[list[str]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probed:
-    """The findings of one `Probe`, in order; each is the text of a `probes.Finding`."""
+    """The findings of one `Probe`, in order; each is the text form of a `probes.Finding`."""
 
     number: int
     findings: list[str]
@@ -248,7 +256,7 @@ Event = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Welcome:
-    """The first answer to a greeting; all nodes use the settings that the host sends in it."""
+    """The first answer to a greeting; all nodes use the host's settings that it contains."""
 
     token: str  # identifies the session at the next connection
     received: int
@@ -258,7 +266,7 @@ class Welcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseBeat:
-    """The host holds its lease; with the reply `echo`, this bounds how long ranks may run."""
+    """A host's heartbeat; the reply to number `echo` limits how long a node's ranks may run."""
 
     term: int
     host: str
@@ -271,7 +279,7 @@ class LeaseBeat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entrust:
-    """A command: keep this mandate, in the form of `pack_mandate`."""
+    """A command: keep this mandate, which has the form of `pack_mandate`."""
 
     mandate: bytes
 
@@ -312,10 +320,10 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stop:
-    """A command: signal the running workers, and kill those that still run after the grace.
+    """A command: signal the running workers, and kill the workers that still run after the grace.
 
-    Only the first one of an attempt counts. If `urgent`, do not finish collecting an incident
-    first.
+    Only the first stop of an attempt takes effect. If `urgent`, do not wait until an incident has
+    been collected.
     """
 
     number: int
@@ -325,7 +333,7 @@ class Stop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kill:
-    """A command: send SIGKILL to the workers that still run."""
+    """A command: send SIGKILL to workers that still run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -339,7 +347,7 @@ class Collect:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClearUp:
-    """A command: end what workers left behind, pass on the rest of their output, answer `Idle`."""
+    """A command: end processes that workers left behind, forward pending output, send `Idle`."""
 
     attempt: int
 
@@ -353,7 +361,7 @@ class Show:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Over:
-    """The job is over; this node's launcher exits with this code."""
+    """A command: the job is over; this node's launcher exits with this code."""
 
     exit_code: int
     ended_by: str
@@ -362,14 +370,14 @@ class Over:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TellStatus:
-    """A command: answer `Statuses` for this status client."""
+    """A command: send `Statuses` for this status client."""
 
     visitor: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobShown:
-    """The state of the job, for a status client; one `Statuses` per node follows."""
+    """The state of the job, for a status client; one `Statuses` per node follows it."""
 
     job_id: str
     phase: str
@@ -380,21 +388,24 @@ class JobShown:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tick:
-    """A command: answer `Tock` at once."""
+    """A command: send `Tock` at once."""
 
     number: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TryWays:
-    """A command: connect to each of these: [host, address, port]."""
+    """A command: connect to each of these places: [host, address, port]."""
 
     places: list[list[str]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """A command: run these probes at the same time (each a `probes.Task`), and answer `Probed`."""
+    """A command: run these probes at the same time, and send `Probed`.
+
+    Each element of the list is the text form of a `probes.Task`.
+    """
 
     number: int
     tasks: list[str]
@@ -445,7 +456,7 @@ _PLAIN: dict[str, type[Any]] = {"int": int, "str": str, "bytes": bytes, "bool": 
 
 
 def _check(annotation: object, value: object) -> None:
-    """Check a value against a field's type: plain, a list of plain values, or a list of lists."""
+    """Check a value against a field's type: a plain value, or a list of plain values or lists."""
     name, depth = str(annotation), 0
     while name.startswith("list["):
         name, depth = name[5:-1], depth + 1

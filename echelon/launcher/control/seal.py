@@ -1,4 +1,4 @@
-"""Messages sealed with the job's secret: only members can send them, and none can be replayed.
+"""Seal messages with the job's secret: only members can send them, and none can be replayed.
 
 Both sides begin with a fresh nonce; the keys for the two directions are derived from the secret and
 both nonces. A frame is `counter u64, MAC 32 bytes, body`. The MAC is HMAC-SHA256 over counter and
@@ -26,11 +26,11 @@ def new_nonce() -> bytes:
 
 
 class Seal:
-    """One side of one session.
+    """One side's state for sealing and opening the frames of one session.
 
     Args:
         secret: the job's secret.
-        agent_nonce, host_nonce: from the two greetings.
+        agent_nonce, host_nonce: the nonces from the two greetings.
         is_host: whether this is the coordinator's side.
     """
 
@@ -45,7 +45,7 @@ class Seal:
         self._received = 0
 
     def close(self, body: bytes) -> bytes:
-        """Return a frame with this body. Call it in the order of sending."""
+        """Return a frame with this body. Call this method in the order in which frames are sent."""
         counter = _COUNTER.pack(self._sent)
         self._sent += 1
         return counter + hmac.new(self._mine, counter + body, hashlib.sha256).digest() + body
@@ -54,7 +54,7 @@ class Seal:
         """Return the body of a frame.
 
         Raises:
-            LaunchError: no member sealed the frame, or it does not belong at this point of the
+            LaunchError: the frame was not sealed by a member, or is not the next frame of the
                 session.
         """
         counter, mac = frame[: _COUNTER.size], frame[_COUNTER.size : _COUNTER.size + _MAC_BYTES]

@@ -1,11 +1,11 @@
-"""The coordinator's end of all links: a gRPC server on its own thread.
+"""Connect the coordinator to all nodes and status clients, by a gRPC server on its own thread.
 
-There is one stream per node and one per status client. A node that hangs up has left at once. A
-node whose stream breaks may reconnect, and its session then continues. It is lost once its machine
-refuses connections to its life sign, or once it has been silent for too long; the clock for this
-stops while the server's process does not run. A peer must prove with every frame that it knows the
-job's secret, and is disconnected if it does not do so within a few seconds. Nodes that send faster
-than the coordinator can handle have to wait.
+There is one stream per node and one per status client. A node that hangs up counts as left at once.
+A node whose stream breaks may reconnect, and its session then continues. Such a node is lost once
+its machine refuses connections to the life sign, or once the node has been silent for too long. The
+clock that measures silence stops while the server's process does not run. Every frame of a peer
+must prove knowledge of the job's secret. A peer that does not prove it within a few seconds is
+disconnected. Nodes that send faster than the coordinator can handle have to wait.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ _LOOK_S = 1.0  # the longest delay in detecting a loss if beats are rarer
 
 
 class ControlServer:
-    """A server at `address` (host:port); it puts events into `events` as (node, event).
+    """A server at `address` (host:port) that puts events into `events` as (node, event).
 
     Args:
-        tls: None for plain connections.
-        lost_after_s: after how much silence a node is lost.
-        answer: answers a session of one question (`Poll`, `Renew`) on the server's thread; it
-            returns None for a message that begins a longer session.
-        is_open: whether this node hosts the job; otherwise it only answers polls.
-        beat_s: how often both sides send something.
+        tls: the certificates, or None for plain connections.
+        lost_after_s: the silence after which a node is lost, in seconds.
+        answer: a function that answers a session of one question (`Poll`, `Renew`), called on the
+            server's thread. It returns None for a message that begins a longer session.
+        is_open: whether this node hosts the job. If not, the server only answers polls.
+        beat_s: the interval at which both sides send a message, in seconds.
 
     Raises:
         LaunchError: the address cannot be bound.
@@ -119,7 +119,7 @@ class ControlServer:
             self._loop.call_soon_threadsafe(self._put, node, None)
 
     def open(self, *, is_open: bool) -> None:
-        """Begin to admit nodes, or end all their sessions and only answer polls."""
+        """Start to admit nodes, or end all their sessions and only answer polls."""
         self._is_open = is_open
         if not is_open:
             with contextlib.suppress(RuntimeError):
@@ -131,7 +131,7 @@ class ControlServer:
             member.wake.set()
 
     def close(self) -> None:
-        """End all sessions; waits at most 10 s for pending messages to leave."""
+        """End all sessions; wait at most 10 s for pending messages to be sent."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(_CLOSE_S)
@@ -184,7 +184,7 @@ class ControlServer:
         await server.stop(_GRACE_S)
 
     async def _tick(self) -> None:
-        """Request heartbeats and drop silent members: one timer for all of them."""
+        """Request heartbeats from all nodes and drop silent nodes; one timer serves all of them."""
         while True:
             await asyncio.sleep(self._look_s)
             now_s = self._loop.time()
@@ -199,8 +199,8 @@ class ControlServer:
     async def _room(self) -> None:
         """Wait until the coordinator has caught up.
 
-        However many nodes wait, a single task polls: a poll for each of 1,024 nodes would take the
-        processor time that the coordinator needs to catch up.
+        A single task polls on behalf of all waiting nodes, because 1,024 polling tasks would take
+        the processor time that the coordinator needs to catch up.
         """
         if self._has_room is None:
             self._has_room = self._loop.create_task(self._poll_for_room())
@@ -215,7 +215,7 @@ class ControlServer:
         return self._lived.at(self._loop.time())
 
     def _is_silent(self, member: _Member) -> bool:
-        """Return whether nothing has arrived from a node for as long as counts as a loss."""
+        """Return whether a node has been silent for so long that it counts as lost."""
         return self._now_lived_s() - member.heard_s > self._lost_after_s
 
     async def _session(
@@ -263,12 +263,12 @@ class ControlServer:
             self._events.put((member.name, greeting))
 
     def _member_of(self, hello: Event | Command) -> _Member:
-        """Return the member to which this stream belongs, by its first message.
+        """Return the member to which a stream belongs, identified by the stream's first message.
 
         Raises:
-            _TryAgainError: a session of this node has not ended yet, or this node may be about to
+            _TryAgainError: a session of the peer has not ended yet, or this node may be about to
                 host the job.
-            LaunchError: no session can begin with that message, or the one to resume has ended.
+            LaunchError: the message cannot begin a session, or the session to resume has ended.
         """
         if not self._is_open:
             why = "this node does not host the job"
@@ -333,7 +333,7 @@ class ControlServer:
                     self._lose(member, why)
 
     async def _await_return(self, member: _Member) -> None:
-        """Drop a node whose stream broke; a reconnection cancels this task."""
+        """Drop a node whose stream broke, unless a reconnection cancels this task first."""
         while True:
             await asyncio.sleep(_RESUME_S)
             if await is_gone(member.address, member.life_port) or self._is_silent(member):
@@ -387,11 +387,11 @@ class ControlServer:
 
 
 class _TryAgainError(LaunchError):
-    """A greeting cannot be accepted now, but may be later."""
+    """A greeting cannot be accepted now, but may be accepted later."""
 
 
 class _Member:
-    """A node, or a status client, over all its connections."""
+    """A node or a status client, tracked across reconnections."""
 
     def __init__(self, name: str, greeting: Event, heard_s: float, *, can_resume: bool) -> None:
         self.name = name
@@ -413,18 +413,18 @@ class _Member:
         self.is_silent = False
 
     def note_sent(self, now_s: float) -> None:
-        """Note that a frame has left; it also counts as a heartbeat."""
+        """Note that a frame was sent, which also counts as a heartbeat."""
         self.owes_beat = False
         self.sent_s = now_s
 
     def fall_silent(self) -> None:
-        """End the connection of a node that has sent nothing for too long."""
+        """End the connection of a node that has been silent for too long."""
         if self.tasks and not self.is_silent:
             self.is_silent = True
             self.tasks[1].cancel()
 
     def take_over(self) -> None:
-        """End the previous connection."""
+        """End the previous connection, because a new one replaces it."""
         self.stream += 1
         if self.awaiting is not None:
             self.awaiting.cancel()
@@ -441,12 +441,12 @@ def _is_broken(task: asyncio.Task[None]) -> bool:
 
 
 def _address(peer: str) -> str:
-    """Return the numeric address in gRPC's name of a peer, such as `ipv6:%5B::1%5D:40404`."""
+    """Return the numeric address in a peer name of gRPC, such as `ipv6:%5B::1%5D:40404`."""
     return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
 
 
 def _check_free(address: str) -> None:
-    """Check that an address can be bound; gRPC's own error takes many lines.
+    """Check that an address can be bound, because gRPC's own error takes many lines.
 
     Raises:
         LaunchError: the address cannot be bound.

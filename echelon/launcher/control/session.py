@@ -1,8 +1,8 @@
-"""The state of a session that outlives its connections. Pure: it has no socket and no clock.
+"""Keep the state of a session across reconnections. Pure: there is no socket and no clock.
 
 Messages are numbered and kept until the other side has acknowledged them. When a connection breaks,
-the next one continues, so that nothing is lost and nothing arrives twice. The amount in flight is
-bounded: a node that sends gigabytes of dumps waits for the coordinator.
+the next connection continues the session, so that no message is lost or delivered twice. The amount
+of data in flight is bounded, so a node that sends gigabytes of dumps waits for the coordinator.
 
     frame: u64 number (0: none, only the acknowledgement; 2^64 - 1: the last frame of a side that
            hangs up), u64 number of the last message received, message
@@ -35,16 +35,16 @@ class Session:
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything has been sent."""
+        """Whether all queued messages have been sent."""
         return self._num_sent == len(self._kept)
 
     @property
     def is_delivered(self) -> bool:
-        """Whether the other side has acknowledged everything."""
+        """Whether the other side has acknowledged all messages."""
         return not self._kept
 
     def owe_acknowledgement(self) -> None:
-        """Acknowledge at once what was received: the other side waits for this before it ends."""
+        """Acknowledge received messages at once, so that the other side can end its session."""
         self._unacknowledged_bytes = _ACK_BYTES
 
     @property
@@ -75,10 +75,10 @@ class Session:
         return self._head(_GOODBYE)
 
     def take(self, frame: bytes) -> bytes | None:
-        """Handle a received frame; return its message, or None if it has none or is a repetition.
+        """Handle a received frame; return its message, or None if it is empty or a repetition.
 
         Raises:
-            LaunchError: a message is missing, or this is not a frame.
+            LaunchError: a message is missing, or the bytes are not a valid frame.
         """
         if len(frame) < _HEADER.size:
             raise LaunchError("malformed frame")
@@ -96,7 +96,7 @@ class Session:
         return frame[_HEADER.size :]
 
     def resume(self, received: int) -> None:
-        """Begin a new connection: send again what the other side has not received."""
+        """Resume on a new connection: resend the messages that the other side has not received."""
         self._drop(received)
         self._num_sent = self._sent_bytes = 0
 

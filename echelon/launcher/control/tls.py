@@ -1,8 +1,8 @@
-"""TLS for the control plane, with the user's own certificates.
+"""Provide TLS for the control plane, with the user's own certificates.
 
 Nodes always prove that they know the job's secret. Certificates add two things: no third party can
 read the messages, and a node authenticates its host before it sends anything. The host needs a
-certificate. If it also has the CA's, it requires a certificate from every node.
+certificate. If the host also has the CA's certificate, every node must present one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TlsFiles:
-    """The contents of PEM files; None for a file that was not given."""
+    """The contents of PEM files; None stands for a file that was not given."""
 
     cert: bytes | None
     key: bytes | None = field(repr=False)
@@ -43,7 +43,7 @@ class TlsFiles:
 
 
 def tls_files(args: argparse.Namespace, meeting: Rendezvous | None) -> TlsFiles | None:
-    """Read the files that were named; return None if none was.
+    """Read the certificate files named on the command line; return None if there are none.
 
     Raises:
         ValueError: a file is missing, or cannot be read.

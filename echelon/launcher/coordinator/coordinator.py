@@ -1,14 +1,14 @@
-"""The coordinator: it gathers the nodes, starts worlds, collects incidents, and ends the job.
+"""Coordinate a job: gather the nodes, start worlds, collect incidents, and end the job.
 
-It runs on the node that owns the endpoint, in that agent's loop, and knows nodes only through
-messages; its own node is one of them. Pure classes decide what to do (`Roster`: which nodes take
-part; `decide.Attempt`: which actions follow from a world's events; `StallRule`: what counts as a
-stall), and the coordinator carries it out. Each node reads its ranks' stacks before it stops them.
-So a stop is sent at once, even while an incident is being collected; only the end of an attempt
-waits for the incident. Verdicts arrive when they are ready (`Verdicts`); `Restarting` decides how
-long a restart waits for one.
+The coordinator runs in the agent's loop of the node that owns the endpoint. It communicates with
+all nodes, including its own, only through messages. Pure classes make the decisions, and the
+coordinator carries them out: `Roster` decides which nodes take part, `decide.Attempt` which actions
+follow from a world's events, and `StallRule` what counts as a stall. Each node reads the stacks of
+its ranks before it stops them. So a stop is sent at once, even while an incident is being
+collected; only the end of an attempt waits for the incident. Verdicts arrive when they are ready
+(`Verdicts`); `Restarting` decides how long a restart waits for a verdict.
 
-Failures are ordered by their arrival here, never by a clock.
+Failures are ordered by their arrival at the coordinator, never by a clock.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ Send = Callable[[str, m.Command], None]
 
 
 class Coordinator:
-    """One job. The owner calls `take` for each message, and `step` after messages and deadlines.
+    """The coordinator of a job. Call `take` for each message, `step` after messages and deadlines.
 
     Args:
-        succession: decides, in a job with failover, whether a world may begin; otherwise None.
-        observers: the objects that report on the job without deciding anything.
+        succession: decides whether a world may begin in a job with failover; None without failover.
+        observers: the objects that report on the job but make no decisions.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Coordinator:
             self._inherit(succession, succession.inherited)
 
     def deadline_s(self) -> float:
-        """Return when `step` must be called again, at the latest."""
+        """Return the latest time at which `step` must be called again."""
         due = min(self._verdicts.deadline_s(), self._own_deadline_s())
         if self._succession is not None:
             due = min(due, self._succession.deadline_s())
@@ -158,7 +158,7 @@ class Coordinator:
         return min(due, world.attempt.deadline_s or float("inf"))
 
     def close(self) -> None:
-        """End analyses that still run."""
+        """End the analyses that still run."""
         self._verdicts.close()
 
     # ---- what comes in ----
@@ -247,7 +247,7 @@ class Coordinator:
                 self._note_ended(world, rank, _LOST)
 
     def _show_job(self, visitor: str) -> None:
-        """Send the job's state to a status client, and let its nodes report their ranks."""
+        """Send the job's state to a status client, and ask the nodes to report on their ranks."""
         world = self._world
         present = [] if world is None else world.present
         came = (
@@ -264,7 +264,7 @@ class Coordinator:
         self._tell(present, m.TellStatus(visitor=visitor))
 
     def _stop(self, node: str, number: int) -> None:
-        """Handle a user's request to stop one launcher: end the job, or let that node leave it."""
+        """Handle a user's request to stop one launcher: end the job, or let that node leave."""
         world = self._world
         is_host = node == self._options.node_name
         if not is_host and (world is None or node not in world.nodes):
@@ -328,7 +328,7 @@ class Coordinator:
         self._decide(world, decide.WorkerEnded(event.rank, 1, "could not be killed"))
 
     def _lived_ns(self) -> int:
-        """Return the time by which ranks are judged; standstills of this process do not count."""
+        """Return the time by which ranks are judged, which excludes standstills of this process."""
         return int(self._lived.at(time.monotonic()) * 1e9)
 
     def _look(self, world: World) -> None:
@@ -345,7 +345,7 @@ class Coordinator:
             self._decide(world, decide.StallSeen(stall.reason))
 
     def _look_early(self, world: World) -> None:
-        """Collect an incident if an operation exceeds its own history, unless there is a stall."""
+        """Collect an incident if an operation exceeds its own history, unless the job stalls."""
         was_reported = world.limits.is_reported
         early = world.look_early(self._lived_ns())
         if world.rule.is_stalled or world.attempt.phase is not decide.Phase.RUNNING:
@@ -368,7 +368,7 @@ class Coordinator:
     # ---- what follows ----
 
     def step(self) -> None:
-        """Carry out what is due."""
+        """Carry out all actions that are due."""
         if self.is_over:
             return
         now_s = time.monotonic()
@@ -385,7 +385,7 @@ class Coordinator:
         self._explain_waiting(now_s)
 
     def _has_lapsed(self, succession: Succession) -> bool:
-        """Send beats; stop this node alone if it may no longer host the job."""
+        """Send heartbeats; stop this node alone if it may no longer host the job."""
         succession.step()
         world = self._world
         running = world is not None and world.clearing is None
@@ -401,7 +401,7 @@ class Coordinator:
         return True
 
     def _inherit(self, succession: Succession, inherited: Inheritance) -> None:
-        """Continue the job of a host that was lost together with its ranks."""
+        """Take over a job whose former host was lost together with its ranks."""
         mandate = inherited.mandate
         self._restarts.num_used, self._report.attempts = mandate.restarts, mandate.num_attempts
         self._numbers = max(self._numbers, mandate.attempt + 1)
@@ -425,7 +425,7 @@ class Coordinator:
             self.take(name, event)
 
     def _explain_waiting(self, now_s: float) -> None:
-        """Print what the present state waits for, once it has lasted for a while."""
+        """Print what the job waits for, once the current state has lasted for a while."""
         why = self._why_waiting()
         if not why:
             self._waits_since_s, self._next_reason_s = now_s, now_s + _EXPLAIN_S
@@ -434,7 +434,7 @@ class Coordinator:
             self._say(f"waiting for {now_s - self._waits_since_s:.0f} s: {why}")
 
     def _why_waiting(self) -> str:
-        """Return what the present state waits for; "" while ranks run."""
+        """Return what the job waits for in its current state; "" while ranks run."""
         if self._ending is not None:
             return "the analysis of an incident"
         if self._world is not None:
@@ -464,7 +464,7 @@ class Coordinator:
         self._store_died = bool(how)
 
     def _act_all(self, world: World) -> None:
-        """Carry out the pending actions; a new incident waits for the one being collected."""
+        """Carry out the pending actions, except that a new incident waits for the current one."""
         waiting: deque[decide.Action] = deque()
         while self._todo:
             action = self._todo.popleft()
@@ -586,7 +586,7 @@ class Coordinator:
             self._say(f"{here} of {low} required nodes connected; waiting for more")
 
     def _note_cleared(self, world: World, end: decide.EndAttempt) -> None:
-        """Report, once, that nothing is left of a world; the next step may await a verdict."""
+        """Report once that a world has been cleaned up; the next step may wait for a verdict."""
         if not world.is_reported:
             world.is_reported = True
             how = end.ended_by.value
@@ -594,7 +594,7 @@ class Coordinator:
             self._observers.tell(told)
 
     def _check_verdicts(self, now_s: float) -> None:
-        """Conclude the job once its incidents are explained, or the wait for that is over."""
+        """Conclude the job once its incidents are explained, or the wait for verdicts is over."""
         assert self._ending is not None
         world, end = self._ending
         stopped_by_user = self._stop_signal or end.ended_by in (EndedBy.SIGNAL, EndedBy.LEAVE)
@@ -624,7 +624,7 @@ class Coordinator:
         self._finish(ended_by, code)
 
     def _note_stopped(self) -> None:
-        """Report at which step the last attempt stopped, if there was one."""
+        """Report the step at which the last attempt stopped, if there was an attempt."""
         if self._latest < 0:
             return
         stopped = where_it_stopped(self._run, self._latest)

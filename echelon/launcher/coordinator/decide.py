@@ -1,20 +1,21 @@
-"""The next actions of an attempt: events in, actions out. It has no clock, process or socket.
+"""Derive the next actions of an attempt from its events. Pure: no clock, process or socket.
 
     RUNNING --a worker fails--> SETTLING --0.5 s, or all ended--> STOPPING --backstop--> KILLING
        |                                                             ^                     |
        +--a stall that lasts, with `stop`; a signal; a leave---------+          30 s: give up
        +--all succeeded--> over                     all ended in any phase: over <---------+
 
-The pause after the first failure lets the other ranks report how they ended (they notice within
-0.1 s), so that the black boxes hold both cause and effect. A second failure does not extend it. It
-ends early once all workers have ended, except after a stop signal that the launcher did not send: a
-scheduler that signals every process of a node signals the launcher too, and then no rank has
-failed. A lost worker without which the others continue changes no phase; its incident is collected
-after the same pause.
+The pause after the first failure lets the other ranks report how they ended, so that the black
+boxes hold both cause and effect. (The other ranks notice a failure within 0.1 s.) A second failure
+does not extend the pause. The pause ends early once all workers have ended, except after a stop
+signal that the launcher did not send. A scheduler that signals every process of a node also signals
+the launcher, and in that case no rank has failed. If a worker is lost and the other workers
+continue, the phase does not change, and an incident is collected after the same pause.
 
 Each node measures the grace between SIGTERM and SIGKILL from the moment at which it signalled its
-workers. The backstop here only catches a node that fails to do so. A second request to stop changes
-the outcome but never the grace; the node that received the request handles the user's impatience.
+workers. The coordinator's backstop only catches a node that does not kill its workers in time. A
+second request to stop changes the outcome but never the grace period; the node that received the
+request handles the user's impatience.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class EndedBy(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnded:
-    """A worker has ended, or could not be started (`code` 127)."""
+    """An event: a worker has ended, or could not be started (`code` 127)."""
 
     rank: int
     code: int
@@ -63,7 +64,7 @@ class WorkerEnded:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """A worker was killed, and the others continue without it."""
+    """An event: a worker was killed, and the other workers continue."""
 
     rank: int
     how: str  # in words
@@ -71,42 +72,45 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class StallSeen:
-    """The ranks make no progress."""
+    """An event: the ranks make no progress."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class SlowSeen:
-    """An operation takes longer than its own history suggests, and no rank is active."""
+    """An event: an operation takes longer than its history suggests, and no rank is active."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class StallExamined:
-    """The incident of a stall is complete; `lasts` means that no rank has made progress since."""
+    """An event: the incident of a stall is complete.
+
+    `lasts` means that no rank has made progress since the incident began.
+    """
 
     lasts: bool
 
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """The user sent a launcher a signal that ends the job."""
+    """An event: the user sent a launcher a signal that ends the job."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveRequested:
-    """The user sent a launcher a signal, and the remaining nodes suffice to continue."""
+    """An event: the user signalled a launcher, and the remaining nodes suffice to continue."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Nothing else happened; deadlines may have passed."""
+    """An event: time has passed, so that a deadline may have expired."""
 
 
 Event = (
@@ -122,7 +126,7 @@ class CollectIncident:
     """An action: take a snapshot of all ranks and explain it.
 
     Attributes:
-        is_early: whether a learned limit requested it; nothing is then stopped because of it.
+        is_early: whether a learned limit triggered the incident. Such an incident stops no rank.
         lost: the ranks that failed, if the attempt continues without them.
     """
 
@@ -134,10 +138,10 @@ class CollectIncident:
 
 @dataclass(frozen=True, slots=True)
 class StopWorkers:
-    """An action: signal all workers; each node kills those that still run after the grace.
+    """An action: signal all workers; each node kills the workers that still run after the grace.
 
     Attributes:
-        urgent: do not wait until an incident has been collected.
+        urgent: whether to stop without waiting until an incident has been collected.
     """
 
     number: int
@@ -151,7 +155,7 @@ class KillWorkers:
 
 @dataclass(frozen=True, slots=True)
 class EndAttempt:
-    """An action: end the attempt; all workers have ended, except those that cannot be killed."""
+    """An action: end the attempt, because all workers have ended or cannot be killed."""
 
     ended_by: EndedBy
     failed: bool
@@ -162,7 +166,7 @@ Action = CollectIncident | StopWorkers | KillWorkers | EndAttempt
 
 
 class Attempt:
-    """One start of all workers, from its first event to `EndAttempt`."""
+    """The state of one attempt, from the start of its workers to `EndAttempt`."""
 
     def __init__(self, world_size: int, *, grace_s: float, stop_on_stall: bool) -> None:
         self._running = set(range(world_size))
@@ -205,7 +209,7 @@ class Attempt:
         return [] if self._running or self._may_be_stopped else self._over()
 
     def _on_worker_lost(self, event: WorkerLost, now_s: float) -> list[Action]:
-        """Note a loss; its incident is collected a moment later, together with further losses."""
+        """Note the loss of a worker; its incident is collected later, with further losses."""
         self._running.discard(event.rank)
         if not self._losses:
             self.deadline_s = now_s + SETTLE_S
@@ -221,7 +225,7 @@ class Attempt:
 
     @property
     def _may_be_stopped(self) -> bool:
-        """Whether the first failure may come from a scheduler that also stops the launcher."""
+        """Whether the first failure may be due to a scheduler that also stops the launcher."""
         first = self._first_failure
         settles = self.phase is Phase.SETTLING
         return settles and first is not None and -first.code in _STOP_SIGNALS
@@ -286,7 +290,7 @@ class Attempt:
 
 
 def describe_code(code: int) -> str:
-    """Describe how a process ended: "exited with code 1", "was killed by SIGKILL"."""
+    """Describe how a process ended, such as "exited with code 1" or "was killed by SIGKILL"."""
     if code >= 0:
         return f"exited with code {code}"
     try:

@@ -1,12 +1,13 @@
-"""The job's store server: a child process that ends with the agent.
+"""Run the job's store server as a child process that ends with the agent.
 
-It is a separate process so that neither a flood of output nor an analysis in the agent can delay a
-rank's rendezvous. Its standard input is a pipe from the agent: when the agent ends, for whatever
-reason, the pipe closes and the server exits. Nothing else ends it: a scheduler that sends SIGTERM
-to every process of a node gives the ranks time to save, and they may need the store to do so.
+The server is a separate process so that neither a flood of output nor an analysis in the agent can
+delay a rank's rendezvous. The server's standard input is a pipe from the agent. When the agent
+ends, for whatever reason, the pipe closes and the server exits. The server ignores SIGTERM, because
+a scheduler that sends it to every process of a node gives the ranks time to save, and the ranks may
+need the store to do so.
 
-Through the same pipe the agent sends the addresses to admit, values for the ranks to read, and the
-request to drop all keys: every attempt starts with an empty store.
+Through the same pipe, the agent sends addresses to admit, values for the ranks to read, and the
+request to drop all keys, so that every attempt starts with an empty store.
 """
 
 from __future__ import annotations
@@ -28,26 +29,26 @@ _CLOSE_S = 5.0
 
 
 class MeetingPlace(Protocol):
-    """The place where an attempt's ranks meet, as the coordinator sees it."""
+    """The interface through which the coordinator uses the store where an attempt's ranks meet."""
 
     host: str  # as ranks dial it
     port: int
 
     def admit(self, address: str) -> None:
-        """Admit clients from a numeric address although they cannot prove the secret."""
+        """Admit clients from a numeric address, although these clients cannot prove the secret."""
 
     def publish(self, key: str, value: str) -> None:
         """Store a value for the ranks to read; key and value are one word each."""
 
     def renew(self) -> None:
-        """Drop all that past attempts left."""
+        """Drop all keys and members of earlier attempts."""
 
     def how_it_died(self) -> str:
         """Return how the server ended or stopped, or "" while it serves."""
 
 
 class StoreProcess:
-    """A store server at a port that it chooses.
+    """A store server that listens at a port of its own choice.
 
     Args:
         bind: the address to bind.
@@ -122,9 +123,9 @@ class StoreProcess:
         return stat.rpartition(b")")[2].split()[0] == b"T"  # but not if it is traced
 
     def renew(self) -> None:
-        """Drop all members and keys; replace a server that is gone, at another port.
+        """Drop all members and keys; replace a server that has died with one at another port.
 
-        Waits at most 5 s for the server's confirmation, and 30 s for a new server.
+        Wait at most 5 s for the server's confirmation, and 30 s for a new server.
 
         Raises:
             LaunchError: no server can be started.
@@ -157,7 +158,7 @@ class StoreProcess:
             raise LaunchError(f"cannot send {line!r} to the store server: {err}") from err
 
     def close(self) -> None:
-        """End the server; waits at most 5 s. Safe to call twice."""
+        """End the server; wait at most 5 s. Safe to call twice."""
         if self._is_stopped():
             self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):

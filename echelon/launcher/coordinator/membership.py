@@ -1,6 +1,6 @@
-"""Nodes that connect and leave: which are admitted, refused, or dismissed.
+"""Admit, refuse and dismiss nodes.
 
-`Roster` decides which of them take part in a world. This module sends the outcome to the node, and
+`Roster` decides which nodes take part in a world. This module sends the outcome to each node, and
 admits the node's address at the store.
 """
 
@@ -52,7 +52,7 @@ class Membership:
         return next((one.host for one in self._roster.nodes if one.name == node), node)
 
     def let_go(self, node: str, number: int) -> None:
-        """End the launcher of a node that its user asked to stop with a signal."""
+        """End a node's launcher, because its user sent it a signal to stop."""
         self._roster.leave(node)
         self._send(node, m.Over(exit_code=128 + number, ended_by=EndedBy.SIGNAL.value))
 
@@ -67,7 +67,7 @@ class Membership:
         )
 
     def _admit(self, hello: m.Hello) -> None:
-        """Admit a node's own torch store clients, which cannot prove the secret."""
+        """Admit the torch store clients of a node, because they cannot prove the secret."""
         if not hello.address:
             return  # this node itself
         try:

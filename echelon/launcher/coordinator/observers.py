@@ -1,7 +1,7 @@
-"""The coordinator's reports to observers: accounts, notices, metrics.
+"""Report events of a job to observers, which keep accounts, send notices and serve metrics.
 
-An observer decides nothing. It is called on the coordinator's own thread, so it must return at
-once. An observer that fails loses its own report and never affects the job.
+An observer makes no decisions. Observers are called on the coordinator's own thread, so they must
+return at once. An observer that fails is removed and never affects the job.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from echelon.launcher.job.report import Incident
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptBegan:
-    """The nodes were told to start their ranks; `hosts` holds each rank's host."""
+    """The nodes were told to start their ranks; `hosts` holds the host name of each rank."""
 
     attempt: int
     restart: int  # how many attempts there were before
@@ -24,7 +24,7 @@ class AttemptBegan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEnded:
-    """A rank has ended; `code` is as in `subprocess`, or None if it was lost with its node."""
+    """A rank has ended; `code` is as in `subprocess`, or None if the rank's node was lost."""
 
     attempt: int
     rank: int
@@ -51,14 +51,14 @@ class StallCleared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerdictKnown:
-    """An incident was explained, as far as possible."""
+    """The analysis of an incident has ended, with or without a verdict."""
 
     incident: Incident
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptEnded:
-    """All ranks of an attempt have ended, and nothing of them is left."""
+    """All ranks of an attempt have ended, and no process of theirs is left."""
 
     attempt: int
     failed: bool
@@ -67,7 +67,7 @@ class AttemptEnded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restarting:
-    """Another attempt follows; `decision` is the line that was printed about it."""
+    """Another attempt follows; `decision` is the line that was printed about the restart."""
 
     attempt: int  # the one that ended
     decision: str
@@ -101,7 +101,7 @@ class Observers:
     """All observers of one job.
 
     Args:
-        say: prints a line; used once for an observer that fails, which is then removed.
+        say: a function that prints a line, called once for each observer that fails.
     """
 
     def __init__(self, say: Callable[[str], None], observers: Sequence[Observer] = ()) -> None:
@@ -109,7 +109,7 @@ class Observers:
         self._observers = list(observers)
 
     def tell(self, happening: Happening) -> None:
-        """Call every observer."""
+        """Call every observer with an event."""
         for observer in list(self._observers):
             try:
                 observer(happening)

@@ -1,13 +1,13 @@
-"""Checks between two attempts: suspect nodes are probed before they are used again.
+"""Probe suspect nodes between two attempts, before these nodes are used again.
 
     WAITING --pause over--> ASKED --all answered, or 20 s--> over, if all is whole
        ^                      |
        +-- back-off ----------+-- a probe failed: excluded where another node can take its place
 
-A link has two ends: first a partner node is asked to listen, then the suspect measures the link to
-it. Nothing here blocks on a probe: a message requests it, and `take` and `step` handle the answer
-or the deadline. The findings are added to the decision in `report.json`, and to the incidents of
-the attempt that follows.
+To measure a link, a partner node is asked to listen, and then the suspect node measures the link to
+the partner. Nothing in this module blocks on a probe: a message requests the probe, and `take` and
+`step` handle the answer or the deadline. The findings are added to the decision in `report.json`,
+and to the incidents of the attempt that follows.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _FIRST_NUMBER = 1
 
 @dataclass(slots=True)
 class _Round:
-    """One check of all suspects.
+    """One round of probes of all suspect nodes.
 
     Attributes:
-        tasks: the tasks that each node was given in this phase.
-        links: (suspect, partner) pairs to measure once the partner listens.
-        found: (node, finding) pairs so far.
+        tasks: the tasks of each node in the current phase.
+        links: the (suspect, partner) pairs to measure once the partner listens.
+        found: the (node, finding) pairs so far.
     """
 
     number: int
@@ -58,10 +58,10 @@ class _Round:
 
 
 class Probing:
-    """The checks of one job between its attempts.
+    """The probes of one job's nodes between its attempts.
 
     Args:
-        decisions: the report's decisions; findings are added to the last one.
+        decisions: the decisions in the report; findings are added to the last decision.
         host_address: the address at which nodes reach the hosting node.
     """
 
@@ -97,22 +97,23 @@ class Probing:
 
     @property
     def waits_for(self) -> str:
-        """What the check waits for; "" if it waits for nothing."""
+        """What the check waits for, in words; "" if it waits for nothing."""
         hosts = ", ".join(self._host_of(name) for name in self._suspects)
         return f"probes of {hosts} ({', '.join(self._probes)})" if hosts else ""
 
     def deadline_s(self) -> float:
-        """Return when to call `step`, at the latest."""
+        """Return the latest time at which `step` must be called."""
         if not self._suspects:
             return float("inf")
         return self._next_s if self._round is None else self._round.due_s
 
     def begin(self, failure: Failure | None, attempt: int, now_s: float) -> None:
-        """Check the nodes of a failure before an attempt; None means that no node is suspect.
+        """Begin to check the nodes that a failure makes suspect.
 
         Args:
-            attempt: the number of the attempt that follows.
-            now_s: when to begin: after the pause.
+            failure: the failure; None means that no node is suspect.
+            attempt: the number of the next attempt.
+            now_s: the time at which the check begins, which is after the pause.
         """
         self._round, self._failed, self._suspects = None, {}, []
         self._probes = () if failure is None else probes_for(failure)
@@ -140,7 +141,7 @@ class Probing:
                 present.found.append((node, finding))
 
     def step(self, now_s: float) -> None:
-        """Send the requests, repeat them, or conclude."""
+        """Send the requests, repeat them, or conclude the check, whichever is due."""
         if not self._suspects:
             return
         if self._round is None:
@@ -157,7 +158,7 @@ class Probing:
             self._conclude(present, now_s)
 
     def _ask(self, now_s: float) -> _Round:
-        """Request its own probes from each suspect, and let its partner listen."""
+        """Request each suspect's own probes, and ask its partner to listen."""
         tasks: dict[str, list[Task]] = {}
         links = list(self._links()) if NETWORK in self._probes else []
         token = new_token()
@@ -186,7 +187,7 @@ class Probing:
             yield Task(probe=STORAGE, folder=str(self._options.checkpoint_dir))
 
     def _links(self) -> Iterator[tuple[str, str]]:
-        """Yield each remaining suspect with another node for the measurement."""
+        """Yield each remaining suspect together with the node to which its link is measured."""
         if self._has_pairs:  # the links between those that the failure names
             pairs = zip(self._named, self._named[1:], strict=False)
             yield from ((a, b) for a, b in pairs if a in self._suspects and self._is_here(b))
@@ -197,11 +198,11 @@ class Probing:
 
     @property
     def _has_pairs(self) -> bool:
-        """Return whether the failure names several nodes, so that none is to blame for a link."""
+        """Return whether the failure names several nodes, so a bad link is not one node's fault."""
         return len(self._named) > 1
 
     def _ask_links(self, present: _Round, now_s: float) -> None:
-        """Let the suspects measure the links to the partners that now listen."""
+        """Ask the suspects to measure the links to the partners that now listen."""
         present.is_second = True
         present.number, present.due_s = self._new_number(), now_s + _ANSWER_S
         for suspect, partner in present.links:
@@ -237,7 +238,7 @@ class Probing:
         present.tasks.clear()
 
     def _conclude(self, present: _Round, now_s: float) -> None:
-        """Report the findings; a broken node is probed again later, or excluded."""
+        """Report the findings; probe a broken node again later, or exclude it."""
         self._round = None
         rows = [(name, finding) for name, finding in present.found if name in self._suspects]
         self._keep(rows)
@@ -260,7 +261,7 @@ class Probing:
             self._suspects = []
 
     def _exclude(self, name: str, broken: Sequence[Finding]) -> bool:
-        """Avoid a node that fails its probes, if another one can take its place."""
+        """Avoid a node that fails its probes, if another node can take its place."""
         self._failed[name] = self._failed.get(name, 0) + 1
         is_due = any(self._failed[name] >= tries_of(one.probe) for one in broken)
         is_only_a_link = self._has_pairs and all(one.probe == NETWORK for one in broken)
@@ -283,7 +284,7 @@ class Probing:
         self._say(f"probe of {self._host_of(name)} failed: {what}; {after}")
 
     def _keep(self, rows: Sequence[tuple[str, Finding]]) -> None:
-        """Add the findings to the decision; of the healthy ones in between, only the latest."""
+        """Add findings to the decision; of the earlier findings, keep only the failures."""
         kept = [one for one in self._last().get("probes", []) if one["state"] == State.BROKEN.value]
         for name, finding in rows:
             kept.append({"before": self._attempt, "host": self._host_of(name), **finding.to_json()})
@@ -315,7 +316,7 @@ class Probing:
 
 
 def evidence(decisions: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the measurements before the present attempt, one sentence per probe."""
+    """Return what was measured before the current attempt, as one sentence per probe."""
     probes = decisions[-1].get("probes", []) if decisions else []
     return [
         f"the probe before attempt {one['before']} "

@@ -1,8 +1,8 @@
-"""From the end of an attempt to the next one: await the verdict, decide, report, pause.
+"""Handle the end of an attempt: wait for the verdict, decide whether to restart, report, pause.
 
-Under the smart policy a restart waits for its verdict, for a few seconds at most. Small jobs are
-explained within one or two seconds, and a job that restarts without its verdict may repeat a
-failure that no restart can cure. A later verdict counts for the decisions after it.
+Under the smart policy, a restart waits a few seconds at most for the verdict. The verdict on a
+small job is ready within one or two seconds, and a job that restarts without a verdict may repeat a
+failure that no restart can cure. A verdict that arrives later is used for later decisions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VERDICT_S = 5.0  # how long a restart waits for its verdict after all ranks have
 
 
 class Restarting:
-    """The decisions about what follows the attempts of one job."""
+    """The decisions about what follows each attempt of one job."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Restarting:
         self.suspected: Failure | None = None  # whose nodes are checked before they are used again
 
     def awaits_verdict(self, world: World, end: EndAttempt, now_s: float) -> bool:
-        """Return whether the decision still waits for the verdict on what ended an attempt."""
+        """Return whether the decision must wait for the verdict on an attempt's end."""
         incident = incident_of(world, self._report.incidents, end.ended_by)
         is_open = incident is not None and self._verdicts.is_open(incident)
         changed = self._options.max_nodes > 1 and (world.lost or world.leaving)
@@ -75,7 +75,7 @@ class Restarting:
         return False
 
     def decide(self, world: World, end: EndAttempt) -> bool:
-        """Return whether another attempt follows, and report why."""
+        """Decide whether another attempt follows, report why, and return the decision."""
         self._revise()
         known: list[Failure] = []
 
@@ -109,11 +109,11 @@ class Restarting:
         return decision.action is not Action.STOP
 
     def history(self) -> str:
-        """Return how the attempts so far ended, as JSON for the workers of the next one."""
+        """Return how earlier attempts ended, as JSON for the workers of the next attempt."""
         return json.dumps({"format": 1, "attempts": self._report.decisions[-_MAX_TOLD:]})
 
     def memory(self) -> str:
-        """Return what another node must know to continue the job's policy."""
+        """Return what another node must know to continue the job's restart policy."""
         known = Memory(
             failures=tuple(self.restarts.failures),
             avoided=self._roster.avoided,
@@ -122,7 +122,7 @@ class Restarting:
         return pack(known)
 
     def inherit(self, memory: str) -> None:
-        """Continue with a former host's memory; if it cannot be read, one line reports that."""
+        """Continue with a former host's memory; if it is unreadable, print one line about that."""
         try:
             known = unpack(memory)
         except ValueError as err:

@@ -1,11 +1,11 @@
-"""The rule for whether another attempt follows a failed one. Pure, from the ends of attempts.
+"""Decide whether another attempt follows an attempt, from how the attempts ended. Pure.
 
-A lost node changes the world and costs no restart, since a replacement or a smaller world may do
-better. But a node that is lost repeatedly just after the start (a pod that runs out of memory
-whenever the model is built) would restart the world indefinitely. So after a few such losses in a
-row, each further one costs a restart, as a failure does. The policy (`policy/policy.py`) decides
-what follows a failure, within `--max-restarts`. Leaves, preemptions and stops by the user are not
-failures.
+A lost node does not use up a restart, since the world that follows has a replacement or fewer nodes
+and may succeed. But a node that is lost repeatedly just after the start (a pod that runs out of
+memory whenever the model is built) would restart the world indefinitely. So after a few such losses
+in a row, each further loss uses up a restart, as a failure does. The policy (`policy/policy.py`)
+decides what follows a failure, within `--max-restarts`. Leaves, preemptions and stops by the user
+are not failures.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ FREE_LOSSES = 3  # in a row; from then on each costs a restart
 
 
 class Restarts:
-    """The restarts of one job.
+    """The restart budget of one job.
 
     Args:
-        max_restarts: `--max-restarts`.
+        max_restarts: the value of `--max-restarts`.
         is_elastic: whether the job may have more than one node.
-        policy: `--restart-policy`.
-        exclude_after: `--exclude-after`.
+        policy: the value of `--restart-policy`.
+        exclude_after: the value of `--exclude-after`.
         after_stalls: whether a stall that ended an attempt counts as a failure.
 
     Attributes:
@@ -55,7 +55,7 @@ class Restarts:
 
     @property
     def is_judged(self) -> bool:
-        """Whether restarts follow from the verdict."""
+        """Whether the verdict decides about restarts."""
         return self._policy == "smart"
 
     @property
@@ -64,12 +64,12 @@ class Restarts:
         return self._policy == "smart" and self.num_used < self._max
 
     def is_failure(self, end: EndAttempt) -> bool:
-        """Return whether an attempt failed: it neither succeeded nor was stopped from outside."""
+        """Return whether an attempt failed, instead of succeeding or being stopped from outside."""
         by = end.ended_by
         return end.failed and (by is EndedBy.WORKER or (by is EndedBy.STALL and self._after_stalls))
 
     def revise(self, attempt: int, failure: Failure) -> None:
-        """Replace what was known of an earlier failure, because its verdict has arrived since."""
+        """Replace the facts of an earlier failure, because its verdict has arrived."""
         self.failures = [failure if one.attempt == attempt else one for one in self.failures]
 
     def next(
@@ -88,13 +88,15 @@ class Restarts:
 
         Args:
             end: how the attempt ended.
-            lost: whether nodes were lost in it.
-            left: whether nodes left it on purpose.
-            lasted_s: how long it ran.
+            lost: whether nodes were lost in the attempt.
+            left: whether nodes left the attempt on purpose.
+            lasted_s: how long the attempt ran, in seconds.
             num_nodes: how many nodes are connected now.
-            low: how many nodes a world needs.
-            explain: returns what is known of the failure; called only if that matters.
-            others: returns how many nodes could take part without the given ones.
+            low: how many nodes a world needs at least.
+            explain: a function that returns what is known of the failure, called only if the
+                decision depends on it.
+            others: a function that returns how many nodes could take part, not counting the given
+                ones.
         """
         is_leave = end.failed and end.ended_by is EndedBy.LEAVE
         if not (is_leave or self.is_failure(end)):
@@ -115,7 +117,7 @@ class Restarts:
         return decision
 
     def _why_over(self) -> str:
-        """Return why no further restart is allowed, or "" if one is."""
+        """Return why no further restart is allowed, or "" if a restart is allowed."""
         if self._policy == "never":
             return "--restart-policy never"
         if self.num_used < self._max:

@@ -1,14 +1,16 @@
-"""The nodes of the next world: a pure class over joins, leaves and a clock that is passed in.
+"""Choose the nodes of the next world from the nodes that join and leave. Pure.
 
-A world begins once `max_nodes` nodes are connected; or all nodes of the last world that did not
-leave; or `min_nodes` are connected and the last call is over. The last call is adaptive: it allows
-for the difference between two nodes that were started together, and lasts at most 3 s unless the
-user sets it. Nodes that connect later, or beyond `max_nodes`, wait for the next world; at most
-`spares` of them may wait. Avoided nodes are chosen only if the others are fewer than `min_nodes`.
+A world begins once one of three conditions holds: `max_nodes` nodes are connected; all nodes of the
+last world that did not leave are connected; or `min_nodes` nodes are connected and the last call is
+over. The last call is an adaptive waiting time that allows for the delay between two nodes that
+were started together. It lasts at most 3 s unless the user sets it. Nodes that connect later, or
+beyond `max_nodes`, wait for the next world; at most `spares` nodes may wait. Avoided nodes are
+chosen only if fewer than `min_nodes` other nodes are connected.
 
-Ranks follow the order of nodes: first by a node's own `--node-rank`, then the coordinator's node,
-then by host name in natural order. After that, nodes keep their places: a node of the last world is
-chosen before any other, and a node that joins takes the place of one that was lost.
+Ranks are numbered in the order of the nodes. In the first world, nodes with a `--node-rank` come
+first, in that order, then the coordinator's node, then the other nodes by host name in natural
+order. In later worlds, nodes keep their places: a node of the last world is chosen before any
+other, and a node that joins takes the place of a lost node.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _LAST_CALL_STEP_S = 1.0  # the wait after each join for the next one
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """A node that wants to take part."""
+    """A node that asks to take part in a world."""
 
     name: str
     host: str
@@ -34,7 +36,7 @@ class Node:
 
     @property
     def order(self) -> tuple[object, ...]:
-        """The sort key; see the module's docstring."""
+        """The sort key of a node; the module's docstring describes the order."""
         rank = self.node_rank if self.node_rank >= 0 else 1 << 30
         parts = re.split(r"(\d+)", self.host)
         natural = tuple((1, int(p), "") if p.isdigit() else (0, 0, p) for p in parts)
@@ -42,7 +44,7 @@ class Node:
 
 
 class Roster:
-    """The nodes that are connected, and those of the present world."""
+    """The connected nodes, and the nodes of the current world."""
 
     def __init__(
         self,
@@ -72,12 +74,12 @@ class Roster:
         return tuple(self._nodes.values())
 
     def resume(self, former: Sequence[str]) -> None:
-        """Continue with the nodes of a world that another host began; they keep their places."""
+        """Continue with the nodes of another host's world; these nodes keep their places."""
         self._former = tuple(former)
         self._awaited = frozenset(name for name in former if name in self._nodes)
 
     def open(self, now_s: float) -> None:
-        """Begin to gather a world; nodes that are already connected count as joined now."""
+        """Begin to gather a world; nodes that are already connected count as joining now."""
         self._opened_s = self._latest_join_s = now_s
         self._enough_since_s = now_s if len(self._nodes) >= self._min else None
 
@@ -95,7 +97,7 @@ class Roster:
         return ""
 
     def avoid(self, names: Sequence[str]) -> None:
-        """Choose these nodes only if too few others are connected."""
+        """Avoid these nodes: choose them only if too few other nodes are connected."""
         self._avoided |= set(names)
 
     @property
@@ -104,7 +106,7 @@ class Roster:
         return tuple(sorted(self._avoided))
 
     def count_without(self, names: Sequence[str]) -> int:
-        """Return how many nodes are connected, not counting these and the avoided ones."""
+        """Return how many nodes are connected, without the given nodes and the avoided ones."""
         return len(self._nodes.keys() - self._avoided - set(names))
 
     def _eligible(self) -> dict[str, Node]:
@@ -135,7 +137,7 @@ class Roster:
         return chosen
 
     def _placed(self, nodes: Mapping[str, Node]) -> list[Node]:
-        """Choose among these nodes, in rank order."""
+        """Choose the next world's nodes from these nodes, in rank order."""
         others = sorted(
             (node for node in nodes.values() if node.name not in self._former),
             key=lambda node: node.order,
@@ -152,7 +154,7 @@ class Roster:
         return placed[: self._max]
 
     def deadline_s(self) -> float:
-        """Return when to look again, at the latest."""
+        """Return the latest time at which `world` must be called again."""
         if self._enough_since_s is None:
             return self._opened_s + self._join_timeout_s
         return self._last_call_s()
@@ -162,7 +164,7 @@ class Roster:
         return self._enough_since_s is None and now_s >= self._opened_s + self._join_timeout_s
 
     def shortage(self) -> str:
-        """Return a sentence that says how many nodes connected, and which."""
+        """Return a sentence that says how many nodes have connected, and which."""
         came = ", ".join(node.host for node in self._nodes.values()) or "none"
         return (
             f"{len(self._nodes)} of {self._min} required nodes connected within "

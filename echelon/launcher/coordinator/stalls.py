@@ -1,9 +1,9 @@
-"""The rule for when a lasting stall ends its ranks: `--on-stall restart` waits for the verdict.
+"""Decide when a lasting stall ends the attempt under `--on-stall restart`.
 
-A hung program stays hung. A slow rank, a cut link, an unresponsive disk, or ranks that are still
-loading on a busy machine may recover, and a restart helps none of them. So these get time first,
-and progress within that time ends the stall. If a restart led to the same stall, the next one gets
-more time.
+The decision waits for the verdict. A hung program stays hung. A slow rank, a cut link, an
+unresponsive disk, or ranks that are still loading on a busy machine may recover, and a restart
+helps none of them. So stalls with these causes get time first, and progress within that time ends
+the stall. If a restart led to the same stall, the next stall gets more time.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _MAX_DOUBLINGS = 4
 
 
 class Stalls:
-    """The present stall of a job, if it was examined and lasts.
+    """The current stall of a job, if the stall was examined and lasts.
 
     Args:
-        is_open: whether an incident still waits for its verdict.
-        end: receives a stall that is to end its attempt.
-        say: prints a line.
+        is_open: a function that returns whether an incident still waits for its verdict.
+        end: a function that is called with a stall that is to end its attempt.
+        say: a function that prints a line.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Stalls:
     def on_examined(
         self, world: World, event: StallExamined, incident: Incident | None, now_s: float
     ) -> None:
-        """Handle an examined stall; `incident` is its own, or None if none was kept."""
+        """Handle an examined stall; `incident` is the stall's own, or None if none was kept."""
         if not (event.lasts and self._asks):
             self._end(world, event)
             return
@@ -61,22 +61,22 @@ class Stalls:
         self.step(now_s)
 
     def clear(self) -> None:
-        """Forget the stall: its attempt has ended."""
+        """Forget the stall, because its attempt has ended."""
         self._world = self._incident = None
         self._until_s = float("inf")
         self._is_late = False
 
     def note_progress(self) -> None:
-        """Forget the stall: the ranks make progress again."""
+        """Forget the stall, because the ranks make progress again."""
         self.clear()
         self._num_in_vain = 0
 
     def deadline_s(self) -> float:
-        """Return when to call `step`, at the latest."""
+        """Return the latest time at which `step` must be called."""
         return self._until_s
 
     def step(self, now_s: float) -> None:
-        """End the stalled ranks once the verdict, or the time that has passed, requires it."""
+        """End the stalled ranks once the verdict or the elapsed time requires it."""
         world, incident = self._world, self._incident
         if world is None:
             return
@@ -102,5 +102,5 @@ class Stalls:
 
     @property
     def _patience_s(self) -> float:
-        """How long this stall may last: longer if earlier ones were given time in vain."""
+        """Return how long this stall may last: longer if earlier stalls did not end in time."""
         return self._least_patience_s * float(2 ** min(self._num_in_vain, _MAX_DOUBLINGS))

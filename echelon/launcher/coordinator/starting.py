@@ -1,4 +1,4 @@
-"""The start of a world: which ranks each node gets, and where they meet. Pure."""
+"""Prepare the start of a world: which ranks each node runs, and where the ranks meet. Pure."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from echelon.launcher.options.options import Options
 def world_of(
     nodes: Sequence[Node], number: int, options: Options, now_mono_ns: int
 ) -> tuple[World, list[int]]:
-    """Return an attempt on these nodes, in rank order, and each node's first rank.
+    """Return an attempt on these nodes, which are in rank order, and the first rank of each node.
 
     Args:
-        now_mono_ns: the present time of the clock by which its ranks will be judged.
+        now_mono_ns: the current time of the clock by which the ranks will be judged.
     """
     return World.of(
         nodes,
@@ -43,13 +43,13 @@ def starts_of(
     resume: str = "",
     history: str = "",
 ) -> list[m.Start]:
-    """Return the command for each node of a world, in their order.
+    """Return the start commands for the nodes of a world, in the order of `nodes`.
 
     Args:
-        firsts: each node's first rank.
+        firsts: the first rank of each node.
         restart: how many worlds have ended.
         resume: the job's newest committed checkpoint, "" if there is none.
-        history: JSON that says how the earlier attempts ended.
+        history: how the earlier attempts ended, as JSON.
     """
     return [
         m.Start(

@@ -1,4 +1,4 @@
-"""Descriptions of what a job waits for, printed when a state lasts longer than a user expects."""
+"""Describe what a job waits for, if a state lasts longer than a user expects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ def why_roster_waits(roster: Roster, options: Options) -> str:
 
 
 def why_world_waits(world: World, awaited: Collection[str]) -> str:
-    """Describe what a world waits for, "" while its ranks run; `awaited` nodes owe diagnostics."""
+    """Describe what a world waits for; return "" while its ranks run.
+
+    Args:
+        awaited: the nodes whose diagnostics have not arrived yet.
+    """
     if world.clearing is not None and not world.clearing:
         return "the verdict, which decides whether to restart"
     if world.clearing:

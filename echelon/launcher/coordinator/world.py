@@ -1,4 +1,4 @@
-"""One attempt on all its nodes: which node has which ranks, and what is known of each rank."""
+"""Keep the state of one attempt: which node has which ranks, and what is known of each rank."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from echelon.recorder.stall.watchdog import Sight, Stall, StallRule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LostEarlier:
-    """Ranks that an attempt lost, and without which it continued.
+    """The ranks that an attempt lost before an event, and without which the attempt continued.
 
     Attributes:
-        ranks: rank -> the first epoch without it.
-        since_mono_ns: when the present epoch began; 0 if there is no loss.
+        ranks: the first epoch without each lost rank, keyed by rank.
+        since_mono_ns: the time at which the current epoch began; 0 if no rank was lost.
     """
 
     ranks: Mapping[int, int] = field(default_factory=dict)
@@ -29,18 +29,19 @@ class LostEarlier:
 
 @dataclass(slots=True)
 class World:
-    """An attempt, from `Start` until every node is idle.
+    """The state of an attempt, from `Start` until every node is idle.
 
     Attributes:
         nodes: each node's ranks.
         hosts: each node's host name.
         lost: the nodes that were lost.
-        leaving: nodes that were asked to stop while others continue, with the signal.
-        unkillable: ranks that survived SIGKILL, with the reason.
-        end: how it ended, once all workers have ended.
-        clearing: after that, the nodes that are not idle yet.
-        is_reported: whether observers know that nothing is left of it.
-        epochs: for each complete epoch, when its first rank was ready; monotonic.
+        leaving: the nodes that were asked to stop while others continue, with the signal sent.
+        unkillable: the ranks that survived SIGKILL, with the reason.
+        end: how the attempt ended, once all workers have ended.
+        clearing: the nodes that are not idle yet, once all workers have ended.
+        is_reported: whether the observers were told that all processes of the attempt have ended.
+        epochs: the time at which the first rank of each complete epoch was ready, by the monotonic
+            clock.
     """
 
     number: int
@@ -75,12 +76,12 @@ class World:
         report_s: float = 0.0,
         now_mono_ns: int | None = None,
     ) -> tuple[World, list[int]]:
-        """Return the attempt on these nodes, in rank order, and each node's first rank.
+        """Return the attempt on these nodes, given in rank order, and each node's first rank.
 
         Args:
             report_s: the longest time between two reports of a node whose ranks run.
-            now_mono_ns: the present time of the clock by which ranks will be judged; None means the
-                monotonic clock.
+            now_mono_ns: the current time of the clock by which the ranks will be judged; None means
+                the monotonic clock.
         """
         now_mono_ns = time.monotonic_ns() if now_mono_ns is None else now_mono_ns
         counts = [node.num_workers for node in nodes]
@@ -110,7 +111,7 @@ class World:
 
     @property
     def ranks_lost_first(self) -> list[int]:
-        """The ranks of lost nodes, if the attempt's first failure was such a loss."""
+        """The ranks of lost nodes, if the loss of a node was the attempt's first failure."""
         failed = [ended for ended in self.ended.values() if ended.code != 0]
         first = min(failed, key=lambda ended: ended.order, default=None)
         if first is None or first.code is not None:
@@ -119,37 +120,37 @@ class World:
 
     @property
     def records(self) -> bool:
-        """Whether any rank records, so that its signs show its own progress, not a disturbance."""
+        """Whether any rank records, so that its ring shows the rank's progress."""
         return any(key < 0 for key in self._sights)
 
     def node_of(self, rank: int) -> str:
-        """Return the node of a rank."""
+        """Return the node that runs a rank."""
         if not self._node_of:
             self._node_of = {r: node for node, ranks in self.nodes.items() for r in ranks}
         return self._node_of[rank]
 
     def host_of(self, rank: int) -> str:
-        """Return the host of a rank."""
+        """Return the host name of a rank's node."""
         return self.hosts[self.node_of(rank)]
 
     def note_ended(self, rank: int, code: int | None) -> None:
-        """Note how a rank has ended; None means that its node was lost."""
+        """Record a rank's exit code; None means that the rank was lost with its node."""
         self.ended[rank] = Ended(rank, code, len(self.ended))
         self._sights.pop(rank, None)
         # Its node's row may still include it; the next row will not.
         self._sights.pop(_folded(self.nodes[self.node_of(rank)].start), None)
 
     def note_continued(self, epoch: int, lost: Iterable[int], since_mono_ns: int) -> None:
-        """Note that the other ranks continue without those that are lost."""
+        """Note that the other ranks continue without the lost ranks."""
         self.epochs[epoch] = since_mono_ns
         for rank in lost:
             self.ended[rank].epoch = self.ended[rank].epoch or epoch
 
     def lost_earlier(self, own: Collection[int]) -> LostEarlier:
-        """Return the losses that are over when something else happens.
+        """Return the losses that were over before an event.
 
         Args:
-            own: the ranks whose loss is what happens.
+            own: the ranks whose loss is the event itself.
         """
         ends = [self.ended[rank].epoch for rank in own if self.ended[rank].epoch]
         end = min(ends, default=max(self.epochs, default=0) + 1)
@@ -160,7 +161,7 @@ class World:
         )
 
     def note_sights(self, node: str, event: m.Sights, now_mono_ns: int) -> None:
-        """Replace what a node saw of its ranks before by what it sees now."""
+        """Replace what a node last reported about its ranks."""
         for rank in self.nodes[node]:
             self._sights.pop(rank, None)
         self._sights.pop(_folded(self.nodes[node].start), None)
@@ -202,15 +203,19 @@ class World:
         )
 
     def look(self, now_mono_ns: int) -> Stall | None:
-        """Return a new stall, or None. It passes over all rows, so call it once per tick."""
+        """Return a new stall, or None. This scans all nodes' reports, so call it once per tick."""
         return self.rule.look(list(self._sights.values()), now_mono_ns)
 
     def look_early(self, now_mono_ns: int) -> Look | None:
-        """Return an early look if the ranks' own histories require one before there is a stall."""
+        """Return an early look if the ranks' histories require one before a stall is found."""
         return self.limits.look([self._views.get(node) for node in self.present], now_mono_ns)
 
     def why_absent(self, rank: int, late: Collection[str]) -> str:
-        """Explain why an incident has no dump of a rank; `late` nodes have not sent everything."""
+        """Explain why an incident has no dump of a rank.
+
+        Args:
+            late: the nodes that have not sent all their dumps.
+        """
         node = self.node_of(rank)
         lost, is_late = node in self.lost, node in late
         what = "is lost" if lost else "did not answer in time" if is_late else "sent none"
@@ -218,7 +223,7 @@ class World:
 
 
 def _folded(first_rank: int) -> int:
-    """Return the key of a node's folded row, which never equals a rank's number."""
+    """Return the key of a node's combined row, which never equals a rank's number."""
     return -1 - first_rank
 
 

@@ -1,1 +1,1 @@
-"""`echelon doctor`: checks of this machine and across the nodes of a job."""
+"""Check this machine and the nodes of a job (`echelon doctor`)."""

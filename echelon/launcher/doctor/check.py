@@ -1,4 +1,4 @@
-"""One line of `echelon doctor`."""
+"""Define the result of one check of `echelon doctor`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding; `ok` is False if something will not work as it should."""
+    """The result of one check; `ok` is False if something will not work as it should."""
 
     name: str
     text: str

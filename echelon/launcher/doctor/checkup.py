@@ -1,8 +1,8 @@
-"""Checks across the nodes before a job: which nodes connect, their versions, clocks and links.
+"""Check the nodes before a job: which nodes connect, and their versions, clocks and links.
 
 Every node runs `echelon doctor` with the options of its future `echelon run`. The nodes meet at the
-endpoint, over the control plane itself. Then each node connects to every other one at a free port
-of that node, as ranks will. The caller passes in any further measurement (`pairwise/`).
+endpoint, over the same control plane as a job. Then each node connects to a free port of every
+other node, as ranks will. The caller may pass in a further measurement (`pairwise/`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ T = TypeVar("T", bound=m.Event)
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A line of the result."""
+    """One line of the checks' result."""
 
     name: str
     text: str
@@ -76,13 +76,13 @@ def check_nodes(
     folder: str = "",
     measure: Measure = lambda _: (),
 ) -> Iterator[Result]:
-    """Take part in the checks; yield the results, which are the same on all nodes.
+    """Take part in the checks; yield their results, which are the same on all nodes.
 
-    Waits at most `timeout_s` for the nodes to connect, and about half a minute for their answers.
+    Wait at most `timeout_s` for the nodes to connect, and about half a minute for their answers.
 
     Args:
-        folder: the folder for this node's files of the job.
-        measure: called on the host; its results are sent to all nodes.
+        folder: the folder in which this node keeps the job's files.
+        measure: a measurement that is run on the host; its results are sent to all nodes.
     """
     with contextlib.closing(Listener(token := new_token())) as listener:
         about = m.CheckIn(
@@ -102,7 +102,7 @@ def check_nodes(
 
 
 class Host:
-    """The node that owns the endpoint: it requests the checks and combines the answers."""
+    """The node that owns the endpoint, which requests the checks and combines the answers."""
 
     def __init__(self, meeting: Rendezvous, about: m.CheckIn, tls: TlsFiles | None) -> None:
         self._events: Mailbox[tuple[str, m.Event]] = Mailbox()
@@ -135,12 +135,13 @@ class Host:
     def probe(
         self, number: int, tasks: Sequence[tuple[Member, Sequence[Task]]], limit_s: float
     ) -> dict[str, m.Probed]:
-        """Let members run probes at the same time; return the answers by session name.
+        """Let members run probes at the same time; return the answers, keyed by session name.
 
-        Waits at most `limit_s`; a member that has not answered by then is missing from the result.
+        Wait at most `limit_s` seconds. A member that has not answered by then is missing from the
+        result.
 
         Args:
-            number: the number of the request, different for each call.
+            number: the number of the request, which must differ for each call.
         """
         deadline_s = time.monotonic() + limit_s
         asked = {member.name for member, _ in tasks if member.name}
@@ -173,7 +174,7 @@ class Host:
     def _next(
         self, kind: type[T], fits: Callable[[str, T], bool], deadline_s: float
     ) -> tuple[str, T] | None:
-        """Wait for a matching event of one kind; drop all others."""
+        """Wait for a matching event of one kind; drop all other events."""
         while (left_s := deadline_s - time.monotonic()) > 0:
             select.select([self._events.fileno()], [], [], left_s)
             events = self._events.take()
@@ -185,7 +186,10 @@ class Host:
         return None
 
     def _compare_clocks(self, node: Member) -> None:
-        """Use the fastest of several exchanges: the node read its clock in the middle of it."""
+        """Measure a node's clock offset by the fastest of several exchanges.
+
+        The node is assumed to have read its clock in the middle of the exchange.
+        """
         for number in range(_NUM_TICKS):
             sent_ns = time.time_ns()
             self._send(node, m.Tick(number=number))
@@ -256,7 +260,7 @@ class Host:
 def _take_part(
     meeting: Rendezvous, about: m.CheckIn, tls: TlsFiles | None, timeout_s: float
 ) -> Iterator[Result]:
-    """Answer the host's requests until it has sent the result.
+    """Answer the host's requests until the host has sent the results.
 
     Raises:
         LaunchError: the host cannot be reached, or was lost.
@@ -287,10 +291,10 @@ def _take_part(
 
 
 def _answered(probe: m.Probe) -> m.Probed:
-    """Run the probes that the host requests; waits for the longest deadline.
+    """Run the probes that the host requests; wait until the longest deadline at most.
 
     Raises:
-        LaunchError: the host requests something else than probes.
+        LaunchError: the host requests something other than probes.
     """
     try:
         tasks = [Task.unpack(text) for text in probe.tasks]
@@ -300,7 +304,7 @@ def _answered(probe: m.Probe) -> m.Probed:
 
 
 def compare_versions(nodes: Sequence[m.CheckIn]) -> Iterator[Result]:
-    """Yield the versions that all nodes have, or each node's own if they differ."""
+    """Yield one result with the versions if all nodes agree, or else one result per node."""
     alike = all(node.versions == nodes[0].versions for node in nodes)
     if alike:
         yield Result("versions", f"{_words(nodes[0])} on all nodes")
@@ -322,7 +326,7 @@ def _versions() -> list[list[str]]:
 
 
 def _try_all(places: Iterable[Sequence[str]]) -> list[tuple[str, str]]:
-    """Connect to all places; return each host with its error, or "" if there was none."""
+    """Try to connect to all places; return each host with its error, or "" if there was none."""
     whole = [place for place in places if len(place) == 3 and place[2].isdecimal()]
     with concurrent.futures.ThreadPoolExecutor(_NUM_AT_ONCE) as pool:
         words = pool.map(lambda place: _try(place[1], int(place[2])), whole)

@@ -1,7 +1,7 @@
-"""Checks for what a container may deny: shared memory, tracing, a user, memory, processes.
+"""Check for what a container may deny: shared memory, tracing, a user, memory, processes.
 
 Each check returns a `Check` and never raises. If something is missing, the text names the container
-option that provides it.
+option that would provide it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PROGRAM = "print('ready', flush=True); input()"
 
 
 def tracing() -> Check:
-    """Check whether the launcher may read stacks from its ranks' memory, with a child process."""
+    """Check, with a child process, whether the launcher may read stacks from its ranks' memory."""
     try:
         with subprocess.Popen(
             [sys.executable, "-S", "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -69,7 +69,7 @@ def _yama_scope() -> int:
 
 
 def pid_namespace_check() -> Check:
-    """Check whether pids are the same here as on the host."""
+    """Check whether processes have the same pids here as on the host."""
     inode = pid_namespace()
     if not inode:
         return Check("pids", "not permitted to read the PID namespace")

@@ -3,8 +3,9 @@
 If --rdzv-endpoint is given on every node, the nodes meet and check the links between them
 (checkup.py); with --pairwise they also measure these links (pairwise/).
 
-Each check is a function that returns a `Check` and never raises. It reports what a sandbox denies,
-and what is used instead. Backends are checked in a child process, because only they import torch.
+Each check is a function that returns a `Check` and never raises. The result says what a sandbox
+denies, and what is used instead. Backends are checked in a child process, because importing them
+imports torch.
 """
 
 from __future__ import annotations
@@ -85,10 +86,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _across(args: argparse.Namespace, pairwise: Pairwise | None) -> Iterator[Check]:
-    """Prepare the checks across nodes; there are none without an endpoint.
+    """Prepare the checks across nodes; without an endpoint there are none.
 
     Raises:
-        ValueError: bad usage.
+        ValueError: the options are used in the wrong way.
     """
     if not args.rdzv_endpoint and not args.master_addr:
         if pairwise is not None and args.nnodes[1] > 1:
@@ -143,12 +144,12 @@ def python() -> Check:
 
 
 def cores() -> Check:
-    """Report how many cores may be used."""
+    """Report how many cores this process may use."""
     return Check("cores", f"{usable_cores()} usable of {os.cpu_count() or 0}")
 
 
 def host_name() -> Check:
-    """Check that this host's name resolves to an address that others can dial, and back."""
+    """Check that this host's name resolves to a reachable address, and this address to the name."""
     name = socket.gethostname()
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
@@ -228,7 +229,7 @@ def removes_at_logout(uid: int, user: str) -> bool:
 
 
 def run_directory() -> Check:
-    """Check the place of runs/ and its free space."""
+    """Check the location of runs/ and its free space."""
     try:
         kind, free = file_system(Path.cwd()), shutil.disk_usage(Path.cwd()).free
     except OSError as err:
@@ -241,14 +242,14 @@ def run_directory() -> Check:
 
 
 def clock() -> Check:
-    """Check that the monotonic clock is fine enough to order operations."""
+    """Check that the monotonic clock has a fine enough resolution to order operations."""
     resolution = time.clock_getres(time.CLOCK_MONOTONIC)
     wall = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     return Check("clock", f"monotonic to {resolution * 1e9:.0f} ns; wall {wall}", resolution < 1e-4)
 
 
 def pidfd() -> Check:
-    """Check that processes can be held by a descriptor."""
+    """Check that the kernel supports pidfds, which refer to a process by a descriptor."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (OSError, AttributeError) as err:
@@ -257,7 +258,7 @@ def pidfd() -> Check:
 
 
 def memfd() -> Check:
-    """Check that shared memory without a name is available."""
+    """Check that anonymous shared memory (memfd) is available."""
     try:
         os.close(os.memfd_create("echelon-doctor"))
     except (OSError, AttributeError) as err:
@@ -266,7 +267,7 @@ def memfd() -> Check:
 
 
 def proc() -> Check:
-    """Check that /proc shows what verdicts need."""
+    """Check that /proc contains the files that verdicts need."""
     denied = sample(os.getpid()).not_permitted
     if denied:
         return Check(
@@ -288,7 +289,7 @@ def stacks() -> Check:
 
 
 def way_to(endpoint: str) -> Check:
-    """Check that an endpoint can be reached from here."""
+    """Check that an endpoint can be reached from this machine."""
     try:
         host, port = split(endpoint)
         start = time.perf_counter()

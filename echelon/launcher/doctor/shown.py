@@ -1,4 +1,4 @@
-"""The output of `echelon doctor`: lines as they arrive, or one JSON object at the end."""
+"""Print the output of `echelon doctor`: lines as they arrive, or one JSON object at the end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORMAT = 1
 
 
 class Shown:
-    """The checks so far, and whether the machine is fit, which decides the exit code."""
+    """The output so far, and whether the machine is fit, which decides the exit code."""
 
     def __init__(self, *, is_json: bool) -> None:
         self._is_json = is_json
@@ -37,7 +37,7 @@ class Shown:
             self._print(line)
 
     def end(self, backends: Sequence[str]) -> int:
-        """Print the rest; return the exit code."""
+        """Print the remaining output; return the exit code."""
         for line in backends:
             self._print(line)
         if self._is_json:

@@ -1,1 +1,1 @@
-"""Succession of the hosting node: the replicated state, the votes, and the right to run ranks."""
+"""Replace a lost hosting node: the replicated state, the votes, and the right to run ranks."""

@@ -1,9 +1,9 @@
-"""A node without a host: it asks the electors for the job's host, and stands for election. Pure.
+"""Let a node without a host ask the electors for the job's host, and stand for election. Pure.
 
-It first asks whether a majority would vote for it, and only then asks for the votes. The electors
-begin in rank order, each a little after the previous one, so that usually the first remaining one
-is elected at the first attempt. If two candidates split the votes, they try again at different
-times. A node that is not an elector only asks for the job's host.
+A node first asks whether a majority would vote for it, and only then asks for votes. The electors
+begin in rank order, each a little after the previous one, so that usually the first remaining
+elector is elected at the first attempt. If two candidates split the votes, both try again at
+different times. A node that is not an elector only asks for the job's host.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ class Candidacy:
     """The search for a host after the loss of one.
 
     Args:
-        lost_term: the lost host's term. A host of an earlier term no longer counts as one. A host
-            of
-            the same term is accepted only after a while, because other electors notice the loss a
+        lost_term: the lost host's term. A host of an earlier term is not accepted. A host of the
+            same term is accepted only after a while, because other electors notice the loss a
             little later.
 
     Attributes:
-        found: endpoint and name of a host; None until one is found.
+        found: the endpoint and name of the host that was found; None until then.
         is_elected: whether a majority of the electors voted for this node.
         was_early: whether an elector voted before its promise to the former host had expired.
     """
@@ -59,11 +58,11 @@ class Candidacy:
         return self._asked.term
 
     def deadline_s(self) -> float:
-        """Return when to call `due` again."""
+        """Return the time at which to call `due` again."""
         return self._next_ask_s
 
     def due(self, now_s: float) -> Canvass | None:
-        """Return the question for all other electors, or None if none is due."""
+        """Return the request that is to be sent to all other electors, or None if none is due."""
         if self.is_elected or self.found is not None or now_s < self._next_ask_s:
             return None
         self._next_ask_s = now_s + _ASK_S
@@ -79,7 +78,7 @@ class Candidacy:
         return asked
 
     def _sound_out(self, now_s: float) -> Canvass:
-        """Begin a round that commits no elector; this elector's own answer counts as one."""
+        """Begin a round of questions that commit no elector; count this elector's own answer."""
         elector = self._elector
         self._latest_term = max(self._latest_term, elector.term)
         asked = Canvass(
@@ -92,7 +91,7 @@ class Candidacy:
         return asked
 
     def _stand(self, now_s: float) -> None:
-        """Become a candidate, with this elector's own vote."""
+        """Stand for election, with this elector's own vote."""
         elector, sounded = self._elector, self._asked
         assert sounded is not None
         asked = Canvass(
@@ -106,7 +105,7 @@ class Candidacy:
             self._next_ask_s = now_s
 
     def on_answer(self, name: str, asked: Canvass, answer: Answer, now_s: float) -> None:
-        """Handle an elector's answer to a question."""
+        """Handle an elector's answer to a request."""
         self._latest_term = max(self._latest_term, answer.term)
         if answer.host and answer.endpoint and answer.host != self._elector.name:
             is_later = answer.term > self._lost_term

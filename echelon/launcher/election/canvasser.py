@@ -1,4 +1,4 @@
-"""The transport of a node's polls to the electors, and of their votes back."""
+"""Send a node's polls to the electors, and receive their votes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from echelon.launcher.election.questions import Questions
 
 
 class Canvasser:
-    """A sender of polls; `votes` receives (elector, poll, vote)."""
+    """A sender of polls, which puts each answer into `votes` as (elector, poll, vote)."""
 
     def __init__(self, secret: bytes, tls: TlsFiles | None) -> None:
         self._questions = Questions(secret, tls)
@@ -25,6 +25,6 @@ class Canvasser:
         self._questions.ask(endpoint, poll, take)
 
     def close(self) -> None:
-        """End the thread; waits at most 3 s."""
+        """End the thread; wait at most 3 s."""
         self._questions.close()
         self.votes.close()

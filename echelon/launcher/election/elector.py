@@ -1,9 +1,10 @@
-"""An elector: one vote per term, withheld while the host may still hold its lease. Pure.
+"""Decide how an elector votes: once per term, and not while the host may hold its lease. Pure.
 
-An elector refuses its vote while its promise after the last beat holds, to a candidate that lacks a
-change that this elector has (a majority holds every change that took effect, so no winner lacks
-one), and to a second candidate in the same term. The promise ends early if the host's machine
-itself shows that its launcher is gone: the connection was closed, and a new one is refused.
+An elector does not vote while its promise after the last heartbeat holds. It refuses its vote to a
+second candidate in the same term, and to a candidate that lacks a change that this elector has. So
+no winner lacks a change that took effect, because a majority holds every such change. The promise
+ends early if the host's machine shows that the launcher is gone: the connection was closed, and a
+new connection is refused.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ class Canvass:
     """A node's request to an elector for a vote and for the job's host.
 
     Attributes:
-        term: the term in which the node would host.
-        version: the version of the mandate that it holds.
-        is_binding: False for a question that commits no elector. A candidate stands for election
-            only once a majority would vote for it, so it never disturbs a host that others still
-            follow.
+        term: the term in which the node would be the host.
+        version: the version of the mandate that the node holds.
+        is_binding: whether the answer commits the elector. A node first sends requests that do not,
+            and stands for election only once a majority would vote for it. So a node never disturbs
+            a host that other nodes still follow.
     """
 
     node: str
@@ -38,10 +39,11 @@ class Answer:
     """An elector's answer.
 
     Attributes:
-        term: the latest term that it knows.
-        granted: whether it votes for the candidate in the requested term.
-        early: whether it does so before its promise to the former host has expired.
-        host: the node that it considers the host, "" if it knows none.
+        term: the latest term that the elector knows.
+        granted: whether the elector votes for the candidate in the requested term.
+        early: whether the elector grants its vote before its promise to the former host has
+            expired.
+        host: the node that the elector considers the host; "" if it knows no host.
         endpoint: that host's endpoint.
     """
 
@@ -53,11 +55,11 @@ class Answer:
 
 
 class Elector:
-    """One node's vote.
+    """The state by which one node decides how to vote.
 
     Args:
         name: the node's own name.
-        promise_s: how long a beat of the host binds it.
+        promise_s: how long a heartbeat of the host binds the elector, in seconds.
     """
 
     def __init__(self, name: str, promise_s: float) -> None:
@@ -74,16 +76,16 @@ class Elector:
 
     @property
     def version(self) -> tuple[int, int]:
-        """The version of the mandate that it holds."""
+        """The version of the mandate that this elector holds."""
         return (-1, -1) if self.mandate is None else self.mandate.version
 
     def free_s(self, now_s: float) -> float:
-        """Return for how long this elector may not vote yet."""
+        """Return how long this elector may not vote yet, in seconds."""
         promised_s = float("-inf") if self._released else self._promised_until_s
         return max(0.0, promised_s - now_s, self._bound_until_s - now_s)
 
     def on_beat(self, term: int, host: str, now_s: float) -> bool:
-        """Handle a host's beat; return False if a later host is known."""
+        """Handle a host's heartbeat; return False if a later host is known."""
         if term < self.term or (self.host and term == self.term and host != self.host):
             return False
         self.term, self.host = term, host
@@ -104,7 +106,8 @@ class Elector:
         """Note that the host is lost.
 
         Args:
-            is_dead: its machine refuses connections, so its launcher is gone.
+            is_dead: whether the host's machine refuses connections, so that the launcher must be
+                gone.
         """
         self.host = ""
         self._released = self._released or is_dead

@@ -1,8 +1,8 @@
-"""Fences: no world begins before the ranks of lost nodes have ended for certain.
+"""Delay the next world until the ranks of lost nodes have ended for certain (fencing).
 
 If a node's connection breaks, its launcher is probed. If the machine refuses a connection to the
 launcher's port, the launcher is gone and its guard has killed its ranks. If the machine does not
-answer, nothing is known, and the node's permit has to expire first.
+answer, the ranks may still run until the node's permit expires.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _PROBE_S = 1.0
 
 
 class Fences:
-    """The fences of one host; times are those of `lease.now_s`."""
+    """The fences that a host has set; all times are times of `lease.now_s`."""
 
     def __init__(self) -> None:
         self._until_s: dict[str, float] = {}
         self._dead: set[str] = set()
 
     def wait_until(self, name: str, moment_s: float) -> None:
-        """Let no world begin before `moment_s`."""
+        """Allow no world to begin before `moment_s`."""
         self._until_s[name] = max(moment_s, self._until_s.get(name, moment_s))
 
     def lose(self, name: str, endpoint: str, permit_ends_s: float, now_s: float) -> None:
-        """Fence a lost node, and find out in the background whether its launcher is dead."""
+        """Fence a lost node, and check in the background whether its launcher is dead."""
         if permit_ends_s <= now_s:
             return
         self._dead.discard(name)

@@ -1,4 +1,4 @@
-"""The time limits that keep two worlds apart. Pure; no other node's clock is ever read.
+"""Keep two worlds apart by time limits. Pure; no node reads the clock of another.
 
     host                                  node
     beat n at h        ------------->     promise: no vote for another host until now + P
@@ -8,11 +8,12 @@
     beat n+1, echo s,  ------------->     permit: its ranks may run until s + remaining
     remaining lease
 
-Each side counts from a moment of its own clock that is earlier than the other side's event, so any
-delay of a message only shortens what it grants. A new host is elected by a majority whose promises
-have expired. So the former host's lease has expired, and with it every permit derived from it: all
-ranks of the former world are dead, or are being killed, before the next world may begin. The lease
-is shorter than the promise by a tenth to allow for clocks that run at different rates.
+Each side counts from a time on its own clock that is earlier than the other side's event, so any
+delay of a message only shortens the time that the message grants. A new host is elected by a
+majority whose promises have expired. By then, the former host's lease has expired, and so has every
+permit derived from the lease. So all ranks of the former world are dead, or are being killed,
+before the next world may begin. The lease is shorter than the promise by a tenth to allow for
+clocks that run at different rates.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ _BEATS_PER_LEASE = 8
 
 
 def now_s() -> float:
-    """Return seconds of a clock that also counts while the machine is suspended."""
+    """Return the time in seconds of a clock that also counts while the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def beat_interval_s(promise_s: float) -> float:
-    """Return how often the host sends a beat."""
+    """Return the interval at which the host sends heartbeats, in seconds."""
     return promise_s / _BEATS_PER_LEASE
 
 
 class Lease:
-    """The host's right to run a world, as long as a majority of the electors replies.
+    """The host's right to run a world, for as long as a majority of the electors replies.
 
     Args:
         name: the host's own name.
-        promise_s: how long an elector keeps its promise.
+        promise_s: how long an elector keeps its promise, in seconds.
     """
 
     def __init__(self, name: str, promise_s: float) -> None:
@@ -50,7 +51,7 @@ class Lease:
         self._acknowledged: dict[str, float] = {}  # elector -> when the beat it replied to was sent
 
     def beat(self, now_s: float) -> int:
-        """Return the number of a beat that is sent now."""
+        """Return the number of a heartbeat that is sent now."""
         self._last += 1
         self._sent[self._last] = now_s
         while len(self._sent) > 4 * _BEATS_PER_LEASE:
@@ -58,7 +59,7 @@ class Lease:
         return self._last
 
     def acknowledge(self, name: str, number: int) -> None:
-        """Note a node's reply to a beat; a reply to a beat that is no longer known is ignored."""
+        """Note a node's reply to a heartbeat; ignore it if that heartbeat is no longer known."""
         sent_s = self._sent.get(number)
         if sent_s is not None:
             self._acknowledged[name] = max(sent_s, self._acknowledged.get(name, sent_s))
@@ -66,7 +67,7 @@ class Lease:
     def remaining_s(
         self, electorates: Sequence[Sequence[str]], now_s: float, *, without: str = ""
     ) -> float:
-        """Return how much longer the lease lasts; 0 if it has expired or never began.
+        """Return how many seconds the lease still lasts; 0 if it has expired or never began.
 
         Args:
             without: an elector whose replies do not count.
@@ -88,7 +89,7 @@ class Lease:
 
 
 class Permit:
-    """How long this node's ranks may run, according to the host's grants."""
+    """The time until which this node's ranks may run, according to the host's grants."""
 
     def __init__(self) -> None:
         self._stamps: dict[int, float] = {}

@@ -1,15 +1,15 @@
-"""The mandate: the replicated state with which a node can take over from the hosting node.
+"""Define the mandate: the replicated state with which a node can replace the hosting node.
 
-The host sends every change to all nodes, with a version; a change takes effect once a majority of
-the electors holds it. Electors are the first nodes of the world in rank order, at most nine, so
-that the cost does not grow with the world. A change of the electors passes through a mandate that
-names both the former and the next electors and needs a majority of each (joint consensus). So two
-disjoint majorities can never decide.
+The host sends every change to all nodes, with a version number. A change takes effect once a
+majority of the electors holds it. The electors are the first nodes of the world in rank order, at
+most nine, so that the cost does not grow with the world. To change the electors, the host first
+writes a mandate that names both the former and the next electors and that needs a majority of each
+(joint consensus). So two disjoint majorities can never decide.
 
 In a world of two nodes, no majority survives the loss of the host. So the host is the only elector:
-it continues alone after the loss of the other node, and that node cannot replace it. A witness
-changes this: it is the third elector of such a world, and an additional one whenever the number of
-electing nodes is even.
+the host continues alone if the other node is lost, but the other node cannot replace the host. If
+the job has a witness, the witness is the third elector of such a world, and an additional elector
+whenever the number of nodes that are electors is even.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ WITNESS = "witness"  # its name as an elector; the names of nodes end in random 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """A node of the world.
+    """A node of the world, as the mandate describes it.
 
     Attributes:
-        endpoint: the "host:port" at which it answers electors, and serves the job if elected.
-        num_workers: how many ranks it runs.
+        endpoint: the "host:port" at which the node answers electors, and serves the job if elected.
+        num_workers: how many ranks the node runs.
     """
 
     name: str
@@ -46,11 +46,11 @@ class Mandate:
     """The state of one job at one version.
 
     Attributes:
-        term: the term of the host that wrote it; every election begins a later one.
+        term: the term of the host that wrote the mandate. Every election begins a later term.
         index: the number of the mandate within its term.
-        electorates: sets of electors; a decision needs a majority of each of them.
-        members: the world's nodes in rank order.
-        others: electors that are not in this world, as long as they have a vote.
+        electorates: the sets of electors. A decision needs a majority of each set.
+        members: the world's nodes, in rank order.
+        others: the electors that are not in this world but still have a vote.
         attempt: the world's number.
         restarts: how many of `--max-restarts` have been used.
         num_attempts: how many worlds have ended.
@@ -72,7 +72,7 @@ class Mandate:
 
     @property
     def version(self) -> tuple[int, int]:
-        """The version; that of a later mandate compares greater."""
+        """The version of the mandate; a later mandate has a greater version."""
         return self.term, self.index
 
     @property
@@ -82,17 +82,17 @@ class Mandate:
 
     @property
     def survives_host(self) -> bool:
-        """Whether the electors can replace a host that is lost."""
+        """Whether the electors can replace the host if it is lost."""
         return all(len(one) >= _LEAST_ELECTORS for one in self.electorates)
 
     def member(self, name: str) -> Member | None:
-        """Return a member or another elector by name; None if there is neither."""
+        """Return the member or other elector with this name; None if there is none."""
         if name == WITNESS and self.witness:
             return Member(name=name, host=name, endpoint=self.witness, num_workers=0, node_rank=-1)
         return next((one for one in (*self.members, *self.others) if one.name == name), None)
 
     def is_majority(self, names: Collection[str]) -> bool:
-        """Return whether these names hold a majority of every electorate."""
+        """Return whether these names include a majority of every electorate."""
         return all(2 * sum(name in names for name in one) > len(one) for one in self.electorates)
 
 
@@ -102,9 +102,9 @@ def electors_of(
     """Return the electors of a world: its host, and the next members in rank order.
 
     Args:
-        members: in rank order; those without an endpoint cannot vote.
+        members: the world's nodes, in rank order. A member without an endpoint cannot vote.
         host: the hosting node, which is always an elector.
-        has_witness: whether a witness answers; it votes if the nodes alone could tie.
+        has_witness: whether a witness answers. The witness votes if the nodes alone could tie.
     """
     others = [one.name for one in members if one.endpoint and one.name != host]
     names = [host, *others[: MAX_ELECTORS - 1]]
@@ -114,7 +114,7 @@ def electors_of(
 
 
 def ballot_of(mandate: Mandate) -> Mandate:
-    """Return the part of a mandate that the witness needs: its electors."""
+    """Return the part of a mandate that the witness needs, which is its electors."""
     found = [mandate.member(name) for name in mandate.electors if name != WITNESS]
     members = tuple(one for one in found if one is not None)
     return replace(mandate, members=members, others=(), memory="")
@@ -129,7 +129,7 @@ def unpack_mandate(data: bytes) -> Mandate:
     """Return the mandate that `pack_mandate` wrote.
 
     Raises:
-        LaunchError: it is malformed.
+        LaunchError: the bytes are not a valid mandate.
     """
     try:
         values = json.loads(data)
@@ -144,7 +144,7 @@ def unpack_mandate(data: bytes) -> Mandate:
 
 
 def _check(mandate: Mandate) -> None:
-    """Check the types of the received values.
+    """Check the types of a mandate's received values.
 
     Raises:
         TypeError: a value has the wrong type.

@@ -1,8 +1,8 @@
-"""The host's side: its lease, the changing mandate, and what is known of each node. Pure.
+"""Keep the host's side of the succession: its lease, its mandate, and its nodes. Pure.
 
-A world may begin once three things hold: a majority of the former and of the next electors holds
-the mandate that describes it, the lease lasts, and every rank of the world that it replaces is
-dead, because its node has reported that or its permit has expired (`Fences`).
+A world may begin once three conditions hold. A majority of the former and of the next electors
+holds the mandate that describes the world. The lease lasts. And every rank of the previous world is
+dead, because its node has reported that or the node's permit has expired (`Fences`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ KILL_S = 1.0  # the time that the kernel needs once a guard kills ranks whose pe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beat:
-    """A host's message to each node.
+    """A host's heartbeat to a node.
 
     Attributes:
-        echo: the last reply that it received; 0 for none.
+        echo: the number of the last reply that the host received from the node; 0 if there was
+            none.
         holds: whether the lease lasts without the witness's replies.
     """
 
@@ -35,7 +36,7 @@ class Beat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
-    """A node's reply to a beat or a mandate; `version` is that of the mandate it holds."""
+    """A node's reply to a heartbeat or a mandate; `version` is its mandate's version."""
 
     term: int
     number: int
@@ -52,11 +53,12 @@ class _Node:
 
 
 class Office:
-    """The office of the host `name` in one term.
+    """The state of the host `name` during one term.
 
     Args:
-        mandate: the state from which it starts: for an elected host, that of the former host.
-        promise_s: how long electors keep their promise.
+        mandate: the mandate from which the host starts. An elected host starts from the former
+            host's mandate.
+        promise_s: how long electors keep their promise, in seconds.
     """
 
     def __init__(self, name: str, term: int, mandate: Mandate, promise_s: float) -> None:
@@ -79,22 +81,22 @@ class Office:
     # ---- beats ----
 
     def add(self, name: str) -> None:
-        """Begin to send beats to a node that has connected."""
+        """Begin to send heartbeats to a node that has connected."""
         permit_ends_s = self._nodes[name].permit_ends_s if name in self._nodes else float("-inf")
         self._nodes[name] = _Node(permit_ends_s=permit_ends_s)
         self._next_beat_s = float("-inf")
 
     def remove(self, name: str) -> float:
-        """Forget a node; return by when its ranks are dead."""
+        """Forget a node; return the time by which its ranks are dead."""
         node = self._nodes.pop(name, None)
         return float("-inf") if node is None else node.permit_ends_s + KILL_S
 
     def deadline_s(self) -> float:
-        """Return when `beats` next has something to send."""
+        """Return the time at which `beats` next has a heartbeat to send."""
         return self._next_beat_s
 
     def beats(self, now_s: float) -> list[tuple[str, Beat]]:
-        """Return the beats that are due."""
+        """Return the heartbeats that are due, each with its node's name."""
         if now_s < self._next_beat_s:
             return []
         self._next_beat_s = now_s + beat_interval_s(self.promise_s)
@@ -102,7 +104,7 @@ class Office:
         return [(name, self._beat(name, number, now_s)) for name in self._nodes]
 
     def beat_to(self, names: Iterable[str], now_s: float) -> list[tuple[str, Beat]]:
-        """Return extra beats, so that a new world begins with a fresh permit."""
+        """Return extra heartbeats, so that a new world begins with a fresh permit."""
         number = self._lease.beat(now_s)
         return [(name, self._beat(name, number, now_s)) for name in names if name in self._nodes]
 
@@ -142,7 +144,7 @@ class Office:
             node.index = max(node.index, reply.version[1])
 
     def remaining_s(self, now_s: float) -> float:
-        """Return how much longer ranks may run; 0 once a majority is out of reach."""
+        """Return how many seconds ranks may still run; 0 once a majority is out of reach."""
         if self.is_deposed:
             return 0.0
         return self._lease.remaining_s(self.mandate.electorates, now_s)
@@ -159,11 +161,11 @@ class Office:
         has_witness: bool = False,
         memory: str | None = None,
     ) -> None:
-        """Create the mandate of the next world; the former electors vote until it is settled.
+        """Create the mandate of the next world; the former electors vote until `settle` is called.
 
         Args:
             has_witness: whether the witness answers.
-            memory: the restart policy's memory; None keeps the present one.
+            memory: the restart policy's memory; None keeps the current memory.
         """
         self._is_following = False
         electors = self._next = electors_of(members, self.name, has_witness=has_witness)
@@ -184,9 +186,9 @@ class Office:
         )
 
     def withdraw(self) -> bool:
-        """Drop proposed electors if only the host had a vote before; return whether that was so.
+        """Drop the proposed electors if only the host had a vote before; return whether it had.
 
-        No decision was possible without the host, so none was taken.
+        In that case, no decision can have been made without the host.
         """
         electorates = self.mandate.electorates
         alone = ((self.name,),)
@@ -199,7 +201,7 @@ class Office:
         return True
 
     def is_held(self) -> bool:
-        """Return whether a majority of all its electors holds the mandate."""
+        """Return whether a majority of each of its electorates holds the mandate."""
         index = self.mandate.index
         return self.mandate.is_majority(
             {self.name, *(name for name, node in self._nodes.items() if node.index >= index)}
@@ -216,7 +218,7 @@ class Office:
     def follow_witness(self, now_s: float) -> bool:
         """Let the witness vote only while it answers, so that its own loss does no harm.
 
-        Call this only while a world runs. It returns whether there is a new mandate to send.
+        Call this only while a world runs. The result is whether there is a new mandate to send.
         """
         mandate = self.mandate
         if self._is_following:
@@ -237,7 +239,7 @@ class Office:
         return True
 
     def settle(self) -> None:
-        """Drop the former electors, once `is_held`."""
+        """Drop the former electors. Call this once `is_held` returns True."""
         electorates = (self._next,)
         if self.mandate.electorates != electorates:
             self.mandate = replace(

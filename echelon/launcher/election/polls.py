@@ -1,4 +1,4 @@
-"""Conversions between polls and votes as they are sent, and as the electors use them."""
+"""Convert polls and votes between the form that is sent and the form that electors use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from echelon.launcher.election.elector import Answer, Canvass
 
 
 def asked_of(poll: m.Poll) -> Canvass:
-    """Return the question in a poll."""
+    """Return the request in a poll."""
     first, second = (*poll.version, -1, -1)[:2]
     return Canvass(
         node=poll.node, term=poll.term, version=(first, second), is_binding=poll.is_binding
@@ -15,7 +15,7 @@ def asked_of(poll: m.Poll) -> Canvass:
 
 
 def poll_of(asked: Canvass, founder: str) -> m.Poll:
-    """Return a question as a poll to send, for the job of this founder."""
+    """Return a request as a poll to send, for the job with this founder."""
     return m.Poll(
         node=asked.node, term=asked.term, version=list(asked.version),
         is_binding=asked.is_binding, founder=founder,

@@ -1,7 +1,8 @@
-"""The transport of questions to other launchers and of their answers, one call for each.
+"""Send questions to other launchers and receive their answers, with one gRPC call per question.
 
-A question is a session of one message, sealed like every other one. A peer that does not know the
-job's secret gets no answer, and an answer that does not arrive within a second is dropped.
+Each question is a session of one message, which is sealed like any other message. A peer that does
+not know the job's secret gets no answer, and an answer that does not arrive within a second is
+dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _CLOSE_S = 3.0
 
 
 class Questions:
-    """One thread that sends questions; no call blocks."""
+    """A thread that sends questions, so that no call blocks."""
 
     def __init__(self, secret: bytes, tls: TlsFiles | None) -> None:
         self._secret = secret
@@ -42,14 +43,15 @@ class Questions:
         """Ask the launcher at "host:port"; never blocks.
 
         Args:
-            on_answer: called on the thread; not called if there is no answer.
+            on_answer: a function that is called with the answer on this object's thread. It is not
+                called if no answer arrives.
         """
         with contextlib.suppress(RuntimeError):
             asking = self._ask(endpoint, question, on_answer)
             self._loop.call_soon_threadsafe(self._begin, asking)
 
     def close(self) -> None:
-        """End the thread; waits at most 3 s."""
+        """End the thread; wait at most 3 s."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._end)
         self._thread.join(_CLOSE_S)

@@ -1,8 +1,8 @@
-"""A node's readiness to continue the job: its vote, permit, listener, and search for a host.
+"""Keep a node ready to take over the job: its vote, permit, listener, and search for a host.
 
 Every node of a job with failover has a standby, including the host. The listener is opened at the
-start, because the moment of a takeover would be too late to find out that a port is taken. Votes
-are given on the listener's thread; all else happens on the agent's loop.
+start, because the moment of a takeover would be too late to find out that a port is taken. The
+listener's thread votes; everything else runs in the agent's loop.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ class Standby:
 
     Args:
         name: the node's own name.
-        bind_address: "host:port" of the listener.
-        promise_s: how long a beat of the host binds this node, until the host sends its own value.
+        bind_address: the "host:port" at which the node listens.
+        promise_s: how long a heartbeat of the host binds this node, in seconds. The host's own
+            value replaces it.
         is_open: whether this node hosts the job from the start.
 
     Attributes:
         server: the listener.
-        former: the host that was lost last.
-        events: messages from nodes, once the listener is open.
+        former: the most recent host that was lost.
+        events: the messages from nodes, once the listener is open.
 
     Raises:
         LaunchError: the address cannot be bound.
@@ -68,12 +69,12 @@ class Standby:
 
     @property
     def term(self) -> int:
-        """The latest term that is known."""
+        """The latest known term."""
         return self._elector.term
 
     @property
     def mandate(self) -> Mandate | None:
-        """The state from which this node would continue."""
+        """The mandate from which this node would continue the job."""
         return self._elector.mandate
 
     @property
@@ -82,7 +83,7 @@ class Standby:
         return self._candidacy
 
     def close(self) -> None:
-        """Close the listener; waits for pending messages to leave."""
+        """Close the listener; wait for pending messages to be sent."""
         if self._canvasser is not None:
             self._canvasser.close()
         self.server.close()
@@ -91,7 +92,7 @@ class Standby:
     # ---- with a host ----
 
     def on_beat(self, beat: m.LeaseBeat) -> m.LeaseReply:
-        """Handle a host's beat; return the reply."""
+        """Handle a host's heartbeat; return the reply."""
         with self._lock:
             self.promise_s = self._elector.promise_s = beat.promise_ms / 1e3
             if self._elector.on_beat(beat.term, beat.host, now_s()):
@@ -102,18 +103,18 @@ class Standby:
         """Keep a mandate; return the reply.
 
         Raises:
-            LaunchError: it is malformed.
+            LaunchError: the mandate is malformed.
         """
         self.keep(unpack_mandate(command.mandate))
         return self._reply(0)
 
     def keep(self, mandate: Mandate) -> None:
-        """Keep a mandate, another host's or this node's own."""
+        """Keep a mandate, whether another host or this node wrote it."""
         with self._lock:
             self._elector.on_mandate(mandate)
 
     def hold(self, term: int) -> None:
-        """As the host, vote for no other node while the lease lasts."""
+        """Vote for no other node while this node is the host and its lease lasts."""
         with self._lock:
             self._elector.on_beat(term, self.name, now_s())
 
@@ -127,7 +128,7 @@ class Standby:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the host that this node follows has sent no beat for too long."""
+        """Whether the host that this node follows has sent no heartbeat for too long."""
         elector = self._elector
         if self._candidacy is not None or elector.host in ("", self.name):
             return False
@@ -137,7 +138,8 @@ class Standby:
         """Begin to look for another host.
 
         Args:
-            is_dead: the host's machine refuses connections, so its launcher is gone.
+            is_dead: whether the host's machine refuses connections, so that the launcher must be
+                gone.
         """
         with self._lock:
             term = self._elector.term
@@ -149,11 +151,11 @@ class Standby:
             self._canvasser = Canvasser(self._secret, self._tls)
 
     def found_host(self) -> None:
-        """End the search: this node connects to a host, or is the host."""
+        """End the search, because this node connects to a host or is the host."""
         self._candidacy = None
 
     def seek(self) -> Candidacy | None:
-        """Handle votes, and send polls when they are due; return the search."""
+        """Handle votes, and send polls that are due; return the state of the search."""
         candidacy, canvasser, mandate = self._candidacy, self._canvasser, self.mandate
         if candidacy is None or canvasser is None or mandate is None:
             return candidacy
@@ -169,7 +171,7 @@ class Standby:
         return candidacy
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when votes may have arrived; needs a search."""
+        """Return a descriptor that is readable when votes may have arrived. Requires a search."""
         assert self._canvasser is not None
         return self._canvasser.votes.fileno()
 

@@ -1,7 +1,8 @@
-"""The conditions under which a host with failover may begin a world and continue to host it.
+"""Decide when a host with failover may begin a world, and whether it may continue as host.
 
-It sends mandates and beats, fences lost nodes, and reports when this host has to stop: once its
-lease has expired, the others may elect another host, and two worlds must never run at once.
+This module sends mandates and heartbeats, fences lost nodes, and reports when this host has to
+stop. A host stops once its lease has expired, because the other nodes may then elect another host
+and two worlds must never run at once.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Succession:
     """The host's part of the succession of one job.
 
     Args:
-        endpoint: this host's endpoint, as other nodes dial it.
-        inherited: the state taken over from a former host; None at the start of a job.
+        endpoint: the address at which other nodes dial this host, as "host:port".
+        inherited: the state of a former host that this host replaces; None at the start of a job.
     """
 
     def __init__(
@@ -60,22 +61,22 @@ class Succession:
 
     @property
     def mandate(self) -> Mandate:
-        """The present mandate."""
+        """The current mandate."""
         return self._office.mandate
 
     def remaining_s(self) -> float:
-        """Return how much longer this host's lease lasts."""
+        """Return how many seconds this host's lease still lasts."""
         return self._office.remaining_s(now_s())
 
     def deadline_s(self) -> float:
-        """Return when `step` must be called again, by `time.monotonic`."""
+        """Return the time of `time.monotonic` at which `step` must be called again."""
         due = self._office.deadline_s()
         if self.waits_for:
             due = min(due, max(self._fences.until_s(), now_s() + 0.1))
         return time.monotonic() + due - now_s()
 
     def admit(self, hello: m.Hello) -> None:
-        """Begin to send beats to a node that has connected."""
+        """Begin to send heartbeats to a node that has connected."""
         if hello.node == self._office.name:
             return
         self._endpoints[hello.node] = join(hello.address, hello.port) if hello.port else ""
@@ -96,7 +97,7 @@ class Succession:
         self._office.on_reply(name, reply_of(event), now_s())
 
     def step(self) -> None:
-        """Send the beats that are due."""
+        """Send the heartbeats that are due."""
         office = self._office
         if office.remaining_s(now_s()) > 0:
             self._held_s = now_s()
@@ -111,7 +112,7 @@ class Succession:
     def why_lapsed(self, *, has_world: bool) -> str:
         """Return why this host has to stop, or "" while it may continue.
 
-        Without running ranks, it waits somewhat longer for nodes to reconnect.
+        While no ranks run, a host waits somewhat longer for nodes to reconnect.
         """
         if self._office.is_deposed:
             return "another node was elected to host the job"
@@ -133,10 +134,10 @@ class Succession:
         num_attempts: int,
         memory: str = "",
     ) -> bool:
-        """Return whether a world of these nodes may begin; if it is new, propose it.
+        """Return whether a world of these nodes may begin; if the world is new, propose it.
 
-        It may begin once a majority holds the mandate that describes it, all its nodes hold it as
-        well, and all ranks of lost nodes are dead.
+        A world may begin once a majority of the electors and all the world's nodes hold the mandate
+        that describes the world, and once all ranks of lost nodes are dead.
         """
         if now_s() < self._witness_due_s and not self._office.is_heard(WITNESS, now_s()):
             self.waits_for = "an answer from the witness"
@@ -161,7 +162,7 @@ class Succession:
         return not self.waits_for and self.remaining_s() > 0
 
     def begin(self, nodes: Sequence[Node]) -> None:
-        """Settle the mandate of a world that begins, and grant its nodes a fresh permit."""
+        """Settle the mandate of a world that begins, and grant its nodes fresh permits."""
         self._proposed = ()
         self._office.settle()
         self._publish()
@@ -189,7 +190,7 @@ class Succession:
         )  # fmt: skip
 
     def _publish(self) -> None:
-        """Send the mandate to all nodes, and keep it here."""
+        """Send the mandate to all nodes, and keep it on this node."""
         self._standby.keep(self.mandate)
         packed = m.Entrust(mandate=pack_mandate(self.mandate))
         for name in self._office.nodes:

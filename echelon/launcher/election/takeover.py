@@ -1,9 +1,9 @@
-"""The first moments of an elected host, in which it waits for the other nodes and for its lease.
+"""Let an elected host wait for the other nodes and for its lease before it takes over the job.
 
-Nothing is decided before a majority holds its mandate. The nodes' reports are kept for the
-coordinator, which takes over with an `Inheritance` once the nodes of the last world have connected,
-or have had the time to do so. If it obtains no lease in time, this node becomes an ordinary member
-again.
+The host makes no decision before a majority holds its mandate. The reports of nodes are kept for
+the coordinator. The coordinator takes over with an `Inheritance` once the nodes of the last world
+have connected, or have had enough time to connect. If the host does not obtain a lease in time, it
+becomes an ordinary node again.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Inheritance:
 
     Attributes:
         mandate: the former host's last mandate.
-        former: that host's name.
-        hellos: the nodes that are connected.
-        events: what they have reported since.
-        fenced_until_s: by then, the ranks of unconnected nodes are dead; by `lease.now_s`.
+        former: the former host's name.
+        hellos: the greetings of the connected nodes.
+        events: the events that these nodes have reported since they connected.
+        fenced_until_s: the time of `lease.now_s` by which the ranks of unconnected nodes are dead.
     """
 
     mandate: Mandate
@@ -46,8 +46,8 @@ class Takeover:
     Args:
         former: the lost host's name.
         voters: the electors that voted for this host.
-        was_early: whether it was elected before the former lease had expired for certain.
-        send: sends a command to a node.
+        was_early: whether the host was elected before the former lease had expired for certain.
+        send: a function that sends a command to a node.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class Takeover:
 
     @property
     def has_failed(self) -> bool:
-        """Whether no majority follows this host."""
+        """Whether the host has failed to obtain a majority in time."""
         late = now_s() > self._began_s + max(self.office.promise_s, _VOTERS_S)
         return self.office.is_deposed or (late and self.office.remaining_s(now_s()) <= 0)
 
     def deadline_s(self) -> float:
-        """Return when to call `step` again, by `lease.now_s`."""
+        """Return the time of `lease.now_s` at which to call `step` again."""
         return min(self.office.deadline_s(), now_s() + 0.1)
 
     def step(self, events: Iterable[tuple[str, m.Event]]) -> Inheritance | None:
@@ -123,7 +123,7 @@ class Takeover:
 
 
 def beat_message(beat: Beat, promise_s: float) -> m.LeaseBeat:
-    """Return a beat as a message to send."""
+    """Return a heartbeat as a message to send."""
     return m.LeaseBeat(
         term=beat.term, host=beat.host, number=beat.number, echo=beat.echo,
         remaining_ms=beat.remaining_ms, promise_ms=int(promise_s * 1e3), holds=beat.holds,

@@ -1,4 +1,4 @@
-"""The host's link to the witness, which carries the same messages as to a node, as questions."""
+"""Connect the host to the witness, by the same messages as to a node, sent as questions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from echelon.launcher.election.questions import Questions
 
 
 class Testimony:
-    """A sender of questions to the witness; `events` receives its replies like those of a node."""
+    """A sender of questions to the witness; the witness's replies go to `events`."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Testimony:
         self._events = events
 
     def send(self, command: Command) -> None:
-        """Send a beat, or a new mandate; never blocks."""
+        """Send a heartbeat or a new mandate; never blocks."""
         if isinstance(command, Entrust):
             mandate = unpack_mandate(command.mandate)
             self._mandate, self._term = pack_mandate(ballot_of(mandate)), mandate.term
@@ -64,5 +64,5 @@ class Testimony:
         self._questions.ask(self._endpoint, renew, take)
 
     def close(self) -> None:
-        """End the thread; waits at most 3 s."""
+        """End the thread; wait at most 3 s."""
         self._questions.close()

@@ -1,10 +1,11 @@
-"""A voter without ranks: it lets one of two nodes continue if the other is lost. Pure.
+"""Vote without running ranks, so that either of two nodes can continue without the other. Pure.
 
-The witness is one `Elector` per job and keeps nothing else: which host it has promised not to
-replace, for how long, and which nodes may ask. It writes nothing to disk. A restarted witness does
-not know its promises, so it votes in no job until that job's host registers it. A host may do so
-only while its lease lasts without the witness's own reply. Otherwise, a host that has lost the
-other nodes may already have been replaced, with the vote that the witness has forgotten.
+The witness keeps one `Elector` per job and no other state: which host it has promised not to
+replace, for how long, and which nodes may ask for its vote. Nothing is written to disk. A restarted
+witness does not know its promises, so it does not vote in a job until the job's host registers it.
+A host may register the witness only while its lease lasts without the witness's own reply.
+Otherwise, a host that has lost the other nodes may already have been replaced, with a vote that the
+witness has forgotten.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ UNKNOWN_TERM = -1  # for a job that the witness does not know
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Renewal:
-    """A host's beat to the witness.
+    """A host's heartbeat to the witness.
 
     Attributes:
-        number: the number of the beat; 0 for a mandate without a beat.
+        number: the number of the heartbeat; 0 for a mandate without a heartbeat.
         holds: whether the lease lasts without the witness's reply.
     """
 
@@ -37,7 +38,7 @@ class Renewal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Renewed:
-    """The witness's reply; `number` is that of the acknowledged beat, or 0 for none."""
+    """The witness's reply; `number` is the number of the acknowledged heartbeat, or 0."""
 
     term: int
     number: int = 0
@@ -45,14 +46,14 @@ class Renewed:
 
 
 class Witness:
-    """The witness of any number of jobs; each is known by its founder's unique name."""
+    """The witness of any number of jobs; a job is identified by its founder's unique name."""
 
     def __init__(self) -> None:
         self._electors: dict[str, Elector] = {}
         self._renewed_s: dict[str, float] = {}
 
     def on_renewal(self, founder: str, renewal: Renewal, now_s: float) -> Renewed:
-        """Handle a host's beat or a new mandate; return the reply."""
+        """Handle a host's heartbeat or a new mandate; return the reply."""
         elector = self._electors.get(founder)
         if elector is None:
             if not renewal.holds:
@@ -75,7 +76,7 @@ class Witness:
         return elector.on_canvass(asked, now_s)
 
     def _forget(self, now_s: float) -> None:
-        """Forget jobs without a beat for a day; the end of a job is not reported here."""
+        """Forget jobs without a heartbeat for a day, because the end of a job is not reported."""
         for founder, renewed_s in list(self._renewed_s.items()):
             if renewed_s < now_s - _KEEP_S:
                 del self._electors[founder], self._renewed_s[founder]

@@ -1,4 +1,4 @@
-"""`echelon witness`: a voter for jobs of two nodes, on a third machine."""
+"""Run `echelon witness`: a voter for jobs of two nodes, on a third machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from echelon.launcher.options.texts import not_negative
 
 
 class WitnessServer:
-    """A witness at an address; only the server's thread gives answers.
+    """A witness that listens at an address and answers on the server's thread.
 
     Raises:
         LaunchError: the address cannot be bound.
@@ -65,7 +65,7 @@ def _renewal(renew: m.Renew) -> Renewal:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until SIGTERM or SIGINT; return 0, or 1 if it cannot serve, or 2 for bad usage."""
+    """Serve until SIGTERM or SIGINT; return 0, 1 if serving fails, or 2 for bad usage."""
     parser = Parser(
         prog="echelon witness",
         description="Vote in jobs of two nodes, so that one can continue if the other is lost. "

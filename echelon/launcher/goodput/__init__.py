@@ -1,1 +1,1 @@
-"""The account of a job's time: how each second of each rank was spent."""
+"""Account for a job's time: how each second of each rank was spent."""

@@ -1,23 +1,23 @@
-"""The classification of each second of each rank. Pure, over recorded facts, and exact.
+"""Classify each second of each rank, exactly, from the recorded facts. Pure.
 
-Every rank's time from the job's begin to its end is cut into segments without gaps, and each
-segment into parts; the parts of a rank add up to the job's time to the nanosecond.
+Every rank's time from the beginning of the job to the end is cut into segments without gaps, and
+each segment into parts. The parts of a rank add up to the job's time to the nanosecond.
 
     start-up    until the first step of the first attempt
-    useful      steps that no earlier attempt had finished, without the following parts
-    waiting     of such steps: blocked in collectives and messages
-    data        of such steps: waiting for the next batch
+    useful      steps that no earlier attempt had finished, without the next three parts
+    waiting     blocked in collectives and messages, within the same steps
+    data        waiting for the next batch, within the same steps
     checkpoint  saving and loading within or between steps
-    repeated    all of a step that an earlier attempt had already finished
+    repeated    steps that an earlier attempt had already finished, as a whole
     stall       from the last sign of progress until the stall cleared or the ranks were stopped
-    restart     the step that a failure cut short, stopping, and all until the next first step
+    restart     the step that a failure cut short, and the time until the next first step
     idle        the rank had ended, or its world had no place for it
     unmarked    the program ran but marked no steps
 
-[Note: numbers of steps after a restart] A program that marks steps by number continues where its
-checkpoint was. A program that does not, such as any unmodified program, counts from 0 again. If an
-attempt has loaded a checkpoint and begins at step 0 or 1, it is assumed to continue from the step
-at which the newest earlier checkpoint was saved.
+[Note: numbers of steps after a restart] A program that marks steps by number continues with the
+number at which its checkpoint was saved. A program that does not, such as any unmodified program,
+counts from 0 again. If an attempt has loaded a checkpoint and begins at step 0 or 1, the attempt is
+assumed to continue from the step at which the newest earlier checkpoint was saved.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from echelon.launcher.goodput.facts import Attempt, Job, Lap, RankRun, Spent
 
 
 class Category(Enum):
-    """How a rank's time was spent."""
+    """The categories of a rank's time."""
 
     USEFUL = "useful"
     WAITING = "waiting"
@@ -49,7 +49,7 @@ class Segment:
     """A stretch of one rank's time; `parts` add up to its length.
 
     Attributes:
-        blamed: index of the attempt whose failure cost this time; -1 for none.
+        blamed: the index of the attempt whose failure cost this time; -1 if no failure did.
     """
 
     began_ns: int
@@ -60,14 +60,17 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class _Numbering:
-    """The meaning of an attempt's step numbers: add `base`; those below `done` are repeated."""
+    """How to interpret an attempt's step numbers.
+
+    Add `base` to a number to get the job's step; steps below `done` are repeated.
+    """
 
     base: int
     done: int
 
 
 def segments(job: Job) -> dict[int, list[Segment]]:
-    """Return each rank's time from 0 to `job.now_ns`, in order and without gaps."""
+    """Return the segments of each rank's time from 0 to `job.now_ns`, in order, without gaps."""
     numberings = _numberings(job)
     marks_steps = any(run.laps for one in job.attempts for run in one.runs.values())
     return {rank: list(_of_rank(job, rank, numberings, marks_steps)) for rank in job.ranks}
@@ -108,7 +111,7 @@ def _of_rank(
 
 
 class _Cut:
-    """One rank's time in one attempt."""
+    """The facts about one rank in one attempt, from which its segments are cut."""
 
     def __init__(
         self,
@@ -134,7 +137,7 @@ class _Cut:
         ]
 
     def segments(self) -> Iterator[Segment]:
-        """Yield the segments in order: before the first step, the laps, the rest, the end."""
+        """Yield the segments in order: before the first step, the laps, the remainder, the end."""
         at, run = self._began, self._run
         before = Category.RESTART if self._index else Category.START_UP
         if run.laps:
@@ -159,7 +162,7 @@ class _Cut:
         yield from _whole(self._stopped, self._ended, Category.IDLE)
 
     def _rest(self, at: int, before: Category) -> Iterator[Segment]:
-        """Yield the time after the last lap of a rank that did not fail, or all of it."""
+        """Yield a rank's time after its last lap, or all of its time if it has no laps."""
         run = self._run
         if run.laps:
             step = run.laps[-1].end_step
@@ -189,12 +192,12 @@ class _Cut:
             yield Segment(began, ended, _nonzero(parts), self._index - 1)
 
     def _stalled(self, began: int, ended: int) -> int:
-        """Return how much of a period the attempt's stalls cover; they do not overlap."""
+        """Return how much of a period the attempt's stalls cover. Stalls do not overlap."""
         return sum(max(0, min(ended, to) - max(began, since)) for since, to in self._stalls)
 
 
 def _parts(lap: Lap, left: int, stalled: int, numbering: _Numbering) -> dict[Category, int]:
-    """Divide a lap's time outside stalls; what a rank spent while stalled is taken out first."""
+    """Divide a lap's time outside stalls, without the time that was spent during the stalls."""
     spent = _without(lap.spent, stalled)
     saving = min(spent.checkpoint_ns, left)
     left -= saving
@@ -215,7 +218,7 @@ def _parts(lap: Lap, left: int, stalled: int, numbering: _Numbering) -> dict[Cat
 
 
 def _without(spent: Spent, stalled: int) -> Spent:
-    """Subtract a stall's time from what the rank spent then, which is usually a collective."""
+    """Subtract a stall's time from the time spent, usually from that spent in collectives."""
     left = [spent.waited_ns, spent.checkpoint_ns, spent.data_ns]
     for i, ns in enumerate(left):
         left[i] = max(0, ns - stalled)

@@ -1,4 +1,4 @@
-"""The hosting node's account of a job's time: an observer that keeps the facts and their file.
+"""Record the facts of a job's time on the hosting node, and keep them in a file.
 
 The file is written repeatedly while the job runs, so that a killed launcher loses only the last
 seconds, and again at each end of an attempt. The cost of writing limits how often it is written.
@@ -24,12 +24,13 @@ _CLOSE_S = 5.0
 
 
 class Book:
-    """The facts of one job.
+    """An observer that records the facts of one job's time.
 
     Args:
-        stall_timeout_s: how long the ranks must stand still before a stall is noticed.
-        say: prints a line.
-        now_ns: the monotonic clock.
+        stall_timeout_s: how long the ranks must make no progress before a stall is noticed, in
+            seconds.
+        say: a function that prints a line.
+        now_ns: a function that returns the time of the monotonic clock, in ns.
     """
 
     def __init__(
@@ -57,14 +58,14 @@ class Book:
         return self._clock() - self._origin_ns
 
     def __call__(self, happening: o.Happening) -> None:
-        """Record what happened."""
+        """Record an event of the job."""
         with self._lock:
             now = self._take(happening)
         if not isinstance(happening, o.LapsReported | o.RankEnded) or now >= self._due_ns:
             self.write()
 
     def snapshot(self) -> Job:
-        """Return a copy of the present facts, for another thread to read."""
+        """Return a copy of the current facts, for another thread to read."""
         with self._lock:
             now = self.job.now_ns if self.job.ended_by else self.now_ns()
             attempts = [
@@ -93,7 +94,7 @@ class Book:
         return now
 
     def write(self) -> None:
-        """Request that the file be written; if the disk refuses it, one line reports that."""
+        """Request that the file be written; print one line if the disk refuses it."""
         self._writer.put(self.snapshot())
         took_s = max(_EVERY_S, self._writer.took_s / _MAX_SHARE)
         self._due_ns = self.now_ns() + int(took_s * 1e9)
@@ -160,7 +161,7 @@ class Book:
 
 
 def _begin_stall(attempt: Attempt, now: int, lasted_ns: int) -> None:
-    """Record a stall from the last sign of progress on, but at least `lasted_ns` ago."""
+    """Record a stall that began at the last sign of progress, at least `lasted_ns` ago."""
     if attempt.stalls and attempt.stalls[-1][1] < 0:
         return
     seen = [run.progress_ns for run in attempt.runs.values() if run.progress_ns is not None]

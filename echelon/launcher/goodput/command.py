@@ -1,7 +1,7 @@
-"""`echelon report [RUN]`: how each second of a job's ranks was spent.
+"""Run `echelon report [RUN]`, which shows how each second of a job's ranks was spent.
 
-It reads the run directory of the hosting node, and works while the job runs, after its end, and if
-it was killed.
+The command reads the run directory of the hosting node. It works while the job runs, after the job
+has ended, and after the job was killed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The recorded facts of a job's time (attempts, laps, stalls), and the file that holds them.
+"""Define the recorded facts of a job's time (attempts, laps, stalls), and the file for them.
 
-All stamps are nanoseconds since the job began, on the hosting node's monotonic clock. A *lap* is
-one or more consecutive steps of a rank, with the time that they spent on other things than
-computing. Nothing here classifies time; `accounting` does.
+All timestamps are nanoseconds since the job began, on the hosting node's monotonic clock. A *lap*
+is one or more consecutive steps of a rank, with the time that these steps spent on anything other
+than computing. The module `accounting` classifies the time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_BYTES = 1 << 28
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spent:
-    """How much of a period was spent on waiting for other ranks, on checkpoints and on data."""
+    """How much of a period was spent on waiting for other ranks, on checkpoints, and on data."""
 
     waited_ns: int = 0
     checkpoint_ns: int = 0
@@ -31,7 +31,7 @@ class Spent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lap:
-    """Steps [first_step, end_step) of one rank; if both are equal, no step ended."""
+    """Steps [first_step, end_step) of one rank; if both are equal, no step has ended."""
 
     first_step: int
     end_step: int
@@ -40,7 +40,7 @@ class Lap:
     spent: Spent = Spent()
 
     def joined(self, later: Lap) -> Lap:
-        """Return this lap combined with the one that follows it."""
+        """Return this lap joined with the following lap."""
         one, other = self.spent, later.spent
         return Lap(
             first_step=self.first_step,
@@ -57,7 +57,7 @@ class Lap:
 
 @dataclass(kw_only=True, slots=True)
 class RankRun:
-    """One rank in one attempt."""
+    """The facts about one rank in one attempt."""
 
     host: str
     laps: list[Lap] = field(default_factory=list)
@@ -69,7 +69,7 @@ class RankRun:
     num_loads: int = 0  # how many checkpoints it has loaded
 
     def add(self, lap: Lap, max_laps: int) -> None:
-        """Add the next lap; beyond `max_laps`, neighbouring laps are combined."""
+        """Add the next lap; if there are more than `max_laps`, join neighbouring laps."""
         self.laps.append(lap)
         if len(self.laps) <= max_laps:
             return
@@ -80,7 +80,7 @@ class RankRun:
 
 @dataclass(kw_only=True, slots=True)
 class Attempt:
-    """One attempt of the job."""
+    """The facts about one attempt of the job."""
 
     number: int
     began_ns: int
@@ -94,7 +94,7 @@ class Attempt:
 
 @dataclass(kw_only=True, slots=True)
 class Job:
-    """All that is known of a job's time."""
+    """The facts about a job's time."""
 
     job_id: str
     now_ns: int = 0  # the job's end, or when this was written
@@ -104,7 +104,7 @@ class Job:
 
     @property
     def ranks(self) -> list[int]:
-        """All ranks that any attempt had."""
+        """All ranks that took part in any attempt."""
         return sorted({rank for attempt in self.attempts for rank in attempt.runs})
 
 
@@ -112,7 +112,7 @@ def write_job(job: Job, run_dir: Path) -> None:
     """Write the facts into a run directory, atomically.
 
     Raises:
-        OSError: they cannot be written.
+        OSError: the file cannot be written.
     """
     write_json(run_dir / ACCOUNT, to_json(job), indent=None)
 
@@ -121,7 +121,7 @@ def read_job(run_dir: Path) -> Job:
     """Read the output of `write_job`.
 
     Raises:
-        ValueError: the run has no such file, or it is damaged or of a newer format.
+        ValueError: the run has no file of facts, or the file is damaged or has a newer format.
     """
     path = run_dir / ACCOUNT
     try:
@@ -191,7 +191,8 @@ def from_json(top: Mapping[str, Any]) -> Job:
     """Read the output of `to_json`.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError: the input has another form.
+        KeyError, TypeError, ValueError, AttributeError: the input does not have the form of
+            `to_json`.
     """
     return Job(
         job_id=_text(top["job_id"]),

@@ -1,8 +1,8 @@
-"""Laps of a rank, derived from successive looks at its ring's live words. Pure.
+"""Derive the laps of a rank from successive readings of the live words in its ring. Pure.
 
-The program stores the words one after the other while this reads them, so time that one step spent
-may be counted for the next one. The totals are still right: words only grow, and each lap gets what
-was added since the last one.
+The program may store new words while they are being read, so time that belongs to one step may be
+counted for the next step. The totals are still right, because the words only grow and each lap gets
+what was added since the last lap.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from echelon.recorder.format.schema import Live
 
 
 class Odometer:
-    """The laps of one rank, by the stamps of its own host.
+    """The laps of one rank, with timestamps of the rank's own host.
 
     Attributes:
-        unfinished: what the unfinished step has spent so far, as far as it is known.
-        step: the present step; -1 for none.
+        unfinished: the known time that the unfinished step has spent so far.
+        step: the current step; -1 if there is none.
     """
 
     def __init__(self) -> None:

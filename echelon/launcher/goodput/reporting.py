@@ -1,4 +1,4 @@
-"""A node's reports about the time of its own ranks: laps, with ages in place of stamps."""
+"""Report the laps of a node's own ranks to the coordinator, with ages in place of timestamps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LapReports:
     """The laps of one attempt's workers on this node.
 
     Args:
-        words: returns a rank's live words; None while it has no ring.
+        words: a function that returns a rank's live words; None while the rank has no ring.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class LapReports:
         self._due_s = 0.0
 
     def look(self) -> m.Laps | None:
-        """Look at the living ranks; return a report if one is due."""
+        """Read the rings of the living ranks; return a report if one is due."""
         for worker in self._workers:
             if worker.alive:
                 self.read(worker)
         return self.report() if time.monotonic() >= self._due_s else None
 
     def read(self, worker: Worker) -> None:
-        """Look at one rank; call it once more after the rank has ended."""
+        """Read the ring of one rank. Call this once more after the rank has ended."""
         words = self._words(worker)
         if words is None:
             return
@@ -58,7 +58,7 @@ class LapReports:
                 laps.append(lap)
 
     def report(self) -> m.Laps | None:
-        """Return what is new; None if no rank has a ring."""
+        """Return the laps since the last report; None if no rank has a ring."""
         if not self._last:
             return None
         self._due_s = time.monotonic() + self._every_s

@@ -1,4 +1,4 @@
-"""Totals of a job's time: per rank, over all ranks, and the cost of each failure. Pure."""
+"""Add up a job's time per rank and over all ranks, and the cost of each failure. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class Loss:
     """The cost of one failed attempt, as the mean over all ranks.
 
     Attributes:
-        restart_ns: from the failure (including the step that it cut short) to the next first step.
-        repeated_ns: steps that had to be repeated.
+        restart_ns: the time from the failure to the next first step, including the step that the
+            failure cut short.
+        repeated_ns: the time of steps that had to be repeated.
     """
 
     attempt: int
@@ -45,17 +46,17 @@ class Shares:
         }
 
     def share(self, *categories: Category) -> float:
-        """Return these categories' share of all ranks' time; 0 if no time has passed."""
+        """Return the share of all ranks' time in these categories; 0 if no time has passed."""
         totals = self.totals
         return _ratio(sum(totals[one] for one in categories), self.wall_ns * len(self.ranks))
 
     @property
     def goodput(self) -> float:
-        """The share of the time spent in steps that count: useful, and waiting within them."""
+        """The share of all ranks' time in useful steps, including the waits within them."""
         return self.share(Category.USEFUL, Category.WAITING)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the totals, in seconds."""
+        """Return the totals in seconds, as JSON."""
         num = max(len(self.ranks), 1)
         return {
             "wall_s": self.wall_ns / 1e9,

@@ -1,4 +1,4 @@
-"""The account of a job's time as text."""
+"""Format the account of a job's time as text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REASON_CHARS = 60
 
 
 def as_text(job: Job, account: Shares) -> str:
-    """Return the tables: the time by category, and the cost of failures."""
+    """Return two tables: the time by category, and the cost of each failure."""
     return "\n".join([_title(job, account), "", *_categories(account), *_losses(account)]) + "\n"
 
 
@@ -69,7 +69,7 @@ def _losses(account: Shares) -> Iterator[str]:
 
 
 def duration(ns: int) -> str:
-    """Format a duration for people: `12.3 s`, `4 min 05 s`, `2 h 07 min`."""
+    """Format a duration for users: `12.3 s`, `4 min 05 s`, `2 h 07 min`."""
     seconds = ns / 1e9
     if seconds < 99.95:
         return f"{seconds:.1f} s"

@@ -1,6 +1,6 @@
-"""A thread that writes a job's account, so that a hung file system blocks nothing else.
+"""Write a job's account on a thread, so that a hung file system does not block the launcher.
 
-Only the newest facts are worth writing, so waiting facts are replaced, never queued.
+Only the newest facts are worth writing, so newer facts replace facts that still wait to be written.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class Writer:
     """A writer of the latest facts into a run directory.
 
     Attributes:
-        took_s: how long the last write took.
-        error: why the first failed write failed; "" if none has.
+        took_s: how long the last write took, in seconds.
+        error: the error of the first write that failed; "" if no write has failed.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -44,7 +44,7 @@ class Writer:
             self._changed.notify_all()
 
     def flush(self, wait_s: float) -> bool:
-        """Wait until everything is written, for at most this long; return whether it is."""
+        """Wait at most `wait_s` seconds until all facts are written; return whether they are."""
         with self._changed:
             return self._changed.wait_for(lambda: not (self._next or self._is_busy), wait_s)
 

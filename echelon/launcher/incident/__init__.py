@@ -1,1 +1,1 @@
-"""An incident: its collection from the nodes, its analysis, and the root cause's last output."""
+"""Handle an incident: collect it from the nodes, analyse it, show the root cause's output."""

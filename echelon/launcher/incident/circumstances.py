@@ -1,7 +1,7 @@
-"""The facts a restart depends on beside the verdict: the error, its place, the step, the memory.
+"""Read what a restart depends on beside the verdict: the error, its place, the step, the memory.
 
-They are read from one rank's dump, either by the analysis process together with the verdict, or by
-the launcher itself if the verdict is late.
+These facts come from one rank's dump. The analysis process reads them together with the verdict; if
+the verdict is late, the launcher itself does.
 """
 
 from __future__ import annotations
@@ -74,14 +74,15 @@ _MAX_LOOKED_AT = 4  # ranks, if no verdict names one
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Circumstances:
-    """The facts about its failure in one rank's dump.
+    """The facts about a rank's failure, read from the rank's dump.
 
     Attributes:
-        cause: derived from what it raised; "" if it raised nothing, or an error about another rank.
-        site: what was raised and where; "" if nothing was.
-        is_outside: whether that error reports a network or a file system.
-        owns_memory: whether the job's own use exhausted memory; None if that is not known.
-        last_step: the last step that it began; -1 if it recorded none.
+        cause: the cause derived from the error that the rank raised; "" if it raised no error, or
+            an error about another rank.
+        site: what was raised and where; "" if no error was raised.
+        is_outside: whether the error is about the network or a file system.
+        owns_memory: whether the job itself exhausted the memory; None if unknown.
+        last_step: the last step that the rank began; -1 if it recorded no steps.
     """
 
     rank: int
@@ -102,10 +103,10 @@ class Circumstances:
 
 
 def circumstances(incident: Path, ranks: Sequence[int]) -> Circumstances | None:
-    """Return the facts of the first rank that failed by itself, or of the first one with a dump.
+    """Return the facts of the first rank that failed by itself, or of the first with a dump.
 
     Args:
-        ranks: the culprits; or, without a verdict, the ranks in the order in which they ended.
+        ranks: the culprits or, without a verdict, the ranks in the order in which they ended.
     """
     first = None
     for rank in ranks[:_MAX_LOOKED_AT]:
@@ -120,7 +121,7 @@ def circumstances(incident: Path, ranks: Sequence[int]) -> Circumstances | None:
 
 
 def circumstances_of(record: Record, rank: int) -> Circumstances:
-    """Return the facts about its failure in a rank's record."""
+    """Return the facts about a rank's failure from the rank's record."""
     raised = _raised(record)
     step = int(record.live[Live.STEP]) - 1
     if raised is None:
@@ -166,7 +167,7 @@ def _is_outside(name: str, bases: Sequence[str], message: str) -> bool:
 
 
 def _owns_host_memory(record: Record) -> bool | None:
-    """Return whether a kill for memory was caused by the limit of the rank's own cgroup."""
+    """Return whether the limit of the rank's own cgroup caused a kill for lack of memory."""
     host = record.host
     if not host.oom_kill:
         return None
@@ -175,7 +176,7 @@ def _owns_host_memory(record: Record) -> bool | None:
 
 
 def _owns_device_memory(text: str) -> bool | None:
-    """Return whether, by torch's account of a device, the job's own use exhausted it."""
+    """Return whether torch's report on a device says that the job itself exhausted its memory."""
     capacity, own = _CAPACITY.search(text), _OWN_USE.search(text)
     if capacity is None or own is None:
         return None

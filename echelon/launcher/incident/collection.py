@@ -1,4 +1,4 @@
-"""One incident while the nodes send their dumps."""
+"""Collect the dumps of one incident while the nodes send them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ class Collection:
 
     Args:
         nodes: the nodes that will send dumps.
-        deadline_s: monotonic; a node that has not sent its dumps by then is left out.
-        is_survived: whether the attempt continues in spite of it.
-        lost_earlier: the losses that are over: they explain nothing of it.
-        continues: the early look whose incident this one is, at its full limit.
+        deadline_s: a time of the monotonic clock. A node that has not sent all its dumps by then is
+            left out.
+        is_survived: whether the attempt continues in spite of the incident.
+        lost_earlier: the losses that are over, which therefore explain nothing of the incident.
+        continues: the early look that this incident continues, now that the full limit has passed;
+            None if there was none.
 
     Attributes:
-        waiting: the nodes that have not sent everything yet.
-        is_overtaken: whether ranks have made progress since it began.
+        waiting: the nodes that have not sent all their dumps yet.
+        is_overtaken: whether ranks have made progress since the collection began.
 
     Raises:
         OSError: the folder cannot be created.
@@ -62,7 +64,7 @@ class Collection:
         """Write a part of a dump.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the part cannot be written.
         """
         if part.incident != self.number:
             return
@@ -75,12 +77,12 @@ class Collection:
             self._present.add(part.rank)
 
     def note_harvested(self, node: str, event: m.Harvested) -> None:
-        """Note that a node has sent everything."""
+        """Note that a node has sent all its dumps."""
         if event.incident == self.number:
             self.waiting.discard(node)
 
     def is_complete(self, now_s: float) -> bool:
-        """Return whether there is nothing more to wait for."""
+        """Return whether there are no further dumps to wait for."""
         return not self.waiting or now_s >= self.deadline_s
 
     def finish(
@@ -95,10 +97,10 @@ class Collection:
         """Describe the incident in its folder, and make the folder visible.
 
         Args:
-            probes: what was measured before the attempt, a sentence each.
+            probes: what was measured before the attempt, one sentence per probe.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the incident cannot be written.
         """
         self.close()
         absent = sorted(set(range(world_size)) - self._present)
@@ -147,7 +149,7 @@ class Collection:
         """Close the files.
 
         Raises:
-            OSError: the last data written did not reach the disk.
+            OSError: the last data did not reach the disk.
         """
         while self._files:
             self._files.popitem()[1].close()

@@ -1,8 +1,8 @@
-"""TORCHELASTIC_ERROR_FILE: the file in which a program describes its own failure.
+"""Read TORCHELASTIC_ERROR_FILE, in which a program describes its own failure.
 
-torch's `record` decorator, and programs that know the variable, write a JSON object: a message, or
-an object with a message and perhaps a traceback. Because a failing program wrote it, any part may
-be missing or very long.
+torch's `record` decorator, and programs that use the variable, write a JSON object that holds a
+message, or an object with a message and perhaps a traceback. Because a failing program wrote it,
+any part may be missing or very long.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MAX_CHARS = 16 << 10
 
 
 def read_error_file(path: Path) -> str:
-    """Return the traceback, or otherwise the message, or "" if neither can be read."""
+    """Return the traceback, or otherwise the message; "" if neither can be read."""
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
             return ""

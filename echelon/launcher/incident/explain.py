@@ -1,9 +1,10 @@
-"""The analysis of an incident by `echelon.analysis`, in a separate process.
+"""Analyse an incident with `echelon.analysis` in a separate process.
 
-An analysis may take a minute and gigabytes at thousands of ranks, and it may fail; none of this may
-harm the job. So it runs as a niced child with its own memory limit. The agent's loop continues, and
-a restart waits for it a few seconds at most. The child is started when the collection of an
-incident begins, so that its imports are done by the time there is something to read.
+The analysis of thousands of ranks may take a minute and gigabytes of memory, and it may fail. So
+that the job is not harmed, the analysis runs as a niced child process with its own memory limit.
+The agent's loop continues, and a restart waits a few seconds at most for the result. The child is
+started when the collection of an incident begins, so that its imports are done by the time the
+incident is complete.
 
     agent -> child   one line of JSON: {incident, shown, columns}
     child -> agent   one JSON object: {report, story, text, file_text, circumstances}
@@ -47,7 +48,7 @@ class Explanation:
 
     @property
     def verdict(self) -> dict[str, Any] | None:
-        """The root finding; None if there is none."""
+        """The finding about the root cause; None if there is none."""
         found = (self.report or {}).get("verdict")
         return found if isinstance(found, dict) else None
 
@@ -55,7 +56,7 @@ class Explanation:
         """Write verdict.json and verdict.txt beside the black boxes, with `line` appended.
 
         Raises:
-            OSError: they cannot be written.
+            OSError: the files cannot be written.
         """
         if self.report is not None:
             (incident / "verdict.txt").write_text(self.file_text + line)
@@ -63,7 +64,7 @@ class Explanation:
 
 
 class Analysis:
-    """One analysis: a child that waits for its incident, works, and answers once.
+    """A child process that waits for its incident, analyses it, and answers once.
 
     Raises:
         OSError: no process can be started.
@@ -85,7 +86,7 @@ class Analysis:
         self._deadline_s = float("inf")
 
     def begin(self, incident: Path, shown: Path, columns: int | None) -> None:
-        """Pass the incident to the child; `shown` is its path as the user knows it."""
+        """Pass an incident to the child; `shown` is the incident's path as the user knows it."""
         self._shown = shown
         self._deadline_s = time.monotonic() + DEADLINE_S
         task = {"incident": str(incident), "shown": str(shown), "columns": columns}
@@ -100,7 +101,7 @@ class Analysis:
         return self._process.stdout.fileno()
 
     def poll(self) -> Explanation | None:
-        """Return the explanation, or one that reports a failure; None while the analysis runs."""
+        """Return the explanation or a report of the failure; None while the analysis runs."""
         try:
             while data := os.read(self.fileno(), 1 << 16):
                 self._answer += data
@@ -136,7 +137,7 @@ class Analysis:
 
 
 def explain_now(incident: Path, shown: Path, columns: int | None) -> Explanation:
-    """Have an incident explained and wait for it; for a node whose job is over anyway."""
+    """Analyse an incident and wait for the result. Use this only when the node's job is over."""
     try:
         analysis = Analysis()
     except OSError as err:
@@ -151,7 +152,7 @@ def explain_now(incident: Path, shown: Path, columns: int | None) -> Explanation
 
 
 def _explain(incident: Path, columns: int | None) -> dict[str, Any]:
-    """Analyse an incident; return the fields of its `Explanation`."""
+    """Analyse an incident; return the fields of an `Explanation`."""
     from echelon.analysis import analyze
     from echelon.launcher.incident.circumstances import circumstances
     from echelon.launcher.incident.story import root_cause_story
@@ -181,7 +182,7 @@ def _rendered(report: Any, columns: int, *, colour: bool) -> str:
 
 
 def _limit_memory() -> None:
-    """Limit this process to half of the available memory, but at least 2 GiB."""
+    """Limit this process to half of the available memory, or 2 GiB if that is more."""
     available = 0
     with contextlib.suppress(OSError, ValueError, IndexError):
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -195,7 +196,7 @@ def _limit_memory() -> None:
 
 
 def main() -> None:
-    """Wait for one incident on stdin, and answer on stdout."""
+    """Wait for one incident on stdin, and write the answer to stdout."""
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     _limit_memory()

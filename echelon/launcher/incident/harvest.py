@@ -1,22 +1,24 @@
 """Collect the black boxes of a node's ranks, and what the host knows of each process.
 
-    1. Look at every living process once: its ring, /proc.
-    2. Read the stacks from outside, which does not disturb the process. Also look at its
+    1. Look at every living process once: its ring and its files in /proc.
+    2. Read the stacks from outside, which does not disturb the processes. Also look at their
        descendants, such as loader workers and compilers.
-    3. Send a signal only to those whose stacks could not be read, and briefly wait for the answer.
-    4. Look again (the difference gives their share of a core), and read every ring.
-    5. For a stall, repeat this two seconds later: what has moved is slow, what has not is stuck.
+    3. Send a signal only to processes whose stacks could not be read, and briefly wait for an
+       answer.
+    4. Look at each process again (the difference gives its share of a core), and read every ring.
+    5. For a stall, repeat these steps two seconds later. A rank that has moved is slow, and a rank
+       that has not moved is stuck.
 
 Observing a process must not change it. A signal ends the system call in which a thread waits, and
-often the hang with it: the verdict would then describe a state that no longer exists. So a signal
-is the last resort, and `HostFacts.stacks_from` records that it was used.
+often the hang as well, so that the verdict would describe a state that no longer exists. So a
+signal is the last resort, and `HostFacts.stacks_from` records that one was sent.
 
 The collection is a generator that yields how long it wants to wait. The agent's loop runs between
-its steps, so that output keeps flowing and a user's stop takes effect at once.
+the steps, so that output keeps flowing and a user's stop takes effect at once.
 
 A rank that never opened a ring still gets a dump, with its exit code, its stderr, its stacks and
-the calls in which its threads wait. If it is a torch program, torch's own recorder is asked for a
-dump.
+the calls in which its threads wait. If the rank is a torch program, torch's own recorder is asked
+for a dump.
 """
 
 from __future__ import annotations
@@ -43,11 +45,11 @@ Waits = Generator[float, None, None]
 def harvest(
     workers: Sequence[Worker], occasion: Occasion, idle: Callable[[float], None]
 ) -> list[Record]:
-    """Collect the black boxes of this node's workers, in their order.
+    """Collect the black boxes of this node's workers, in the order of `workers`.
 
-    This takes about a second at most; twelve if torch is asked for dumps; and two more for a stall,
-    which is examined twice to separate slow ranks from stuck ones. `idle(seconds)` is called while
-    the ranks answer.
+    The collection takes about one second at most, or twelve seconds if torch is asked for dumps. A
+    stall takes two seconds more, because it is examined twice to separate slow ranks from stuck
+    ranks. `idle(seconds)` is called while the ranks answer.
     """
     steps = harvest_steps(workers, occasion, lambda: False)
     while True:
@@ -65,11 +67,11 @@ def harvest_steps(
     is_urgent: Callable[[], bool],
     gap_s: float = _SECOND_LOOK_S,
 ) -> Steps:
-    """Do the same as `harvest` in steps: yield the seconds to wait, and return the records.
+    """Do the same as `harvest` in steps: yield the seconds to wait, and finally return the records.
 
     Args:
-        is_urgent: once it returns True, no step waits any longer.
-        gap_s: the time between the first and the second look at a stall.
+        is_urgent: a function that returns whether to stop waiting.
+        gap_s: the time between the first and the second look at a stall, in seconds.
     """
     witnesses = [Witness(worker, occasion) for worker in workers]
     asked_s = time.monotonic()
@@ -98,7 +100,7 @@ def _wait_until(deadline_s: float, is_urgent: Callable[[], bool]) -> Waits:
 
 
 def _read_stacks(witnesses: Sequence[Witness], is_urgent: Callable[[], bool]) -> Waits:
-    """Read all stacks from outside; ask by signal for those that cannot be read that way."""
+    """Read all stacks from outside; request by signal the stacks that cannot be read that way."""
     yield from _on_threads([witness.spy for witness in witnesses], _SPY_S, is_urgent)
     if is_urgent():
         return
@@ -118,9 +120,9 @@ def _wait_for_answers(witnesses: Sequence[Witness], is_urgent: Callable[[], bool
 def _on_threads(
     looks: Sequence[Callable[[], None]], limit_s: float, is_urgent: Callable[[], bool]
 ) -> Waits:
-    """Run the looks on a few threads; those that are not done after `limit_s` are left out.
+    """Take the looks on a few threads; leave out the looks that are not done after `limit_s`.
 
-    If no thread can be started, no look is taken, and the ranks are asked by signal instead.
+    If no thread can be started, no look is taken, and stacks are requested by signal instead.
     """
     if is_urgent() or not looks:
         return

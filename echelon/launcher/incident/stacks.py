@@ -1,7 +1,7 @@
-"""The stacks of one worker: read from outside, or otherwise requested by a signal.
+"""Read the stacks of one worker from outside, or otherwise request them by a signal.
 
-A signal ends the system call in which a thread waits, and often the hang with it. So it is the last
-resort, and `HostFacts.stacks_from` records that it was used.
+A signal ends the system call in which a thread waits, and often the hang as well. So a signal is
+the last resort, and `HostFacts.stacks_from` records that one was sent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _STACKS_BYTES = 64 << 10
 
 
 class Stacks:
-    """The stacks of one process's threads, at one moment."""
+    """The stacks of one process's threads at one moment."""
 
     def __init__(self, folder: Path, pid: int, identity: Identity, *, native: bool) -> None:
         self.native = ""
@@ -44,7 +44,7 @@ class Stacks:
         self._asked = process.send(self._pid, identity.pid_start_ticks, identity.stack_signal)
 
     def _can_answer(self) -> bool:
-        """Return whether the handler's descriptor still refers to the file.
+        """Return whether the signal handler's descriptor still refers to the stacks file.
 
         A program that becomes a daemon closes all descriptors. The handler would then write stacks
         into whichever file the program has opened since.
@@ -56,7 +56,7 @@ class Stacks:
             return False
 
     def have_arrived(self) -> bool:
-        """Return whether the answer is complete, or will never arrive."""
+        """Return whether the answer to the signal is complete, or will never arrive."""
         if not self._asked:
             return True
         size, since = _size(self._path), self._seen[1]
@@ -66,7 +66,7 @@ class Stacks:
         return size > self._from and time.monotonic() - since > _SETTLED_S
 
     def spy(self) -> None:
-        """Read the stacks from outside if possible. May run on another thread."""
+        """Read the stacks from outside if possible. This may run on another thread."""
         denied: list[str] = []
         self._spied = spy_stacks(self._pid, denied=denied)
         if self._wants_native:
@@ -74,7 +74,7 @@ class Stacks:
         self.not_permitted = (TRACING,) if denied else ()
 
     def text(self) -> str:
-        """Return the stacks that were read from outside, or otherwise the process's answer."""
+        """Return the stacks that were read from outside, or otherwise the answer to the signal."""
         return self._spied or (_text_from(self._path, self._from) if self._asked else "")
 
     def origin(self) -> str:

@@ -1,8 +1,8 @@
-"""The root cause's last output: the part of a report that precedes the verdict.
+"""Collect the root cause's last output, which a report shows before the verdict.
 
-The traceback is the one that the program wrote to TORCHELASTIC_ERROR_FILE, or otherwise the last
-one in the rank's stderr, so user code needs no decorator. If there is none, the last lines of
-stderr are shown instead. All victims together take one line.
+The output is the traceback that the program wrote to TORCHELASTIC_ERROR_FILE, or otherwise the last
+traceback in the rank's stderr, so user code needs no decorator. If there is no traceback, the last
+lines of stderr are shown instead. All victims together take one line.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Story:
     last_lines: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """Return the lines for the terminal; none if the rank's output says nothing about its end.
+        """Return the lines for the terminal; [] if the rank's output does not explain its end.
 
-        A rank that hangs, or was killed, had no time for last words: its output is older than that.
+        If a rank hangs, or was killed, its output is older than that and is not shown.
         """
         is_silent = self.exit_code is None or self.exit_code == -signal.SIGKILL
         said = self.traceback or (() if is_silent else self.last_lines)
@@ -50,7 +50,7 @@ class Story:
         return [f"rank {self.rank}, {what}:", *(f"  {line}" for line in said)]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry for report.json."""
+        """Return the story as an entry of report.json."""
         return {
             "rank": self.rank,
             "exit_code": self.exit_code,
@@ -60,7 +60,7 @@ class Story:
 
 
 def root_cause_story(incident: Path, verdict: Mapping[str, Any] | None) -> Story | None:
-    """Return the last output of the first culprit; None without a culprit or a record."""
+    """Return the last output of the first culprit; None without a culprit or its record."""
     for rank in (verdict or {}).get("culprit_ranks", [])[:1]:
         try:
             record = read(incident / f"rank_{int(rank)}")
@@ -93,7 +93,7 @@ def _message(record: Record) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Victims:
-    """The ranks that ended because of others, and how they ended."""
+    """The ranks that ended because of other ranks, and how they ended."""
 
     failed: tuple[int, ...]
     stopped: tuple[int, ...]  # by the launcher
@@ -105,7 +105,7 @@ class Victims:
         ended: Mapping[int, Ended],
         lost_earlier: Collection[int] = (),
     ) -> Victims:
-        """Classify how the other ranks ended. Without a culprit there are no victims."""
+        """Classify how the other ranks ended. If there is no culprit, there are no victims."""
         culprits = set((verdict or {}).get("culprit_ranks", []))
         apart = {*culprits, *lost_earlier}
         others = [one for rank, one in sorted(ended.items()) if culprits and rank not in apart]
@@ -115,7 +115,7 @@ class Victims:
         )
 
     def line(self) -> str:
-        """Return one line for all of them, or "" if there are none."""
+        """Return one line about all victims, or "" if there are none."""
         parts = [
             f"{words}: {rank_list(ranks)}"
             for ranks, words in (
@@ -127,12 +127,12 @@ class Victims:
         return "; ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry for report.json."""
+        """Return the victims as an entry of report.json."""
         return {"failed": list(self.failed), "stopped": list(self.stopped)}
 
 
 def last_traceback(lines: Sequence[str]) -> list[str]:
-    """Return the last traceback's lines, from its headline to the exception's own line."""
+    """Return the lines of the last traceback, from its headline to the line of the exception."""
     starts = [i for i, line in enumerate(lines) if line.startswith(_BEGINNINGS)]
     if not starts:
         return []
@@ -152,5 +152,5 @@ def _shortened(block: list[str]) -> list[str]:
 
 
 def _clean(line: str) -> str:
-    """Remove control characters, and the rank with which torch prefixes its lines."""
+    """Remove control characters and the rank prefix that torch adds to its lines."""
     return _TORCHS_PREFIX.sub("", _CONTROL.sub("", line), count=1)[:_MAX_LINE_CHARS]

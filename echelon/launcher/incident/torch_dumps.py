@@ -1,9 +1,9 @@
-"""torch's own flight recorder, in the workers of unmodified torch programs.
+"""Use torch's own flight recorder in the workers of unmodified torch programs.
 
-torch writes a rank's dump to `<prefix><rank>` when its watchdog abandons an operation, and whenever
-data is written to the pipe `<prefix><rank>.pipe` that its NCCL or XCCL backend serves. The launcher
-chooses both prefixes, unless the user has, so that dumps can be found and requested. The Gloo
-backend also records, but it neither dumps by itself nor serves a pipe.
+torch writes a rank's dump to `<prefix><rank>` when torch's watchdog abandons an operation, and
+whenever data is written to the pipe `<prefix><rank>.pipe` that the NCCL or XCCL backend serves. The
+launcher chooses both prefixes, unless the user has, so that dumps can be found and requested. The
+Gloo backend also records, but it neither dumps by itself nor serves a pipe.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SETTLED_S = 0.2  # a dump that has not grown for this long is complete
 
 @functools.cache
 def installed_torch() -> tuple[int, ...]:
-    """Return the major and minor version of this interpreter's torch; () if there is none."""
+    """Return the major and minor version of the installed torch; () if torch is not installed."""
     try:
         text = importlib.metadata.version("torch")
     except (importlib.metadata.PackageNotFoundError, OSError, ValueError):
@@ -44,14 +44,14 @@ def installed_torch() -> tuple[int, ...]:
 def torch_environment(
     environ: Mapping[str, str], folder: Path, version: tuple[int, ...] | None = None
 ) -> dict[str, str]:
-    """Return the variables to set for the worker with this folder; the user's values are kept.
+    """Return the environment variables to set for a worker. The user's own values are kept.
 
-    Names that a version of torch deprecates are not set for that version, because it would print a
-    warning.
+    Variables that a version of torch deprecates are not set for that version, because torch would
+    print a warning.
 
     Args:
         environ: the worker's environment.
-        folder: the worker's own folder.
+        folder: the worker's folder, which is to contain the dump.
         version: torch's major and minor version; None means the installed one, () an unknown one.
     """
     version = installed_torch() if version is None else version
@@ -75,10 +75,11 @@ def torch_environment(
 
 
 def dump_path(environ: Mapping[str, str], rank: int) -> Path | None:
-    """Return the path of the dump that torch writes for a rank; None if it is not known.
+    """Return the path of the dump that torch writes for a rank; None if it is unknown.
 
-    With dynamic names, torch uses the variable's value at the time of the dump, and the program may
-    change it. Then a path counts only if the launcher chose it, or if it ends with this rank.
+    With dynamic names, torch uses the variable's value at the time of the dump, which the program
+    may have changed. In that case, a path is returned only if the launcher chose it, or if it ends
+    with this rank.
     """
     names = (*_DUMP_NAMES, _COMMS_DUMP)
     prefix = next((environ[name] for name in names if environ.get(name)), "")
@@ -109,7 +110,7 @@ class TorchDump:
         self.num_own = 0  # how many dumps torch wrote without a request
 
     def look(self) -> None:
-        """Count a dump that has appeared, once two looks find it unchanged."""
+        """Count a new dump once its file is unchanged between two successive looks."""
         version = self._version()
         if version[1] > 0 and version != self._noted and version == self._growing:
             self._noted = version
@@ -147,7 +148,7 @@ class TorchDump:
         return False
 
     def read(self) -> bytes:
-        """Return this worker's newest dump, or b"" if there is none or it is far too large."""
+        """Return this worker's newest dump, or b"" if there is none or if it is far too large."""
         version = self._version()
         if self._path is None or version == self._first or version[1] > MAX_DUMP_BYTES:
             return b""
@@ -156,7 +157,7 @@ class TorchDump:
         return b""
 
     def clear_up(self) -> None:
-        """Remove the pipe that torch has left behind."""
+        """Remove the pipe that torch left behind."""
         if self._pipe is not None and self._pipe.is_fifo():
             with contextlib.suppress(OSError):
                 self._pipe.unlink()

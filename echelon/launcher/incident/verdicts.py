@@ -1,7 +1,7 @@
-"""The incidents that are being analysed, and the display of their verdicts.
+"""Keep track of incidents that are being analysed, and show their verdicts.
 
-The verdict on a stall is shown as soon as it is known. The verdict on a failure is shown once its
-attempt has ended, because only then are its victims known. If ranks make progress before the
+The verdict on a stall is shown as soon as it is known. The verdict on a failure is shown once the
+attempt has ended, because only then are all victims known. If ranks make progress before the
 verdict on their stall is shown, that verdict is withdrawn.
 """
 
@@ -27,8 +27,8 @@ class _Open:
     """An incident that has not been explained yet.
 
     Attributes:
-        nodes: the nodes on which its verdict is shown.
-        is_due: whether it may be shown.
+        nodes: the nodes on which the verdict is shown.
+        is_due: whether the verdict may be shown.
     """
 
     incident: Incident
@@ -39,11 +39,11 @@ class _Open:
 
 
 class Verdicts:
-    """The analyses of one job.
+    """The analyses of one job's incidents.
 
     Args:
-        show_others: shows a text on other nodes.
-        note: called with each incident whose verdict is known.
+        show_others: a function that shows a text on other nodes.
+        note: a function that is called with each incident whose verdict is known.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Verdicts:
         return any(one.incident is incident for one in self._open)
 
     def expect(self) -> None:
-        """Start a process for an incident that is about to be collected."""
+        """Start an analysis process for an incident that is about to be collected."""
         self.expect_none()
         try:
             self._next = Analysis()
@@ -79,13 +79,13 @@ class Verdicts:
             self._why_none = err.strerror or str(err)
 
     def expect_none(self) -> None:
-        """End a process that has nothing to explain."""
+        """End the analysis process if no incident was collected after all."""
         if self._next is not None:
             self._next.close()
             self._next = None
 
     def begin(self, incident: Incident, nodes: Sequence[str], *, is_due: bool) -> None:
-        """Have an incident explained; the verdict is shown on `nodes` once it is due."""
+        """Start to analyse an incident; the verdict is shown on `nodes` once it is due."""
         analysis, self._next = self._next, None
         one = _Open(incident, list(nodes), analysis, is_due)
         shown = self._directory.shown / "dump" / incident.folder.name
@@ -103,23 +103,23 @@ class Verdicts:
             incident.withdrawn = True
 
     def drop(self, incident: Incident) -> None:
-        """Forget an incident that another one replaces: its verdict is not shown any more."""
+        """Forget an incident that another incident replaces, so that its verdict is not shown."""
         for one in [one for one in self._open if one.incident is incident]:
             self._open.remove(one)
             if one.analysis is not None:
                 one.analysis.close()
 
     def release(self) -> None:
-        """Allow all verdicts to be shown: the attempt has ended."""
+        """Allow all verdicts to be shown, because the attempt has ended."""
         for one in self._open:
             one.is_due = True
 
     def deadline_s(self) -> float:
-        """Return when to call `poll` again."""
+        """Return the time at which to call `poll` again."""
         return time.monotonic() + _POLL_S if self._open else float("inf")
 
     def poll(self) -> None:
-        """Show the verdicts that are known and due."""
+        """Show all verdicts that are both known and due."""
         for one in list(self._open):
             if one.explanation is None and one.analysis is not None:
                 one.explanation = one.analysis.poll()

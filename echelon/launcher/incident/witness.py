@@ -1,4 +1,4 @@
-"""One worker during a collection: its ring, /proc and its stacks, combined into a record."""
+"""Combine the ring, the /proc data and the stacks of one worker into a record."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STDERR_TAIL_BYTES = 16 << 10
 
 
 class Witness:
-    """One worker during a collection."""
+    """What is known of one worker during a collection."""
 
     def __init__(self, worker: Worker, occasion: Occasion) -> None:
         self.worker = worker
@@ -54,17 +54,17 @@ class Witness:
         self._stacks = Stacks(folder, self._pid, self._identity, native=native) if alive else None
 
     def ask(self) -> None:
-        """Request the stacks; see `Stacks.ask`."""
+        """Request the stacks by a signal; see `Stacks.ask`."""
         if self._stacks is not None and self.worker.may_signal:
             self._stacks.ask()
 
     @property
     def is_seen_from_outside(self) -> bool:
-        """Whether only its processor time can show whether it is busy."""
+        """Whether the worker is alive and its ring cannot show whether it is busy."""
         return self.worker.alive and not _tells_all(self.record)
 
     def has_answered(self) -> bool:
-        """Return whether there is nothing more to wait for."""
+        """Return whether the stacks have arrived, or will never arrive."""
         return self._stacks is None or self._stacks.have_arrived()
 
     def has_torch_answered(self) -> bool:
@@ -79,18 +79,18 @@ class Witness:
 
     @property
     def may_wait_below(self) -> bool:
-        """Whether it lives and may be waiting for one of its own children instead of its peers."""
+        """Whether the worker may be waiting for one of its child processes instead of its peers."""
         if self._stacks is None:
             return False
         activity = read_activity(self._stacks.text(), self._stacks.native)
         return activity.doing is not Doing.COLLECTIVE
 
     def look_below(self) -> None:
-        """Look at the process's descendants. May run on another thread."""
+        """Examine the descendants of the process. This may run on another thread."""
         self._children, self._num_children = look_at_children(self._pid)
 
     def testify(self) -> None:
-        """Combine all that is known now into the record."""
+        """Combine everything known so far into the record."""
         record = self.record
         if record.has_ring:
             record = _read(self.worker)  # read again, to include what it has done since
@@ -119,7 +119,7 @@ class Witness:
         )
 
     def testify_later(self, gap_s: float) -> None:
-        """Add the results of a second look: whether it has moved, and where it is now."""
+        """Add the results of a second look: whether the rank has moved, and where it is now."""
         if not self.worker.alive:
             return
         now = _read(self.worker)
@@ -175,9 +175,9 @@ class Witness:
         return self._stacks.not_permitted
 
     def _was_killed_for_memory(self) -> bool | None:
-        """Return whether the kernel killed it for memory; None if that is not known.
+        """Return whether the kernel killed the worker for lack of memory; None if unknown.
 
-        The signs are a SIGKILL that the launcher did not send, and a kill counted by the cgroup.
+        The signs are a SIGKILL that the launcher did not send, and a kill in the cgroup's counter.
         """
         before = self._occasion.oom_kills_before
         if self.worker.exit_code != -9 or self.worker.stopped_by_agent:
@@ -187,7 +187,7 @@ class Witness:
 
 
 def _process_of(worker: Worker, identity: Identity) -> int:
-    """Return the process to look at: the one that records, or otherwise the worker's program."""
+    """Return the process to examine: the process that records, or else the worker's program."""
     if not worker.alive:
         return identity.pid or worker.pid
     if not identity.pid:
@@ -207,7 +207,7 @@ def _activity(record: Record) -> int:
 
 
 def _tells_all(record: Record) -> bool:
-    """Return whether a rank's ring contains its operations, not only the spans around them."""
+    """Return whether a rank's ring contains the rank's operations, and not only spans."""
     return record.has_ring and not record.identity.misses_operations
 
 
@@ -221,5 +221,5 @@ def _read(worker: Worker) -> Record:
 
 
 def _named_frames(fault: Fault | None) -> Fault | None:
-    """Add the functions' names to the frames that the dying process recorded."""
+    """Add function names to the frames that a dying process recorded."""
     return None if fault is None else replace(fault, frames=tuple(map(named, fault.frames)))

@@ -1,4 +1,4 @@
-"""The worker that an incident's collection examines, and the occasion for it."""
+"""Define the worker that an incident's collection examines, and the reason for the collection."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from echelon.launcher.incident.torch_dumps import TorchDump
 
 @dataclass(kw_only=True, slots=True)
 class Worker:
-    """A worker as the agent knows it."""
+    """A worker, with what the agent knows of it."""
 
     rank: int
     local_rank: int
@@ -27,7 +27,7 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether it was started and has not ended."""
+        """Whether the worker was started and has not ended."""
         return self.pid != 0 and self.exit_code is None
 
 

@@ -1,1 +1,1 @@
-"""What a job leaves behind: the run directory and the report."""
+"""Keep what a job leaves behind: the run directory and the report."""

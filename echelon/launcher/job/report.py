@@ -1,4 +1,4 @@
-"""How the job ended: its exit code, and report.json."""
+"""Report how the job ended: its exit code, and report.json."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TIMED_OUT = 124
 
 @dataclass(slots=True)
 class Ended:
-    """How a rank ended; `code` is as in `subprocess`, or None if its node was lost."""
+    """How a rank ended; `code` is as in `subprocess`, or None if the rank's node was lost."""
 
     rank: int
     code: int | None
@@ -48,7 +48,7 @@ class Incident:
 
 @dataclass(kw_only=True, slots=True)
 class Report:
-    """What happened to the job; filled in while the job runs."""
+    """What happened to the job so far; the coordinator adds to it while the job runs."""
 
     job_id: str
     world_size: int
@@ -97,11 +97,12 @@ class Report:
 
 
 def exit_code(ranks: Sequence[Ended], verdict: Mapping[str, Any] | None) -> int:
-    """Return the exit code of a job whose workers failed: that of the root cause.
+    """Return the exit code of a job whose workers failed, which is the root cause's exit code.
 
-    It is 128 + signal for a rank killed by a signal. It is 1 if the root cause exited with 0, still
-    hung, or was lost with its node; and also instead of 124, which schedulers take for a time
-    limit. If the verdict names no rank, the first failure's code counts.
+    If a signal killed the rank, the exit code is 128 plus the signal's number. It is 1 if the root
+    cause exited with code 0, hung until the end, or was lost with its node. It is also 1 instead of
+    124, which schedulers interpret as a time limit. If the verdict names no rank, the rank that
+    failed first determines the exit code.
     """
     by_rank = {ended.rank: ended for ended in ranks}
     culprits = [by_rank[r] for r in (verdict or {}).get("culprit_ranks", []) if r in by_rank]

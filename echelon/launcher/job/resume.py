@@ -1,10 +1,10 @@
-"""The job's newest committed checkpoint: announced by the ranks, or found in `--checkpoint-dir`.
+"""Find the job's newest committed checkpoint, from the ranks' reports or in `--checkpoint-dir`.
 
     RUN/rank_0/attempt_<n>/checkpoint.json      written by rank 0 when a checkpoint is committed
     DIR/step_<n>/<version>/commit               Keeper's layout
     DIR/<version>/commit                        one checkpoint, in versions
 
-A version counts once it has its commit mark (docs/checkpoints.md). A separate thread searches for
+A version is valid once it has a commit mark (docs/checkpoints.md). A separate thread searches for
 the files, because a file system that hangs must not stop the launcher.
 """
 
@@ -29,7 +29,7 @@ _COMMIT = "commit"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A committed checkpoint; a `step` of -1 means that the step is not known."""
+    """A committed checkpoint; a `step` of -1 means that the step is unknown."""
 
     path: str
     step: int = -1
@@ -39,8 +39,8 @@ def newest(run: Path, folder: Path | None) -> Checkpoint | None:
     """Return the job's newest committed checkpoint, or None if there is none.
 
     Args:
-        folder: `--checkpoint-dir`; None means the last one that this run directory's ranks
-            announced.
+        folder: the value of `--checkpoint-dir`; None means the last folder that a rank of this run
+            directory announced.
 
     Raises:
         OSError: a folder that exists cannot be read.
@@ -54,12 +54,12 @@ def newest(run: Path, folder: Path | None) -> Checkpoint | None:
 
 
 def announced_in(run: Path, attempt: int) -> Checkpoint | None:
-    """Return the last checkpoint that rank 0 announced in one attempt."""
+    """Return the last checkpoint that rank 0 announced in an attempt."""
     return _read(run / "rank_0" / f"attempt_{attempt}" / "checkpoint.json")
 
 
 def _announced(run: Path) -> list[Checkpoint]:
-    """Return the checkpoints that rank 0 announced, those of the latest attempt first."""
+    """Return the checkpoints that rank 0 announced, starting with the latest attempt."""
     found = {
         int(match[1]): path
         for path in (run / "rank_0").glob("attempt_*/checkpoint.json")
@@ -104,7 +104,7 @@ def _has_version(folder: Path) -> bool:
 
 
 class Search:
-    """The newest checkpoint, searched for again before each attempt.
+    """A search for the newest checkpoint, which is repeated before each attempt.
 
     Attributes:
         found: the result of the last completed search.
@@ -120,7 +120,7 @@ class Search:
         self.found: Checkpoint | None = None
 
     def begin(self, now_s: float) -> None:
-        """Begin a search."""
+        """Begin a new search on a separate thread."""
         self._until_s = now_s + SEARCH_S
         self._error = ""
         self._thread = None
@@ -132,7 +132,7 @@ class Search:
             self._thread.join(_BRIEFLY_S)  # usually there is little to search
 
     def is_over(self, now_s: float) -> bool:
-        """Return whether an attempt may begin; the thread may still hang on a hung disk."""
+        """Return whether an attempt may begin, although the search may hang on a hung disk."""
         if self._thread is None:
             return True
         if self._thread.is_alive() and now_s < self._until_s:

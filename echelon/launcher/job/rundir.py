@@ -1,14 +1,14 @@
 """The run directory, which holds all files of a job.
 
-    RUN/job.json                                 endpoint and secret, 0600; of the hosting node
-    RUN/job.<node>.json                          the same of another node, until the job ends
+    RUN/job.json                                 endpoint and secret (0600), of the hosting node
+    RUN/job.<node>.json                          the same for another node, until the job ends
     RUN/report.json                              how the job ended, written last
     RUN/goodput.json                             how each second of each rank was spent
     RUN/rank_<r>/attempt_<n>/                    stdout.log, stderr.log, ring, stacks
     RUN/dump/incident_<k>/                       rank_<r>, incident.json, verdict.json, verdict.txt
-    RUN/dump/latest -> incident_<k>              the newest complete one
+    RUN/dump/latest -> incident_<k>              the newest complete incident
 
-An existing directory is reused: attempts and incidents take the next free number, and nothing is
+An existing directory is reused: attempts and incidents get the next free number, and no file is
 overwritten. An incident is collected under a hidden name and renamed when complete. Several nodes
 may share the directory: a file is written under a unique name and then moved into place.
 """
@@ -35,7 +35,7 @@ _INCIDENT = re.compile(r"\.?incident_(\d+)(\.partial)?")
 
 
 class RunDirectory:
-    """The paths of one job.
+    """The run directory of one job on this node.
 
     Args:
         node: this node's name; "" on the hosting node.
@@ -60,22 +60,22 @@ class RunDirectory:
 
     @property
     def job_file(self) -> Path:
-        """This node's file with the endpoint and the secret."""
+        """This node's file with the job's endpoint and secret."""
         return self.path / (f"job.{self._node}.json" if self._node else "job.json")
 
     @property
     def report_file(self) -> Path:
-        """The file that reports how the job ended; it exists only after the end of this job."""
+        """The file that reports how the job ended, which exists only after this job has ended."""
         return self.path / "report.json"
 
     def forget_report(self) -> None:
-        """Remove the previous job's report and account, in case this job writes none of its own."""
+        """Remove the previous job's report and account, in case this job does not write its own."""
         for path in (self.report_file, self.path / ACCOUNT):
             with contextlib.suppress(OSError):
                 path.unlink()
 
     def forget_secret(self, job: dict[str, Any]) -> None:
-        """Rewrite job.json without the secret: the job is over, and users share run directories."""
+        """Rewrite job.json without the secret: the job is over, and run directories are shared."""
         with contextlib.suppress(OSError):
             write_json(self.job_file, {k: v for k, v in job.items() if k != "secret"})
 
@@ -98,7 +98,7 @@ class RunDirectory:
 
     @property
     def dump(self) -> Path:
-        """The folder of incidents."""
+        """The folder that contains the incidents."""
         return self.path / "dump"
 
     def next_attempt(self) -> int:
@@ -106,21 +106,21 @@ class RunDirectory:
         return _next_number(self.path.glob("rank_*/attempt_*"), _ATTEMPT)
 
     def free_attempt(self, ranks: range, wanted: int) -> int:
-        """Return the first attempt number from `wanted` on that none of these ranks has used."""
+        """Return the first attempt number from `wanted` on that none of the ranks has used."""
         number = wanted
         while any(self.rank_dir(rank, number).exists() for rank in ranks):
             number += 1
         return number
 
     def rank_dir(self, rank: int, attempt: int) -> Path:
-        """Return the folder of a rank's attempt."""
+        """Return the folder of a rank for one attempt."""
         return self.path / f"rank_{rank}" / f"attempt_{attempt}"
 
     def make_rank_dir(self, rank: int, attempt: int) -> Path:
-        """Create the folder of a rank's attempt.
+        """Create the folder of a rank for one attempt.
 
         Raises:
-            LaunchError: it cannot be created.
+            LaunchError: the folder cannot be created.
         """
         folder = self.rank_dir(rank, attempt)
         try:
@@ -149,7 +149,7 @@ class RunDirectory:
     def complete_incident(self, number: int, folder: Path) -> Path:
         """Rename a collected incident to its number, or to the next free one.
 
-        Afterwards, `latest` points to it.
+        Afterwards, `latest` points to the incident.
 
         Raises:
             OSError: the folder cannot be renamed.
@@ -167,10 +167,10 @@ class RunDirectory:
         return final
 
     def replace_incident(self, folder: Path, former: Path) -> Path:
-        """Show a collected incident in the place of an earlier one, which is removed.
+        """Move a collected incident to the place of an earlier incident, which is removed.
 
         Raises:
-            OSError: it cannot be moved.
+            OSError: the folder cannot be moved.
         """
         aside = self.dump / f".{former.name}.{_unique()}.former"
         former.rename(aside)
@@ -193,7 +193,7 @@ def write_json(path: Path, value: dict[str, Any], indent: int | None = 1) -> Non
     """Write a JSON file of mode 0600 atomically.
 
     Raises:
-        OSError: the file cannot be written; nothing of it is left.
+        OSError: the file cannot be written; no partial file is left.
     """
     part = path.with_name(f".{path.name}.{_unique()}.part")
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)

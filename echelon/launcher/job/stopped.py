@@ -1,7 +1,7 @@
-"""Where a job stood when it was asked to stop: rank 0's last step, and the checkpoint it saved.
+"""Report where a job stopped: rank 0's last step and its last checkpoint.
 
-Preemption, eviction and Ctrl-C look alike to the launcher: each is a signal. What matters
-afterwards is whether the job, when it is queued again, continues where this one stopped.
+Preemption, eviction and Ctrl-C look alike to the launcher, because each of them is a signal. What
+matters afterwards is whether a job that is queued again continues where it stopped.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from echelon.recorder.read import read_ring
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stopped:
-    """Where rank 0 stopped.
+    """Where rank 0 stopped in an attempt.
 
     Attributes:
-        last_step: the last step that it began; -1 if it recorded none.
-        saved: the last checkpoint of this attempt; None if it committed none.
+        last_step: the last step that rank 0 began; -1 if it recorded no steps.
+        saved: the last checkpoint that was committed in the attempt; None if there is none.
     """
 
     last_step: int = -1
@@ -31,7 +31,7 @@ class Stopped:
 
     @property
     def saved_at_step(self) -> int | None:
-        """The step of that checkpoint; None if there is no checkpoint or its step is unknown."""
+        """The step of the last checkpoint; None if there is none or if its step is unknown."""
         return self.saved.step if self.saved is not None and self.saved.step >= 0 else None
 
     def line(self) -> str:
@@ -46,7 +46,7 @@ class Stopped:
         return f"stopped at step {step}; the newest checkpoint is of step {at}: {self.saved.path}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry for report.json."""
+        """Return this object as an entry of report.json."""
         return {
             "last_step": self.last_step if self.last_step >= 0 else None,
             "saved_at_step": self.saved_at_step,
@@ -55,7 +55,7 @@ class Stopped:
 
 
 def where_it_stopped(run: Path, attempt: int) -> Stopped:
-    """Read where rank 0 stopped in an attempt that has ended."""
+    """Return where rank 0 stopped in an attempt that has ended."""
     step = -1
     with contextlib.suppress(DumpFormatError, OSError):
         record = read_ring(run / "rank_0" / f"attempt_{attempt}" / "ring")

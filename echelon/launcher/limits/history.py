@@ -1,18 +1,17 @@
-"""The durations of one call site's operations in a group, or of one phase, and their limits.
+"""Learn a limit from the durations of one call site's operations in a group, or of one phase.
 
-A history answers two questions, with opposite caution:
+A history provides two times, with opposite caution:
 
-* `limit_s`: after how long a pending operation is worth a look although the stall rule's fixed
-  limit has not passed. A false alarm is worse than a late one. So the limit needs many samples over
-  a period at least as long as the fixed limit, keeps a margin over the 99.9th percentile and over
-  the longest completed one, and is None if it would save little time. In an uneven job, durations
+* `limit_s`: the time after which a pending operation is examined, although the stall rule's fixed
+  limit has not passed. A false alarm is worse than a late alarm. So the limit requires many samples
+  over a period at least as long as the fixed limit. It keeps a margin over the 99.9th percentile
+  and over the longest sample, and is None if it would save little time. In an uneven job, durations
   grow by some factor from the 99th percentile to the 99.9th; the limit leaves room for three
   further steps of that factor.
-* `patience_s`: how long something may take that has previously exceeded the fixed limit and
-  succeeded. It needs few samples, and is bounded.
+* `patience_s`: the time that an operation or phase may take if earlier ones have exceeded the fixed
+  limit and succeeded. This time requires few samples, and is bounded.
 
-The first samples do not count, because compilers, caches and connections are still cold; they only
-raise the patience.
+The first samples only raise the patience, because compilers, caches and connections are still cold.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ MAX_PATIENCE = 5  # times the fixed limit, as for the time before init
 
 
 class History:
-    """The completed operations of one kind, or the completed phases.
+    """The durations of completed operations of one call site, or of completed phases of one name.
 
     Args:
-        fixed_s: the stall rule's limit.
+        fixed_s: the stall rule's limit, in seconds.
         num_long: how many samples beyond `fixed_s` make long durations normal.
     """
 
@@ -69,7 +68,7 @@ class History:
 
     @property
     def limit_s(self) -> float | None:
-        """The duration beyond which an operation is slower than its history; None if unknown."""
+        """The duration, in seconds, beyond which an operation is examined; None if unknown."""
         lasted_s = (self._last_ns - self._first_ns) / 1e9
         if self.sketch.num < MIN_SAMPLES or lasted_s < self._fixed_s:
             return None
@@ -84,7 +83,7 @@ class History:
 
     @property
     def patience_s(self) -> float:
-        """How long the stall rule waits for it; 0 means no longer than usual."""
+        """How many seconds the stall rule waits for an operation; 0 means no longer than usual."""
         if self._num_long > 0:
             return 0.0
         return min(PATIENCE_FACTOR * self._slowest_ns / 1e9, MAX_PATIENCE * self._fixed_s)

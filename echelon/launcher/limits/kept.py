@@ -1,4 +1,4 @@
-"""The learned limits of a node, kept in `limits.json` beside the ring of its first rank."""
+"""Keep a node's learned limits in `limits.json`, beside the ring of the node's first rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NUM_SHOWN = 8
 class LimitsFile:
     """A writer of a node's rows that uses a short-lived thread, so that a hung disk blocks no loop.
 
-    If a write fails, it is skipped, because the file is only informative.
+    A failed write is ignored, because the file is only informative.
     """
 
     def __init__(self) -> None:
@@ -39,13 +39,13 @@ class LimitsFile:
 
 
 def write_limits(folder: Path, rows: Sequence[Row]) -> None:
-    """Write the most frequent rows; do nothing if that fails."""
+    """Write the most frequent rows; ignore a failure."""
     with contextlib.suppress(OSError):
         write_json(folder / _NAME, {"format": 1, "rows": [asdict(row) for row in rows[:MAX_ROWS]]})
 
 
 def read_limits(folders: Iterable[Path]) -> list[Row]:
-    """Read and join the rows that nodes kept in their ranks' folders; skip unreadable files."""
+    """Read and merge the rows that nodes wrote to their ranks' folders; skip unreadable files."""
     rows: dict[tuple[str, str, bool], Row] = {}
     for folder in folders:
         path = folder / _NAME
@@ -60,7 +60,7 @@ def read_limits(folders: Iterable[Path]) -> list[Row]:
 
 
 def as_lines(rows: Sequence[Row]) -> list[str]:
-    """Return one line per call site or phase that has its own limit, and a line for the rest."""
+    """Return one line per call site or phase with its own limit, and one line for all others."""
     watched = [row for row in rows if row.limit_s is not None]
     lines = [
         f"watched at {row.limit_s:.3g} s: {row.site or '?'} in "

@@ -1,8 +1,8 @@
-"""The learned limits of this node's ranks, and the summary that the coordinator needs.
+"""Learn limits for this node's ranks, and summarise the ranks for the coordinator.
 
-A rank shows by its ring that it works. If the ring stands still, processor time, output and bytes
-on its connections show it. `Activity` collects these, only for ranks whose rings have been quiet
-for a while.
+A rank's ring shows whether the rank is active. If the ring does not change, processor time, output
+and bytes on the rank's connections may show activity. `Activity` collects these signs, only for
+ranks whose rings have not changed for a while.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WAITS = frozenset({"data_wait", "store", "pipeline"})  # phases that end when o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """A node's report on its recording ranks; ages and durations are in ms, -1 means none."""
+    """A node's report on its recording ranks. Ages and durations are in ms; -1 means none."""
 
     worked_ms: int = -1  # since one of them last worked
     is_excused: bool = True  # whether a rank is in a phase that may take its time, or before init
@@ -37,7 +37,7 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A call site or phase as shown to the user."""
+    """A call site or phase, with its limit as shown to the user."""
 
     name: str
     site: str
@@ -62,9 +62,10 @@ class NodeLimits:
     """The histories of one attempt's ranks on this node.
 
     Args:
-        store_port: the port of the store, whose connections do not count as work.
-        fixed_s: the stall rule's limit.
-        num_printed: returns how many bytes a rank has printed.
+        store_port: the port of the store. Traffic on connections to the store does not count as
+            activity.
+        fixed_s: the stall rule's limit, in seconds.
+        num_printed: a function that returns how many bytes a rank has printed.
     """
 
     def __init__(self, store_port: int, fixed_s: float, num_printed: Callable[[int], int]) -> None:
@@ -81,10 +82,11 @@ class NodeLimits:
         now_ns: int,
         age_s: Callable[[int], float],
     ) -> None:
-        """Look at one rank that records.
+        """Examine one rank that records.
 
         Args:
-            age_s: returns a stamp's age by the clock that stops while this process does not run.
+            age_s: a function that returns a timestamp's age, not counting the time in which this
+                process did not run.
         """
         rank = self._ranks.get(worker.rank)
         if rank is None:
@@ -109,7 +111,7 @@ class NodeLimits:
             rank.worked_ns = max(rank.worked_ns, rank.activity.last_mono_ns)
 
     def sum_up(self, sights: list[Sight], age_s: Callable[[int], float]) -> Summary:
-        """Return the summary of the ranks that were just seen."""
+        """Return the summary of the ranks that were just examined."""
         seen = {s.rank: self._ranks[s.rank] for s in sights if s.rank in self._ranks}
         if not seen:
             return Summary()
@@ -125,13 +127,13 @@ class NodeLimits:
         return self._with_late(summary, late) if late else summary
 
     def rest(self, now_ns: int) -> None:
-        """Ignore the activity that an incident's requests caused in the ranks."""
+        """Ignore the activity of the ranks that was caused by the collection of an incident."""
         for number, rank in self._ranks.items():
             if rank.activity is not None:
                 rank.activity.rest(self._num_printed(number), now_ns)
 
     def rows(self) -> list[Row]:
-        """Return what is known of each call site and phase, over all ranks of this node."""
+        """Return what is known of each call site and phase of all ranks on this node."""
         rows: dict[tuple[str, str, bool], Row] = {}
         for row in self._all_rows():
             key = row.name, row.site, row.is_span
@@ -175,7 +177,7 @@ def _words(ring: LiveRing, key: Key) -> tuple[str, str]:
 
 
 def joined(one: Row, other: Row) -> Row:
-    """Return two ranks' rows combined: with the higher limit, or none if one of them has none."""
+    """Return two ranks' rows merged, with the higher limit, or no limit if either row has none."""
     has_limits = one.limit_s is not None and other.limit_s is not None
     return Row(
         name=one.name, site=one.site, is_span=one.is_span,

@@ -1,9 +1,10 @@
-"""One rank's histories, and their judgement on what the rank does now. Pure.
+"""Keep one rank's histories, and compare what the rank does now with them. Pure.
 
 [Note: phases excuse] A rank whose innermost open phase has no limit of its own, or has not exceeded
-it, is doing something that may take its time: a checkpoint, a compilation, an evaluation. Then no
-early look is due on any rank, because the others may well be waiting for it. This does not apply to
-a phase in which collectives are called (an epoch, a step).
+its limit, is doing something that may take long, such as a checkpoint, a compilation or an
+evaluation. In that case no early look is due on any rank, because the other ranks may be waiting
+for this rank. The rule does not apply to a phase in which collectives are called (an epoch, a
+step).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _NUM_LONG_SPANS = 1  # one suffices, because a phase is named
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """An operation or phase that has taken longer than its history allows."""
+    """An operation or phase that takes longer than its history allows."""
 
     key: Key
     age_s: float
@@ -32,7 +33,7 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The judgement of a rank's histories at one look."""
+    """How a rank's current operations and phases compare with its histories."""
 
     late: Late | None = None  # the one that has been late for the longest time
     is_excused: bool = False  # whether the rank is in a phase that may take its time
@@ -41,7 +42,7 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A call site or phase, with the limit at which it is watched."""
+    """A call site or phase, with its learned limit."""
 
     key: Key
     limit_s: float | None  # None: only the fixed limit applies
@@ -54,9 +55,9 @@ class RankLimits:
     """The limits learned from one rank.
 
     Args:
-        fixed_s: the stall rule's limit.
-        may_be_long: whether a phase of this name may take longer than `fixed_s` once it has done
-            so.
+        fixed_s: the stall rule's limit, in seconds.
+        may_be_long: a function that returns whether a phase of this name may take longer than
+            `fixed_s` again after it has done so once.
     """
 
     def __init__(self, fixed_s: float, may_be_long: Callable[[int], bool]) -> None:
@@ -78,10 +79,10 @@ class RankLimits:
             history.add(lasted_ns, now_ns)
 
     def judge(self, news: News, age_s: Callable[[int], float]) -> Judged:
-        """Return the present judgement of this rank's histories.
+        """Return how this rank's current state compares with its histories.
 
         Args:
-            age_s: returns the age of a stamp of the rank.
+            age_s: a function that returns the age of a timestamp of the rank, in seconds.
         """
         late: Late | None = None
         is_excused, patience_s = False, 0.0
@@ -107,7 +108,7 @@ class RankLimits:
 
 
 def _open(news: News) -> Iterator[tuple[Open, bool]]:
-    """Yield each pending operation and each phase without calls inside; True marks a phase."""
+    """Yield each pending operation (False) and each phase without calls inside (True)."""
     for one in news.pending:
         yield one, False
     for one in news.spans:

@@ -1,15 +1,15 @@
-"""The rule for early looks, before the stall rule's limit. Pure, over what all nodes report.
+"""Decide when ranks are examined before the stall rule's limit, from all nodes' reports. Pure.
 
-A look is due if an operation or phase has taken longer than its own history allows and, for the
-duration of that limit, no rank of the job has advanced, computed, printed or sent anything, and
-none is in a phase that may take its time. So a long evaluation, the writing of a checkpoint, or a
-compilation triggers no look, because some rank works. No look is taken before init, while a rank
-has no ring, or while a node's last report is too old; the stall rule with its fixed limit still
-applies.
+An early look is due if three conditions hold. An operation or phase has taken longer than its own
+history allows. For the duration of that limit, no rank of the job has advanced, computed, printed
+or sent anything. And no rank is in a phase that may take long. So a long evaluation, the writing of
+a checkpoint, or a compilation does not trigger a look, because some rank is active. No look is
+taken before init, while a rank has no ring, or while a node's last report is too old; the stall
+rule with its fixed limit still applies.
 
-A look stops nothing. If the job then continues by itself, the look was a false alarm. After
-`MAX_CLEARED` false alarms the history is not a good predictor, and no further looks are taken in
-this attempt.
+A look does not stop any rank. If the job then continues by itself, the look was a false alarm.
+After `MAX_CLEARED` false alarms, the histories are considered poor predictors, and no further looks
+are taken in the attempt.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SLACK_S = 2.0  # a rank's last activity may be slightly later than the start of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class View:
-    """A node's last report; stamps are ns of the coordinator's clock."""
+    """A node's last report; timestamps are in ns of the coordinator's clock."""
 
     seen_ns: int
     worked_ns: int  # when one of its ranks last worked
@@ -42,16 +42,16 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """An early look is due."""
+    """An early look that is due."""
 
     reason: str
 
 
 class LimitRule:
-    """The decision on early looks. It reads no clock.
+    """The state of the rule for early looks. Pure: no clock is read.
 
     Args:
-        report_s: the longest time between two reports of a node.
+        report_s: the longest time between two reports of a node, in seconds.
     """
 
     def __init__(self, report_s: float = 0.0) -> None:
@@ -61,19 +61,20 @@ class LimitRule:
 
     @property
     def is_reported(self) -> bool:
-        """Whether a look was due, and nothing has moved since."""
+        """Whether a look was due and no rank has moved since."""
         return self._reported is not None
 
     @property
     def is_disarmed(self) -> bool:
-        """Whether too many looks were false alarms."""
+        """Whether no more looks are taken, because too many were false alarms."""
         return self.num_cleared >= MAX_CLEARED
 
     def look(self, views: Sequence[View | None], now_ns: int) -> Look | None:
         """Return a look that is due and has not been reported yet.
 
         Args:
-            views: one per node that has not been lost; None if the node has not reported anything.
+            views: one view per node that has not been lost; None for a node that has not reported
+                yet.
         """
         known = [view for view in views if view is not None]
         moves = [view.num_moves for view in known]

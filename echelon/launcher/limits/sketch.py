@@ -1,8 +1,8 @@
-"""Quantiles of durations in bounded memory, within 5 % of their value. Pure.
+"""Estimate quantiles of durations in bounded memory, within 5 % of the true value. Pure.
 
 The sketch counts durations in buckets whose edges grow by a constant factor, as DDSketch does
 (Masson, Rim, Lee: "DDSketch: A Fast and Fully-Mergeable Quantile Sketch with Relative-Error
-Guarantees", VLDB 2019). Starting at 1 us, 256 buckets cover more than a day, so none is ever
+Guarantees", VLDB 2019). Starting at 1 us, 256 buckets cover more than a day, so no buckets are ever
 merged.
 """
 
@@ -20,7 +20,7 @@ _UNIT_NS = 1000.0  # the upper edge of the first bucket
 
 
 class Sketch:
-    """Durations, counted in buckets."""
+    """A sketch of durations, which are counted in buckets."""
 
     __slots__ = ("_counts", "num")
 
@@ -29,7 +29,7 @@ class Sketch:
         self.num = 0
 
     def add(self, durations_ns: npt.NDArray[np.int64]) -> None:
-        """Count durations. [num_durations]"""
+        """Add durations to the sketch. [num_durations]"""
         units = np.maximum(durations_ns / _UNIT_NS, 1.0)
         buckets = np.ceil(np.log(units) / _LOG_GAMMA - 1e-9).astype(np.int64)
         clipped = np.minimum(buckets, NUM_BUCKETS - 1)
@@ -39,7 +39,8 @@ class Sketch:
     def quantile_s(self, share: float) -> float:
         """Return the upper edge of the bucket that holds a quantile, in seconds; 0 if empty.
 
-        It is never below the quantile's true value (by nearest rank), and less than 11 % above it.
+        The result is never below the quantile's true value (by nearest rank), and less than 11 %
+        above it.
         """
         if not self.num:
             return 0.0

@@ -1,1 +1,1 @@
-"""One node's part of a job: workers, guard, environment, processors, control groups and rings."""
+"""Run one node's part of a job: workers, guard, environment, processors, cgroups and rings."""

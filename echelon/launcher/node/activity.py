@@ -1,15 +1,16 @@
-"""A worker's activity as seen from outside, for programs that record nothing.
+"""Detect a worker's activity from outside, for programs that record nothing.
 
-The signs of activity are processor time of the worker and its descendants, output, and bytes on its
-connections. The store's connection does not count, because hanging clients keep polling it.
+The signs of activity are the processor time of the worker and its descendants, the worker's output,
+and the bytes on its connections. Connections to the store are ignored, because a hanging client
+keeps polling the store.
 
 An inactive worker inside a collective of torch's Gloo backend has a pending operation, as a ring
-would show. At a single look, a Gloo thread that waits for the interpreter's lock is
-indistinguishable: it also waits with a timeout. But it wakes two hundred times per second to
+would show. A Gloo thread that waits for the interpreter's lock looks the same at a single look,
+because it also waits with a timeout. But such a thread wakes two hundred times per second to
 request the lock.
 
-Threads that only poll a clock never reach zero processor time, so less than a fiftieth of a core
-counts as none. Connections are examined only after a worker has been inactive for a while.
+Threads that only poll a clock always use some processor time, so less than 1/50 of a core counts as
+inactivity. Connections are examined only after a worker has been inactive for a while.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Activity:
-    """One worker, seen from outside. Stamps are monotonic ns.
+    """One worker's activity, seen from outside. Timestamps are in ns of the monotonic clock.
 
     Args:
-        quiet_s: after this long without a sign of activity, connections are examined.
-        looks_inside: whether threads are then examined too, for the calls in which they wait.
+        quiet_s: the time without a sign of activity after which connections are examined, in
+            seconds.
+        looks_inside: whether the calls in which threads wait are then examined, too.
     """
 
     def __init__(
@@ -75,14 +77,14 @@ class Activity:
             self.is_in_collective = num_waiting > self._num_polling(pid, now_mono_ns)
 
     def rest(self, num_printed_bytes: int, now_mono_ns: int, ticks: int | None = None) -> None:
-        """Restart the counts: earlier activity was noted, or was caused by the launcher."""
+        """Restart the counts, because earlier activity was noted or was caused by the launcher."""
         self._ticks = self._cpu_ticks() if ticks is None else ticks
         self._since_ns = now_mono_ns
         self._printed = num_printed_bytes
         self._carried = None
 
     def _num_polling(self, pid: int, now_mono_ns: int) -> int:
-        """Return the number of Gloo threads that woke often since the last look."""
+        """Return the number of Gloo threads that have polled since the last look."""
         before, self._wakes = self._wakes, _gloo_wakes(pid)
         elapsed_s = (now_mono_ns - self._woke_ns) / 1e9
         self._woke_ns = now_mono_ns
@@ -103,12 +105,12 @@ class Activity:
         return before is not None and carried != before
 
     def _cpu_ticks(self) -> int:
-        """Return the processor time of the worker and its descendants, including ended ones."""
+        """Return the processor time of the worker and its descendants, dead or alive, in ticks."""
         return sum(_cpu_ticks(pid) for pid in (self._pid, *descendants(self._pid)))
 
 
 def _gloo_wakes(pid: int) -> dict[int, int]:
-    """Return how often each thread of torch's Gloo backend has waited, by thread id."""
+    """Return how often each thread of torch's Gloo backend has waited, keyed by thread id."""
     found: dict[int, int] = {}
     for thread in numbers(f"/proc/{pid}/task"):
         folder = f"/proc/{pid}/task/{thread}"

@@ -1,7 +1,7 @@
-"""`--numa-binding`: the processors that each worker of this node may use.
+"""Implement `--numa-binding`: choose the processors that each worker of this node may use.
 
-    node          all of the NUMA node of its GPU
-    socket        all of that node's socket
+    node          all processors of the NUMA node of the worker's GPU
+    socket        all processors of that node's socket
     exclusive     a share of that node's cores, which no other worker gets
     core-complex  a group of cores that share a last-level cache
 
@@ -24,10 +24,10 @@ _SYS = Path("/sys")
 
 
 def bind(mode: str, num_workers: int, environ: Mapping[str, str]) -> list[frozenset[int]]:
-    """Return the processors of each worker, by local rank.
+    """Return the processors of each worker, in the order of local ranks.
 
     Raises:
-        LaunchError: there are too few for this binding.
+        LaunchError: there are too few processors for this binding.
     """
     gpus = numa_nodes_of_gpus(environ)
     return Topology(_SYS, frozenset(os.sched_getaffinity(0))).bind(mode, num_workers, gpus)
@@ -44,7 +44,7 @@ def describe(mode: str, processors: Sequence[frozenset[int]]) -> str:
 
 
 class Topology:
-    """A machine's processors, as /sys shows them; only those in `allowed` may be used."""
+    """A machine's processors, as /sys shows them; only processors in `allowed` may be used."""
 
     def __init__(self, sys: Path, allowed: frozenset[int]) -> None:
         self._cpu = sys / "devices/system/cpu"
@@ -52,10 +52,10 @@ class Topology:
         self._allowed = allowed
 
     def bind(self, mode: str, num_workers: int, gpus: Sequence[int]) -> list[frozenset[int]]:
-        """Return the processors of each worker; `gpus` holds the NUMA node of each GPU.
+        """Return the processors of each worker; `gpus` contains the NUMA node of each GPU.
 
         Raises:
-            LaunchError: there are too few for this binding.
+            LaunchError: there are too few processors for this binding.
         """
         nodes = self._nodes()
         homes = self._homes(num_workers, sorted(nodes), gpus)
@@ -70,7 +70,7 @@ class Topology:
         ]
 
     def _nodes(self) -> dict[int, frozenset[int]]:
-        """Return the usable processors of each NUMA node that has any."""
+        """Return the usable processors of each NUMA node that has usable processors."""
         found = {}
         for folder in self._node.glob("node[0-9]*"):
             cpus = _numbers(folder / "cpulist") & self._allowed
@@ -97,7 +97,7 @@ class Topology:
     def _part(
         self, mode: str, groups: Sequence[frozenset[int]], index: int, count: int
     ) -> frozenset[int]:
-        """Return one of `count` workers' share of the core groups of its node."""
+        """Return a worker's share of the core groups of a NUMA node with `count` workers."""
         if mode == "core-complex":  # if there are too few, workers share them
             return groups[index % len(groups)]
         if len(groups) < count:
@@ -115,7 +115,7 @@ class Topology:
         )
 
     def _complexes(self, cpus: frozenset[int]) -> list[frozenset[int]]:
-        """Return the groups that share a last-level cache, the largest first."""
+        """Return the groups of processors that share a last-level cache, largest group first."""
         found = self._grouped(cpus, self._sharing_cache)
         return sorted(found, key=lambda group: (-len(group), min(group)))
 
@@ -130,7 +130,7 @@ class Topology:
     def _grouped(
         self, cpus: frozenset[int], siblings: Callable[[int], frozenset[int]]
     ) -> list[frozenset[int]]:
-        """Group processors with their siblings, ordered by the lowest number in each group."""
+        """Group processors with their siblings, ordered by the lowest processor in each group."""
         groups: dict[int, set[int]] = {}
         for cpu in sorted(cpus):
             groups.setdefault(min(siblings(cpu) or {cpu}), set()).add(cpu)
@@ -151,7 +151,7 @@ def _numbers(path: Path) -> frozenset[int]:
 
 
 def runs(numbers: frozenset[int]) -> str:
-    """Format numbers as the kernel does: `0-3,8`."""
+    """Format numbers in the kernel's list format, such as `0-3,8`."""
     text: list[str] = []
     start = last = -2
     for number in sorted(numbers):

@@ -1,8 +1,8 @@
-"""A control group (version 2) for each worker, if the machine delegates them.
+"""Create a control group (version 2) for each worker, if the machine delegates control groups.
 
-With a group, a single write ends a worker and all that it has started, and neither a fork nor a
-missing permission can prevent that. Without one, the guard walks over its descendants instead. The
-groups set no limits; those of the launcher's group still apply.
+With a group, a single write ends a worker and all processes that it has started, and neither a fork
+nor a missing permission can prevent that. Without a group, the guard walks over the worker's
+descendants instead. The groups set no limits; the limits of the launcher's group still apply.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _OWN = Path("/proc/self/cgroup")
 
 
 class Containment:
-    """The groups of one launcher's workers.
+    """The control groups of one launcher's workers.
 
     Attributes:
-        folder: None if no groups can be created.
+        folder: the parent folder of the groups; None if no groups can be created.
     """
 
     def __init__(self) -> None:
         self.folder = _make_folder()
 
     def group(self, name: str) -> str:
-        """Create a worker's group; return its path, or "" if it cannot be created."""
+        """Create a group for a worker; return its path, or "" if it cannot be created."""
         if self.folder is None:
             return ""
         group = self.folder / name
@@ -38,7 +38,7 @@ class Containment:
         return str(group)
 
     def close(self) -> None:
-        """Remove the empty groups; the guard removes the rest. Safe to call twice."""
+        """Remove the empty groups; the guard removes the other groups. Safe to call twice."""
         if self.folder is not None:
             with contextlib.suppress(OSError):
                 for group in self.folder.iterdir():

@@ -1,4 +1,4 @@
-"""The environment of a worker: torchrun's variables, and the location of its black box.
+"""Build the environment of a worker: torchrun's variables, and the location of its black box.
 
 A worker inherits the launcher's own environment, with these variables set:
 
@@ -41,7 +41,7 @@ _OURS_ALONE = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """One start of this node's workers."""
+    """The facts about one start of this node's workers that their environments need."""
 
     number: int  # in the names of its folders: RUN/rank_<r>/attempt_<number>
     restart: int  # within this job
@@ -75,7 +75,7 @@ def worker_environment(
     """Return the complete environment of a worker.
 
     Raises:
-        ValueError: a virtual local rank was requested, but there is no GPU for it.
+        ValueError: a virtual local rank was requested, but there is no GPU for the worker.
     """
     env = dict(base)
     env.update(

@@ -1,4 +1,4 @@
-"""A snapshot of this node's ranks for one incident, taken in steps while the loop keeps running."""
+"""Take a snapshot of this node's ranks for one incident, in steps between which the loop runs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from echelon.recorder.read.dump import pack_dump, write_dump
 
 
 class Examination:
-    """One incident on this node, until its dumps have been handed over.
+    """The handling of one incident on this node, until the dumps have been handed over.
 
     Attributes:
         command: the request for the snapshot.
-        due_s: when the next step is due; monotonic.
+        due_s: the time of the monotonic clock at which the next step is due.
     """
 
     def __init__(self, command: m.Collect, workers: Sequence[Worker], occasion: Occasion) -> None:
@@ -30,12 +30,12 @@ class Examination:
         self._steps = harvest_steps(workers, occasion, lambda: self._is_urgent)
 
     def hurry(self) -> None:
-        """Skip all further waiting: the user wants the job to stop."""
+        """Skip all further waiting, because the user wants the job to stop."""
         self._is_urgent = True
         self.due_s = 0.0
 
     def step(self) -> Sequence[Record] | None:
-        """Take the next step; return the ranks' records after the last one."""
+        """Take the next step; after the last step, return the records of the ranks."""
         try:
             self.due_s = time.monotonic() + next(self._steps)
         except StopIteration as end:
@@ -44,7 +44,7 @@ class Examination:
         return None
 
     def send(self, records: Sequence[Record], tell: Callable[[m.Event], None]) -> None:
-        """Send the ranks' dumps in parts, each with torch's own dump if there is one."""
+        """Send the ranks' dumps in parts, each together with torch's own dump if there is one."""
         for worker, record in zip(self._workers, records, strict=True):
             self._send_dump(worker.rank, pack_dump(record), tell, is_torchs=False)
             if worker.torch is not None:

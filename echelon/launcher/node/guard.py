@@ -1,21 +1,23 @@
-"""The guard: the parent process of a node's workers, which ends everything that they start.
+"""Run the guard: the parent of a node's workers, which ends all processes that they start.
 
-It is run as a separate program (`python -I -S guard.py FD`), is single-threaded, and imports
-nothing from the package. It exists for two things that the agent itself cannot do: it forks without
-other threads in the process, and it outlives a killed agent just long enough to end the workers.
+The guard is a separate program (`python -I -S guard.py FD`) with a single thread, which imports
+nothing from the package. The guard does two things that the agent itself cannot do: it forks
+without other threads in the process, and it outlives a killed agent just long enough to end the
+workers.
 
-* Each worker leads its own session and gets a death signal that is tied to this process.
-* The guard is the child subreaper: any process that a worker leaves behind, even after `setsid`,
-  becomes the guard's child and is found by walking its descendants.
-* The guard is the only parent, so a worker's pid has not been reaped and cannot have been reused.
-  Any other process is addressed by a pidfd, which is opened before its parentage is checked again.
-* It never waits for the agent to read: its reports are kept until the socket accepts them.
-* No error ends it before its work is done: a process that may not be signalled is reported, and
-  without /proc it still handles its direct children.
+* Each worker leads its own session and receives a death signal when the guard ends.
+* The guard is the child subreaper. Any process that a worker leaves behind, even after `setsid`,
+  becomes the guard's child and is found by walking the guard's descendants.
+* The guard is the workers' only parent, so the pid of a worker that was not reaped cannot have been
+  reused. Any other process is addressed by a pidfd, and its parentage is checked again after the
+  pidfd was opened.
+* The guard never waits for the agent to read: reports are kept until the socket accepts them.
+* No error ends the guard before its work is done. A process that may not be signalled is reported,
+  and without /proc the guard still handles its direct children.
 
-The agent talks to it over a Unix stream socket. A message is a u32 length and then JSON; the
-descriptors of a worker's streams travel with the request. End of file on that socket means that the
-agent has died, so everything is killed.
+The agent and the guard communicate over a Unix stream socket. A message is a u32 length and then
+JSON; the descriptors of a worker's streams travel with the request. End of file on that socket
+means that the agent has died, so the guard kills all processes.
 
     agent -> guard   spawn {index, argv, env, cwd, processors, group} + 3 descriptors
                      signal {index, signal, alone} | sweep {signal} | hold {folder} | fence {at_s}
@@ -24,9 +26,10 @@ agent has died, so everything is killed.
                      exited {index, code, mono_ns} | swept {count, denied}
 
 `group` is the worker's own cgroup, or "" if none can be created. `alone` spares the worker's
-children, because forked data loaders have no handler for the user's own signals. After the moment
-of a `fence` (on the clock that also counts while suspended) no worker may run: the guard kills them
-all, even while the agent is stopped, and starts none until a later fence is set.
+children, because forked data loaders have no handler for the user's own signals. No worker may run
+after the time of a `fence` (on the clock that also counts while the machine is suspended). At that
+time the guard kills all workers, even while the agent is stopped, and starts no worker until a
+later fence is set.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ _KILL_ROUNDS = 200  # a fork bomb may outrun one walk over its tree; this bounds
 
 
 class Guard:
-    """A server for one agent, until that agent closes the connection."""
+    """A server for one agent, which ends when that agent closes the connection."""
 
     def __init__(
         self, agent: socket.socket, prctl: ctypes._NamedFuncPointer, ignored: frozenset[int]
@@ -81,7 +84,7 @@ class Guard:
         self._is_agent_done = False  # whether the agent has announced its end
 
     def run(self) -> None:
-        """Carry out the agent's requests; when the agent has ended, kill everything and return."""
+        """Carry out the agent's requests; when the agent has ended, kill all processes."""
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         poll = select.poll()  # not select(), which is limited to 1024 descriptors
@@ -154,7 +157,7 @@ class Guard:
             self._say(event="swept", count=count, denied=denied)
 
     def _until_fence_ms(self) -> int | None:
-        """Return how long workers may still run, rounded up; None without a fence to enforce."""
+        """Return for how many ms workers may still run, rounded up; None without a fence."""
         if self._is_fenced or self._fence_s == float("inf"):
             return None
         left_s = self._fence_s - time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -194,7 +197,7 @@ class Guard:
         self._say(event="started", index=message["index"], pid=pid)
 
     def _fork(self, message: dict[str, object], streams: list[int]) -> tuple[int, str]:
-        """Start a worker; return its pid, and the reason if it could not start, otherwise "".
+        """Start a worker; return its pid, and "" or the reason why it could not start.
 
         Raises:
             OSError: no further process can be created.
@@ -213,7 +216,7 @@ class Guard:
             return pid, pipe.read().decode("utf-8", "replace")  # an empty text: exec has succeeded
 
     def _hold(self, folder: str) -> None:
-        """Lock a folder for rings: no other launcher cleans it up while the guard lives."""
+        """Lock a folder for rings, so that no other launcher cleans it up while the guard lives."""
         self._held.add(folder)
         try:
             fd = os.open(folder + "/home", os.O_RDONLY | os.O_CLOEXEC)
@@ -269,7 +272,7 @@ class Guard:
             os._exit(127)
 
     def _signal(self, index: int, number: int, alone: bool) -> None:
-        """Signal a worker, together with its process group unless `alone` is set."""
+        """Send a signal to a worker, and to its process group unless `alone` is set."""
         for pid, known in self._workers.items():
             if known == index:
                 _try(os.kill if alone else os.killpg, pid, number)
@@ -319,9 +322,10 @@ class Guard:
         self._flush()
 
     def _flush(self) -> None:
-        """Send what the socket accepts now.
+        """Send the pending reports that the socket accepts now.
 
-        Waiting for the agent could mean a deadlock: the agent may be sending to this process.
+        Waiting for the agent could cause a deadlock, because the agent may be sending to this
+        process.
         """
         try:
             sent = self._agent.send(self._output, socket.MSG_DONTWAIT)
@@ -339,7 +343,7 @@ def _print(text: str) -> None:
 
 
 def _where_none_can_start() -> str:
-    """Return a note for the report of the agent's death if no process can be started here."""
+    """Return a note for the report of the agent's death if this process cannot start others."""
     try:
         pid = os.fork()
         if pid == 0:
@@ -368,7 +372,7 @@ def _bring_home(rank_dir: str, folder: str) -> None:
 
 
 def _copy_sparse(source: io.BufferedReader, target: io.BufferedWriter) -> None:
-    """Copy a file; blocks of zeros, which make up most of a ring, become holes."""
+    """Copy a file so that blocks of zeros, which make up most of a ring, become holes."""
     zeros = bytes(_BLOCK_BYTES)
     while block := source.read(_BLOCK_BYTES):
         if block == zeros[: len(block)]:
@@ -425,10 +429,10 @@ def _reap_one() -> bool:
 
 
 def _signal_stray(pid: int, number: int) -> bool:
-    """Signal a process below this one, unless its pid now belongs to another process.
+    """Signal a descendant of this process, unless its pid now belongs to another process.
 
     Returns:
-        False if it may not be signalled.
+        False if this process may not signal the descendant.
     """
     try:
         handle = os.pidfd_open(pid)
@@ -456,7 +460,7 @@ def _is_below(pid: int, root: int) -> bool:
 
 
 def _try(send: Callable[[int, int], None], target: int, number: int) -> bool:
-    """Send a signal; return False if that is not permitted."""
+    """Send a signal; return False if this process lacks the permission."""
     try:
         send(target, number)
     except ProcessLookupError:
@@ -496,7 +500,7 @@ def _remove_group(group: str) -> None:
 
 
 def _ignorable() -> list[int]:
-    """Return the signals that could end or stop the guard, except those of its own faults."""
+    """Return the signals that could end or stop the guard, except signals for faults of its own."""
     keep = {*_UNCATCHABLE, *_OWN_FAULTS, signal.SIGCHLD}
     return [number for number in signal.valid_signals() if number not in keep]
 

@@ -1,8 +1,9 @@
-"""`--before-restart CMD`: a shell command that this node runs before its workers restart.
+"""Run `--before-restart CMD`: a shell command that this node runs before its workers restart.
 
-It runs under the guard, as workers do, so nothing of it outlives the job. Environment variables
-give the reason for the restart, and its time is limited. If it fails or takes too long, one line
-reports that and the workers start anyway: a cleanup command must not be able to end a job.
+The command runs under the guard, as workers do, so no process of the command outlives the job.
+Environment variables give the reason for the restart. The command's time is limited. If the command
+fails or takes too long, one line reports that and the workers start anyway, because a cleanup
+command must not be able to end a job.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Hook:
             selector.register(pipe, selectors.EVENT_READ, lambda pipe=pipe: self._pass_on(pipe))
 
     def tick(self, now_s: float) -> bool:
-        """Kill the command when its time is over; return True if it survives that."""
+        """Kill the command once its time is over; return True if the command survives that."""
         if now_s < self.due_s:
             return False
         if self._is_late:
@@ -69,14 +70,14 @@ class Hook:
         return False
 
     def kill(self) -> None:
-        """Kill the command; its end is reported like any other."""
+        """Kill the command; its end is reported like any other end."""
         self._guard.signal(self.index, signal.SIGKILL)
 
     def note_end(self, code: int | None, error: str = "") -> None:
         """Print the rest of the command's output, and how it failed if it did.
 
         Args:
-            code: its exit code; None if it could not be started.
+            code: the command's exit code; None if the command could not be started.
         """
         for pipe in list(self._rest):
             self._pass_on(pipe)
@@ -93,7 +94,7 @@ class Hook:
             self._drop(pipe)
 
     def _pass_on(self, pipe: int) -> None:
-        """Print what the command has written."""
+        """Print the command's output from a pipe."""
         if pipe not in self._rest:
             return
         with contextlib.suppress(BlockingIOError):

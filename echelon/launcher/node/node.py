@@ -1,9 +1,9 @@
-"""A node's part of a job: its workers, their output, their rings.
+"""Run one node's part of a job: its workers, their output and their rings.
 
-It carries out commands and reports events. It knows nothing of other nodes and makes no decisions,
-except about how long its own workers may take to stop. Events go to the coordinator through `tell`,
-whether the coordinator lives in this process or elsewhere. Nothing here blocks the agent's loop for
-long: an incident is collected step by step, in `tick`.
+The node agent carries out commands and reports events. It has no knowledge of other nodes and makes
+no decisions, except about how long its own workers may take to stop. Events go to the coordinator
+through `tell`, whether the coordinator runs in this process or elsewhere. No method blocks the
+agent's loop for long: an incident is collected step by step, in `tick`.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class NodeAgent:
             guard.hold(str(self._memory.folder))
 
     def _bind(self) -> Sequence[frozenset[int] | None]:
-        """Return the processors of each worker; None means all that the launcher may use.
+        """Return the processors of each worker; None means all processors.
 
         Raises:
             LaunchError: there are too few processors or too few GPUs.
@@ -120,7 +120,7 @@ class NodeAgent:
 
     @property
     def where_rings_lie(self) -> str:
-        """The end of a sentence about the rings; "" if they are in the run directory."""
+        """Return a phrase that says where the rings are; "" if they are in the run directory."""
         return str(self._memory)
 
     @property
@@ -129,7 +129,7 @@ class NodeAgent:
         return any(worker.exit_code is None for worker in self._workers)
 
     def deadline_s(self) -> float:
-        """Return when `tick` must be called, at the latest."""
+        """Return the latest time at which `tick` must be called."""
         due = [self._terminal.deadline_s or float("inf"), self.probes.deadline_s()]
         if self._examination is not None:
             due.append(self._examination.due_s)
@@ -140,7 +140,7 @@ class NodeAgent:
         return min(due)
 
     def tick(self) -> None:
-        """Do what is due: show held output, continue a snapshot, kill workers after their grace."""
+        """Show held-back output, continue a snapshot, kill workers after their grace period."""
         self._terminal.tick()
         self.probes.tick()
         if self._hook is not None and self._hook.tick(time.monotonic()):
@@ -167,7 +167,7 @@ class NodeAgent:
             self._start_workers(command)
 
     def _begin_hook(self, command: m.Start) -> bool:
-        """Run the user's command first if this is a restart; return whether it was started."""
+        """Start the user's command if this is a restart; return whether it was started."""
         text, limit_s = self._options.before_restart, self._options.before_restart_timeout_s
         if not (text and command.restart):
             return False
@@ -185,7 +185,7 @@ class NodeAgent:
         self._start_workers(hook.start)
 
     def _give_up_start(self) -> None:
-        """Cancel a start that still waits for the user's command; its ranks count as ended."""
+        """Cancel a start that still waits for the user's command; report its ranks as ended."""
         hook, self._hook = self._hook, None
         if hook is None:
             return
@@ -232,10 +232,10 @@ class NodeAgent:
                 self._add_stream(number, pipe, source, logs, local_rank)
 
     def stop(self, command: m.Stop) -> None:
-        """Signal all workers, and kill those that still run after the grace period.
+        """Signal all workers, and kill the workers that still run after the grace period.
 
-        Stacks are read first, unless the command is urgent. Only the first call in an attempt
-        counts.
+        Stacks are read first, unless the command is urgent. Only the first call in an attempt has
+        an effect.
         """
         self._give_up_start()
         if self._grace.is_running:
@@ -258,7 +258,7 @@ class NodeAgent:
         self._end_workers(signal.SIGKILL)
 
     def _end_workers(self, number: int) -> None:
-        """Signal the running workers; from then on they count as stopped by the launcher."""
+        """Send a signal to the running workers, which then count as stopped by the launcher."""
         for worker in self._workers:
             if worker.exit_code is None:
                 worker.stopped_by_agent = True
@@ -284,22 +284,22 @@ class NodeAgent:
                     self._tell(event)
 
     def pass_on(self, number: int) -> None:
-        """Forward one of the user's own signals to all workers, but not to their children."""
+        """Forward a user signal to all workers, but not to the workers' children."""
         for worker in self._workers:
             self._guard.signal(worker.local_rank, number, alone=True)
 
     @property
     def attempt(self) -> int:
-        """The attempt whose ranks this node runs; -1 if it has run none."""
+        """The number of the attempt whose ranks this node runs; -1 if it has run none."""
         return -1 if self._start is None else self._start.attempt
 
     @property
     def has_snapshot(self) -> bool:
-        """Whether `keep_snapshot` took a snapshot that has not been collected since."""
+        """Whether `keep_snapshot` took a snapshot that no coordinator has collected yet."""
         return self._kept is not None
 
     def keep_snapshot(self) -> None:
-        """Take a snapshot of this node's ranks for the next coordinator; the last one is lost."""
+        """Take a snapshot of this node's ranks for the next coordinator: the last is lost."""
         self._examination = self._stop_after_examination = None
         if self._kept is None and self.has_workers:
             self._kept = harvest(self._workers, self._occasion("failure"), self._pump)
@@ -313,7 +313,7 @@ class NodeAgent:
             self._tell(event)
 
     def collect(self, command: m.Collect) -> None:
-        """Begin a snapshot of this node's ranks; their dumps are sent once they are complete."""
+        """Begin a snapshot of this node's ranks; the dumps are sent once they are complete."""
         self._finish_examining()
         self._examination = Examination(command, self._workers, self._occasion(command.kind))
         self._examine_on()
@@ -337,13 +337,13 @@ class NodeAgent:
             self.stop(stop)
 
     def _finish_examining(self) -> None:
-        """Complete a snapshot without further waiting."""
+        """Complete the snapshot without further waiting."""
         while self._examination is not None:
             self._examination.hurry()
             self._examine_on()
 
     def collect_alone(self, reason: str) -> Path:
-        """Write an incident of this node alone, because no coordinator can be reached.
+        """Write an incident that covers only this node, because no coordinator can be reached.
 
         Raises:
             OSError: the incident cannot be written.
@@ -366,7 +366,7 @@ class NodeAgent:
         )
 
     def clear_up(self) -> None:
-        """End the processes that workers left behind, pass on remaining output, and report it."""
+        """End the processes that workers left behind, forward pending output, and send `Idle`."""
         self._finish_examining()
         deadline_s = time.monotonic() + _SWEEP_S
         denied = self._denied
@@ -403,7 +403,7 @@ class NodeAgent:
             )
 
     def close(self) -> None:
-        """Close pipes, files and mappings."""
+        """Close all pipes, files and mappings."""
         self.probes.close()
         if self._hook is not None:
             self._hook.close()
@@ -440,7 +440,7 @@ class NodeAgent:
         return sum(s.num_bytes for s in self._streams.values() if s.source.rank == rank)
 
     def tell_status(self, visitor: str) -> None:
-        """Report to a status client what this node's ranks are doing."""
+        """Send the state of this node's ranks for a status client."""
         rows = [self._status(worker).pack() for worker in self._workers]
         self._tell(
             m.Statuses(
@@ -516,7 +516,7 @@ class NodeAgent:
         self._selector.register(pipe, selectors.EVENT_READ, lambda: self._pass_output(stream))
 
     def _open(self, path: Path, mode: str) -> BinaryIO | None:
-        """Open a file for output; if that fails, report it and return None."""
+        """Open an output file; if that fails, report it and return None."""
         try:
             return cast(BinaryIO, path.open(mode))
         except OSError as err:

@@ -1,12 +1,12 @@
-"""How long this node waits for its user, the coordinator and its workers. Pure: time is passed in.
+"""Limit how long this node waits for its user, the coordinator and its workers. Pure.
 
-It keeps two deadlines:
+There are two deadlines:
 
 * A user's request to stop goes to the coordinator. If no command to stop follows within a few
   seconds, the node stops on its own. A second Ctrl-C at least a second later means that the user
-  does not want to wait (a scheduler's repeated signal does not); this node's workers, and only
-  these, are then killed.
-* Workers that were asked to stop are killed when their grace period is over, counted from the
+  does not want to wait, so this node's workers are killed, but not those of other nodes. A
+  scheduler's repeated signal has no such meaning.
+* Workers that were asked to stop are killed when their grace period is over, which begins with the
   signal. A rank that survives SIGKILL is reported after a few seconds and abandoned after 30 s.
 """
 
@@ -23,7 +23,7 @@ UNKILLABLE_S = 30.0  # from SIGKILL to abandoning them
 
 
 class Asked(Enum):
-    """What a signal from the user means."""
+    """What a user requests by a stop signal."""
 
     STOP = "stop"
     HURRY = "hurry"
@@ -40,7 +40,7 @@ class UserRequest:
     _hurried: bool = False
 
     def on(self, number: int, now_s: float) -> Asked:
-        """Handle a stop signal and return its meaning."""
+        """Handle a stop signal; return what the user requests by it."""
         if not self.first:
             self.first, self._first_s = number, now_s
             return Asked.STOP
@@ -54,14 +54,14 @@ class UserRequest:
         self._is_answered = True
 
     def deadline_s(self) -> float:
-        """Return when this node stops on its own; infinity if no request is unanswered."""
+        """Return the time at which this node stops on its own; infinity if no request waits."""
         if not self.first or self._is_answered:
             return float("inf")
         return self._first_s + ANSWER_S
 
 
 class Due(Enum):
-    """What is due while workers are being stopped."""
+    """The actions that may be due while workers are being stopped."""
 
     NOTHING = "nothing"
     KILL = "kill"
@@ -70,7 +70,7 @@ class Due(Enum):
 
 
 class Grace:
-    """The time between the signal to the workers and their end."""
+    """The time limits for workers that were asked to stop."""
 
     def __init__(self) -> None:
         self._kill_s = float("inf")
@@ -83,7 +83,7 @@ class Grace:
         return self._kill_s < float("inf") or self._killed_s < float("inf")
 
     def begin(self, grace_s: float, now_s: float) -> None:
-        """Note that workers were signalled; only the first call counts."""
+        """Note that workers were signalled; only the first call has an effect."""
         if not self.is_running:
             self._kill_s = now_s + grace_s
 
@@ -92,7 +92,7 @@ class Grace:
         self._killed_s = min(self._killed_s, now_s)
 
     def due(self, now_s: float) -> Due:
-        """Return what is due now, each action once. Call it while workers still run."""
+        """Return the action that is due now, each action once. Call this while workers run."""
         if self._killed_s == float("inf"):
             return Due.KILL if now_s >= self._kill_s else Due.NOTHING
         if not self._named and now_s >= self._killed_s + _NAME_S:
@@ -104,7 +104,7 @@ class Grace:
         return Due.NOTHING
 
     def deadline_s(self) -> float:
-        """Return when to call `due` again."""
+        """Return the time at which to call `due` again."""
         if self._killed_s == float("inf"):
             return self._kill_s
         if not self._named:

@@ -1,6 +1,6 @@
-"""The probes of this node between two attempts: one process each, polled from the agent's loop.
+"""Run this node's probes between two attempts, each in a process that the agent's loop polls.
 
-A listener stays until the measuring node had its time; the next attempt ends all of them.
+A listener runs until the time of the measuring node is over. The next attempt ends all probes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from echelon.launcher.doctor.probes.finding import LISTEN, STORAGE, Finding, Tas
 
 
 class Probes:
-    """What the coordinator has asked this node to check.
+    """The probes that the coordinator has requested from this node.
 
     Args:
-        folder: this node's run directory, for probes of storage that name none.
-        command: what runs a probe.
+        folder: this node's run directory, for storage probes that name no folder.
+        command: the command that runs a probe.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Probes:
         self._listeners: list[Child] = []
 
     def begin(self, command: m.Probe) -> None:
-        """Start what a question asks for; a former question that is unanswered is dropped."""
+        """Start the requested probes; drop an earlier request that has not been answered."""
         self._end(self._children)
         self._number = command.number
         self._children = [Child(self._placed(text), self._command) for text in command.tasks]
@@ -50,12 +50,12 @@ class Probes:
         self.tick()
 
     def deadline_s(self) -> float:
-        """Return when to call `tick`, at the latest."""
+        """Return the latest time at which `tick` must be called."""
         waiting = self._children if self._number >= 0 else []
         return min((child.due_s for child in [*waiting, *self._listeners]), default=float("inf"))
 
     def tick(self) -> None:
-        """Answer once all probes have; end listeners whose time is over."""
+        """Send the findings once all probes have ended; end listeners whose time is over."""
         late = [one for one in self._listeners if time.monotonic() >= one.due_s]
         self._end(late)
         self._listeners = [one for one in self._listeners if one not in late]
@@ -77,7 +77,7 @@ class Probes:
         self._children = []
 
     def close(self) -> None:
-        """End all of them."""
+        """End all probes."""
         self._number = -1
         self._end(self._children)
         self._end(self._listeners)

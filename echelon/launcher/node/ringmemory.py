@@ -1,17 +1,17 @@
-"""Memory for the rings of a running job.
+"""Keep the rings of a running job in memory instead of on a disk.
 
 [Note: why rings are not on the disk] The kernel writes back a file that is mapped from a disk's
-file system, and the next store to such a page waits for the journal. While anything else keeps the
-disk busy (a checkpoint is enough), every rank then stops for seconds in a plain store to memory. So
-the launcher gives the rings a folder in /dev/shm: like the disk, it belongs to the node and
-outlives the ranks, but a store to it never waits. Once the workers have ended, each ring is moved
-to its place in the run directory. The guard does the same if the agent is killed, so that nothing
-stays in memory.
+file system, and the next store to such a page waits for the journal. While another program keeps
+the disk busy (a checkpoint is enough), every rank then stops for seconds in a plain store to
+memory. So the launcher gives the rings a folder in /dev/shm. Like the disk, this folder belongs to
+the node and outlives the ranks, but a store to it never waits. Once the workers have ended, each
+ring is moved to its place in the run directory. The guard does the same if the agent is killed, so
+that no ring stays in memory.
 
-If agent and guard are killed together, the next launcher on the node cleans up: the file `home` in
-the folder names the run to which it belongs, and agent and guard hold a lock on that file as long
-as they live. If /dev/shm is not a tmpfs, or is too small (containers often give it 64 MB), the
-rings stay where the recorder puts them.
+If agent and guard are killed together, the next launcher on the node cleans up. The file `home` in
+the folder names the run to which the folder belongs, and agent and guard hold a lock on that file
+as long as they live. If /dev/shm is not a tmpfs, or is too small (containers often give it 64 MB),
+the rings stay where the recorder puts them.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _SHARE = 4  # use at most 1/4 of the free space
 
 
 class RingMemory:
-    """A private folder in memory for this node's rings, or none.
+    """A private folder in memory for this node's rings, if there is one.
 
     Attributes:
-        folder: None if the rings are where the recorder puts them.
+        folder: the folder; None if the rings are where the recorder puts them.
     """
 
     def __init__(self, folder: Path | None, lock: int = -1) -> None:
@@ -47,7 +47,7 @@ class RingMemory:
 
     @classmethod
     def for_run(cls, run_dir: Path, options: Options) -> RingMemory:
-        """Create the folder if it is useful: see the note above."""
+        """Create the folder if the run needs one; see [Note: why rings are not on the disk]."""
         if options.recorder_size == 0 or "ECHELON_RING_DIR" in os.environ:
             return cls(None)
         if file_system(_MEMORY) != "tmpfs" or file_system(run_dir) == "tmpfs":
@@ -70,7 +70,7 @@ class RingMemory:
         return "" if self.folder is None else f"; rings in {_MEMORY} while it runs"
 
     def environment(self) -> dict[str, str]:
-        """Return the variable that names the folder to a worker's recorder."""
+        """Return the variable through which a worker's recorder finds the folder."""
         return {} if self.folder is None else {"ECHELON_RING_DIR": str(self.folder)}
 
     def bring_home(self, rank_dir: Path) -> None:
@@ -81,7 +81,7 @@ class RingMemory:
             print(f"echelon: {rank_dir / 'ring'} stays in memory: {err}", file=sys.stderr)
 
     def close(self) -> None:
-        """Remove the folder; rings that could not be moved stay and have been reported."""
+        """Remove the folder; rings that could not be moved are kept and have been reported."""
         if self.folder is not None:
             _remove_if_empty(self.folder)
             os.close(self._lock)
@@ -103,10 +103,10 @@ def _clear_up_after_the_killed() -> None:
 
 
 def _bring_all_home(folder: Path) -> None:
-    """Move each ring to its run directory; remove those whose run directory no longer exists.
+    """Move each ring to its run directory; remove rings whose run directory no longer exists.
 
     Raises:
-        OSError: a run directory cannot hold its rings; they stay in memory.
+        OSError: a run directory cannot hold its rings, which therefore stay in memory.
     """
     run_dir = Path((folder / _HOME).read_text())
     for link in run_dir.glob("rank_*/attempt_*/ring"):

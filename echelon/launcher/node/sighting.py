@@ -1,9 +1,10 @@
-"""What this node sees of its living ranks, for the stall rule.
+"""Report what this node sees of its living ranks, for the stall rule.
 
-Ranks that record are folded into one row, so that a coordinator's work grows with the number of
-nodes and not of ranks: the rule needs only the oldest pending operation, the latest progress, and
-whether anything moved. Ranks that record nothing are seen from outside and keep a row each, because
-it matters which of them wait for which others.
+Ranks that record are combined into one row, so that a coordinator's work grows with the number of
+nodes and not with the number of ranks. This is possible because the stall rule needs only the
+oldest pending operation, the latest progress, and whether any rank moved. Ranks that record nothing
+are examined from outside and get a row each, because it matters which of these ranks wait for which
+other ranks.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _STEP_S = 2.0  # between two looks; a longer gap counts as this process's own st
 
 
 class Sighting:
-    """The state of one attempt's workers. Their silence counts only while this process runs.
+    """The state of one attempt's workers. Only time in which this process runs counts as silence.
 
     Args:
         start: the command that started the attempt.
-        workers: the workers to look at.
-        num_printed: returns how many bytes a rank has printed.
+        workers: the workers to examine.
+        num_printed: a function that returns how many bytes a rank has printed.
     """
 
     def __init__(
@@ -58,14 +59,14 @@ class Sighting:
         self._reports = Reports(start.sights_ms / 1e3, start.stall_timeout_ms)
 
     def report(self, *, at_once: bool = False) -> m.Sights | None:
-        """Look at the ranks; return the sights if they must be reported now, otherwise None."""
+        """Examine the ranks; return the report if it must be sent now, otherwise None."""
         sights = self.look()
         if sights is None or not self._reports.is_due(sights, time.monotonic(), at_once=at_once):
             return None
         return sights
 
     def look(self) -> m.Sights | None:
-        """Return what the living ranks show; None if there are none."""
+        """Examine the living ranks and return the report; None if no rank is alive."""
         now = time.monotonic_ns()
         self._lived.tick(now / 1e9)
         sights: list[Sight] = []
@@ -100,23 +101,23 @@ class Sighting:
         return self._limits.sum_up(sights, lambda then: self._age_s(now, then))
 
     def watched(self) -> list[Row]:
-        """Return the ranks' own histories, the most frequent first."""
+        """Return the histories of the ranks, most frequent operations first."""
         return [] if self._limits is None else self._limits.rows()
 
     def _note_dumps(self, own: dict[int, int]) -> None:
-        """Note which rank has a new dump; if several appeared at once, the lowest rank."""
+        """Note which rank has a new dump: the lowest rank if several dumps appeared at once."""
         new = [rank for rank, num in own.items() if num > self._num_dumps.get(rank, 0)]
         if new:
             self._dumped_rank = min(new)
         self._num_dumps.update(own)
 
     def words(self, worker: Worker) -> tuple[int, ...] | None:
-        """Return the live words of a rank's ring; None while it has no ring."""
+        """Return the live words of a rank's ring; None while the rank has no ring."""
         ring = self._ring(worker)
         return None if ring is None else ring.words()
 
     def rest(self) -> None:
-        """Ignore the activity that an incident's requests caused in the ranks."""
+        """Ignore the activity of the ranks that was caused by the collection of an incident."""
         for rank, activity in self._activities.items():
             activity.rest(self._num_printed(rank), time.monotonic_ns())
         if self._limits is not None:
@@ -156,10 +157,10 @@ class Sighting:
         ]
 
     def _sight(self, ring: LiveRing, worker: Worker, now: int) -> Sight:
-        """Look at a rank that records.
+        """Examine a rank that records.
 
-        A program that is recorded through hooks marks no phases. A long evaluation in it shows in
-        its resource use and its output, not in its ring.
+        A program that is recorded through hooks marks no phases. Such a program shows a long
+        evaluation by its resource use and its output, not in its ring.
         """
         sight = ring.sight(worker.rank)
         if ring.is_hooked:
@@ -170,9 +171,9 @@ class Sighting:
         return sight
 
     def _from_outside(self, worker: Worker, now: int) -> list[int]:
-        """Look at a rank without an open ring: it has none yet, has none at all, or is exiting.
+        """Examine a rank without an open ring, which may be starting, exiting, or not recording.
 
-        Destructors may take long on a busy machine; as long as they use processor time, they do not
+        Destructors may take long on a busy machine. As long as they use processor time, they do not
         count as a hang.
         """
         activity = self._active(worker, now)
@@ -198,11 +199,11 @@ class Sighting:
 
 
 class Reports:
-    """The rule for when a node reports its sights. Pure.
+    """The rule for when a node reports on its ranks. Pure.
 
     Thousands of nodes that reported at every look would overload a coordinator, so a node reports
-    rarely while its ranks show nothing unusual. It reports at once if ranks have waited for half
-    the limit, if they did so at the last report, or if they begin or end something.
+    rarely while its ranks show nothing unusual. A node reports at once if ranks have waited for
+    half the limit, if they had done so at the last report, or if they begin or end an operation.
     """
 
     def __init__(self, every_s: float, stall_timeout_ms: int) -> None:
@@ -213,7 +214,7 @@ class Reports:
         self._was_unusual = False
 
     def is_due(self, sights: m.Sights, now_s: float, *, at_once: bool = False) -> bool:
-        """Return whether to report these sights; if so, they count as reported."""
+        """Return whether to send this report. If so, the report counts as sent."""
         folded = sights.folded
         ages = [max(row[2], row[3]) for row in sights.ranks]
         ages += [max(folded[2], folded[3])] if folded else []

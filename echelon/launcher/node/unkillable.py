@@ -1,4 +1,4 @@
-"""The reason why a killed process still exists."""
+"""Explain why a killed process still exists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from echelon.host.process import sample
 
 
 def why_it_lives(pid: int) -> str:
-    """Explain why a killed process still exists, by its state and the place where it waits."""
+    """Explain why a killed process still exists, by its state and the call in which it waits."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

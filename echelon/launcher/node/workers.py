@@ -1,6 +1,6 @@
-"""The agent's side of the guard: start workers, signal them, receive their exits.
+"""Control the workers through the guard: start workers, signal them, receive their exits.
 
-Nothing here waits for long: `events()` returns what has arrived, and the agent's loop watches
+No method waits for long: `events()` returns what has arrived, and the agent's loop watches
 `fileno()`.
 """
 
@@ -46,7 +46,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """A worker has ended; `code` is as in `subprocess`: -9 is SIGKILL."""
+    """A worker has ended; `code` is as in `subprocess`, so -9 means SIGKILL."""
 
     index: int
     code: int
@@ -55,7 +55,7 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """Processes that workers left behind were signalled; `denied` lists pids that may not be."""
+    """Processes left behind were signalled; `denied` lists the pids that could not be."""
 
     count: int
     denied: list[int]
@@ -113,12 +113,13 @@ class Workers:
         group: str = "",
         has_stdin: bool = False,
     ) -> tuple[int, int]:
-        """Request a worker; return the read ends of its stdout and stderr, owned by the caller.
+        """Request a worker; return the read ends of its stdout and stderr, which the caller owns.
 
         Args:
-            processors: those that it may use; None means all that the launcher may use.
-            group: a cgroup of its own.
-            has_stdin: whether it reads the launcher's stdin; otherwise it reads nothing.
+            processors: the processors that the worker may use; None means all that the launcher may
+                use.
+            group: the path of the worker's own cgroup; "" means none.
+            has_stdin: whether the worker reads the launcher's stdin; otherwise its stdin is empty.
 
         Raises:
             LaunchError: the guard has died, or no descriptors are left.
@@ -143,26 +144,27 @@ class Workers:
         return ends[0][0], ends[1][0]
 
     def hold(self, folder: str) -> None:
-        """Let the guard hold a folder for rings, and remove it if the agent is killed."""
+        """Let the guard hold a folder for rings, and remove the folder if the agent is killed."""
         self._send({"do": "hold", "folder": folder})
 
     def signal(self, index: int, number: int, *, alone: bool = False) -> None:
-        """Signal a worker, with its process group unless `alone`; does nothing if it has ended."""
+        """Signal a worker, and its process group unless `alone`; do nothing if it has ended."""
         self._send({"do": "signal", "index": index, "signal": int(number), "alone": alone})
 
     def fence(self, at_s: float) -> None:
-        """Kill all workers at a moment of CLOCK_BOOTTIME; this replaces the previous moment."""
+        """Kill all workers at this time of CLOCK_BOOTTIME, which replaces any earlier time."""
         self._send({"do": "fence", "at_s": at_s})
 
     def sweep(self, number: int) -> None:
-        """Signal the processes that ended workers left behind; `Swept` is the answer."""
+        """Signal the processes that ended workers left behind; the guard answers with `Swept`."""
         self._send({"do": "sweep", "signal": int(number)})
 
     def events(self) -> list[Event]:
         """Return the events that have arrived; blocks only if there are none.
 
         Raises:
-            LaunchError: the guard has died, and with it its workers and all that they started.
+            LaunchError: the guard has died, and with it the workers and all processes that they
+                started.
         """
         try:
             data = self._socket.recv(65536)
@@ -183,7 +185,7 @@ class Workers:
         return events
 
     def close(self) -> None:
-        """Kill all that is left and end the guard; waits at most 5 s. Safe to call twice."""
+        """Kill all remaining processes and end the guard; wait at most 5 s. Safe to call twice."""
         with contextlib.suppress(OSError):
             self._socket.send(_framed({"do": "end"}), socket.MSG_DONTWAIT)
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -210,15 +212,16 @@ def _framed(message: dict[str, Any]) -> bytes:
 
 
 def _become_subreaper() -> None:
-    """Become the parent of the processes that a killed guard leaves behind."""
+    """Become the parent of all processes that a killed guard leaves behind."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _kill_descendants() -> None:
-    """Kill all descendants of this process, because the guard no longer can: the job is over.
+    """Kill all descendants of this process, because the guard can no longer do so.
 
-    This includes the store and a running analysis, which are no longer needed.
+    The descendants include the store and a running analysis. Neither is needed any longer, because
+    the job is over.
     """
     deadline_s = time.monotonic() + _CLOSE_S
     while (left := descendants(os.getpid())) and time.monotonic() < deadline_s:

@@ -1,1 +1,1 @@
-"""A job's messages to the outside: notices to a command or a URL, and metrics."""
+"""Send messages about a job to the outside: notices to a command or a URL, and metrics."""

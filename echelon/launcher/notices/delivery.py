@@ -1,7 +1,7 @@
-"""Delivery of notices to commands and URLs: bounded, in order, and without delaying the job.
+"""Deliver notices to commands and URLs, in order, with limits, and without delaying the job.
 
 One thread per receiver takes notices from a short queue, so a receiver that hangs delays neither
-the others nor the job. One line reports what cannot be delivered.
+other receivers nor the job. One line reports a notice that cannot be delivered.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LINE_CHARS = 200
 
 
 class _Stay(urllib.request.HTTPRedirectHandler):
-    """A handler that follows no redirect, so that no other host gets the notice or the password."""
+    """A handler that follows no redirect, so that no other host gets the notice or password."""
 
     def redirect_request(self, *_: Any) -> None:
         """Refuse the redirect."""
@@ -42,7 +42,7 @@ _opener = urllib.request.build_opener(_Stay)
 
 
 class DeliveryError(Exception):
-    """A notice was not delivered; `may_retry` means that a later attempt may succeed."""
+    """A notice was not delivered; `may_retry` means that another attempt may succeed."""
 
     def __init__(self, why: str, *, may_retry: bool = False) -> None:
         super().__init__(why)
@@ -58,11 +58,11 @@ class Delivery:
     """A sender of notices to one receiver.
 
     Args:
-        receiver: a URL, or a command for /bin/sh that gets the notice on its stdin.
-        say: prints a line; called from the receiver's own thread.
-        command_s: after this time a command is killed, with its process group.
-        request_s: the time limit of each blocking step of a request.
-        pauses_s: the pauses before further attempts of a request.
+        receiver: a URL, or a command for /bin/sh that receives the notice on its stdin.
+        say: a function that prints a line, called on the receiver's own thread.
+        command_s: the time after which a command and its process group are killed, in seconds.
+        request_s: the time limit for each blocking step of a request, in seconds.
+        pauses_s: the pauses before further attempts at a request, in seconds.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class Delivery:
         self._thread.start()
 
     def send(self, notice: Mapping[str, Any]) -> None:
-        """Queue a notice; never blocks. If 64 notices are waiting, it is dropped with one line."""
+        """Queue a notice; never blocks. If 64 notices wait already, drop it and print one line."""
         try:
             self._waiting.put_nowait(json.dumps(notice).encode() + b"\n")
         except queue.Full:
             self._say(f"--notify {self.shown}: too slow; a notice ({notice['event']}) was dropped")
 
     def close(self, wait_s: float) -> None:
-        """Deliver the waiting notices within `wait_s`; drop the rest and report it in one line."""
+        """Deliver waiting notices within `wait_s`; drop the rest and print one line about it."""
         with contextlib.suppress(queue.Full):
             self._waiting.put_nowait(None)
         self._thread.join(wait_s)
@@ -133,7 +133,7 @@ class Delivery:
         """Run the command in its own session.
 
         Raises:
-            DeliveryError: it cannot be started, failed, or took too long.
+            DeliveryError: the command cannot be started, failed, or took too long.
         """
         try:
             self._running = running = subprocess.Popen(
@@ -167,10 +167,10 @@ class Delivery:
                 running.wait(1.0)
 
     def _post(self, data: bytes) -> None:
-        """Send one request.
+        """Post a notice by one request.
 
         Raises:
-            DeliveryError: it was not accepted.
+            DeliveryError: the request was not accepted.
         """
         headers = {"Content-Type": "application/json", "User-Agent": "echelon"}
         try:
@@ -198,7 +198,7 @@ class Delivery:
 
 
 def _without_user(url: str) -> tuple[str, str]:
-    """Split `http://user:password@host/` into the URL without the user, and "user:password"."""
+    """Split `http://user:password@host/` into the URL without credentials, and "user:password"."""
     parts = urlsplit(url)
     user, at, place = parts.netloc.rpartition("@")
     return parts._replace(netloc=place).geturl(), unquote(user) if at else ""

@@ -1,4 +1,4 @@
-"""The hosting node's metrics endpoint: GET /metrics, and nothing else."""
+"""Serve the hosting node's metrics at GET /metrics."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _IDLE_S = 10.0  # a client that sends nothing is disconnected
 
 
 class Exporter:
-    """A server of a text at /metrics, until it is closed.
+    """A server that serves a text at /metrics until it is closed.
 
     Args:
         address: the address to bind; an IPv6 address has no brackets.
         port: the port; 0 means any free port.
-        text: returns the text to serve; called on the server's own threads.
+        text: a function that returns the text to serve, called on the server's own threads.
 
     Raises:
         OSError: the address cannot be bound.
@@ -40,7 +40,7 @@ class Exporter:
                 self.server_name, self.server_port = address, self.server_address[1]
 
             def handle_error(self, request: object, client_address: object) -> None:
-                """Print nothing: a disconnected client does not concern the job."""
+                """Print nothing, because a disconnected client does not concern the job."""
 
         class _Handler(_Metrics):
             make = staticmethod(text)
@@ -76,4 +76,4 @@ class _Metrics(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Print nothing: the terminal belongs to the job."""
+        """Print nothing, because the terminal belongs to the job."""

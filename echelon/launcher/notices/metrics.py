@@ -1,4 +1,4 @@
-"""A job's metrics in Prometheus' text format. Pure."""
+"""Format a job's metrics in the Prometheus text format. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Samples = Iterator[tuple[Mapping[str, object], float]]
 
 
 def as_metrics(job: Job) -> str:
-    """Return all samples of a job in its state at `job.now_ns`."""
+    """Return all samples of a job's metrics at `job.now_ns`."""
     account = shares(job)
     now = job.attempts[-1] if job.attempts else None
     running = {} if now is None else _running(now)

@@ -1,4 +1,4 @@
-"""The notices of a job: one JSON object per incident, restart and end. Pure."""
+"""Create the notices of a job: one JSON object per incident, restart and end. Pure."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Notices:
     """A converter of one job's events into notices.
 
     Args:
-        run_dir: the run directory as the user knows it.
+        run_dir: the run directory, as the user knows it.
         host: the name of the hosting node.
-        wall_s: returns the wall-clock time, in seconds since 1970.
+        wall_s: a function that returns the wall-clock time, in seconds since 1970.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""The notices and metrics of the hosting node: an observer with its own threads.
+"""Send notices and serve metrics on the hosting node, on threads of their own.
 
-Lines from those threads are printed on the launcher's thread, at the next event, which is usually
-at most about a second later.
+Lines from these threads are printed on the launcher's thread at the next event, which usually
+occurs within about a second.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ CLOSE_S = 10.0  # for notices that are waiting at the job's end
 
 
 class Outside:
-    """Notices and metrics of one job.
+    """An observer that sends the notices and serves the metrics of one job.
 
     Args:
-        notify: commands and URLs.
-        metrics: (address, port) of the endpoint, or None.
-        run_dir: the run directory as the user knows it.
-        say: prints a line; called only on the caller's thread.
+        notify: the commands and URLs that receive notices.
+        metrics: the (address, port) at which metrics are served, or None.
+        run_dir: the run directory, as the user knows it.
+        say: a function that prints a line, called only on the caller's thread.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Outside:
         self._print()
 
     def close(self) -> None:
-        """Deliver the waiting notices, for at most 10 s, and stop serving."""
+        """Deliver the waiting notices, for at most 10 s, and stop serving metrics."""
         deadline_s = time.monotonic() + CLOSE_S
         for delivery in self._deliveries:
             delivery.close(max(0.1, deadline_s - time.monotonic()))

@@ -1,1 +1,1 @@
-"""The workers' output: files, the terminal, and the folding of lines that many ranks print."""
+"""Handle the workers' output: files, the terminal, and the folding of repeated lines."""

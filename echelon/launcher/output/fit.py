@@ -1,4 +1,4 @@
-"""Cutting a line to a terminal's width, measured in terminal columns."""
+"""Cut a line to a terminal's width, measured in terminal columns."""
 
 from __future__ import annotations
 

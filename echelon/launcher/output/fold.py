@@ -1,8 +1,8 @@
-"""Folding: a line that many ranks print at about the same time is shown once, as `0-7| line`.
+"""Fold lines: show a line that many ranks print at about the same time once, as `0-7| line`.
 
 A line is held for a fifth of a second after the first rank printed it, and ranks that print the
-same line within that time are added to it. The lines of one rank keep their order: a held line goes
-out before a later line of any rank that printed it.
+same line within that time are added to its label. The lines of one rank keep their order, because a
+held line is shown before a later line of any rank that printed it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ class _Held:
 
 
 class Fold:
-    """The lines that are held back. Pure: it takes lines with their times and returns those due."""
+    """The lines that are held back. Pure: lines come with times, and due lines are returned."""
 
     def __init__(self) -> None:
         self._held: dict[bytes, _Held] = {}
 
     @property
     def deadline_s(self) -> float | None:
-        """When the next line is due; None if no line is held."""
+        """The time at which the next line is due; None if no line is held."""
         return min((held.due_s for held in self._held.values()), default=None)
 
     def add(self, rank: int, line: bytes, now_s: float) -> list[bytes]:
-        """Add a line; return the lines that must go out first."""
+        """Add a line; return the lines that must be shown first."""
         held = self._held.get(line)
         if held is not None and rank not in held.ranks and not self._has_later(rank, held):
             held.ranks.append(rank)
@@ -41,7 +41,7 @@ class Fold:
         return out
 
     def _has_later(self, rank: int, held: _Held) -> bool:
-        """Return whether a rank has printed a line since this one was held."""
+        """Return whether a rank has printed another line since a held line."""
         return any(h.due_s >= held.due_s and rank in h.ranks for h in self._held.values())
 
     def due(self, now_s: float) -> list[bytes]:
@@ -53,7 +53,7 @@ class Fold:
         return self._take(list(self._held.values()))
 
     def _release(self, rank: int) -> list[bytes]:
-        """Release the lines that this rank printed, and all lines held longer than those."""
+        """Release the lines that a rank has printed, and all lines that were held before them."""
         mine = [h.due_s for h in self._held.values() if rank in h.ranks]
         if not mine:
             return []

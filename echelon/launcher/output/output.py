@@ -1,8 +1,8 @@
-"""The workers' output: unchanged to one file per stream, and line by line to the terminal.
+"""Write the workers' output unchanged to one file per stream, and by lines to the terminal.
 
-A line is written to the terminal whole, with its rank in front, however the worker's writes were
-split. A segment that ends in a carriage return, as a progress bar writes it, is a live line: a
-terminal shows it below everything else until the next one replaces it. If the output is not a
+The terminal gets whole lines with the rank in front, however the worker's writes were split. A
+segment that ends in a carriage return, such as a progress bar's, is a live line. A terminal shows a
+live line below all other lines until the next live line replaces it. If the output is not a
 terminal, live lines are not shown.
 """
 
@@ -33,8 +33,8 @@ class Terminal:
     """The launcher's own stdout and stderr, shared by all workers.
 
     Args:
-        as_json: write each line as a JSON object instead of with a prefix.
-        fold: show a line that many ranks print at about the same time only once.
+        as_json: whether to write each line as a JSON object, instead of with a prefix.
+        fold: whether to show a line that many ranks print at about the same time only once.
     """
 
     def __init__(self, *, as_json: bool = False, fold: bool = False) -> None:
@@ -49,22 +49,22 @@ class Terminal:
 
     @property
     def columns(self) -> int | None:
-        """The current width of stdout; None if it is not a terminal."""
+        """The current width of stdout in columns; None if stdout is not a terminal."""
         return _columns(sys.stdout)
 
     @property
     def error_columns(self) -> int | None:
-        """The current width of stderr; None if it is not a terminal."""
+        """The current width of stderr in columns; None if stderr is not a terminal."""
         return _columns(sys.stderr)
 
     @property
     def deadline_s(self) -> float | None:
-        """When `tick` has something to show; None if nothing is held back."""
+        """The time at which `tick` has lines to show; None if no line is held back."""
         due = [fold.deadline_s for fold in self._folds.values()]
         return min((at for at in due if at is not None), default=None)
 
     def tick(self) -> None:
-        """Show the lines that were held back long enough."""
+        """Show the lines that were held back for long enough."""
         for stream, fold in self._folds.items():
             self._write_folded(stream, fold.due(time.monotonic()))
 
@@ -83,7 +83,7 @@ class Terminal:
         self.write_lines(stream, text)
 
     def say(self, text: str) -> None:
-        """Print one line as the launcher."""
+        """Print one line on behalf of the launcher."""
         self.write_error(f"echelon: {text}\n")
 
     def write_error(self, text: str) -> None:
@@ -92,7 +92,7 @@ class Terminal:
         self.write_lines(2, text.encode("utf-8", "replace"))
 
     def write_lines(self, stream: int, lines: bytes) -> None:
-        """Write complete lines in one piece. A failure to write never affects the job."""
+        """Write complete lines in one call. A failure to write never affects the job."""
         if self._live and (stream == 1 or self._stderr_is_shown):
             self._write(1, _ERASE)
             self._write(stream, lines)
@@ -101,7 +101,7 @@ class Terminal:
             self._write(stream, lines)
 
     def _write(self, stream: int, data: bytes) -> None:
-        """Write to a stream; this may take a second if the terminal was left non-blocking."""
+        """Write to a stream. This may take a second if the stream was left non-blocking."""
         fd = self._fds.get(stream)
         deadline_s = time.monotonic() + _SLOW_S
         while fd is not None and data:
@@ -116,7 +116,7 @@ class Terminal:
                 return
 
     def _lose(self, stream: int, err: OSError) -> None:
-        """Stop writing to a stream; report it on the other one unless the reader just closed it."""
+        """Stop writing to a stream; report this on the other stream, unless a reader closed it."""
         del self._fds[stream]
         if not isinstance(err, BrokenPipeError):
             name = _NAMES[stream]
@@ -124,14 +124,14 @@ class Terminal:
             self._write(3 - stream, text.encode())
 
     def _fitted(self, line: bytes) -> bytes:
-        """Return a live line cut to the terminal's width; a wrapped line could not be erased."""
+        """Return a live line cut to the terminal's width: wrapped lines cannot be erased."""
         columns = self.columns
         if columns is None:
             return b""
         return fit(line.decode("utf-8", "replace"), columns).encode()
 
     def show_live(self, text: bytes) -> None:
-        """Show a live line in place of the last one; an empty line removes it."""
+        """Show a live line in place of the last live line; an empty line removes it."""
         if self.columns is None or self._as_json:
             return
         if not text:
@@ -187,9 +187,11 @@ class Stream:
     """One output stream of one worker, from its pipe to its file and the terminal.
 
     Attributes:
-        terminal: None if the stream is not shown.
-        filters: a line that contains one of these is also written to `filtered`.
-        on_lost: called when a file cannot be written; later output is shown but no longer kept.
+        terminal: the terminal that shows the stream; None if the stream is not shown.
+        filters: the texts that select lines. A line that contains one of these texts is also
+            written to `filtered`.
+        on_lost: a function that is called when a file cannot be written. Later output is shown but
+            no longer kept.
         num_bytes: the number of bytes that have arrived.
     """
 
@@ -205,7 +207,7 @@ class Stream:
     _rest: bytes = field(default=b"", repr=False)
 
     def pump(self) -> bool:
-        """Pass on what has arrived; return False at the end of the stream."""
+        """Forward the output that has arrived; return False at the end of the stream."""
         data = os.read(self.pipe, _READ_BYTES)
         if not data:
             self.flush()

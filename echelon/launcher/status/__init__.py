@@ -1,1 +1,1 @@
-"""`echelon status`: what the ranks are doing, read from their rings."""
+"""Show what the ranks of a job are doing, as read from their rings (`echelon status`)."""

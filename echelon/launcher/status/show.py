@@ -1,10 +1,10 @@
-"""`echelon status [ENDPOINT|RUN_DIR]`: a live table of a running job.
+"""Run `echelon status [ENDPOINT|RUN_DIR]`, which shows a live table of a running job.
 
-With a run directory (by default the newest below runs/), it shows this node's ranks, read from
-their rings. With an endpoint (HOST:PORT, as in --rdzv-endpoint), it shows the ranks of all nodes
-and works from any machine; it then needs the job's secret, from --rdzv-secret-file, ECHELON_SECRET
-or a job.json below runs/. A job of one node has no endpoint except its store's, by which its run is
-found below runs/.
+With a run directory (by default the newest below runs/), the table shows this node's ranks, read
+from their rings. With an endpoint (HOST:PORT, as in --rdzv-endpoint), the table shows the ranks of
+all nodes, and the command works on any machine. It then needs the job's secret, from
+--rdzv-secret-file, ECHELON_SECRET or a job.json below runs/. A job of one node has no endpoint
+except that of its store, by which the run is found below runs/.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _RUNS = Path("runs")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A rank of some host."""
+    """One row of the table: a rank on some host."""
 
     host: str  # "" if only this host is shown
     status: RankStatus
@@ -51,7 +51,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is shown at one moment."""
+    """What the table shows at one moment."""
 
     title: str
     rows: Sequence[Row]
@@ -106,7 +106,7 @@ def _run_of(place: str | None) -> Path:
     """Return the run directory that the command line's place refers to.
 
     Raises:
-        ValueError: this machine has no such run.
+        ValueError: this machine has no run at that place.
     """
     if place is not None and ":" in place and not Path(place).exists():
         run_dir, _ = _run_with(join(*split(place)))
@@ -193,10 +193,10 @@ def _dial(endpoint: str, secret: bytes, tls: TlsFiles | None) -> GrpcLink:
 
 
 def _views(link: GrpcLink, endpoint: str) -> Iterator[View]:
-    """Request the state repeatedly and yield a view per answer; the greeting is the first request.
+    """Request the state repeatedly; yield one view per answer. The greeting is the first request.
 
     Raises:
-        LaunchError: the job does not answer, or refuses.
+        LaunchError: the job does not answer, or refuses the request.
     """
     from echelon.launcher.control.messages import Ask, JobShown, Statuses
 
@@ -225,7 +225,7 @@ def _views(link: GrpcLink, endpoint: str) -> Iterator[View]:
 
 
 def _rows(answers: Sequence[Statuses]) -> list[Row]:
-    """Return one row per rank, the latest if a late answer to the last request also arrived."""
+    """Return one row per rank, its latest if a late answer to the last request also arrived."""
     rows: dict[int, Row] = {}
     for answer in answers:
         with contextlib.suppress(ValueError):  # a node that runs another version
@@ -236,7 +236,7 @@ def _rows(answers: Sequence[Statuses]) -> list[Row]:
 
 
 def table(view: View) -> Table:
-    """Build the table that rich draws."""
+    """Build the table that the terminal shows."""
     from rich.markup import escape
     from rich.table import Table
 

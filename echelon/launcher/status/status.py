@@ -1,4 +1,4 @@
-"""What the ranks are doing, read from their rings. The ranks are not asked: they may hang."""
+"""Read what ranks are doing from their rings, without asking the ranks, which may hang."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PENDING = (State.CREATED, State.STARTED)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStatus:
-    """One row: what a rank is doing now. Durations are in seconds; None means unknown."""
+    """What one rank is doing now. Durations are in seconds; None means unknown."""
 
     rank: int
     phase: str
@@ -78,7 +78,7 @@ def ring_paths(run_dir: Path) -> dict[int, Path]:
 
 
 def status_of(record: Record, now_mono_ns: int) -> RankStatus:
-    """Return what a rank is doing, by its black box; `now_mono_ns` is this host's clock."""
+    """Return what a rank is doing, from its black box; `now_mono_ns` is the time of this host."""
     live = record.live
     operations = record.operations
     operation, sequence, phase = "", None, "compute"
@@ -108,7 +108,7 @@ def status_of(record: Record, now_mono_ns: int) -> RankStatus:
 
 
 def _step_s(record: Record) -> float | None:
-    """Return the mean duration of the last steps, measured between the first operations of each."""
+    """Return the mean duration of the last steps, from first operation to first operation."""
     known = record.operations[record.operations["step"] >= 0]
     steps, stamps = known["step"].tolist(), known["created_mono_ns"].tolist()
     firsts = [i for i in range(len(steps)) if i == 0 or steps[i] != steps[i - 1]]
@@ -121,13 +121,13 @@ def _step_s(record: Record) -> float | None:
 
 
 def silent(rank: int, phase: str) -> RankStatus:
-    """Return the row of a rank whose ring cannot be used."""
+    """Return the status of a rank whose ring cannot be used."""
     nothing = {"sequence": None, "lag_s": None, "step": None, "step_s": None}
     return RankStatus(rank=rank, phase=phase, operation="", **nothing)
 
 
 def read_statuses(run_dir: Path) -> list[RankStatus]:
-    """Return a row for each rank of a run; one whose ring cannot be read is "unreadable"."""
+    """Return the status of each rank of a run; the phase is "unreadable" without a usable ring."""
     statuses = []
     for rank, path in ring_paths(run_dir).items():
         try:
@@ -138,7 +138,7 @@ def read_statuses(run_dir: Path) -> list[RankStatus]:
 
 
 def _checked(record: Record) -> RankStatus:
-    """Return a rank's row, with corrections if its process is gone or ran on another machine."""
+    """Return a rank's status, corrected if its process is gone or ran on another machine."""
     status = status_of(record, time.monotonic_ns())
     identity = record.identity
     if status.phase == "ended" or not identity.boot_id:

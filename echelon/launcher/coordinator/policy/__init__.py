@@ -1,1 +1,1 @@
-"""The restart policy: a table of causes, and pure functions over it."""
+"""Decide whether and how to restart a job, by pure functions over a table of causes."""

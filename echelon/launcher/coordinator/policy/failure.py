@@ -1,4 +1,4 @@
-"""The facts of one failed attempt on which the policy decides."""
+"""Define the facts of a failed attempt that the restart policy uses."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ MEMORY = "out_of_memory"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """How one attempt failed.
+    """The facts about one attempt's failure.
 
     Attributes:
-        cause: the verdict's cause; if the verdict is late, derived from exit codes and error files.
+        cause: the verdict's cause. If the verdict is late, the cause is derived from exit codes and
+            error files.
         is_likely: whether there is a verdict with the confidence `likely` or `certain`.
-        is_certain: whether its confidence is `certain`.
-        said: one clause for people, such as "rank 2 raised ValueError: a corrupt batch".
-        site: what failed where ("ValueError at train.py:88 in compute"); equal for repetitions.
+        is_certain: whether the verdict's confidence is `certain`.
+        said: one clause for users, such as "rank 2 raised ValueError: a corrupt batch".
+        site: what failed and where ("ValueError at train.py:88 in compute"). Repetitions of a
+            failure have the same site.
         culprit_ranks: the verdict's culprits, or the first rank that failed.
-        nodes: names of the culprits' launchers, in rank order.
-        hosts: those nodes' host names, in the same order.
-        last_step: the last step that the culprit began, -1 if it recorded none.
-        is_killed: whether a signal ended the culprit, or its node was lost.
-        is_outside: whether the culprit's error reports a network or a file system.
-        owns_memory: whether the job's own use exhausted memory; None if that is not known.
+        nodes: the names of the culprits' nodes, in rank order.
+        hosts: the host names of these nodes, in the same order.
+        last_step: the last step that the culprit began; -1 if the culprit recorded no steps.
+        is_killed: whether the culprit was killed by a signal, or lost with its node.
+        is_outside: whether the culprit's error is about the network or a file system.
+        owns_memory: whether the job itself exhausted the memory; None if unknown.
     """
 
     attempt: int

@@ -1,7 +1,8 @@
-"""The facts of a failed attempt, from its world, its incident and, if there is one, the verdict.
+"""Collect the facts of a failed attempt from its world, its incident and, if known, the verdict.
 
-If the verdict is late, the first rank that ended counts, with its exit code. Its error is then read
-here from its dump: at most a few files, each of them one rank's black box.
+If the verdict is late, the facts are the exit code of the first rank that ended, and its error. The
+error is read from the rank's dump, which takes at most a few files, each of them the black box of
+one rank.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ _MAX_SITE = 300
 def incident_of(
     world: World, incidents: list[Incident], ended_by: decide.EndedBy
 ) -> Incident | None:
-    """Return the incident that ended a world; None if none could be kept."""
+    """Return the incident that ended a world; None if no incident could be kept."""
     kind = "stall" if ended_by is decide.EndedBy.STALL else "failure"
     mine = [one for one in incidents if one.attempt == world.number and one.kind == kind]
     return mine[-1] if mine else None
 
 
 def failure_of(world: World, incident: Incident | None) -> Failure:
-    """Return what is known of a failed world now."""
+    """Return what is known so far about the failure of a world."""
     verdict = None if incident is None else incident.verdict
     if verdict is not None:
         assert incident is not None
@@ -101,14 +102,14 @@ def _by_ends(world: World, incident: Incident | None) -> Failure:
 def _last_step(
     world: World, incident: Incident | None, rank: int, around: Circumstances | None
 ) -> int:
-    """Return a rank's last step, or another rank's if its node or its record is lost."""
+    """Return a rank's last step; if its record is missing, return another rank's last step."""
     if around is None:
         around = _look(incident, [other for other in range(world.size) if other != rank])
     return -1 if around is None else around.last_step
 
 
 def _look(incident: Incident | None, ranks: Sequence[int]) -> Circumstances | None:
-    """Read the circumstances from the first of these ranks that has a record."""
+    """Read the circumstances of the first of these ranks that has a record."""
     if incident is None:
         return None
     from echelon.launcher.incident.circumstances import circumstances  # imported only if needed

@@ -1,7 +1,7 @@
-"""The policy's knowledge of a job, as text that is sent to the nodes that may host the job next.
+"""Convert the policy's knowledge of a job to text for the nodes that may host the job next.
 
-Without it, a repeating error or a repeatedly failing node would regain all its restarts after each
-failover.
+Without this knowledge, a repeating error or a repeatedly failing node would get all its restarts
+again after each failover.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ MOST_KEPT = 16  # failures, and decisions: every node gets them
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """What was known when the present attempt began.
+    """The policy's knowledge of a job at the beginning of the current attempt.
 
     Attributes:
-        failures: oldest first.
-        avoided: names of the nodes that worlds avoid.
-        decisions: entries of report.json, oldest first.
+        failures: the job's failures, oldest first.
+        avoided: the names of the nodes that worlds avoid.
+        decisions: the entries of report.json about restarts, oldest first.
     """
 
     failures: tuple[Failure, ...] = ()
@@ -32,7 +32,7 @@ class Memory:
 
 
 def pack(memory: Memory) -> str:
-    """Return a memory as text, with only the latest failures and decisions."""
+    """Return a memory as text that contains only the latest failures and decisions."""
     kept = replace(
         memory,
         failures=memory.failures[-MOST_KEPT:],
@@ -42,10 +42,10 @@ def pack(memory: Memory) -> str:
 
 
 def unpack(text: str) -> Memory:
-    """Return the memory that `pack` wrote; an empty one for "".
+    """Return the memory that `pack` wrote; an empty memory if the text is "".
 
     Raises:
-        ValueError: it is malformed.
+        ValueError: the text is malformed.
     """
     if not text:
         return Memory()
@@ -61,7 +61,7 @@ def unpack(text: str) -> Memory:
 
 
 def _failure(values: dict[str, Any]) -> Failure:
-    """Check every value against the type of its field, and return the failure."""
+    """Check every value against the type of its field, and return them as a failure."""
     read: dict[str, Any] = {name: _CHECKS[name](value) for name, value in values.items()}
     return Failure(**read)
 

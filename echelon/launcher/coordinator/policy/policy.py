@@ -1,9 +1,10 @@
-"""From a failure and the earlier ones to a decision: one pure function over the table.
+"""Decide what follows a failure, given the earlier failures, by a pure function over the table.
 
-A failure repeats another one if cause and site are equal and no step was gained in between: an
-error at the same line five thousand steps later is another occurrence, which a restart got past. An
-error that repeats at a different step may not be deterministic, so it gets one more attempt.
-Failures of other kinds in between do not reset the count; gained steps do.
+A failure repeats an earlier failure if both have the same cause and site and the job gained no step
+in between. An error at the same line five thousand steps later is not a repetition, because a
+restart got past the first occurrence. An error that repeats at a different step may not be
+deterministic, so the job gets one more attempt. Failures of other kinds in between do not reset the
+count; gained steps do.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MAX_REMEMBERED = 64  # failures; older ones say little about the next attempt
 
 
 class Action(Enum):
-    """What follows a failed attempt."""
+    """The kinds of decisions about a failed attempt."""
 
     CONTINUE = "continue"  # with the nodes that remain; no restart is counted
     RESTART = "restart"
@@ -31,12 +32,12 @@ class Action(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What follows, and why.
+    """A decision about what follows a failed attempt, and why.
 
     Attributes:
-        reason: one clause.
-        pause_s: the pause before the next attempt.
-        exclude: names of nodes that the next worlds avoid.
+        reason: the reason, as one clause.
+        pause_s: the pause before the next attempt, in seconds.
+        exclude: the names of the nodes that the next worlds avoid.
     """
 
     action: Action
@@ -52,8 +53,9 @@ def decide(
 
     Args:
         history: the job's earlier failures, oldest first.
-        exclude_after: avoid a node after this many failures of its own; 0: never.
-        can_replace: whether the job has enough other nodes.
+        exclude_after: the number of failures of its own after which a node is avoided; 0 means
+            never.
+        can_replace: whether enough other nodes are connected to replace the failed ones.
     """
     row = row_for(failure)
     same = repeated(failure, history)
@@ -72,12 +74,12 @@ def decide(
 
 
 def repeated(failure: Failure, history: Sequence[Failure]) -> list[Failure]:
-    """Return the earlier occurrences of a failure since the last gained step."""
+    """Return the earlier occurrences of a failure since the job last gained a step."""
     return [one for one in _since_progress(failure, history) if failure.repeats(one)]
 
 
 def _since_progress(failure: Failure, history: Sequence[Failure]) -> list[Failure]:
-    """Return the failures since the one that got furthest; none if this one got further."""
+    """Return the failures since the job got furthest; none if this failure got further."""
     furthest, stuck = -1, 0
     for place, one in enumerate(history):
         if one.last_step > furthest:
@@ -120,5 +122,5 @@ def _about_nodes(
 
 
 def _blames(failure: Failure) -> bool:
-    """Return whether a failure counts against its nodes: a guess must not cost a healthy one."""
+    """Return whether a failure counts against its nodes, which requires more than a guess."""
     return row_for(failure).blames_node and (failure.is_certain or failure.is_killed)

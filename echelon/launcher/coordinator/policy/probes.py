@@ -1,9 +1,9 @@
-"""The probes of a suspect node before it is used again: cause -> probes, as data.
+"""Define which probes a suspect node must pass before it is used again, by the failure's cause.
 
-`docs/restarts.md` prints both tables. A cause that is not listed needs no probe: a program that
-hangs or raises an error does so on every machine. A node with a broken device or too little memory
-is replaced at once. A network or a disk is given some time, since it may also affect the other
-nodes.
+`docs/restarts.md` prints both tables. A cause that is not listed requires no probe, because a
+program that hangs or raises an error does so on every machine. A node with a broken device or too
+little memory is replaced at once. A node with a faulty network or disk is given some time, since
+the fault may also affect the other nodes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ PATIENCE_S = 600.0  # then the restart happens all the same: a probe may be wron
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """The probes that some causes require.
+    """The probes that certain causes require.
 
     Attributes:
-        if_outside: require them only if the error names the network or a file system.
+        if_outside: whether the probes are required only if the error is about the network or a
+            file system.
     """
 
     causes: tuple[str, ...]
@@ -33,10 +34,11 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What follows a failed probe.
+    """The consequence of a failed probe.
 
     Attributes:
-        tries: after this many failed probes another node replaces this one, if one can.
+        tries: the number of failed probes after which another node replaces the failing node, if
+            possible.
         checks: what the probe checks, in words.
     """
 
@@ -79,7 +81,7 @@ ANSWERS = (
 
 
 def probes_for(failure: Failure) -> tuple[str, ...]:
-    """Return the probes that a failure requires; () for none."""
+    """Return the names of the probes that a failure requires; () if it requires none."""
     for row in ASKED:
         if failure.cause in row.causes and (failure.is_outside or not row.if_outside):
             return row.probes
@@ -87,17 +89,17 @@ def probes_for(failure: Failure) -> tuple[str, ...]:
 
 
 def tries_of(probe: str) -> int:
-    """Return how many failed probes of a kind a node may have before another one replaces it."""
+    """Return after how many failed probes of a kind a node is replaced."""
     return next(answer.tries for answer in ANSWERS if answer.probe == probe)
 
 
 def wait_s(num_failed: int) -> float:
-    """Return the pause before the next attempt, after this many failures in a row (1 or more)."""
+    """Return the pause before the next attempt, in seconds, after a number of failures in a row."""
     return float(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(num_failed - 1, 30)))
 
 
 def to_markdown() -> str:
-    """Return both tables as `docs/restarts.md` shows them."""
+    """Return both tables in the Markdown form that `docs/restarts.md` contains."""
     lines = ["| cause | probes |", "|---|---|"]
     for row in ASKED:
         causes = ", ".join(f"`{cause}`" for cause in row.causes)

@@ -1,8 +1,9 @@
-"""The policy's table: cause and evidence -> what follows. `docs/restarts.md` prints it.
+"""Define the policy's table, which maps cause and evidence to what follows a failure.
 
-The first row that fits a failure applies. `repeats` is how often the same failure may be followed
-by another attempt although no step was gained in between: 0 stops at once, 1 stops at the second
-occurrence, None leaves it to `--max-restarts`.
+The first row that fits a failure applies. `repeats` limits how often the same failure may be
+followed by another attempt if no step was gained in between: 0 stops the job at once, 1 stops it at
+the second occurrence, and None leaves the limit to `--max-restarts`. `docs/restarts.md` contains
+the table.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ PATIENCE = 3  # stall timeouts that a stall has to end by itself, if its cause a
 
 
 class Evidence(Enum):
-    """The evidence that is required beside the cause."""
+    """The evidence that a row requires in addition to the cause."""
 
     ANY = "any"
     LIKELY = "the verdict is at least `likely`"
@@ -39,7 +40,7 @@ class Evidence(Enum):
 
 
 class Pause(Enum):
-    """How long the next attempt is delayed."""
+    """The kinds of delay before the next attempt."""
 
     IF_REPEATED = "after repetitions"  # none before the first repetition
     ALWAYS = "always"  # an external cause needs time to recover
@@ -47,14 +48,14 @@ class Pause(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """What follows some causes.
+    """One row of the table: what follows certain causes.
 
     Attributes:
-        causes: the causes; () for all others.
+        causes: the causes that the row covers; () means any other cause.
         blames_node: whether failures count against the culprit's node (`--exclude-after`).
-        may_pass: whether a stall of this cause may end by itself; `--on-stall restart` then waits
-            first.
-        why: completes "no restart: ..." for people.
+        may_pass: whether a stall with this cause may resolve on its own. If so, `--on-stall
+            restart` waits first.
+        why: a clause that completes the message "no restart: ...".
     """
 
     causes: tuple[str, ...]
@@ -158,17 +159,17 @@ TABLE = (
 
 
 def row_for(failure: Failure) -> Row:
-    """Return the row that applies."""
+    """Return the first row that applies to a failure."""
     return next(row for row in TABLE if row.fits(failure))
 
 
 def may_pass(cause: str) -> bool:
-    """Return whether a stall of this cause may end by itself."""
+    """Return whether a stall with this cause may resolve on its own."""
     return next((row for row in TABLE if cause in row.causes), TABLE[-1]).may_pass
 
 
 def to_markdown() -> str:
-    """Return the table as `docs/restarts.md` shows it."""
+    """Return the table in the Markdown form that `docs/restarts.md` contains."""
     columns = "cause | evidence | follows | pause | counts against the node | a stall of it"
     lines = [f"| {columns} |", "|" + "---|" * 6]
     for row in TABLE:

@@ -1,6 +1,7 @@
-"""A run of `echelon.planner.pairs` as the job would run: `echelon run`, same options, bounded.
+"""Run `echelon.planner.pairs` as the job would run, with the same options and a time limit.
 
-It uses a temporary run directory. If the run fails, the directory is kept and reported.
+The measurement uses a temporary run directory. If the run fails, the directory is kept and
+reported.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ _TEXTS = (
 
 
 def measure_collective(args: argparse.Namespace, meeting: Rendezvous | None) -> dict[str, Any]:
-    """Return what the ranks measured, or {"error": why}. Waits at most two minutes.
+    """Return what the ranks measured, or {"error": why}. Blocks for at most two minutes.
 
     Args:
         args: the options of `echelon doctor`.
-        meeting: None for a job of one node.
+        meeting: the rendezvous of the nodes; None for a job of one node.
     """
     if meeting is not None and not meeting.is_host:
         _wait_until_closed(meeting)
@@ -69,7 +70,7 @@ def _command(args: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def run_options(args: Mapping[str, Any]) -> list[str]:
-    """Return options of `echelon run` that place nodes and ranks in the same way."""
+    """Return the options of `echelon run` that place nodes and ranks in the same way as `args`."""
     found = ["--nproc-per-node", str(args["nproc_per_node"])]
     if not args["rdzv_endpoint"] and not args["master_addr"]:
         return [*found, "--standalone"]
@@ -88,7 +89,7 @@ def run_options(args: Mapping[str, Any]) -> list[str]:
 
 
 def _run(command: list[str], limit_s: float) -> tuple[str, int]:
-    """Return a launcher's output and exit code; stop it if it takes too long."""
+    """Return the launcher's output and exit code; stop the launcher after `limit_s` seconds."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -110,7 +111,7 @@ def _run(command: list[str], limit_s: float) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Kill a process on leaving the block; its guard then ends what it started."""
+    """Kill a process at the end of the block; its guard then ends what the process started."""
     try:
         yield
     finally:
@@ -119,7 +120,7 @@ def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def _why(said: str, run: Path) -> str:
-    """Return the verdict's summary, or otherwise the launcher's most informative line."""
+    """Return the summary of the verdict, or otherwise the launcher's most informative line."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         report = json.loads((run / "report.json").read_text())
         return str(report["incidents"][-1]["verdict"]["summary"])[:_MOST_SAID]
@@ -129,7 +130,7 @@ def _why(said: str, run: Path) -> str:
 
 
 def _wait_until_closed(meeting: Rendezvous) -> None:
-    """Wait until the host has closed its port, because its launcher binds the same port next."""
+    """Wait until the host has closed its port, because the launcher binds the same port next."""
     deadline_s = time.monotonic() + _CLOSED_S
     with contextlib.suppress(OSError):
         while time.monotonic() < deadline_s:

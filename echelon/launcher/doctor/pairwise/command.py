@@ -1,4 +1,4 @@
-"""`echelon doctor --pairwise`: its options, and the measurement from the meeting to the result."""
+"""Measure links for `echelon doctor --pairwise`, from its options to the result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAME = "pairwise"  # the name of the line that carries an outcome between nodes
 
 
 def add_pairwise_options(group: argparse._ArgumentGroup, default: Defaults) -> None:
-    """Add the options that select what to measure, and where."""
+    """Add the options that select what to measure and which nodes take part."""
     group.add_argument(
         "--pairwise",
         action="store_true",
@@ -51,7 +51,7 @@ def add_pairwise_options(group: argparse._ArgumentGroup, default: Defaults) -> N
 
 
 class Pairwise:
-    """One measurement.
+    """One pairwise measurement of a job's nodes.
 
     Attributes:
         outcome: the measurements so far.
@@ -66,7 +66,7 @@ class Pairwise:
     def across(
         self, meeting: Rendezvous, num_nodes: int, timeout_s: float, tls: TlsFiles | None
     ) -> Iterator[Check]:
-        """Meet the other nodes and measure; yield the checks of the meeting. Collective."""
+        """Meet the other nodes and measure; yield the checks across nodes. Collective."""
         from echelon.launcher.doctor.checkup import Host, Result, check_nodes  # gRPC
         from echelon.launcher.doctor.pairwise.measuring import measure
 
@@ -90,7 +90,7 @@ class Pairwise:
             self.outcome.collective = {"error": "not run: mend what is broken first"}
 
     def alone(self) -> None:
-        """Measure this machine and the pairs of its ranks. Waits about two minutes at most."""
+        """Measure this machine and the pairs of its ranks. Blocks for about two minutes at most."""
         from echelon.launcher.doctor.pairwise.measuring import own_tasks
 
         found = run_all(own_tasks(str(self._args.run_dir.absolute())))

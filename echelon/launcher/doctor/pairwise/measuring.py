@@ -1,8 +1,9 @@
-"""The measurement of all nodes and pairs of nodes: the host requests it, each node runs its probes.
+"""Measure all nodes and pairs of nodes: the host requests probes, and each node runs its own.
 
-First each node measures its own disk, memory and devices, all nodes at once. Then the pairs follow
-in rounds, so that no node is in two measurements at the same time. A node that does not answer
-counts as broken, and delays the others by at most the deadline of each of its rounds.
+First, all nodes measure their own disk, memory and devices at the same time. Then the pairs are
+measured in rounds, so that no node takes part in two measurements at once. A node that does not
+answer counts as broken, and delays the other nodes by at most the deadline of each round that it is
+part of.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def own_tasks(folder: str) -> list[Task]:
 
 
 def measure(host: Host) -> Outcome:
-    """Measure everything. Waits at most 20 s per round; there are as many rounds as members."""
+    """Measure all nodes and pairs. Blocks for at most 20 s per round, with one round per member."""
     members = host.members
     names = _names(host)
     outcome = Outcome(hosts=names, names=names)
@@ -60,7 +61,7 @@ def _task(host: Host, other: Member) -> Task:
 
 
 def _findings(answer: m.Probed | None, tasks: Sequence[Task]) -> list[Finding]:
-    """Return one finding per task: a node that does not answer counts as broken."""
+    """Return one finding per task; a node that does not answer is reported as broken."""
     try:
         found = [Finding.unpack(text) for text in answer.findings] if answer else []
     except ValueError:
@@ -72,7 +73,7 @@ def _findings(answer: m.Probed | None, tasks: Sequence[Task]) -> list[Finding]:
 
 
 def _names(host: Host) -> list[str]:
-    """Return the hosts' names, with their addresses if several names are equal."""
+    """Return the names of the hosts, with their addresses if several names are equal."""
     hosts = [member.about.host for member in host.members]
     return [
         name if hosts.count(name) == 1 else f"{name}@{host.address_of(member)}"

@@ -1,4 +1,4 @@
-"""The measurements of a job's nodes and links, and their faults. An outcome is sent as JSON."""
+"""Hold the measurements of a job's nodes and links, and find their faults."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ LATENCY, SENT, RECEIVED = "latency_s", "sent_bytes_per_s", "received_bytes_per_s
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """All measurements.
+    """All measurements of a job's nodes and links.
 
     Attributes:
         hosts: the names of the nodes.
-        names: the names of the members of pairs: the hosts, or the ranks of one host.
-        pairs: for each measured pair, the finding of its smaller member.
-        nodes: for each host, the findings of its own probes.
-        collective: what all ranks together measured on the job's backend; None if not measured.
+        names: the names of the members of pairs, which are the hosts, or the ranks of one host.
+        pairs: the finding for each measured pair, as its lower-numbered member made it.
+        nodes: the findings of each host's own probes.
+        collective: the measurement of all ranks together on the job's backend; None if not
+            measured.
     """
 
     hosts: list[str]
@@ -40,7 +41,7 @@ class Outcome:
         return not any(one.is_broken for one in found) and not (self.collective or {}).get("error")
 
     def costs(self) -> dict[str, dict[Pair, float]]:
-        """Return each pair's cost by kind: latency, or seconds per byte of the slower way."""
+        """Return each pair's cost by kind: latency, or seconds per byte in the slower direction."""
         whole = {pair: one.figures for pair, one in self.pairs.items() if not one.is_broken}
         return {
             "latency": {pair: figures[LATENCY] for pair, figures in whole.items()},
@@ -51,7 +52,7 @@ class Outcome:
         }
 
     def slow(self) -> Iterator[tuple[str, str]]:
-        """Yield what is slower than the rest: a member or a pair, and in which way."""
+        """Yield each member or pair that is slower than the rest, and in which way."""
         for kind, costs in self.costs().items():
             members, pairs = slow_ones(costs)
             best = best_of(costs)
@@ -104,7 +105,7 @@ class Outcome:
 
 
 def note_ranks(outcome: Outcome, rows: Sequence[Sequence[float]]) -> None:
-    """Add the pairs that ranks measured: [rank, rank, latency in s, bytes per s]."""
+    """Add the pairs that the ranks measured, as [rank, rank, latency in s, bytes per s]."""
     for a, b, latency_s, bytes_per_s in rows:
         figures = {LATENCY: latency_s, SENT: bytes_per_s, RECEIVED: bytes_per_s}
         finding = _finding({"probe": NETWORK, "state": "whole", "text": "", "figures": figures})

@@ -1,10 +1,11 @@
-"""The members and the pairs that are slower than the others. Pure.
+"""Find the members and pairs that are slower than the rest. Pure.
 
 A value is an outlier if it is worse than the median by more than five scaled median absolute
 deviations (1.4826 MAD estimates a standard deviation) and by a factor of 1.5. With few or equal
 values, the deviation alone would accuse a healthy link. Members are judged first, each by its best
-pair: a slow host is slow with all others. Otherwise, if a host were slow in two of three pairs, the
-third pair would look unusual. Pairs are then judged among the members that are not outliers.
+pair, because a slow host is slow with every other host. Otherwise, if a slow host were part of two
+of three pairs, the healthy third pair would look unusual. Pairs are then judged among the members
+that are not outliers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ K = TypeVar("K")
 
 
 def outliers(values: Mapping[K, float]) -> list[K]:
-    """Return the keys of the values that are too large, worst first."""
+    """Return the keys of the values that are unusually large, worst first."""
     if len(values) < _LEAST:
         return []
     middle = median(values.values())
@@ -35,7 +36,7 @@ def outliers(values: Mapping[K, float]) -> list[K]:
 
 
 def slow_ones(costs: Mapping[Pair, float]) -> tuple[list[int], list[Pair]]:
-    """Return the members that are slow with all others, and the slow pairs of the rest.
+    """Return the members that are slow with all others, and the slow pairs among the other members.
 
     Args:
         costs: the cost of each measured pair; larger is worse.

@@ -1,8 +1,8 @@
-"""The schedule of the pairwise measurements. Pure.
+"""Schedule the pairwise measurements. Pure.
 
 All pairs of n members are measured in n - 1 rounds (n if n is odd), with each member in at most one
-pair per round: the circle method of round-robin tournaments. So no two simultaneous measurements
-share a member, and the time grows with n, not with its square.
+pair per round. This is the circle method of round-robin tournaments. So no two simultaneous
+measurements share a member, and the time grows with n, not with its square.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ Pair = tuple[int, int]
 
 
 def rounds(num_members: int) -> list[list[Pair]]:
-    """Return the rounds; each pair of 0 .. n - 1 occurs once, with its smaller member first."""
+    """Return the rounds. Each pair of 0 .. n - 1 occurs once, as (smaller, larger) number."""
     circle: list[int | None] = list(range(num_members))
     if num_members % 2:
         circle.append(None)  # its partner pauses

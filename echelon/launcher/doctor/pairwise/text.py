@@ -1,4 +1,4 @@
-"""Tables for people: one row per pair and per node, with `!` for broken and `~` for slow."""
+"""Format measurements as tables: one row per pair and node, `!` for broken, `~` for slow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_PAIRS = 28  # rows of unbroken pairs, the worst first; eight hosts have thi
 
 
 def lines(outcome: Outcome) -> Iterator[str]:
-    """Yield the tables, and one line for each slow or broken part."""
+    """Yield the lines of the tables, and then one line for each slow or broken part."""
     if outcome.pairs:
         yield from _pairs(outcome)
     if outcome.nodes:

@@ -1,1 +1,1 @@
-"""Probes: one small check each, in a separate process that must answer before a deadline."""
+"""Run probes: small checks, each in a separate process that must answer before a deadline."""

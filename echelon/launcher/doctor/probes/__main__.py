@@ -1,6 +1,7 @@
-"""One probe: `python -m echelon.launcher.doctor.probes` with a task on stdin, a finding on stdout.
+"""Run one probe: read a task from stdin and write a finding to stdout.
 
-A listener reports its port once it listens, and ends when its stdin is closed.
+The launcher starts this program as `python -m echelon.launcher.doctor.probes`. A listener reports
+its port once it listens, and ends when its stdin is closed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from echelon.launcher.doctor.probes.storage import probe_storage
 
 
 def run(task: Task) -> Finding:
-    """Run a probe in this process; blocks for as long as the resource that it checks."""
+    """Run a probe in this process. Blocks for as long as the resource under test does."""
     if task.probe == finding.STORAGE:
         return probe_storage(task.folder)
     if task.probe == finding.MEMORY:
@@ -32,7 +33,7 @@ def run(task: Task) -> Finding:
 
 
 def _listen(task: Task) -> None:
-    """Listen until the launcher closes stdin, which it does by the deadline."""
+    """Listen until the launcher closes stdin, which happens by the deadline."""
     with contextlib.closing(Listener(task.token)) as listener:
         port = {"port": float(listener.port)}
         host = socket.gethostname()
@@ -42,7 +43,7 @@ def _listen(task: Task) -> None:
 
 
 def main() -> None:
-    """Read one task, answer it, and end."""
+    """Read one task, write its finding, and end."""
     task = Task.unpack(sys.stdin.readline())
     if task.probe == finding.LISTEN:
         _listen(task)

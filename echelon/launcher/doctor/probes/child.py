@@ -1,7 +1,7 @@
-"""One probe in a separate process: a hung disk blocks only the child, and the deadline is kept.
+"""Run one probe in a separate process, so that a hung disk blocks only the child.
 
-A child that does not answer in time is killed without waiting for it: if the kernel holds it, it
-ends when the disk responds again. Such children are reaped when the next child starts.
+A child that does not answer in time is killed, but not waited for. If the kernel holds the child,
+it ends when the disk responds again. Such children are reaped when the next child starts.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _left: list[subprocess.Popen[bytes]] = []  # killed but not reaped yet
 
 
 class Child:
-    """A running probe.
+    """A probe that runs in a child process.
 
     Attributes:
-        due_s: when `poll` must be called again, at the latest.
+        due_s: the latest time at which `poll` must be called again.
         pid: the child's pid; 0 if it could not be started.
     """
 
@@ -67,12 +67,12 @@ class Child:
         return 0 if self._process is None else self._process.pid
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `poll` may have news; -1 without a process."""
+        """Return a descriptor that is readable when `poll` may have a result; -1 without one."""
         process = self._process
         return -1 if process is None or process.stdout is None else process.stdout.fileno()
 
     def poll(self) -> Finding | None:
-        """Return the finding once there is an answer, or the deadline has passed. Never blocks."""
+        """Return the finding once the child has answered or the deadline is over. Never blocks."""
         if self._finding is None:
             self._finding = self._read()
         return self._finding
@@ -113,7 +113,7 @@ class Child:
 
 
 def run_all(tasks: Sequence[Task], command: Sequence[str] = COMMAND) -> list[Finding]:
-    """Run probes at the same time, each in its own process; waits for the longest deadline."""
+    """Run probes at the same time, each in its own process; wait until the longest deadline."""
     children = [Child(task, command) for task in tasks]
     try:
         with selectors.DefaultSelector() as selector:

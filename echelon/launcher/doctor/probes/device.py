@@ -1,8 +1,8 @@
-"""The health of this machine's GPUs, as NVIDIA's management library reports it.
+"""Check the health of this machine's GPUs, as reported by NVIDIA's management library.
 
-It only reads: no setting is changed and no device is reset. A device is broken if a job cannot use
-it: it does not answer, it had uncorrected memory errors since the driver started, or a remapping of
-its memory failed or is waiting for a reset. A throttled device is merely slow.
+The check only reads: no setting is changed and no device is reset. A device is broken if it does
+not answer, has had uncorrected memory errors since the driver started, or has a memory remapping
+that failed or is waiting for a reset. A throttled device is merely slow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SLOWED = {0x8: "hardware slowdown", 0x40: "thermal slowdown", 0x80: "power brak
 
 
 def probe_device() -> Finding:
-    """Check every GPU, if `pynvml` is installed and a driver runs."""
+    """Check every GPU, if `pynvml` is installed and a driver is loaded."""
     try:
         import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError:
@@ -33,7 +33,7 @@ def probe_device() -> Finding:
 
 
 def judge(nvml: Any) -> Finding:
-    """Check all devices of an initialised library; `nvml` is pynvml, or a stand-in for it.
+    """Check all devices of an initialised management library.
 
     Raises:
         nvml.NVMLError: the library fails as a whole.
@@ -63,7 +63,7 @@ def judge(nvml: Any) -> Finding:
 
 
 def _faults(nvml: Any, device: Any) -> list[str]:
-    """Return the faults that make a device unfit; what it does not report counts as healthy."""
+    """Return the faults that make a device unfit for use; unreported values count as healthy."""
     found = []
     errors = _asked(nvml, lambda: nvml.nvmlDeviceGetTotalEccErrors(device, 1, 0))
     if errors:

@@ -1,4 +1,4 @@
-"""A probe's task and its finding; both are sent as JSON."""
+"""Define a probe's task and its finding, which are both sent as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEADLINE_S = 15.0  # a disk that needs longer for 1 MiB is also useless for a jo
 
 
 class State(str, Enum):
-    """How a probe ended."""
+    """The outcome of a probe."""
 
     WHOLE = "whole"
     BROKEN = "broken"
@@ -25,10 +25,11 @@ class Task:
     """One probe to run.
 
     Attributes:
-        folder: the folder of the job's files, for `storage`.
-        address, port: the other end of a pair, for `network`.
+        folder: the folder of the job's files, for the probe `storage`.
+        address, port: the other end of a pair, for the probe `network`.
         peer: the other end's host name.
-        token: proves to the other end that the job sent this probe; for `network` and `listen`.
+        token: a secret that proves to the other end that the job sent this probe, for the probes
+            `network` and `listen`.
     """
 
     probe: str
@@ -48,7 +49,7 @@ class Task:
         """Return the task that `pack` wrote.
 
         Raises:
-            ValueError: it is malformed.
+            ValueError: the text is malformed.
         """
         return cls(**_checked(cls, text))
 
@@ -58,8 +59,9 @@ class Finding:
     """The result of a probe.
 
     Attributes:
-        text: one clause: what was measured, what is wrong, or why nothing was checked.
-        figures: the measurements; names of seconds end in `_s`, names of bytes in `_bytes`.
+        text: one clause that says what was measured, what is wrong, or why nothing was checked.
+        figures: the measurements by name. A name ends in `_s` for seconds, and in `_bytes` for
+            bytes.
     """
 
     probe: str
@@ -73,7 +75,7 @@ class Finding:
         return self.state is State.BROKEN
 
     def to_json(self) -> dict[str, Any]:
-        """Return the form that reports hold."""
+        """Return the JSON form that reports contain."""
         return {
             "probe": self.probe,
             "state": self.state.value,
@@ -90,7 +92,7 @@ class Finding:
         """Return the finding that `pack` wrote.
 
         Raises:
-            ValueError: it is malformed.
+            ValueError: the text is malformed.
         """
         values = _checked(cls, text)
         values["state"] = State(values.get("state"))

@@ -1,4 +1,4 @@
-"""The memory that a job can still get on this machine, within the limits of its cgroup."""
+"""Check how much memory a job can still get on this machine, within the limits of its cgroup."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def probe_memory() -> Finding:
-    """Read the memory that the kernel calls available and that the cgroup leaves."""
+    """Check the memory that the kernel reports as available and that the cgroup permits."""
     try:
         fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
         available, total = (_bytes(fields[name]) for name in ("MemAvailable", "MemTotal"))

@@ -1,6 +1,6 @@
-"""Latency, bandwidth and clock offset between two hosts, over one TCP connection.
+"""Measure latency, bandwidth and clock offset between two hosts over one TCP connection.
 
-One end listens at a free port, and the other end measures. It sends these messages:
+One end listens at a free port, and the other end measures by sending these messages:
 
     TOKEN            once, 32 bytes; a client without the right token is disconnected
     b"p" ...         9 bytes: a ping; the answer is 8 bytes, the listener's wall clock in ns
@@ -8,7 +8,8 @@ One end listens at a free port, and the other end measures. It sends these messa
     b"u" length      9 bytes; the answer is `length` bytes
 
 A transfer starts at 64 KiB and is doubled until it takes 50 ms, so that a slow link is measured as
-quickly as a fast one. The fastest of three transfers of that size counts, less one round trip.
+quickly as a fast one. The result is the fastest of three transfers of that size, minus one round
+trip.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ _CLOCK_S = 1.0  # with a larger offset, the logs of two hosts cannot be compared
 
 
 def new_token() -> str:
-    """Return a new token, which a listener requires of its clients."""
+    """Return a new token, which a listener requires from its clients."""
     return secrets.token_hex(16)
 
 
 class Listener:
-    """A port of this machine that answers clients, on its own threads."""
+    """A server at a free port of this machine that answers measurements on its own threads."""
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
@@ -56,7 +57,7 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Close the port; waits briefly for the thread."""
+        """Close the port; wait briefly for the thread."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept
         self._socket.close()
@@ -78,7 +79,7 @@ class Listener:
 
 
 def _answer(client: socket.socket) -> None:
-    """Answer until the client disconnects.
+    """Answer a client's messages until the client disconnects.
 
     Raises:
         OSError: the client has disconnected, or does not respond in time.
@@ -119,7 +120,7 @@ def _measure(task: Task) -> dict[str, float]:
     """Return the measurements.
 
     Raises:
-        OSError: no connection, or no answer in time.
+        OSError: the connection failed, or an answer did not arrive in time.
     """
     with socket.create_connection((task.address, task.port), timeout=_TIMEOUT_S) as server:
         server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -140,7 +141,7 @@ def _measure(task: Task) -> dict[str, float]:
 
 
 def _ping(server: socket.socket) -> tuple[list[float], float]:
-    """Return the round trips, shortest first, and how far the other clock is ahead."""
+    """Return the sorted round-trip times, and by how many seconds the other clock is ahead."""
     trips: list[float] = []
     ahead_s = 0.0
     for _ in range(_NUM_PINGS):
@@ -155,7 +156,10 @@ def _ping(server: socket.socket) -> tuple[list[float], float]:
 
 
 def _transfer(server: socket.socket, trip_s: float, *, is_upload: bool) -> float:
-    """Return the bytes per second of one direction; `is_upload` means towards this end."""
+    """Return the bandwidth of one direction, in bytes per second.
+
+    `is_upload` means that the data is sent to this end.
+    """
     length = _SMALLEST
     while (took_s := _pass(server, length, is_upload)) < _ENOUGH_S + trip_s and length < _LARGEST:
         length *= 2

@@ -1,4 +1,4 @@
-"""A test of the job's disk: write a file in its folder, flush it to disk, and read it back."""
+"""Test the job's disk: write a file in the job's folder, flush it to disk, and read it back."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The live page of a job."""
+"""Serve the live page of a job."""

@@ -1,4 +1,4 @@
-"""A rank's time as a row of columns, each showing the category that took most of it. Pure."""
+"""Show a rank's time as columns, each for the category that took most of its time. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def columns(segments: Sequence[Segment], wall_ns: int, num: int) -> str:
     """Return one letter for each of `num` equal parts of the time from 0 to `wall_ns`.
 
     Args:
-        segments: in order and without gaps, as `accounting.segments` returns them.
+        segments: the segments of one rank, in order and without gaps, as `accounting.segments`
+            returns them.
     """
     if wall_ns <= 0:
         return ""

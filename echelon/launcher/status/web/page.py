@@ -1,4 +1,4 @@
-"""The live page, assembled into one file in the style of the incident page."""
+"""Assemble the live page into one file, in the style of the incident page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FOLDER = Path(__file__).parent
 
 @cache
 def page() -> str:
-    """Return the page; apart from its state, it loads nothing."""
+    """Return the page as HTML. Apart from the job's state, the page loads no other files."""
     whole = (_FOLDER / "live.html").read_text(encoding="utf-8")
     style = part("style.css") + (_FOLDER / "live.css").read_text(encoding="utf-8")
     script = (_FOLDER / "live.js").read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
-"""The server of the live page: it serves the page, its state as JSON, and nothing else.
+"""Serve the live page and its state as JSON.
 
-On a loopback address it answers only requests whose Host header names a loopback host, so that no
-other site's page can read it under that site's name. On any other address every request needs the
-token that is part of the printed URL.
+On a loopback address, the server answers only requests whose Host header names a loopback host, so
+that no other site can read the page under that site's own name. On any other address, every request
+needs the token that is part of the printed URL.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class PageServer:
     Args:
         address: the address to bind; an IPv6 address has no brackets.
         port: the port; 0 means any free port.
-        state: returns the state; called on the server's threads, one at a time.
+        state: a function that returns the state, called on the server's threads, but never twice at
+            the same time.
 
     Raises:
         OSError: the address cannot be bound.
@@ -61,7 +62,7 @@ class PageServer:
                 self.server_name, self.server_port = address, self.server_address[1]
 
             def handle_error(self, request: object, client_address: object) -> None:
-                """Print nothing: the client has disconnected."""
+                """Print nothing, because the client has disconnected."""
 
         def make() -> bytes:
             with lock:
@@ -80,11 +81,11 @@ class PageServer:
         self.url = f"http://{join(shown, self._server.server_address[1])}/{query}"
 
     def serve(self, poll_s: float = 0.2) -> None:
-        """Serve on the calling thread until `close`, which takes effect within `poll_s`."""
+        """Serve on the calling thread until `close`, which takes effect within `poll_s` seconds."""
         self._server.serve_forever(poll_s)
 
     def close(self) -> None:
-        """Stop serving; call it from another thread than `serve`."""
+        """Stop serving. Call this on another thread than `serve`."""
         self._server.shutdown()
         self._server.server_close()
 

@@ -1,4 +1,4 @@
-"""The state that the live page shows, read from a run directory of the hosting node."""
+"""Read the state that the live page shows from a run directory of the hosting node."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FRESH_S = 30.0  # a running launcher writes its account at least this often
 
 
 def state_of(run_dir: Path) -> dict[str, Any]:
-    """Return the state as JSON; a part of the run that cannot be read is left out."""
+    """Return the state as JSON, without the parts of the run that cannot be read."""
     job, account, age_s = _job(run_dir)
     statuses = {status.rank: status for status in read_statuses(run_dir)}
     ranks = _ranks(job, statuses)
@@ -52,7 +52,7 @@ def state_of(run_dir: Path) -> dict[str, Any]:
 
 
 def _job(run_dir: Path) -> tuple[Job, Shares, float]:
-    """Return the current account, its totals, and the age of the file in seconds."""
+    """Return the current account, its totals, and the age of its file in seconds."""
     try:
         job = read_job(run_dir)
         age_s = max(0.0, time.time() - (run_dir / ACCOUNT).stat().st_mtime)
@@ -79,7 +79,7 @@ def _phase(job: Job, age_s: float) -> str:
 
 
 def _ranks(job: Job, statuses: Mapping[int, RankStatus]) -> list[dict[str, Any]]:
-    """Return one row per rank, from its ring or from its node's last report."""
+    """Return one row per rank, from the rank's ring or from its node's last report."""
     runs = job.attempts[-1].runs if job.attempts else {}
     rows = []
     for rank in sorted({*runs, *statuses}):
@@ -108,7 +108,7 @@ def _ranks(job: Job, statuses: Mapping[int, RankStatus]) -> list[dict[str, Any]]
 
 
 def _incidents(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the newest incidents, the latest first."""
+    """Return the newest incidents, latest first."""
     with contextlib.suppress(OSError):
         found = [path for path in (run_dir / "dump").glob("incident_*") if path.is_dir()]
         found.sort(key=_number, reverse=True)
