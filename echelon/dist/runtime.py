@@ -56,6 +56,7 @@ class _World:
         self.store = self._whole_store
         self.timeout_s = timeout_s
         self.num_made = 0
+        self.is_between = False
         self.agreements: list[Agreement] = []
         self._num_named: Counter[str] = Counter()
         self.pid = os.getpid()
@@ -76,6 +77,7 @@ class _World:
 
     def leave_groups(self) -> None:
         """Close all groups and agreements; the connection to the store stays."""
+        self.is_between = True
         while self.agreements:
             self.agreements.pop().close()
         self.maker.close()
@@ -87,6 +89,7 @@ class _World:
         self._num_named.clear()
         store = PrefixStore("world", self.store)
         self.world = self.maker.make(ranks, f"world.{epoch}", store, self.timeout_s, facts)
+        self.is_between = False
         return self.world
 
     def agree(self, what: str) -> Agreement:
@@ -275,6 +278,15 @@ def regroup(ranks: Sequence[int], epoch: int, facts: Facts) -> ProcessGroup:
         PeerLostError: a member has died.
     """
     return _need().regroup(ranks, epoch, facts)
+
+
+def is_between_worlds() -> bool:
+    """Return whether this process has left its groups, and `regroup` has made no world since.
+
+    Raises:
+        ValueError: there is no world.
+    """
+    return _need().is_between
 
 
 def first_error() -> CollectiveError | None:

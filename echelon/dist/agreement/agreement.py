@@ -103,6 +103,24 @@ class Agreement:
                 return False
         return self._answer()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has been closed, as when its ranks have left their groups."""
+        return self._is_closed
+
+    def unanswered(self) -> str:
+        """Return the request that no call has answered yet, of whichever rank; "" if there is none.
+
+        Also after `close`.
+
+        Raises:
+            StoreError: the store does not answer.
+        """
+        if self._wish is not None:
+            return self._wish
+        key = f"{self._round}/asked"
+        return self._store.get(key).decode(errors="replace") if self._store.check([key]) else ""
+
     def close(self) -> None:
         """Stop the thread. Safe to call twice.
 

@@ -9,6 +9,10 @@
 The signal handler only records the signal; the next call of `should_stop` publishes it (see
 `agreement.py`). A program that never calls it keeps the signal's default action, which ends the
 process.
+
+[Note: a stop and a loss] Ranks that continue without a lost one count their calls from zero, in an
+agreement of their new world. Some may have known of the stop and others not, so each asks there
+again for what it knows, and all stop at one call.
 """
 
 from __future__ import annotations
@@ -28,11 +32,12 @@ _Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
 
 class _Stop:
-    """The stop of one world: its agreement and the signals that request it."""
+    """The stop of this process: the signals that request it, and the agreement of its world."""
 
     def __init__(self, rank: int, agreement: Agreement) -> None:
         self.has_stopped = False
         self.agreement = agreement
+        self._wish = ""  # of this rank
         self._rank = rank
         self._before: dict[int, _Handler] = {}
 
@@ -50,12 +55,30 @@ class _Stop:
 
     def ask(self, reason: str) -> None:
         """Request the stop. Safe in a signal handler, and safe to repeat."""
-        self.agreement.ask(f"rank {self._rank}: {reason}")
+        self._wish = f"rank {self._rank}: {reason}"
+        self.agreement.ask(self._wish)
 
     def reached(self) -> bool:
-        """Count a call; return True at the call at which all ranks stop and at later ones."""
+        """Count a call; return True at the call at which all ranks stop and at later ones.
+
+        False, and not counted, between two worlds: all ranks count from the next one's begin.
+        """
+        if self.agreement.is_closed:
+            if runtime.is_between_worlds():
+                return False
+            self._renew()
         self.has_stopped = self.has_stopped or self.agreement.reached()
         return self.has_stopped
+
+    def _renew(self) -> None:
+        """Ask the ranks that are left for what was requested in the world before."""
+        before = self.agreement
+        known = before.reason if self.has_stopped else before.unanswered()
+        self.agreement = runtime.agree_on_calls("stopping")
+        self.has_stopped = False
+        wish = known or self._wish  # a signal may be newer
+        if wish:
+            self.agreement.ask(wish)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if _current is not self:  # another thread has left the world, and could not restore this
@@ -96,6 +119,8 @@ def stop_on_signals(*signals: int) -> None:
 
 def should_stop() -> bool:
     """Return whether to stop: True on all ranks at the same call, and at every later call.
+
+    Where ranks continue after a loss (`echelon.dist.resilient`), they agree on the stop again.
 
     Every rank must call this once per step. The first call installs a handler for SIGTERM, unless
     `stop_on_signals` named other signals. After a rank received a signal and called this, the ranks
@@ -163,8 +188,7 @@ def stop_reason() -> str:
 def _need() -> _Stop:
     global _current
     if _current is None:
-        rank = runtime.world().rank
-        _current = _Stop(rank, runtime.agree_on_calls("stopping"))
+        _current = _Stop(runtime.own_rank(), runtime.agree_on_calls("stopping"))
     return _current
 
 

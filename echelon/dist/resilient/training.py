@@ -34,6 +34,7 @@ from echelon.errors import (
     CollectiveMismatchError,
     PeerLostError,
     StoreError,
+    StoreTimeoutError,
 )
 from echelon.host.identity import process_identity
 from echelon.recorder import span, step
@@ -249,6 +250,8 @@ class _Training(Generic[_T]):
                     return self._join(epoch)
                 except (Superseded, PeerLostError):
                     wait_s = _LOST_S  # for a newer epoch
+                except StoreTimeoutError:
+                    raise _unrepeated(err, _why_none(err, wait_s)) from err
                 except StoreError as none:
                     why = f"the launcher has not published which ranks continue: {none}"
                     raise _unrepeated(err, why) from err
@@ -295,6 +298,17 @@ def _unrepeated(err: CollectiveError, why: str) -> CollectiveError:
         operation=err.operation,
         sequence=err.sequence,
         ranks=err.ranks,
+    )
+
+
+def _why_none(err: CollectiveError, waited_s: float) -> str:
+    """Return what it means that the launcher has published no epoch."""
+    if not isinstance(err, PeerLostError):
+        return f"no rank was lost within {waited_s:g} s of this error"
+    ranks = ", ".join(map(str, err.ranks))
+    return (
+        f"rank {ranks} is gone, but the launcher has not counted it as lost within {waited_s:g} s. "
+        "A rank that leaves by itself, with whatever exit code, is not lost: see why it left"
     )
 
 

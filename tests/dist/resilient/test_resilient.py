@@ -10,6 +10,9 @@ from torch import nn
 
 import echelon.dist as dist
 from echelon.dist import resilient
+from echelon.dist.resilient import training
+from echelon.dist.resilient.kept import KeptState
+from echelon.errors import CollectiveError, PeerLostError
 from tests.dist.resilient.agent import run_watched
 from tests.dist.resilient.training import train
 from tests.ranks import run_ranks
@@ -95,6 +98,33 @@ def test_a_model_that_cannot_be_restored_is_refused(buffer):
         else:
             with pytest.raises(ValueError, match="buffer 'ones' is expanded"):
                 resilient.run(lambda _: lambda step: step, model, optimizer, total=1)
+    finally:
+        dist.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (PeerLostError("rank 1 died or left", ranks=[1]), "rank 1 is gone, but the launcher has"),
+        (CollectiveError("torn"), "no rank was lost within 0.01 s of this error"),
+    ],
+    ids=["a rank left by itself", "another error"],
+)
+def test_an_error_without_a_loss_says_so_in_words(monkeypatch, error, says):
+    monkeypatch.setattr(training, "_LOST_S", 0.01)
+    monkeypatch.setattr(training, "_OTHER_S", 0.01)
+
+    def fail(_):
+        raise error
+
+    dist.init()
+    try:
+        model = nn.Linear(2, 2)
+        kept = KeptState(model, torch.optim.SGD(model.parameters(), lr=0.1), [])
+        one = training._Training(lambda _: fail, kept, 0, 1, None, is_protected=True)
+        with pytest.raises(type(error), match=says) as raised:
+            one.train(resilient.World(dist.world(), 0, ()))
+        assert "continuation/" not in str(raised.value)
     finally:
         dist.shutdown()
 

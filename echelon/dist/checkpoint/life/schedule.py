@@ -71,6 +71,10 @@ class SaveSchedule:
     def _agreed(self, passed_s: float) -> bool:
         """Return the decision of rank 0's clock."""
         assert self._every_s is not None
+        if self._agreement is not None and self._agreement.is_closed:  # ranks are lost
+            if runtime.is_between_worlds():
+                return False  # as on the ranks that have asked already
+            self._peers = None
         if self._peers is None:
             self._peers = find(to_write=True)
             if isinstance(self._peers, World):
