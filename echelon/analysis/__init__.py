@@ -1,4 +1,4 @@
-"""Diagnosis: `analyze(path)` reads a folder of black boxes and returns a `Report`."""
+"""Diagnose a job: `analyze(path)` reads a folder of black boxes and returns a `Report`."""
 
 from echelon.analysis.diagnose import analyze
 from echelon.analysis.finding import Cause, Confidence, Finding, Report

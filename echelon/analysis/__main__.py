@@ -1,4 +1,4 @@
-"""Entry point: `python -m echelon.analysis` runs `fr-analyze`."""
+"""Run `fr-analyze` as `python -m echelon.analysis`."""
 
 import sys
 

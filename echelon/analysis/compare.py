@@ -1,7 +1,7 @@
-"""Where two runs diverge: the first step, micro-batch, parameter and rank with different bits.
+"""Find where two runs diverge: the first step, micro-batch, parameter and rank with different bits.
 
-Reads what `SameBits(..., fingerprints=FOLDER)` recorded. Each line describes a micro-batch rather
-than a rank, so the two runs may have different numbers of ranks.
+The input is what `SameBits(..., fingerprints=FOLDER)` recorded. Each line describes a micro-batch
+rather than a rank, so the two runs may have different numbers of ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _FOLDER = "fingerprints"
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one rank recorded about one micro-batch, with bits as text."""
+    """The record of one rank about one micro-batch, with bits as text."""
 
     rank: int
     loss: str
@@ -25,12 +25,13 @@ class MicroBatch:
 
 @dataclass
 class Bits:
-    """One run's record.
+    """The record of one run.
 
     Attributes:
-        micro_batches: by step and number; if a step was repeated, its last run.
-        norms: of the reduced gradients, by step, then by rank.
-        num_torn: number of lines that could not be read.
+        micro_batches: the records of micro-batches, keyed by step and number; if a step was
+            repeated, the last repetition.
+        norms: the norms of the reduced gradients, keyed by step and then by rank.
+        num_torn: the number of lines that could not be read.
     """
 
     micro_batches: dict[tuple[int, int], MicroBatch] = field(default_factory=dict)
@@ -40,11 +41,11 @@ class Bits:
 
 @dataclass(frozen=True)
 class Parting:
-    """Where two runs diverge; `step` is None if they do not.
+    """The point where two runs diverge; `step` is None if they do not.
 
     Attributes:
-        step: the first step with different bits.
-        text: one to three lines for the user.
+        step: the first step in which bits differ.
+        text: a description for the user, in one to three lines.
     """
 
     step: int | None
@@ -52,10 +53,10 @@ class Parting:
 
 
 def compare(first: Path, second: Path) -> Parting:
-    """Compare two runs and return where they diverge.
+    """Compare two runs, and return where they diverge.
 
     Args:
-        first, second: folders of fingerprints, or run directories that contain one.
+        first, second: folders of fingerprints, or run directories that contain such a folder.
 
     Raises:
         ValueError: a folder has no fingerprints, or the runs have no micro-batch in common.
@@ -80,7 +81,7 @@ def compare(first: Path, second: Path) -> Parting:
 
 
 def read_bits(folder: Path) -> Bits:
-    """Read what a run recorded.
+    """Read the fingerprints that a run recorded.
 
     Raises:
         ValueError: the folder has no fingerprints.

@@ -1,6 +1,7 @@
-"""From a picture to a report: run the rules, choose the root, and order the findings.
+"""Turn a picture into a report: run the rules, choose the root, and order the findings.
 
-The root comes first, then the roots of ranks that it does not explain, then later endings.
+The root comes first, then the roots for ranks whose trouble it does not explain, then later
+endings.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def analyze(path: str | Path) -> Report:
 
 
 def examine(path: str | Path) -> tuple[Picture, Report]:
-    """Do what `analyze` does, and also return the picture for the renderers.
+    """Do what `analyze` does, and also return the picture, which the renderers need.
 
     Raises:
         DumpFormatError: as in `analyze`.
@@ -112,7 +113,7 @@ def report_of(picture: Picture) -> Report:
 
 
 def merged_stacks(evidence: Evidence) -> tuple[Branch, ...]:
-    """Merge the main threads' stacks of all ranks, as captured at the snapshot."""
+    """Merge the stacks of all ranks' main threads, as captured at the snapshot."""
     shown: dict[int, tuple[str, ...]] = {}
     for rank, facts in evidence.ranks.items():
         thread = main_thread(facts.host.stacks) if facts.host.stacks else None
@@ -134,7 +135,7 @@ def _with_losses(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Fin
 
 
 def _with_probes(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Add to the verdict what was measured of suspect nodes before the attempt began."""
+    """Add to the verdict what probes measured on suspect nodes before the attempt began."""
     root = next((place for place, finding in enumerate(findings) if not finding.info), None)
     if root is None or not evidence.incident.probes:
         return findings
@@ -153,7 +154,7 @@ def _cautious(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _advised(evidence: Evidence, finding: Finding) -> Finding:
-    """Add the meaning of a known message at the end of a culprit's output, and the remedy."""
+    """Add the meaning and remedy of a known message at the end of a culprit's output."""
     if evidence.foreign == LOGS or finding.cause not in _ENDINGS:
         return finding
     for rank in finding.culprit_ranks[:_MAX_NAMED]:
@@ -165,7 +166,7 @@ def _advised(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _with_threads(evidence: Evidence, finding: Finding) -> Finding:
-    """Add the exceptions that ended threads of the culprits while their processes lived on."""
+    """Add the exceptions that ended threads of the culprits while the processes lived on."""
     if finding.info:
         return finding
     lines = []
@@ -180,7 +181,7 @@ def _with_threads(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _named(finding: Finding) -> Finding:
-    """Ensure that the evidence names each culprit as `rank R`, even where it lists many ranks."""
+    """Ensure that the evidence names each culprit as `rank R`, even if it lists many ranks."""
     text = " ".join(finding.evidence) + " "
     if len(finding.culprit_ranks) > _MAX_NAMED:
         return finding
@@ -192,7 +193,7 @@ def _named(finding: Finding) -> Finding:
 
 
 def _findings(picture: Picture) -> list[Finding]:
-    """Return the root, the roots beside it, and the endings that followed."""
+    """Return the root, the roots reported beside it, and the endings that followed."""
     if picture.evidence.foreign == LOGS:
         return find_in_logs(picture)
     choice = choose(picture, propose(picture, RULES))

@@ -1,7 +1,7 @@
-"""The result of an analysis: findings, each with a cause, culprits and evidence, and the report.
+"""Define the result of an analysis: findings with causes, culprits and evidence, and the report.
 
-The words are those of `docs/verdicts.md`. A `Finding` is plain data, independent of how it was
-found. `Report.to_json` alone defines the shape of `fr-analyze --json`.
+The terms are those of `docs/verdicts.md`. A `Finding` is plain data, independent of how it was
+found. `Report.to_json` alone defines the form of the output of `fr-analyze --json`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REPORT_FORMAT = 2
 
 
 class Cause(str, Enum):
-    """Why a job stopped, in the vocabulary of `docs/verdicts.md`.
+    """The reason why a job stopped, in the terms of `docs/verdicts.md`.
 
     Example:
         >>> Cause("host_hang") is Cause.HOST_HANG
@@ -53,7 +53,7 @@ class Cause(str, Enum):
 
 
 class Confidence(str, Enum):
-    """How sure a finding is: seen directly, the best reading, or one of several.
+    """How sure a finding is: seen directly, the best reading, or one of several readings.
 
     Example:
         >>> [confidence.value for confidence in Confidence]
@@ -66,7 +66,7 @@ class Confidence(str, Enum):
 
 
 class Scope(Enum):
-    """Which ranks' trouble a finding explains, apart from ranks that wait for these in turn."""
+    """Which ranks' trouble a finding explains, apart from ranks that wait for those ranks."""
 
     CULPRITS = "those who wait for its culprits"
     GROUP = "those inside its operation or a later one of its group"
@@ -76,7 +76,7 @@ class Scope(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alternative:
-    """A runner-up: another proposed root, and what counts against it."""
+    """A runner-up: another proposed root, with the arguments against it."""
 
     cause: Cause
     culprit_ranks: tuple[int, ...]
@@ -85,7 +85,7 @@ class Alternative:
     against: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as `fr-analyze --json` shows it."""
+        """Return the alternative in the form of `fr-analyze --json`."""
         return {
             "cause": self.cause.value,
             "culprit_ranks": list(self.culprit_ranks),
@@ -97,11 +97,11 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that is wrong, the ranks that caused it, and the evidence for that.
+    """One thing that is wrong, the ranks that caused it, and the evidence.
 
-    `operation` and `sequence` identify where others wait for the culprits or where calls differ;
-    they are None if no operation is involved. `info` findings are worth knowing but never the
-    verdict.
+    `operation` and `sequence` identify the operation in which other ranks wait for the culprits or
+    in which calls differ; they are None if no operation is involved. `info` findings are worth
+    knowing but never the verdict.
 
     Example:
         >>> finding = analyze(incident).verdict
@@ -131,7 +131,7 @@ class Finding:
         return replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the finding as `fr-analyze --json` shows it."""
+        """Return the finding in the form of `fr-analyze --json`."""
         shown: dict[str, Any] = {
             "cause": self.cause.value,
             "culprit_ranks": list(self.culprit_ranks),
@@ -153,7 +153,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """The outcome of one analysis. The root is first in `findings`, and `verdict` returns it.
+    """The outcome of one analysis. The root is first in `findings` and is returned by `verdict`.
 
     Example:
         >>> report = analyze(incident)
@@ -172,7 +172,7 @@ class Report:
 
     @property
     def verdict(self) -> Finding | None:
-        """The root finding; None when nothing is wrong."""
+        """The root finding; None if nothing is wrong."""
         return next((finding for finding in self.findings if not finding.info), None)
 
     @property
@@ -182,12 +182,12 @@ class Report:
 
     @property
     def undecided(self) -> bool:
-        """Whether ranks are inside operations that may be stuck, with no sign of a fault."""
+        """Whether ranks are inside operations that may be stuck, without any sign of a fault."""
         return self.healthy and any(one.cause is Cause.UNKNOWN for one in self.findings)
 
     @property
     def ranks_missing(self) -> tuple[int, ...]:
-        """Ranks of the world that left no readable record."""
+        """The ranks of the world that left no readable record."""
         present = set(self.ranks_present)
         return tuple(rank for rank in range(self.world_size) if rank not in present)
 
@@ -212,7 +212,7 @@ class Report:
 
 
 def rank_list(ranks: Sequence[int], limit: int = 6) -> str:
-    """Format ranks for a reader: `rank 3`, `ranks 0-6`, `ranks 1, 4 and 9`."""
+    """Format ranks for a reader, such as `rank 3`, `ranks 0-6` or `ranks 1, 4 and 9`."""
     if not ranks:
         return "no rank"
     runs = _runs(sorted(set(ranks)))
@@ -238,7 +238,7 @@ def _pair(run: tuple[int, int]) -> list[tuple[int, int]]:
 
 
 def rate(bytes_per_s: float) -> str:
-    """Format a bandwidth: `12.4 GB/s`, `310 MB/s`, `-` if it is not known."""
+    """Format a bandwidth, such as `12.4 GB/s` or `310 MB/s`; `-` if it is unknown."""
     if bytes_per_s <= 0:
         return "-"
     if bytes_per_s >= 1e9:
@@ -247,7 +247,7 @@ def rate(bytes_per_s: float) -> str:
 
 
 def seconds(duration_s: float) -> str:
-    """Format a duration: `840 us`, `31 ms`, `31.2 s`, `4 min 10 s`."""
+    """Format a duration, such as `840 us`, `31 ms`, `31.2 s` or `4 min 10 s`."""
     if duration_s < 0.001:
         return f"{duration_s * 1e6:.0f} us"
     if duration_s < 1:

@@ -1,15 +1,16 @@
-"""Hypotheses about a root, and the choice among them.
+"""Collect hypotheses about the root, and choose among them.
 
-Every rule proposes what it sees, and no rule automatically wins. A proposal explains the disturbed
-ranks that its culprits hold up, directly or through others, and it may be explained by another
-proposal in turn: after a death, a timeout or a mismatch, other ranks end too. The root is the
-proposal that explains the most and that nothing contradicts. Among equals, the rule nearer to a
-cause wins (a slip explains a mismatch, a mismatch explains endings). Disturbed ranks that the root
-leaves unexplained need a root of their own, which becomes a finding beside it.
+Every rule proposes what it detects, and no rule automatically wins. A proposal explains the
+disturbed ranks that its culprits hold up, directly or through other ranks. It may itself be
+explained by another proposal, because other ranks also end after a death, a timeout or a mismatch.
+The root is the proposal that explains the most and that nothing contradicts. Among equals, the rule
+nearer to a cause wins (a slip explains a mismatch, and a mismatch explains endings). Disturbed
+ranks that the root leaves unexplained need a root of their own, which becomes another finding.
 
-[Note: certainty of an observation, certainty of a choice] That rank 3 was killed may be certain and
-yet be the consequence of something else. A rule states how sure its observation is. Here, a second
-proposal that explains as much, and that the root does not explain in turn, lowers the confidence.
+[Note: certainty of an observation, certainty of a choice] It may be certain that rank 3 was killed,
+although the kill was the consequence of another failure. A rule states how sure its observation is.
+In this module, the confidence is lowered if a second proposal explains as much and the root does
+not explain that proposal in turn.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ class Hypothesis:
 
     @property
     def score(self) -> float:
-        """How much it explains."""
+        """The score that measures how much the hypothesis explains."""
         return len(self.explains) * (_WEAK if self.is_weak else 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """The root and the findings beside it; `roots` is empty if no hypothesis was proposed."""
+    """The chosen root and the findings beside it; `roots` is empty without any hypothesis."""
 
     roots: tuple[Finding, ...]
     rest: tuple[Hypothesis, ...]
@@ -63,7 +64,7 @@ class Choice:
 
 
 def propose(picture: Picture, rules: Sequence[Rule]) -> list[Hypothesis]:
-    """Run all rules and collect their hypotheses."""
+    """Run all rules, and collect their hypotheses."""
     return [
         Hypothesis(
             finding=finding,
@@ -93,7 +94,7 @@ def explained(picture: Picture, finding: Finding) -> frozenset[int]:
 
 
 def _members_in(picture: Picture, finding: Finding) -> Iterable[int]:
-    """Return the ranks inside an operation of the finding's group at its number or later."""
+    """Return the ranks inside an operation of the finding's group, at its number or later."""
     number = finding.sequence
     for wait in picture.graph.waits:
         if wait.group == finding.group and (number is None or wait.sequence >= number):
@@ -106,7 +107,7 @@ def _is_weak(picture: Picture, finding: Finding) -> bool:
 
 
 def choose(picture: Picture, hypotheses: Sequence[Hypothesis]) -> Choice:
-    """Choose the root and further roots for what it does not explain, and judge the confidence."""
+    """Choose the root and any further roots for ranks it does not explain; judge the confidence."""
     if not hypotheses:
         return Choice(roots=(), rest=())
     ordered = sorted(hypotheses, key=lambda one: (-one.score, one.place))
@@ -127,16 +128,16 @@ def choose(picture: Picture, hypotheses: Sequence[Hypothesis]) -> Choice:
 
 
 def _is_alike(root: Hypothesis, other: Hypothesis) -> bool:
-    """Return whether two roots can share a finding. Endings cannot: their order matters."""
+    """Return whether two roots can share a finding; endings cannot, because their order matters."""
     if root.finding.scope is not Scope.CULPRITS:
         return False
     return other.place == root.place and other.finding.cause is root.finding.cause
 
 
 def _merged(root: Hypothesis, taken: Sequence[Hypothesis]) -> Hypothesis:
-    """Report several roots of one cause together if each is needed: neither explains the other.
+    """Merge roots of one cause if each is needed, because neither explains the others.
 
-    Each keeps its own words and evidence.
+    Each root keeps its own words and evidence.
     """
     alike = [one for one in taken if one is root or _is_alike(root, one)]
     if len(alike) == 1:
@@ -158,7 +159,7 @@ def _merged(root: Hypothesis, taken: Sequence[Hypothesis]) -> Hypothesis:
 
 
 def _is_same(one: Hypothesis, taken: Sequence[Hypothesis]) -> bool:
-    """Return whether all ranks of a proposal are already named."""
+    """Return whether the roots chosen so far already name all ranks of a proposal."""
     named = {rank for other in taken for rank in other.finding.culprit_ranks}
     ranks = set(one.finding.culprit_ranks)
     return bool(ranks) and ranks <= named
@@ -187,9 +188,9 @@ def _judged(picture: Picture, root: Hypothesis, rivals: Sequence[Hypothesis]) ->
 
 
 def _as_sure_as_seen(picture: Picture, finding: Finding) -> Finding:
-    """Lower `certain` where ranks left no record: one of them may have failed before.
+    """Lower a confidence of `certain` if some ranks left no record and may have failed before.
 
-    A mismatch is exempt: its vote has already taken the missing ranks into account.
+    A mismatch is exempt, because its vote has already taken the missing ranks into account.
     """
     if finding.confidence is not Confidence.CERTAIN or finding.cause in _SELF_EVIDENT:
         return finding
@@ -203,7 +204,7 @@ def _as_sure_as_seen(picture: Picture, finding: Finding) -> Finding:
 
 
 def _against(picture: Picture, root: Hypothesis, rival: Hypothesis) -> str:
-    """Describe what separates a rival from the root; "" if nothing does."""
+    """Describe what distinguishes a rival from the root; "" if nothing does."""
     ranks = rival.finding.culprit_ranks
     if not ranks:
         return "singles out no rank"
@@ -220,12 +221,12 @@ def _against(picture: Picture, root: Hypothesis, rival: Hypothesis) -> str:
 
 
 def is_joint(picture: Picture, one: Finding, other: Finding) -> bool:
-    """Return whether one operation waits for both: then both are roots, not alternatives."""
+    """Return whether one operation waits for both, which makes both roots and not alternatives."""
     return picture.graph.is_joint(one.culprit_ranks, other.culprit_ranks)
 
 
 def _capped(finding: Finding, rival: Finding) -> Finding:
-    """Lower a confidence if a rival explains as much: the surer the rival, the lower."""
+    """Lower the confidence if a rival explains as much; the surer the rival, the lower it gets."""
     if rival.confidence is Confidence.POSSIBLE:
         return finding
     highest = Confidence.LIKELY if finding.confidence is Confidence.CERTAIN else Confidence.POSSIBLE

@@ -1,8 +1,9 @@
-"""`fr-analyze --watch`: look at a running job repeatedly and report what changed.
+"""Implement `fr-analyze --watch`, which observes a running job and reports what changed.
 
-A job's rings are read while it runs. An incident that its launcher writes takes their place until
-the rings show that the job has moved past it: a later attempt, or more recorded on every rank. Each
-look reports only what changed, so that a terminal left open shows the history of the job.
+The rings of the job are read while it runs. An incident that the launcher writes takes the place of
+the rings until they show that the job has moved past the incident, by a later attempt or by more
+records on every rank. Each look reports only what changed, so that a terminal left open shows the
+history of the job.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Say = Callable[[str], None]
 
 
 class Watch:
-    """Remembers what was last seen of a folder, and shows what is new at each look."""
+    """Remembers what was last seen in a folder, and shows what is new at each look."""
 
     def __init__(self, path: Path, show: Show, say: Say) -> None:
         self.exit_code = 0
@@ -35,7 +36,7 @@ class Watch:
         self._last = ""
 
     def look(self) -> None:
-        """Look once. If the folder holds nothing yet, keep waiting for it."""
+        """Look at the folder once. If it holds nothing yet, keep waiting for its contents."""
         try:
             report = report_of(take_picture(current(self._path)))
         except (DumpFormatError, ValueError) as err:
@@ -60,10 +61,10 @@ class Watch:
 
 
 def current(path: Path) -> Evidence:
-    """Read the job's current state: its newest incident, or its rings if they are newer.
+    """Read the current state of a job: its newest incident, or its rings if they are newer.
 
     Raises:
-        DumpFormatError: nothing there can be read.
+        DumpFormatError: nothing at the path can be read.
         ValueError: the path does not exist.
     """
     place = find(path)
@@ -80,7 +81,7 @@ def current(path: Path) -> Evidence:
 
 
 def has_overtaken(evidence: Evidence, live: Evidence) -> bool:
-    """Return whether every rank of a snapshot has recorded more since."""
+    """Return whether every rank of a snapshot has recorded more since the snapshot."""
     return bool(evidence.ranks) and all(
         rank in live.ranks and _recorded(live.ranks[rank]) > _recorded(facts)
         for rank, facts in evidence.ranks.items()
@@ -92,7 +93,7 @@ def _recorded(facts: RankEvidence) -> int:
 
 
 def watch(path: Path, show: Show, say: Say, interval_s: float = INTERVAL_S) -> int:
-    """Look until the user interrupts; return the exit code of the last look. Blocks."""
+    """Look at a path repeatedly until the user interrupts; return the last look's exit code."""
     seen = Watch(path, show, say)
     try:
         while True:

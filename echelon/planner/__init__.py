@@ -1,5 +1,5 @@
-"""`echelon plan`: which layouts of a training fit into memory, and which should be fastest.
+"""Plan a training job: find the layouts that fit into memory and estimate the fastest of them.
 
-Sizes in, estimates out: nothing here loads torch or starts a process, except `measure`, which runs
-as a separate job to measure the links and processors.
+The planner turns sizes into estimates. Nothing here loads torch or starts a process, except
+`measure`, which runs as a separate job that measures the links and processors.
 """

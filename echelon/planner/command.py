@@ -1,4 +1,4 @@
-"""`echelon plan`: which layouts fit, which should be fastest, and how sure that is."""
+"""Implement `echelon plan`, which reports the layouts that fit, their speed and its uncertainty."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0, 1 if no layout fits, or 2 for bad usage."""
+    """Run the command; return 0 on success, 1 if no layout fits, or 2 for bad usage."""
     parser = build_parser()
     args = parser.parse_args(argv)
     try:

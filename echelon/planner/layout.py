@@ -1,4 +1,4 @@
-"""Layouts, which describe how ranks divide the work of a step, and their enumeration."""
+"""Describe and enumerate layouts, which are ways to divide the work of a step among ranks."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ _SCHEDULES = (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_zero_bubble", 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a step trains, and with which resources.
+    """The work of a training step, and the resources available for it.
 
     Attributes:
-        ranks: number of ranks in the whole job.
-        ranks_per_node: neighbouring ranks that share a machine, and its fast links.
-        batch: number of sequences over all ranks together.
-        context: number of tokens in a sequence.
-        compute_bytes: bytes per number in computations: 2 (bf16) or 4.
-        loss_chunks: number of parts in which logits are computed and freed; 1: all at once.
-        on_host: whether the ranks compute in host memory, whose heap takes more than its tensors.
+        ranks: the number of ranks in the whole job.
+        ranks_per_node: the number of neighbouring ranks that share a machine and its fast links.
+        batch: the number of sequences per step, over all ranks.
+        context: the number of tokens in a sequence.
+        compute_bytes: the size in bytes of a number in computations: 2 (bf16) or 4.
+        loss_chunks: the number of chunks in which logits are computed and freed; with 1, they are
+            all computed at once.
+        on_host: whether the ranks compute in host memory, where the heap takes more space than the
+            tensors themselves.
     """
 
     ranks: int
@@ -35,10 +37,10 @@ class Job:
     on_host: bool = False
 
     def __post_init__(self) -> None:
-        """Check the numbers.
+        """Check that all numbers are valid.
 
         Raises:
-            ValueError: one is below 1, or nodes do not have equally many ranks.
+            ValueError: a number is below 1, or the nodes do not have equally many ranks.
         """
         for name in ("ranks", "ranks_per_node", "batch", "context", "loss_chunks"):
             if getattr(self, name) < 1:
@@ -52,10 +54,12 @@ class Layout:
     """A mesh of `parallelize`, outermost axis first, and how its steps run.
 
     Attributes:
-        pp, replicate, shard, tp: number of ranks along each axis.
-        schedule, chunks: those of the pipeline; "" and 1 without one.
-        microbatches: number of parts into which a data rank's share of the batch is divided.
-        recompute: whether blocks keep only their inputs and recompute the rest for backward.
+        pp, replicate, shard, tp: the number of ranks along each axis.
+        schedule, chunks: the pipeline's schedule and its number of chunks per rank; "" and 1
+            without a pipeline.
+        microbatches: the number of micro-batches into which each data rank divides its share of the
+            batch.
+        recompute: whether blocks keep only their inputs, and backward recomputes everything else.
     """
 
     pp: int = 1
@@ -74,7 +78,7 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """The layout in words: `pp 2 x shard 4, 1f1b, 8 micro-batches`."""
+        """The layout as text, such as `pp 2 x shard 4, 1f1b, 8 micro-batches`."""
         axes = [
             f"{axis} {size}"
             for axis, size in (
@@ -95,7 +99,7 @@ class Layout:
         return ", ".join(parts)
 
     def spans(self, axis: str) -> int:
-        """Return the number of neighbouring ranks over which a group of an axis extends."""
+        """Return how many neighbouring ranks a group along an axis extends over."""
         if axis == "tp":
             return self.tp
         if axis == "shard":
@@ -106,7 +110,7 @@ class Layout:
 
 
 def layouts(model: Model, job: Job) -> Iterator[Layout]:
-    """Yield the layouts that divide the ranks, the batch and the model evenly."""
+    """Yield all layouts that divide the ranks, the batch and the model evenly."""
     for pp in _divisors(job.ranks):
         if pp > min(model.layers, _MAX_STAGES):
             continue
@@ -122,7 +126,7 @@ def layouts(model: Model, job: Job) -> Iterator[Layout]:
 
 
 def _ways(mesh: Layout, model: Model, share: int) -> Iterator[Layout]:
-    """Yield a mesh with each schedule, number of micro-batches, and with and without recompute."""
+    """Yield a layout for each schedule and micro-batch count, with and without recomputation."""
     sizes = vars(mesh) | {"schedule": "", "chunks": 1}
     numbers = [m for m in _divisors(share) if m <= _MAX_MICROBATCHES]
     for schedule, chunks in _SCHEDULES if mesh.pp > 1 else (("", 1),):

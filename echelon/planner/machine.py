@@ -1,8 +1,9 @@
-"""The speed of ranks and links: measured, read from a file, or assumed with wide bounds.
+"""Describe the speed of ranks and links, which is measured, read from a file, or assumed.
 
-A link is described by two numbers (Hockney's model): a message of S bytes takes latency + S /
-bandwidth. Bandwidth here is what a rank sends per second while all groups of that kind are active,
-so that a ring's all_reduce of S bytes over n ranks takes 2 (n - 1) (latency + S / n / bandwidth).
+A link is described by two numbers (Hockney's model), so that a message of S bytes takes latency + S
+/ bandwidth. The bandwidth is what a rank sends per second while all groups of the same kind are
+active. A ring all_reduce of S bytes over n ranks therefore takes 2 (n - 1) (latency + S / n /
+bandwidth).
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ TERA = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number with bounds that contain nine in ten draws."""
+    """A likely value with low and high bounds that contain nine in ten draws."""
 
     likely: float
     low: float
     high: float
 
     def __post_init__(self) -> None:
-        """Check the order of the three numbers.
+        """Check that the three numbers are in ascending order.
 
         Raises:
-            ValueError: they are not finite and positive numbers in order.
+            ValueError: the numbers are not finite, negative, or not in ascending order.
         """
         numbers = (self.low, self.likely, self.high)
         if not all(isinstance(n, int | float) and math.isfinite(n) and n >= 0 for n in numbers):
@@ -41,11 +42,11 @@ class Figure:
 
     @classmethod
     def about(cls, likely: float, factor: float) -> Figure:
-        """Return a number that may be up to `factor` times smaller or larger."""
+        """Return a figure that may be up to `factor` times smaller or larger than `likely`."""
         return cls(likely, likely / factor, likely * factor)
 
     def draw(self, random: random.Random) -> float:
-        """Draw one value from a truncated log-normal distribution."""
+        """Draw a value: truncated log-normal, or triangular if `low` is 0."""
         if self.low <= 0:
             return random.triangular(self.low, self.high, self.likely)
         deviate = random.gauss(0.0, 1 / 1.645)  # 90 % within the bounds
@@ -56,7 +57,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The links that groups of a given size use: inside a node, or across nodes."""
+    """The speed of the links that groups of a given size use, within a node or across nodes."""
 
     size: int
     is_across: bool
@@ -66,15 +67,15 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The speed of one rank's computation and communication, with bounds.
+    """The speed of one rank's computation and communication, each with bounds.
 
     Attributes:
-        flops_per_s: the rate that training reaches between its communication.
-        bytes_per_s: the rate of a rank's memory, for the optimizer.
-        overlap: share of communication that computation can hide, 0 to 1.
-        block_s: time to start a block's operations and hooks, however small they are.
-        links: by group size.
-        origins: which figures were measured, stated, or assumed; for the report.
+        flops_per_s: the operations per second that training reaches while it computes.
+        bytes_per_s: the bandwidth of a rank's memory, which limits the optimizer.
+        overlap: the fraction of communication that computation can hide, from 0 to 1.
+        block_s: the time to launch a block's operations and hooks, regardless of their size.
+        links: the links inside a node and across nodes, keyed by group size.
+        origins: for the report, whether each figure was measured, stated or assumed.
     """
 
     flops_per_s: Figure
@@ -85,12 +86,12 @@ class Machine:
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def link(self, size: int, *, is_across: bool) -> Link:
-        """Return the link of groups of a size: the measured one, or that of the nearest size."""
+        """Return the link for a group size, or else for the nearest size that was measured."""
         known = [link for link in self.links if link.is_across == is_across] or list(self.links)
         return min(known, key=lambda link: abs(math.log(link.size / max(size, 1))))
 
     def drawn(self, random: random.Random) -> Machine:
-        """Draw one possible machine within the bounds."""
+        """Draw one possible machine from within the bounds."""
 
         def one(figure: Figure) -> Figure:
             value = figure.draw(random)
@@ -110,7 +111,7 @@ class Machine:
 
 
 def assumed(*, is_half: bool) -> Machine:
-    """Return an H100 with NVLink inside a node and 400 Gbit/s per rank outside (data sheets)."""
+    """Return the data-sheet figures of an H100, NVLink in a node, and 400 Gbit/s across nodes."""
     peak = 989e12 if is_half else 67e12
     return Machine(
         flops_per_s=Figure(0.45 * peak, 0.3 * peak, 0.6 * peak),
@@ -126,10 +127,10 @@ def assumed(*, is_half: bool) -> Machine:
 
 
 def with_peak(machine: Machine, tflops: float) -> Machine:
-    """Return the machine with a stated peak, part of which training reaches.
+    """Return the machine with a stated peak rate, a fraction of which training is assumed to reach.
 
     Raises:
-        ValueError: the peak is not above 0.
+        ValueError: the peak rate is not above 0.
     """
     if not (math.isfinite(tflops) and tflops > 0):
         raise ValueError(f"the peak is {tflops} TFLOP/s; it must be above 0")
@@ -142,11 +143,11 @@ def with_peak(machine: Machine, tflops: float) -> Machine:
 
 
 def read_machine(path: str | Path, base: Machine) -> Machine:
-    """Read a file of `python -m echelon.planner.measure`; missing values are taken from `base`.
+    """Read a file written by `python -m echelon.planner.measure`; take missing values from `base`.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not such a file.
+        ValueError: the file does not contain such measurements.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -1,13 +1,14 @@
-"""Measure the speed of ranks and links, for `echelon plan --links FILE`. Run it as a separate job:
+"""Measure the speed of ranks and links for `echelon plan --links FILE`. Run it as a separate job:
 
     echelon run --nproc-per-node 4 -m echelon.planner.measure --out links.json
 
-All groups of a size communicate at the same time, as they do in training: inside a node, groups of
-neighbours; across nodes, groups of ranks with one local rank. All ranks also compute at the same
-time. Each figure is the median of repetitions; its bounds are the fastest and the slowest tenth.
+All groups of the same size communicate at the same time, as they do in training. Inside a node, a
+group consists of neighbours; across nodes, a group consists of the ranks with the same local rank.
+All ranks also compute at the same time. Each figure is the median of repeated measurements; its
+bounds are the fastest and the slowest tenth.
 
-Arrays are in host memory, and products are numpy's, in fp32. For accelerators, state the rate
-(`--peak-tflops`), and write the file of links by hand from the vendor's benchmark.
+Arrays are in host memory, and numpy computes the matrix products in fp32. For accelerators, state
+the rate (`--peak-tflops`), and write the file of links by hand from the vendor's benchmark.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _MEMORY_NUMBERS = 1 << 23
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure on all ranks; rank 0 writes the file. Return 0."""
+    """Measure on all ranks; rank 0 writes the result to a file. Return 0."""
     parser = argparse.ArgumentParser(prog="python -m echelon.planner.measure")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     args = parser.parse_args(argv)
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(world: ProcessGroup) -> dict[str, Any]:
-    """Measure and return the content of the file, on every rank. Collective."""
+    """Measure, and return the content of the file on every rank. Collective."""
     product = _make_product()
     flops = _all(world, [2.0 * _WIDTH**3 / seconds for seconds in _timed(product, _PRODUCTS)])
     memory = _all(world, [_MEMORY_NUMBERS * 12 / s for s in _timed(_make_addition(), 10)])
@@ -69,7 +70,7 @@ def measure(world: ProcessGroup) -> dict[str, Any]:
 
 
 def _kinds(world: ProcessGroup) -> Iterator[tuple[int, int]]:
-    """Yield (size, distance of neighbours) of the groups to measure: inside nodes, then across."""
+    """Yield the (size, rank stride) of each kind of group to measure, first inside nodes."""
     per_node = min(int(os.environ.get("LOCAL_WORLD_SIZE", world.size)), world.size)
     for size in range(2, per_node + 1):
         if per_node % size == 0:
@@ -81,7 +82,7 @@ def _kinds(world: ProcessGroup) -> Iterator[tuple[int, int]]:
 
 
 def _link(world: ProcessGroup, size: int, distance: int) -> dict[str, Any]:
-    """Time all_reduces of a small and of a large array in all groups of a kind at once."""
+    """Time all_reduces of a small and a large array, in all groups of one kind at the same time."""
     block = world.rank // (size * distance)
     group = world.split(block * distance + world.rank % distance, key=world.rank)
     latency, bandwidth = time_link(world, group)
@@ -100,9 +101,9 @@ def time_link(
     num_small: int = _SMALL_CALLS,
     num_large: int = _LARGE_CALLS,
 ) -> tuple[list[float], list[float]]:
-    """Return the latency of a step, s, and the bandwidth, bytes/s, of each of several all_reduces.
+    """Return the latency per ring step, s, and the bandwidth, bytes/s, of each of some all_reduces.
 
-    All ranks of `world` measure at the same time, each in its group of two ranks or more.
+    All ranks of `world` measure at the same time, each in its group of at least two ranks.
     """
     small, large = (np.ones(n, np.float32) for n in (_SMALL_NUMBERS, _LARGE_NUMBERS))
     short_s = _calls(world, group, small, num_small)
@@ -122,7 +123,7 @@ def _calls(world: ProcessGroup, group: ProcessGroup, x: Any, number: int) -> lis
 
 
 def _overlap(world: ProcessGroup, product: Callable[[], object]) -> dict[str, float]:
-    """Return the share of a collective that computation hid, for several repetitions."""
+    """Return the median fraction of a collective that computation hid, with bounds."""
     x = np.ones(_LARGE_NUMBERS, np.float32)
     shares = []
     for _ in range(9):
@@ -164,7 +165,7 @@ def _timed(call: Callable[[], object], number: int) -> list[float]:
 
 
 def _all(world: ProcessGroup, own: list[float]) -> list[float]:
-    """Return the figures of all ranks. Collective."""
+    """Return this rank's figures together with those of all other ranks. Collective."""
     out = np.empty((world.size, len(own)))
     world.all_gather(out, np.array([own]))
     return [float(value) for value in out.ravel()]

@@ -1,4 +1,4 @@
-"""The memory that a layout needs on a rank, part by part.
+"""Estimate the memory that a layout needs on a rank, part by part.
 
 Weights, gradients and AdamW's state are 4 + 4 + 8 bytes per parameter (ZeRO, Rajbhandari et al.
 2020, with fp32 weights kept), divided by the axis "shard". The buffers of `fully_shard` are those
@@ -6,10 +6,11 @@ of docs/sharding.md, "The budget". Activations are counted tensor by tensor as a
 for this repository's blocks, with attention that keeps no scores (Korthikanti et al. 2022, table 2,
 without dropout).
 
-[Note: the heap] In host memory, a rank takes more than its tensors. `echelon.dist.heap` lets glibc
-keep freed blocks, which saves page faults, and blocks of many sizes leave gaps between them. With
-every block mapped separately (MALLOC_MMAP_THRESHOLD_=131072), the resident peak was the sum of the
-other parts plus 10 to 20 MiB. The heap's addition was fitted to 13 measured jobs (docs/planner.md).
+[Note: the heap] In host memory, a rank uses more memory than its tensors do. `echelon.dist.heap`
+makes glibc keep freed blocks, which saves page faults, but blocks of many sizes leave gaps between
+them. With every block mapped separately (MALLOC_MMAP_THRESHOLD_=131072), the resident peak was the
+sum of the other parts plus 10 to 20 MiB. The estimate of the heap was fitted to 13 measured jobs
+(docs/planner.md).
 """
 
 from __future__ import annotations
@@ -33,16 +34,17 @@ HEAP_ERROR = 0.1  # of the total: the largest deviation of the fit from the meas
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Bytes on the rank that needs the most.
+    """The memory of the rank that needs the most, in bytes.
 
     Attributes:
-        weights, optimizer: the rank's own share.
-        gradients: the rank's own share at its memory peak. With one micro-batch, each gradient
-            takes the place of activations that backward has freed.
-        units: of `fully_shard`: gathered parameters, and whole gradients before they are reduced.
-        activations: kept for backward, over all micro-batches under way.
+        weights, optimizer: the rank's own share of the weights and of the optimizer's state.
+        gradients: the rank's own share of the gradients at the rank's memory peak. With one
+            micro-batch, each gradient takes the place of activations that backward has freed.
+        units: the buffers of `fully_shard` for gathered parameters, and for whole gradients before
+            they are reduced.
+        activations: the activations kept for backward, over all micro-batches in progress.
         logits: the logits and the loss's intermediate tensors.
-        heap: gaps between tensors, and small buffers, in host memory.
+        heap: the gaps between tensors and the small buffers, in host memory.
     """
 
     weights: float
@@ -55,12 +57,12 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """The sum of the parts."""
+        """The sum of all parts."""
         return math.fsum(getattr(self, field.name) for field in fields(self))
 
 
 def memory(model: Model, layout: Layout, job: Job) -> Memory:
-    """Return the memory of the rank on axis "pp" that needs the most."""
+    """Return the memory of the pipeline rank that needs the most."""
     stages = stages_of(layout, model)
     peaks: tuple[int, ...] = (1,)
     if layout.pp > 1:
@@ -109,7 +111,7 @@ def _of_rank(
 
 
 def _ends(model: Model, layout: Layout, *, has_first: bool, has_last: bool) -> float:
-    """Return the parameters of a rank's embeddings, head and last norm."""
+    """Return the number of parameters in a rank's embeddings, head and last norm."""
     divisor = layout.tp if model.vocabulary % layout.tp == 0 else 1
     matrix = model.vocabulary * model.width / divisor
     first = matrix + (model.context * model.width if model.learns_positions else 0)
@@ -119,7 +121,7 @@ def _ends(model: Model, layout: Layout, *, has_first: bool, has_last: bool) -> f
 
 
 def _units(layout: Layout, job: Job, unit: float, root: float, num_blocks: int) -> float:
-    """Return the bytes of gathered parameters and of gradients that are not reduced yet."""
+    """Return the size in bytes of gathered parameters and of gradients that are not yet reduced."""
     if layout.data == 1 and job.compute_bytes == _STATE_BYTES:
         return 0.0  # nothing is gathered, cast or reduced
     whole = num_blocks * unit + root
@@ -133,12 +135,12 @@ def _units(layout: Layout, job: Job, unit: float, root: float, num_blocks: int) 
 
 
 def activation_bytes(model: Model, tp: int, compute_bytes: int) -> float:
-    """Return the bytes that a block of `echelon.train.models` keeps per token.
+    """Return how many bytes a block of `echelon.train.models` keeps per token.
 
-    These are the inputs and outputs of the norms (RMSNorm computes in fp32), attention's operands
-    and result (with another copy after rotary positions, which change the layout), and the tensors
-    inside the feed-forward network. Tensor parallelism divides all but the norms' part. Kernels
-    that fuse these keep less.
+    A block keeps the inputs and outputs of the norms (RMSNorm computes in fp32), the operands and
+    result of attention (with another copy after rotary positions, which change the layout), and the
+    tensors inside the feed-forward network. Tensor parallelism divides everything but the tensors
+    of the norms. Kernels that fuse these operations keep less.
     """
     if model.is_gated:
         norms = 2 * (model.width * (4 + 2 * compute_bytes) + 4)
@@ -151,9 +153,9 @@ def activation_bytes(model: Model, tp: int, compute_bytes: int) -> float:
 
 
 def logits_bytes(model: Model, job: Job) -> float:
-    """Return the bytes that the loss of one token needs at its peak.
+    """Return how many bytes the loss of one token needs at its peak.
 
-    These are the logits as computed, and in fp32 their logarithmic softmax and its gradient.
+    The loss holds the logits in the compute dtype, and in fp32 their log-softmax and its gradient.
     """
     copies = job.compute_bytes + 8 + (4 if job.compute_bytes < _STATE_BYTES else 0)
     return model.vocabulary * copies / job.loss_chunks

@@ -1,4 +1,4 @@
-"""The sizes of a decoder-only transformer, and the weights and operations that follow from them."""
+"""Compute the weights and operations of a decoder-only transformer from its sizes."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ _CONFIG_NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Sizes of a model.
+    """The sizes of a decoder-only transformer.
 
     Attributes:
         layers, width, heads, vocabulary, context: as in `echelon.train.models.ModelConfig`.
-        kv_heads, head_width, hidden: 0 for the usual value: heads, width / heads, and 4 x width
-            (8/3 if gated).
-        is_gated: whether blocks are like Llama's: a gated feed-forward network (SwiGLU) and
-            RMSNorm.
-        is_tied: whether the output head is the token embedding.
-        learns_positions: whether positions are a second embedding.
+        kv_heads, head_width, hidden: as in `echelon.train.models.ModelConfig`; 0 means the usual
+            value, which is heads, width / heads, and 4 x width (8/3 x width if gated).
+        is_gated: whether blocks are like those of Llama, with a gated feed-forward network (SwiGLU)
+            and RMSNorm.
+        is_tied: whether the output head shares its weight with the token embedding.
+        learns_positions: whether positions have a learned embedding.
     """
 
     layers: int
@@ -67,10 +67,10 @@ class Model:
     learns_positions: bool = True
 
     def __post_init__(self) -> None:
-        """Replace zeros by their defaults.
+        """Replace zeros with default values, and check the sizes.
 
         Raises:
-            ValueError: a size that no model can have.
+            ValueError: a model cannot have these sizes.
         """
         for field in fields(self):
             value = getattr(self, field.name)
@@ -89,43 +89,43 @@ class Model:
 
     @property
     def query_width(self) -> int:
-        """Features of all queries."""
+        """Number of features of all query heads together."""
         return self.heads * self.head_width
 
     @property
     def key_width(self) -> int:
-        """Features of all keys, and of all values."""
+        """Number of features of all key heads together, and of all value heads together."""
         return self.kv_heads * self.head_width
 
     @property
     def block_matrices(self) -> int:
-        """Number of weights of one block that multiply; biases and norms are below a thousandth."""
+        """Number of weights in a block's matrices; biases and norms add less than a thousandth."""
         attention = 2 * self.width * (self.query_width + self.key_width)
         return attention + (3 if self.is_gated else 2) * self.width * self.hidden
 
     @property
     def block_parameters(self) -> int:
-        """Number of weights of one block."""
+        """Number of weights in one block."""
         return self.block_matrices + 2 * self.width
 
     @property
     def first_parameters(self) -> int:
-        """Number of weights before the blocks: the embeddings."""
+        """Number of weights before the blocks, which are the embeddings."""
         positions = self.context * self.width if self.learns_positions else 0
         return self.vocabulary * self.width + positions
 
     @property
     def last_parameters(self) -> int:
-        """Number of weights after the blocks: the head, unless it is the embedding, and a norm."""
+        """Number of weights after the blocks: the last norm, and the head if it is not tied."""
         return self.width + (0 if self.is_tied else self.vocabulary * self.width)
 
     @property
     def num_parameters(self) -> int:
-        """Number of weights of the model; tied ones count once."""
+        """Number of weights in the model; tied weights count once."""
         return self.layers * self.block_parameters + self.first_parameters + self.last_parameters
 
     def block_flops(self, context: int) -> float:
-        """Operations of one block's forward pass on one token, attending to the full context."""
+        """Operations of one block's forward pass on one token that attends to the full context."""
         return 2.0 * self.block_matrices + 4.0 * self.query_width * context
 
     def head_flops(self) -> float:
@@ -138,10 +138,10 @@ class Model:
 
 
 def read_model(text: str) -> Model:
-    """Read a preset's name, `layers=12,width=768,heads=12,...`, or a Hugging Face config.json.
+    """Read a model from a preset's name, from `layers=12,width=768,...`, or from a config.json.
 
     Raises:
-        ValueError: the text is none of these, or its sizes are refused.
+        ValueError: the text has none of these forms, or gives invalid sizes.
         OSError: the file cannot be read.
     """
     if text in _PRESETS:
@@ -191,7 +191,7 @@ def _as_bool(name: str, value: str) -> bool:
 
 
 def _from_config(config: Any, text: str) -> Model:
-    """Read the config.json that Hugging Face's `transformers` writes beside the weights."""
+    """Read the config.json that Hugging Face's `transformers` writes next to the weights."""
     if not isinstance(config, Mapping):
         raise ValueError(f"{text} is not a model's config.json: it holds no object")
     sizes: dict[str, Any] = {}

@@ -1,10 +1,10 @@
-"""The measurement that ranks make together on a backend, for `echelon doctor --pairwise`.
+"""Measure the links between pairs of ranks on a backend, for `echelon doctor --pairwise`.
 
     echelon run --nproc-per-node 2 -m echelon.planner.pairs FILE '[[[0, 1]]]' [BACKEND]
 
-This is a separate job that takes seconds. All ranks measure an all_reduce and then the given pairs,
-in rounds in which no rank is in two pairs. The first rank of each host writes the results to FILE
-there.
+This runs as a separate job, which takes seconds. All ranks measure an all_reduce and then the given
+pairs, in rounds in which no rank belongs to two pairs. The first rank of each host writes the
+results to FILE on that host.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NUM_SMALL, _NUM_LARGE = 50, 5
 
 
 def main() -> None:
-    """Measure, and write the results."""
+    """Measure the all_reduce and the pairs, and write the results."""
     from echelon import dist
 
     path, rounds = sys.argv[1], json.loads(sys.argv[2])
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def measure(world: ProcessGroup, rounds: Sequence[Sequence[Pair]]) -> dict[str, Any]:
-    """Return the measurements, on every rank; a pair is [rank, rank, s, bytes/s]. Collective."""
+    """Return the measurements on every rank; each pair is [rank, rank, s, bytes/s]. Collective."""
     if world.size == 1:
         return {"error": "a single rank has no link: give --nproc-per-node"}
     latency_s, bytes_per_s = _middles(world, world)
@@ -73,7 +73,7 @@ def _round(world: ProcessGroup, pairs: Sequence[Pair]) -> list[list[float]]:
 
 
 def _middles(world: ProcessGroup, group: ProcessGroup) -> tuple[float, float]:
-    """Return this rank's median latency and bandwidth."""
+    """Return the median latency and bandwidth that this rank measured."""
     latency, bandwidth = time_link(world, group, _NUM_SMALL, _NUM_LARGE)
     return float(np.median(latency)), float(np.median(bandwidth))
 

@@ -1,4 +1,4 @@
-"""Cost and memory of a pipeline's schedule, from a cached simulation."""
+"""Estimate the cost and memory of a pipeline's schedule by simulating it; results are cached."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class Stages:
     """The distribution of the model's blocks over stages.
 
     Attributes:
-        rank_of_stage: the rank of axis "pp" that holds each stage.
-        blocks: number of blocks of each stage.
+        rank_of_stage: for each stage, the rank on axis "pp" that holds the stage.
+        blocks: the number of blocks in each stage.
     """
 
     rank_of_stage: tuple[int, ...]
     blocks: tuple[int, ...]
 
     def of_rank(self, rank: int) -> list[int]:
-        """Return a rank's stages."""
+        """Return the stages that a rank holds."""
         return [stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank]
 
 
@@ -31,10 +31,10 @@ class Course:
     """The result of simulating a schedule.
 
     Attributes:
-        makespan: of a step, in the unit of the costs.
+        makespan: the duration of a step, in the unit of the costs.
         busiest: the compute time of the rank with the most work.
-        peaks: by rank, the micro-batches whose activations it holds at its peak, averaged over its
-            stages.
+        peaks: for each rank, the number of micro-batches whose activations the rank holds at its
+            peak, averaged over its stages.
     """
 
     makespan: float
@@ -43,7 +43,7 @@ class Course:
 
 
 def stages_of(layout: Layout, model: Model) -> Stages:
-    """Return how `parallelize` divides a model: evenly, the first stages have one block more."""
+    """Return how `parallelize` divides a model: evenly, any extra blocks in the first stages."""
     number = layout.pp * layout.chunks
     least, more = divmod(model.layers, number)
     blocks = tuple(least + (stage < more) for stage in range(number))
@@ -65,9 +65,11 @@ def course(
     """Simulate a schedule.
 
     Args:
-        schedule, pp, microbatches, chunks: the schedule and its sizes.
-        forward: cost of one micro-batch in each stage.
-        backward: cost as a multiple of the forward: 2, or 3 with recomputation.
+        schedule, pp, microbatches, chunks: the schedule's name, and its numbers of ranks, of
+            micro-batches, and of stages per rank.
+        forward: the cost of one micro-batch's forward pass in each stage.
+        backward: the cost of backward as a multiple of the cost of forward: 2, or 3 with
+            recomputation.
     """
     from echelon.dist.pipeline.plan.catalogue import schedule as make
     from echelon.dist.pipeline.simulate.costs import Costs

@@ -1,9 +1,9 @@
-"""`plan`: all layouts, which of them fit, and how sure the order of the fastest is.
+"""Rank the layouts of a job: find those that fit, time them, and quantify the uncertainty.
 
 The machine's figures have bounds, so many possible machines are drawn, and every layout is timed on
-each of them. Factors that all layouts share, such as slow processors, affect them equally and do
-not change the order. In addition, every layout gets an error of its own, as large as the measured
-error of the model (docs/planner.md).
+each of them. Factors that all layouts share, such as slow processors, affect all layouts equally
+and do not change their order. In addition, every layout gets a random error of its own, as large as
+the measured error of the model (docs/planner.md).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _SEED = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A layout that fits.
+    """A layout that fits into memory.
 
     Attributes:
-        step_s: low, likely and high: nine in ten draws lie between low and high.
-        wins: the share of draws in which it is the fastest.
-        is_tie: whether the figures show no difference from the first.
+        step_s: the low, likely and high time of a step; nine in ten draws lie between low and high.
+        wins: the fraction of draws in which this layout is the fastest.
+        is_tie: whether the figures show no difference between this layout and the first one.
     """
 
     layout: Layout
@@ -49,10 +49,12 @@ class Outcome:
     """The result of `plan`.
 
     Attributes:
-        candidates: the layouts that fit, the fastest first; one per mesh and schedule.
-        num_layouts: how many layouts were examined.
-        num_fitting: how many of them fit.
-        smallest: among those that do not fit, the one that needs the least memory; None if all fit.
+        candidates: the layouts that fit, fastest first; one for each combination of mesh and
+            schedule.
+        num_layouts: the number of layouts that were examined.
+        num_fitting: the number of layouts that fit.
+        smallest: of the layouts that do not fit, the one that needs the least memory; None if all
+            layouts fit.
     """
 
     candidates: tuple[Candidate, ...]
@@ -62,13 +64,14 @@ class Outcome:
 
 
 def plan(model: Model, job: Job, machine: Machine, memory_bytes: float) -> Outcome:
-    """Return the layouts of a job, the fastest first.
+    """Return the layouts of a job that fit into memory, fastest first.
 
     Args:
-        memory_bytes: memory of one rank; a tenth of it is left free.
+        memory_bytes: the memory of one rank, of which a tenth is left free.
 
     Raises:
-        ValueError: the context is longer than the model's, or no layout divides ranks and batch.
+        ValueError: the context is longer than that of the model, or no layout divides the ranks and
+            the batch evenly.
     """
     if model.learns_positions and job.context > model.context:
         raise ValueError(f"context {job.context} exceeds the model's {model.context} positions")
@@ -93,7 +96,7 @@ def plan(model: Model, job: Job, machine: Machine, memory_bytes: float) -> Outco
 def _best_of_each_mesh(
     model: Model, job: Job, machine: Machine, fitting: Sequence[tuple[Layout, Memory]]
 ) -> list[tuple[Layout, Memory]]:
-    """Keep the fastest of the layouts that differ only in micro-batches and recomputation."""
+    """Of the layouts that differ only in micro-batches and recomputation, keep the fastest."""
     best: dict[object, tuple[float, Layout, Memory]] = {}
     for layout, needed in fitting:
         key = (layout.pp, layout.replicate, layout.shard, layout.tp, layout.schedule)
@@ -107,7 +110,7 @@ def _best_of_each_mesh(
 def _compared(
     model: Model, job: Job, machine: Machine, best: Sequence[tuple[Layout, Memory]]
 ) -> tuple[Candidate, ...]:
-    """Time the layouts on many possible machines, and order them."""
+    """Time the layouts on many possible machines, and sort them by speed."""
     if not best:
         return ()
     chance = random.Random(_SEED)

@@ -1,4 +1,4 @@
-"""Renderers of an outcome: text for readers, and JSON."""
+"""Render the outcome of planning as text for readers, or as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GIB = 1 << 30
 def as_text(
     model: Model, job: Job, machine: Machine, outcome: Outcome, memory_bytes: float, num_shown: int
 ) -> str:
-    """Return the report: a table, the parts of the first layout, and how sure the order is."""
+    """Return the text of the report: a table, the first layout's parts, and the uncertainty."""
     return "\n".join(_lines(model, job, machine, outcome, memory_bytes, num_shown))
 
 
@@ -99,7 +99,7 @@ def _how_sure_of_memory(job: Job) -> str:
 
 
 def as_json(job: Job, machine: Machine, outcome: Outcome) -> dict[str, Any]:
-    """Return the outcome as plain values, in bytes and seconds."""
+    """Return the outcome as plain values, with sizes in bytes and times in seconds."""
 
     def described(memory: Memory) -> dict[str, float]:
         parts = {field.name: getattr(memory, field.name) for field in fields(memory)}

@@ -1,9 +1,10 @@
-"""The time of a layout's step, part by part, on a given machine.
+"""Estimate the time of a layout's step on a given machine, part by part.
 
-Computation is operations over the rate that training reaches. A collective over a ring takes as
-many latencies as it has steps, and its bytes over the bandwidth. Communication of `fully_shard` and
-of replicas is hidden behind computation as far as the machine can; that of tensor parallelism is
-not. A pipeline's idle time comes from the simulation of its schedule.
+The time of computation is the number of operations divided by the rate that training reaches. A
+ring collective takes one latency per ring step, plus its bytes divided by the bandwidth.
+Computation hides the communication of `fully_shard` and of replicas as far as the machine permits,
+but not the communication of tensor parallelism. A pipeline's idle time is taken from a simulation
+of its schedule.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ _GRADIENT_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """Seconds of a step.
+    """The time of a step, in seconds.
 
     Attributes:
-        compute: computation of the rank that has the most.
-        tensor: collectives of tensor parallelism.
+        compute: the computation of the rank that has the most to compute.
+        tensor: the collectives of tensor parallelism.
         exposed: the part of gathers and reductions that computation does not hide.
-        bubble: time in which that rank waits for other stages and for messages between them.
-        optimizer: reading and writing the optimizer's state.
+        bubble: the time for which that rank waits for other stages and for messages between stages.
+        optimizer: the time to read and write the optimizer's state.
     """
 
     compute: float
@@ -41,12 +42,12 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """The sum of the parts."""
+        """The sum of all parts."""
         return math.fsum(getattr(self, field.name) for field in fields(self))
 
 
 def step_time(model: Model, layout: Layout, job: Job, machine: Machine) -> StepTime:
-    """Return the time of a step, by the machine's likely figures."""
+    """Return the time of a step, computed with the machine's likely figures."""
     tokens = job.batch // layout.data // layout.microbatches * job.context
     shares = forward_costs(model, layout, job.context)
     backward = 3.0 if layout.recompute else 2.0
@@ -79,7 +80,7 @@ def _course(layout: Layout, shares: tuple[float, ...], backward: float) -> Cours
 def _ring_s(
     machine: Machine, layout: Layout, job: Job, axis: str, num_bytes: float, num_calls: float
 ) -> float:
-    """Return the time of gathering (or reducing and scattering) over a ring, in that many calls."""
+    """Return the time to gather, or to reduce and scatter, over a ring in `num_calls` calls."""
     size = int(getattr(layout, axis))
     if size == 1:
         return 0.0
@@ -102,7 +103,7 @@ def _tensor_s(
 
 
 def _most_parameters(model: Model, layout: Layout) -> float:
-    """Return the number of parameters of the rank that has the most, before sharding."""
+    """Return the largest number of parameters on any rank, before sharding."""
     stages = stages_of(layout, model)
     held = [0.0] * layout.pp
     for stage, owner in enumerate(stages.rank_of_stage):
@@ -114,7 +115,7 @@ def _most_parameters(model: Model, layout: Layout) -> float:
 
 
 def _exposed_s(model: Model, layout: Layout, job: Job, machine: Machine, compute_s: float) -> float:
-    """Return the exposed part of gathers for forward and backward and of gradient reductions."""
+    """Return the exposed time of gathers for forward and backward and of gradient reductions."""
     if layout.data == 1:
         return 0.0
     parameters = _most_parameters(model, layout)
@@ -138,7 +139,7 @@ def _exposed_s(model: Model, layout: Layout, job: Job, machine: Machine, compute
 
 
 def _messages_s(model: Model, layout: Layout, job: Job, machine: Machine, tokens: int) -> float:
-    """Return the delay by messages between stages: the first way down and the last way up."""
+    """Return the delay of messages between stages: one forward pass and one backward pass."""
     if layout.pp == 1:
         return 0.0
     link = machine.link(2, is_across=layout.spans("pp") > job.ranks_per_node)

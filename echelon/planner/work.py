@@ -1,4 +1,4 @@
-"""The operations of a layout's stages, and the bytes that its ranks exchange."""
+"""Compute the operations of a layout's stages, and the bytes that its ranks exchange."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from echelon.planner.pipeline import stages_of
 
 
 def forward_costs(model: Model, layout: Layout, context: int) -> tuple[float, ...]:
-    """Return the cost of each stage's forward pass, as a share of the whole model's."""
+    """Return the cost of each stage's forward pass, as a fraction of the whole model's cost."""
     stages = stages_of(layout, model)
     block, head = model.block_flops(context), model.head_flops()
     whole = model.layers * block + head

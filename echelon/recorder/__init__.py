@@ -1,6 +1,6 @@
-"""A rank's black box: `span`, `step`, `watch` and `last_step` for users, the ring, dumps.
+"""Record a rank's black box with `span`, `step` and `watch`, and read and dump its ring.
 
-`export_torch` is imported on first use, so that recording does not wait for it.
+`export_torch` is imported on first use, so that starting to record does not wait for the import.
 """
 
 from typing import TYPE_CHECKING, Any

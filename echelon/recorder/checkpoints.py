@@ -1,8 +1,8 @@
-"""Checkpoints and attempts, exchanged between a rank and its launcher in two small files.
+"""Exchange checkpoints and attempts between a rank and its launcher through two small files.
 
 `RANK_DIR/checkpoint.json` is written when a checkpoint is committed, and gives the launcher the
-location of the job's newest one. ECHELON_ATTEMPTS names a file that the launcher wrote before this
-attempt: it lists how the earlier attempts ended.
+location of the job's newest checkpoint. ECHELON_ATTEMPTS names a file that the launcher wrote
+before this attempt and that lists how the earlier attempts ended.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _STEP_NAME = re.compile(r"step_(\d{1,18})")
 
 
 def note_checkpoint(path: Path, step: int | None) -> None:
-    """Publish that a checkpoint is committed; does nothing without a launcher.
+    """Publish that a checkpoint was committed; do nothing without a launcher.
 
     Args:
-        path: the folder that was saved to.
-        step: the step at which it was saved, None if not known; a folder `step_<n>` takes
-            precedence.
+        path: the folder in which the checkpoint was saved.
+        step: the step at which the checkpoint was saved; None if it is not known. The step in a
+            folder name `step_<n>` takes precedence.
     """
     folder = os.environ.get("ECHELON_RANK_DIR", "")
     if not folder:
@@ -40,10 +40,11 @@ def note_checkpoint(path: Path, step: int | None) -> None:
 
 
 def last_step() -> int | None:
-    """Return the last step that this rank began, or before its first one, an earlier attempt's.
+    """Return the last step that this rank began; before its first step, that of an earlier attempt.
 
     Returns:
-        None if no step is known: nothing is recorded, or the first attempt has begun none.
+        The step, or None if no step is known because nothing is recorded or no attempt has begun a
+        step.
 
     Example:
         >>> last_step() is None  # nothing records in this process

@@ -1,15 +1,15 @@
-"""The offset between this host's monotonic clock and rank 0's, which aligns ranks in time.
+"""Measure the offset between this host's monotonic clock and rank 0's, to align ranks in time.
 
-Ranks on one host share the kernel's clock, so their offset is exactly 0. Between hosts, it is
-measured by round trips, as in NTP: rank 0 read its clock somewhere between the request and the
-arrival of the response, so the midpoint is the best estimate and half the round trip bounds the
-error. The shortest of several round trips is used.
+Ranks on the same host share the kernel's clock, so their offset is exactly 0. Between hosts, the
+offset is measured by round trips, as in NTP. Rank 0 read its clock at some moment between the
+request and the arrival of the response, so the midpoint is the best estimate, and half of the round
+trip bounds the error. The shortest of several round trips is used.
 
-Between hosts, this is measured once, when the world is made. Monotonic clocks drift apart by some
-microseconds per second, so after an hour the actual error exceeds the measured one by milliseconds.
-The record itself provides a second measurement: no rank leaves an all_reduce before the last one
-has entered it. If stamps of two hosts contradict that, the analysis does not compare them
-(`analysis/evidence/timing.py`).
+Between hosts, the offset is measured once, when the world is created. Monotonic clocks drift apart
+by some microseconds per second, so after an hour the actual error exceeds the measured error by
+milliseconds. The record itself provides a second measurement, because no rank leaves an all_reduce
+before the last rank has entered it. If the stamps of two hosts contradict that, the analysis does
+not compare them (`analysis/evidence/timing.py`).
 
 On its own host, a rank measures continuously. `HostClocks` detects that the wall clock was set or
 slewed, so that a record's stamps keep their place among logs and torch's dumps. It also detects
@@ -30,7 +30,7 @@ NOT_MEASURED = -1  # as `Identity.clock_error_ns`
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """The offset to rank 0's clock: a local stamp is stamp + offset_ns there, within error_ns."""
+    """The offset to rank 0's clock, which is at local stamp + offset_ns, within error_ns."""
 
     offset_ns: int
     error_ns: int
@@ -45,10 +45,10 @@ def measure_offset(
     """Measure the offset to rank 0's clock by round trips.
 
     Args:
-        ask: makes one round trip to rank 0 and returns its monotonic clock, in ns. Its exceptions
-            propagate.
-        num_rounds: at least 1.
-        now: this host's monotonic clock, in ns.
+        ask: a function that makes one round trip to rank 0 and returns rank 0's monotonic clock in
+            ns. Its exceptions propagate.
+        num_rounds: the number of round trips, at least 1.
+        now: a function that returns this host's monotonic clock in ns.
     """
     best: ClockOffset | None = None
     for _ in range(num_rounds):
@@ -64,7 +64,7 @@ def measure_offset(
 
 @dataclass(frozen=True, slots=True)
 class HostTime:
-    """One moment on three clocks of a host. `boot_ns` continues while the host is suspended."""
+    """One moment on three clocks of a host. `boot_ns` keeps running while the host is suspended."""
 
     mono_ns: int
     wall_ns: int
@@ -72,7 +72,7 @@ class HostTime:
 
     @classmethod
     def read(cls) -> HostTime | None:
-        """Read the clocks together; return None if the thread was preempted between them."""
+        """Read the clocks together; return None if the thread was preempted in between."""
         began = time.monotonic_ns()
         wall = time.time_ns()
         boot = _boot_ns()
@@ -83,15 +83,15 @@ class HostTime:
 
 
 class HostClocks:
-    """Changes of a host's clocks since the last look. Not thread-safe."""
+    """Detects changes of a host's clocks between observations. Not thread-safe."""
 
     def __init__(self, mono_ns: int, wall_ns: int) -> None:
-        """Begin with one moment read on two clocks."""
+        """Start from one moment that was read on two clocks."""
         self._wall_offset_ns = wall_ns - mono_ns
         self._boot_offset_ns: int | None = None
 
     def look(self, now: HostTime) -> tuple[bool, bool]:
-        """Return whether the wall clock has moved, and whether the host was suspended."""
+        """Return whether the wall clock was changed, and whether the host was suspended."""
         wall = now.wall_ns - now.mono_ns
         has_moved = abs(wall - self._wall_offset_ns) > MOVED_NS
         if has_moved:
@@ -102,6 +102,6 @@ class HostClocks:
 
 
 def _boot_ns() -> int | None:
-    """Return the clock that includes suspended time; None if there is none (not on Linux)."""
+    """Return the clock that includes suspended time; None if the system has no such clock."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     return None if clock is None else time.clock_gettime_ns(clock)

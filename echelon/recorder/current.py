@@ -1,16 +1,16 @@
-"""The recorder of this process: `current()`. A process has at most one.
+"""Provide this process's recorder, `current()`. A process has at most one recorder.
 
-It records into the file of `write/ring.py`, in the folder that the environment names: the launcher
-sets ECHELON_RANK_DIR, or the user sets ECHELON_RECORD_DIR. Without such a folder, or with
-ECHELON_RECORDER_SIZE=0, there is no recorder, and every call that users make is a cheap no-op, so
-that calling code need not check.
+The recorder writes to the file of `write/ring.py`, in a folder that the environment names. The
+launcher sets ECHELON_RANK_DIR, or the user sets ECHELON_RECORD_DIR. Without such a folder, or with
+ECHELON_RECORDER_SIZE=0, there is no recorder. Every call that users make is then a cheap no-op, so
+that calling code does not need to check.
 
-[Note: who may record] A ring belongs to one process. A fork inherits the mapping, so in the child
-the recorder is switched off (`os.register_at_fork`). A process that multiprocessing started, or
-that finds the ring file of a living process, does not record; otherwise a DataLoader's workers
+[Note: who may record] A ring belongs to one process. A fork inherits the mapping, so the recorder
+is switched off in the child (`os.register_at_fork`). A process does not record if multiprocessing
+started it or if it finds the ring file of a living process; otherwise, the workers of a DataLoader
 would write into their parent's record. A process that multiprocessing started and that joins a
-world is a rank itself (`torch.multiprocessing.spawn`): it records from then on, below its parent's
-folder.
+world is itself a rank (`torch.multiprocessing.spawn`). Such a process records from then on, in a
+folder below its parent's.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _open_lock = threading.Lock()
 
 
 def current() -> Recorder | None:
-    """Return this process's recorder, opening it on the first call; None if nothing is recorded."""
+    """Return this process's recorder, opened by the first call; None if nothing is recorded."""
     return _recorder if _opened else _open()
 
 
 def if_opened() -> Recorder | None:
-    """Return this process's recorder if `current` has opened it."""
+    """Return this process's recorder if `current` has already opened it, else None."""
     return _recorder
 
 
 def record_as_rank(rank: int, world_size: int) -> None:
-    """Start recording if multiprocessing started this process, which is a rank itself."""
+    """Start recording if multiprocessing started this process as a rank of its own."""
     global _opened
     if not _was_spawned():
         return
@@ -89,7 +89,7 @@ def _start(settings: Settings) -> None:
 
 
 def say(text: str) -> None:
-    """Print one line for the user, if there is a standard error."""
+    """Print one line to the standard error, if there is one."""
     with contextlib.suppress(Exception):
         print(f"echelon: {text}", file=sys.stderr)
 

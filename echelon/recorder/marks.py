@@ -1,4 +1,4 @@
-"""Marks that users set in their own code: phases, steps, and waits for data."""
+"""Let users mark phases, steps and waits for data in their own code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ by_hand: set[str] = set()  # spans, and "step", that the program marks itself: h
 class span:  # noqa: N801 -- reads as a statement: `with span("data_wait"):`
     """Mark a phase of the step: `with span("data_wait"): batch = next(batches)`.
 
-    Verdicts interpret data_wait, compute, checkpoint, compile and store. Any other name is free.
+    Verdicts interpret the names data_wait, compute, checkpoint, compile and store. Any other name
+    may be used freely.
 
     Example:
         >>> batches = iter([1, 2, 3])
@@ -57,7 +58,7 @@ class span:  # noqa: N801 -- reads as a statement: `with span("data_wait"):`
 
 
 def step(number: int | None = None) -> None:
-    """Mark the beginning of a training step: number `number`, or one more than the last.
+    """Mark the start of training step `number`, or without a number, of the step after the last.
 
     Example:
         >>> for batch in range(3):

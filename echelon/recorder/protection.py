@@ -1,6 +1,6 @@
-"""Mapped rings whose files may be truncated: this costs their contents, not this process.
+"""Protect mapped rings whose files may be truncated, so that only their contents are lost.
 
-A load from a page that the file no longer has raises SIGBUS. The C core's handler replaces the
+Reading a page that the file no longer has raises SIGBUS. The C core's handler then replaces the
 mapping with empty memory. Without the core, the process dies as it would without this module.
 """
 
@@ -17,11 +17,11 @@ except ImportError:
 
 
 def protect(memory: mmap.mmap) -> int:
-    """Protect a mapping; return a handle for `release`, 0 if it cannot be protected."""
+    """Protect a mapping; return a handle for `release`, or 0 if protection is not possible."""
     return 0 if _native is None else int(_native.protect(memory))
 
 
 def release(protected: int) -> None:
-    """Undo `protect`, before the mapping is closed."""
+    """End the protection of a mapping, before the mapping is closed."""
     if protected:
         _native.release(protected)

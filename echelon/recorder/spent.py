@@ -1,9 +1,9 @@
-"""Time that a thread has spent so far: in its spans, by name, and in collectives.
+"""Track the time that a thread has spent so far in its spans, by name, and in collectives.
 
-A ring holds the newest operations and spans, and only if the process records. A program that logs
-its own figures needs totals that neither wrap nor depend on recording, so they are kept here, one
-set for each thread: the waits of a thread that saves a checkpoint must not count towards the
-training thread's shares.
+A ring holds only the newest operations and spans, and only if the process records. A program that
+logs its own figures needs totals that neither wrap around nor depend on recording, so the totals
+are kept here. Each thread has its own totals, because the waits of a thread that saves a checkpoint
+must not count towards the training thread's figures.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ MAX_NAMES = 256  # of spans; a program that numbers its spans must not grow a ta
 
 
 class Spent(threading.local):
-    """Totals of the calling thread.
+    """The totals of the calling thread.
 
     Attributes:
-        spans_ns: by name, the nanoseconds that ended spans took; of nested spans with one name, the
-            outermost counts.
-        collectives_s: seconds in which the thread was blocked in a collective or a message of
+        spans_ns: the total duration of ended spans in nanoseconds, keyed by name. Of nested spans
+            with the same name, only the outermost counts.
+        collectives_s: the seconds for which the thread was blocked in a collective or a message of
             echelon's groups, or waited for a torch `Work` where hooks record the program. An
             asynchronous operation counts while the thread waits for it, so time hidden by
-            computation is excluded; on a device, only the time that blocks the host counts.
+            computation is excluded. On a device, only the time that blocks the host counts.
     """
 
     def __init__(self) -> None:

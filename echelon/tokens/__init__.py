@@ -1,4 +1,4 @@
-"""Token shards: text prepared once and read by any number of ranks, with an exact position."""
+"""Prepare text as token shards, which any number of ranks then read from an exact position."""
 
 from echelon.tokens.loader import Batch, TokenLoader
 from echelon.tokens.mixture import Source

@@ -1,4 +1,4 @@
-"""Documents of text, JSON Lines and Hugging Face data sets, read piece by piece."""
+"""Read documents one by one from text files, JSON Lines files and Hugging Face data sets."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ _PIECE_CHARACTERS = 1 << 20  # a text is tokenized in pieces of about this size,
 
 
 def documents_of(path: Path, *, field: str) -> Iterator[Document]:
-    """Return a file's documents: each line of `.jsonl`, else the whole file. `.gz` is unpacked.
+    """Yield a file's documents: each line of a `.jsonl` or `.ndjson` file, else the whole file.
+
+    A `.gz` file is decompressed first.
 
     Args:
-        path: the file.
-        field: the name of the text in each JSON line.
+        path: the path of the file.
+        field: the name of the JSON field that holds a document's text.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: the file is not UTF-8, or a line is not JSON with that field; the message names
-            file and line.
+            the file and the line.
     """
     is_lines = path.name.removesuffix(".gz").endswith((".jsonl", ".ndjson"))
     with _open(path) as file:
@@ -38,15 +40,16 @@ def documents_of(path: Path, *, field: str) -> Iterator[Document]:
 
 
 def dataset_documents(name: str, *, split: str, field: str) -> Iterator[Document]:
-    """Return the rows of a Hugging Face data set as documents, streamed.
+    """Yield the rows of a Hugging Face data set as documents, without loading the whole set.
 
     Args:
-        name: a name on the hub, or a folder that `datasets` can load.
-        split: such as "train".
-        field: the column with the text.
+        name: the data set's name on the hub, or a local folder that `datasets` can load.
+        split: the name of the split, such as "train".
+        field: the name of the column that holds a document's text.
 
     Raises:
-        ValueError: the package is not installed, or the data set or the column does not exist.
+        ValueError: the package `datasets` is not installed, or the data set or the column does not
+            exist.
     """
     try:
         datasets = importlib.import_module("datasets")
@@ -69,7 +72,7 @@ def _open(path: Path) -> TextIO:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Add the file's name to errors of decoding and unpacking."""
+    """Add the file's name to decoding and decompression errors raised inside the context."""
     try:
         yield
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""The index of a folder of token shards: the expected contents of its files.
+"""Describe and read the index of a folder of token shards, which lists the expected files.
 
     FOLDER/index.json           this index; a folder without it is not a folder of token shards
     FOLDER/tokens_00000.bin     tokens, little-endian, of the index's dtype
@@ -28,11 +28,11 @@ END_BYTES = 8  # of one entry in a file of documents
 
 @dataclass(frozen=True, kw_only=True)
 class ShardEntry:
-    """One shard: two files and their contents.
+    """One shard, which consists of a file of tokens and a file of document ends.
 
     Attributes:
-        tokens_crc32: checksum of the file of tokens, by `zlib.crc32`.
-        documents_crc32: checksum of the file of documents.
+        tokens_crc32: the checksum of the file of tokens, by `zlib.crc32`.
+        documents_crc32: the checksum of the file of document ends, by `zlib.crc32`.
     """
 
     tokens_name: str
@@ -45,13 +45,14 @@ class ShardEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """What is known about a folder without reading a token.
+    """The facts about a folder that are known without reading any token.
 
     Attributes:
-        dtype: "uint8", "uint16" or "uint32".
-        vocabulary_size: every token is below it.
-        tokenizer: the name given to `echelon prepare`.
-        end_of_document: the token after each document; None: there is none.
+        dtype: the dtype of the stored tokens: "uint8", "uint16" or "uint32".
+        vocabulary_size: every token is less than this number.
+        tokenizer: the name of the tokenizer, as it was given to `echelon prepare`.
+        end_of_document: the token that follows each document; None means that there is no such
+            token.
     """
 
     dtype: str
@@ -67,12 +68,12 @@ class Index:
 
     @property
     def num_documents(self) -> int:
-        """Number of documents that end in one of the shards."""
+        """Number of documents in the folder."""
         return sum(shard.num_documents for shard in self.shards)
 
     @property
     def fingerprint(self) -> int:
-        """A number that changes if the tokens or the documents do."""
+        """A hash of the index, which changes if the tokens or the documents change."""
         sums = [
             (s.num_tokens, s.num_documents, s.tokens_crc32, s.documents_crc32) for s in self.shards
         ]
@@ -88,8 +89,8 @@ def read_index(folder: Path) -> Index:
     """Read a folder's index, and check it and the sizes of the files that it lists.
 
     Raises:
-        TokenShardsError: there is no index, it cannot be read, or a file is missing or has another
-            size.
+        TokenShardsError: the index is missing or cannot be read, or a file that it lists is missing
+            or has a different size.
     """
     path = folder / NAME
     try:
@@ -149,7 +150,7 @@ def _count(fields: dict[str, Any], name: str) -> int:
 
 
 def _file_name(fields: dict[str, Any], name: str) -> str:
-    """Return a file's name; refuse one that leads out of the folder."""
+    """Return the file name stored under `name`; refuse a path that leads out of the folder."""
     value = fields[name]
     if not isinstance(value, str) or Path(value).name != value:
         raise ValueError(f'"{name}" is {value!r}, not the name of a file in the same folder')

@@ -1,10 +1,10 @@
-"""Batches of a mixture of token shards, prefetched, with a position that is exact to the sample.
+"""Load batches from a mixture of token shards, with prefetching and an exact, resumable position.
 
-[Note: the position in the data] Samples are numbered over all ranks: a step takes the next `batch`
-numbers, and a rank reads its part of them. The source of a number follows from the weights alone,
-and the place in the source from (seed, source, epoch, number). So the position is the number of
-samples taken from each source. It is the same on all ranks and does not depend on the number of
-ranks. Prefetched batches that the caller has not received are not counted.
+[Note: the position in the data] Samples are numbered over all ranks. A step takes the next `batch`
+numbers, and each rank reads its share of them. The weights alone determine which source a number is
+drawn from, and (seed, source, epoch, number) determines the sample within that source. The position
+is therefore the number of samples taken from each source. It is the same on all ranks and does not
+depend on the number of ranks. Prefetched batches that the caller has not received are not counted.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ _VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """This rank's part of one step's samples; B of them, T tokens each.
+    """This rank's share of one step's samples: B samples of T tokens each.
 
     Attributes:
-        tokens: the model's input: int64 [B, T].
-        targets: the token after each: int64 [B, T]; with `mask_documents` or `pack_documents`, -100
-            where that token belongs to another document, and for padding.
-        documents: the document of each token, numbered from 0 within its row: int64 [B, T]. Tokens
-            attend to each other where the numbers are equal.
-        sources: the number of each row's source: int64 [B].
-        first_sample: the number of the first row, over all ranks and steps.
+        tokens: the input of the model: int64 [B, T].
+        targets: the token that follows each input token: int64 [B, T]. With `mask_documents` or
+            `pack_documents`, the target is -100 where the next token belongs to another document,
+            and for padding.
+        documents: the number of each token's document, counted from 0 within its row: int64 [B, T].
+            Tokens attend to each other only where these numbers are equal.
+        sources: the index of the source that each row was drawn from: int64 [B].
+        first_sample: the number of the first row's sample, counted over all ranks and steps.
 
     Example:
         >>> batch = next(iter(loader))
@@ -61,7 +62,7 @@ class Batch:
 
     @property
     def positions(self) -> NDArray[np.int64]:
-        """The position of each token in its document, counted within this row: int64 [B, T]."""
+        """The position of each token in its document, counted within the row: int64 [B, T]."""
         places = np.broadcast_to(np.arange(self.documents.shape[1]), self.documents.shape)
         starts = np.zeros_like(self.documents)
         begins = self.documents[:, 1:] != self.documents[:, :-1]
@@ -81,37 +82,40 @@ class _Position:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A batch that is being read, and the position once it is received."""
+    """A batch that is being read, and the loader's position after the caller has received it."""
 
     batch: Future[Batch]
     after: _Position
 
 
 class TokenLoader:
-    """Iterates over batches indefinitely; each source starts its next epoch in another order.
+    """Iterates over batches indefinitely; each epoch of a source has a different order.
 
-    Every source is cut into windows of `context` tokens (and the one after), or its documents are
-    packed into as many. Within an epoch each sample is drawn once. Threads read ahead; the time
-    that the caller waits for them is recorded as a `data_wait` span. Used by one thread at a time.
+    Each source is cut into windows of `context` tokens, each read with the token that follows, or
+    its documents are packed into samples of that size. Each sample is drawn once per epoch.
+    Background threads read ahead; the time for which the caller waits for them is recorded as a
+    `data_wait` span. A loader may be used by only one thread at a time.
 
     Args:
-        sources: the sources of samples; their names must differ.
-        context: T, the tokens of a sample.
-        batch: samples per step, over all ranks.
-        rank: this rank's place in the world.
-        world_size: ranks that share a batch, as evenly as possible; a rank's part may be empty if
-            `batch` is below `world_size`.
-        seed: determines the order of samples.
-        mask_documents: leave the first token of each document out of the targets.
-        pack_documents: fill samples with whole documents (`packing.py`) instead of cutting at fixed
-            intervals; a document is divided only if it is longer than a sample. The first tokens of
-            documents are never targets. Each rank reads the ends of all documents.
-        num_workers: number of reading threads.
-        prefetch: number of batches read ahead.
+        sources: the sources from which samples are drawn; their names must differ.
+        context: T, the number of tokens in a sample.
+        batch: the number of samples per step, over all ranks.
+        rank: the rank of this process in the world.
+        world_size: the number of ranks that share a batch, as evenly as possible. A rank's share
+            may be empty if `batch` is less than `world_size`.
+        seed: the seed that determines the order of samples.
+        mask_documents: exclude the first token of each document from the targets.
+        pack_documents: fill samples with whole documents (`packing.py`) instead of cutting the text
+            at fixed intervals; a document is divided only if it is longer than a sample. The first
+            token of a document is never a target. Every rank reads the end positions of all
+            documents.
+        num_workers: the number of reading threads.
+        prefetch: the number of batches to read ahead.
 
     Raises:
-        ValueError: an argument is out of range, a name is used twice, a source has fewer than
-            `context` + 1 tokens, or with `pack_documents`, a source has no document of two tokens.
+        ValueError: an argument is out of range, a name is used twice, or a source has fewer than
+            `context` + 1 tokens. With `pack_documents`, also if a source has no document of at
+            least two tokens.
 
     Example:
         >>> web = Source("web", TokenShards("web"), weight=0.8)
@@ -161,12 +165,12 @@ class TokenLoader:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples that all ranks together have received."""
+        """Total number of samples that all ranks have received."""
         return self._position.num_samples
 
     @property
     def epochs(self) -> dict[str, float]:
-        """Number of complete passes over each source, by name."""
+        """Number of passes over each source, keyed by the source's name."""
         return {
             source.name: taken / len(self._samples[i])
             for i, (source, taken) in enumerate(
@@ -178,7 +182,7 @@ class TokenLoader:
         return self
 
     def __next__(self) -> Batch:
-        """Return the next batch; blocks until it is read.
+        """Return the next batch; block until the batch has been read.
 
         Raises:
             TokenShardsError: a file is damaged or was removed.
@@ -196,7 +200,7 @@ class TokenLoader:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as plain values, equal on all ranks."""
+        """Return the loader's position as plain values, which are equal on all ranks."""
         saved = zip(self.sources, self._position.taken, self._position.credits, strict=True)
         return {
             "version": _VERSION,
@@ -215,14 +219,15 @@ class TokenLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the position of the state, on any number of ranks.
+        """Continue from a saved position, on any number of ranks.
 
-        The batch's size and the weights may differ, and sources may be new. Every source in
-        the state must be passed, with weight 0 if no more samples are to be drawn from it.
+        The batch size and the weights may differ from the saved ones, and sources may be new. Every
+        source in the state must be passed to the loader, with weight 0 if no more samples are to be
+        drawn from it.
 
         Raises:
-            ValueError: the state belongs to another context or seed, to other tokens, or to a
-                source that is missing here. The loader is unchanged in that case.
+            ValueError: the state was saved with a different context, seed or tokens, or names a
+                source that this loader does not have. The loader is then left unchanged.
         """
         self._require_same(state)
         saved = state["sources"]
@@ -235,7 +240,7 @@ class TokenLoader:
         )
 
     def close(self) -> None:
-        """Stop reading; wait for reads that have begun. May be called again."""
+        """Stop reading, and wait for the reads in progress. May be called more than once."""
         self._is_closed = True
         self._drop_pending()
         self._readers.shutdown(wait=True, cancel_futures=True)
@@ -254,7 +259,7 @@ class TokenLoader:
         self.close()
 
     def _plan(self) -> None:
-        """Draw the next batch's samples, and start reading this rank's part."""
+        """Draw the next batch's samples, and start reading this rank's share of them."""
         before = self._planned
         self._mixture.taken, self._mixture.credits = list(before.taken), list(before.credits)
         drawn = self._mixture.draw(self._batch)
@@ -283,7 +288,7 @@ class TokenLoader:
         )
 
     def _windows(self, drawn: Drawn) -> NDArray[np.int64]:
-        """Return the window of its source that each sample is: int64 [num]."""
+        """Return, for each sample, the number of its window within its source: int64 [num]."""
         windows = np.empty(len(drawn.source), np.int64)
         sizes = np.array([len(samples) for samples in self._samples], np.int64)
         epochs, places = np.divmod(drawn.number, sizes[drawn.source])

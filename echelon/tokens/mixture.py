@@ -1,9 +1,10 @@
-"""Choose each sample's source: exact weights, without randomness or stored history.
+"""Choose each sample's source by exact weights, without randomness and without stored history.
 
-Smooth weighted round robin: each draw adds every source's weight to its credit, selects the source
-with the largest credit, and subtracts the sum of weights from it. After any number of draws a
-source is less than one sample away from its share per other source. Credits are integers, so every
-rank computes the same sequence.
+The algorithm is smooth weighted round robin. Each draw adds every source's weight to that source's
+credit, selects the source with the largest credit, and subtracts the sum of all weights from the
+credit of that source. After any number of draws, the count of a source differs from its exact share
+by less than one sample per other source. Credits are integers, so every rank computes the same
+sequence.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ class Source:
     """Token shards from which samples are drawn.
 
     Attributes:
-        name: its name in the loader's state.
-        shards: its tokens.
-        weight: its share of the samples, relative to the other sources'; 0: nothing is drawn from
-            it.
+        name: the source's name in the loader's state.
+        shards: the tokens of the source.
+        weight: the source's share of the samples, relative to the other sources' weights. With 0,
+            no sample is drawn from the source.
 
     Raises:
         ValueError: the weight is negative or not finite.
@@ -51,8 +52,8 @@ class Drawn:
     """The sources of consecutive samples.
 
     Attributes:
-        source: the number of each sample's source: int64 [num].
-        number: index of the sample in that source, over all epochs: int64 [num].
+        source: the index of each sample's source: int64 [num].
+        number: the index of each sample within its source, counted over all epochs: int64 [num].
     """
 
     source: NDArray[np.int64]
@@ -60,10 +61,10 @@ class Drawn:
 
 
 class Mixture:
-    """Draws sources in the proportion of their weights.
+    """Draws sources in proportion to their weights.
 
     Args:
-        weights: one per source, at least one above 0.
+        weights: one weight per source, of which at least one is above 0.
     """
 
     def __init__(self, weights: list[float]) -> None:
@@ -88,6 +89,6 @@ class Mixture:
         return Drawn(source, number)
 
     def _richest(self) -> int:
-        """Return the source with the largest credit, the first of equals; never one of weight 0."""
+        """Return the source with the largest credit: the first of equals, never one of weight 0."""
         drawn = [i for i, weight in enumerate(self._weights) if weight]
         return max(drawn, key=lambda i: (self.credits[i], -i))

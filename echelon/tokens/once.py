@@ -1,7 +1,8 @@
-"""Create a folder once, however many processes request it at the same time.
+"""Create a folder exactly once, even if many processes request the folder at the same time.
 
-A kernel lock decides which process creates it; the lock is released however that process ends. The
-folder is created under a hidden name and renamed, so a folder under its own name is complete.
+A kernel lock decides which process creates the folder; the kernel releases the lock however that
+process ends. The folder is created under a hidden name and then renamed, so a folder that has its
+final name is complete.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from uuid import uuid4
 
 
 def make_once(folder: Path, make: Callable[[Path], None]) -> bool:
-    """Create `folder` with `make`, unless it exists; block while another process creates it.
+    """Create `folder` with `make` unless it exists; block while another process creates it.
 
     Args:
-        folder: the folder to create; its parents are created too.
-        make: fills the empty folder that is passed to it. It has no time limit.
+        folder: the folder to create; missing parents are created too.
+        make: a function that fills the empty folder passed to it; it may take any length of time.
 
     Returns:
         True if this call created the folder.
 
     Raises:
-        OSError: the folder cannot be created. Exceptions from `make` propagate; the folder does not
-            exist then, and the next waiting process tries again.
+        OSError: the folder cannot be created. Exceptions from `make` propagate; in that case the
+            folder does not exist, and the next waiting process tries to create it.
     """
     if folder.exists():
         return False
@@ -63,7 +64,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Hold an exclusive lock; yield False if the file system has no locks."""
+    """Hold an exclusive lock on a file; yield False if the file system does not support locks."""
     if sys.platform == "win32":
         yield False
         return

@@ -1,11 +1,12 @@
-"""Packs: whole documents placed into rows of `context` tokens by first fit.
+"""Pack whole documents into rows of `context` tokens by first fit.
 
-A document of n tokens has n - 1 pairs of a token and its successor. A document that is too long for
-a row is cut into pieces. No pair is lost or duplicated, and none joins two documents. The rest of a
-row is padding: a separate document without targets.
+A document of n tokens has n - 1 pairs, each of a token and its successor. A document that is too
+long for a row is cut into pieces. No pair is lost or duplicated, and no pair spans two documents.
+The rest of a row is padding, which counts as a separate document without targets.
 
-Rejected: first fit among all open rows, which becomes slower with every document. Here, only the
-last `_NUM_OPEN` rows stay open, so a row's documents are also close to each other in the files.
+First fit among all open rows was rejected because it becomes slower with every document. Here, only
+the last `_NUM_OPEN` rows stay open, so the documents of a row are also close to each other in the
+files.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ _NUM_OPEN = 512
 
 
 class Packs:
-    """Samples of whole documents. Creating it takes about 4 s and 20 MB per million documents.
+    """Samples that consist of whole documents.
+
+    Creating the packs takes about 4 s and 20 MB per million documents.
 
     Args:
-        shards: the tokens.
-        context: T, the tokens of a sample.
+        shards: the tokens to pack.
+        context: T, the number of tokens in a sample.
 
     Raises:
-        ValueError: no document has two tokens.
+        ValueError: no document has at least two tokens.
     """
 
     def __init__(self, shards: TokenShards, context: int) -> None:
@@ -46,11 +49,11 @@ class Packs:
 
     @property
     def padding(self) -> float:
-        """The share of all rows that is padding: 0 to 1."""
+        """The fraction of all rows' tokens that is padding, from 0 to 1."""
         return 1.0 - float(self._sizes.sum()) / (len(self) * self.context)
 
     def read(self, number: int) -> Row:
-        """Return a sample.
+        """Return the sample with the given number.
 
         Raises:
             TokenShardsError: a file is damaged or was removed.
@@ -72,14 +75,14 @@ class Packs:
 
 
 def first_fit(sizes: NDArray[np.int64], room: int) -> NDArray[np.int64]:
-    """Return the row of each piece: the first open row that has room for it.
+    """Return the row of each piece, which is the first open row that has room for the piece.
 
     Args:
-        sizes: sizes of the pieces, each 1 to `room`: int64 [num_pieces].
-        room: size of a row.
+        sizes: the sizes of the pieces, each between 1 and `room`: int64 [num_pieces].
+        room: the size of a row.
 
     Returns:
-        int64 [num_pieces]: row numbers from 0; each row has at least one piece.
+        The row numbers, counted from 0: int64 [num_pieces]. Each row has at least one piece.
     """
     rows = np.empty(len(sizes), np.int64)
     left = np.full(_NUM_OPEN, room, np.int64)  # the last of them is always empty
@@ -101,7 +104,7 @@ def first_fit(sizes: NDArray[np.int64], room: int) -> NDArray[np.int64]:
 
 
 def _pieces(shards: TokenShards, context: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return each piece's first token and number of pairs; a document without a pair has none."""
+    """Return each piece's first token and number of pairs; every piece has at least one pair."""
     ends = shards.ends()
     if len(shards) and (not len(ends) or ends[-1] < len(shards)):
         ends = np.append(ends, len(shards))  # the last document was not ended

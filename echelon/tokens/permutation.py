@@ -1,9 +1,9 @@
-"""A random order of n items without stored state: the i-th item, for any i, in constant time.
+"""Compute the i-th item of a random order of n items in constant time, without stored state.
 
-A Feistel network over the next power of four, applied again until the result is below n
-("cycle walking"): Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002. The
-round function is the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). This is for the
-order of samples, not for secrets.
+The permutation is a Feistel network over the next power of four, which is applied again until the
+result is below n ("cycle walking": Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA
+2002). The round function is the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). The
+permutation is meant for the order of samples, not for secrets.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def permute(indices: NDArray[np.int64], size: int, key: tuple[int, int, int]) -> NDArray[np.int64]:
-    """Return the place of each index in a random order of `size` items: int64, like `indices`.
+    """Return the position of each index in a random order of `size` items, as int64.
 
     Args:
-        indices: each in 0 to size - 1.
-        size: at least 1, at most 2**62.
-        key: three numbers; each combination gives a different order.
+        indices: the indices to permute, each between 0 and size - 1.
+        size: the number of items, at least 1 and at most 2**62.
+        key: three numbers; each combination of them gives a different order.
     """
     assert size >= 1
     half = np.uint64(max(1, -(-(size - 1).bit_length() // 2)))

@@ -25,7 +25,7 @@ _DRAWS = 1 << 32
 
 @dataclass(frozen=True)
 class Prepared:
-    """The written folders: one, or one for training and one for validation."""
+    """The summary of one folder that was written."""
 
     folder: Path
     num_documents: int
@@ -43,15 +43,16 @@ def prepare(
     """Tokenize documents and write them into `out`, or into `out/train` and `out/validation`.
 
     Args:
-        out: the folder to create.
-        documents: read one after another; none is kept in memory.
-        validation: the share of documents to hold out, selected by their numbers; 0: none.
-        shard_tokens: tokens per shard.
+        out: the path of the folder to create.
+        documents: the documents, which are read one at a time and not kept in memory.
+        validation: the fraction of documents to hold out, selected by document number; with 0, none
+            are held out.
+        shard_tokens: the number of tokens per shard.
 
     Raises:
-        ValueError: `out` exists, the share is not in [0, 1), or a part would have no documents.
-        TokenShardsError: there is no document.
-        OSError: reading or writing failed; `out` is not created then.
+        ValueError: `out` exists, the fraction is not in [0, 1), or a part would have no documents.
+        TokenShardsError: `documents` is empty.
+        OSError: reading or writing failed; in that case `out` is not created.
     """
     if not 0 <= validation < 1:
         raise ValueError(f"the held-out share must be at least 0 and below 1, not {validation}")
@@ -165,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code: 0, or 2 with one line on stderr."""
+    """Run the command; return 0 on success, or 2 after printing a one-line error to stderr."""
     options = _parser().parse_args(argv)
     try:
         for prepared in _run(options):

@@ -1,4 +1,4 @@
-"""A folder of token shards, memory-mapped: nothing is loaded until it is used."""
+"""Read a folder of token shards through memory maps, which load nothing until it is used."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _PIECE_BYTES = 1 << 24  # read at once during verification
 
 
 class TokenShards:
-    """The tokens of a folder as one sequence, and where its documents end.
+    """The tokens of a folder as one sequence, with the positions at which its documents end.
 
-    Opening reads the index and checks the files' sizes; `verify` checks every byte. Several threads
-    may read at once.
+    Opening the folder reads the index and checks the files' sizes; `verify` checks every byte.
+    Several threads may read at the same time.
 
     Args:
-        folder: created by `echelon prepare` or a `ShardWriter`.
+        folder: a folder that `echelon prepare` or a `ShardWriter` created.
 
     Raises:
-        TokenShardsError: it is not a folder of token shards, or a file is missing or has another
-            size.
+        TokenShardsError: the folder is not a folder of token shards, or one of its files is missing
+            or has a different size.
 
     Example:
         >>> shards = TokenShards("web")
@@ -49,11 +49,12 @@ class TokenShards:
         return f"TokenShards({str(self.folder)!r}: {len(self):,} tokens)"
 
     def read(self, first: int, num_tokens: int) -> NDArray[np.int64]:
-        """Return `num_tokens` tokens from number `first` on, across shards: int64 [num_tokens].
+        """Return `num_tokens` tokens, starting at token number `first`: int64 [num_tokens].
 
         Raises:
-            ValueError: the folder does not have that many.
-            TokenShardsError: a token is not in the vocabulary: the file is damaged.
+            ValueError: the range extends beyond the folder's tokens.
+            TokenShardsError: a token is not in the vocabulary, which means that the file is
+                damaged.
         """
         if first < 0 or num_tokens < 0 or first + num_tokens > len(self):
             raise ValueError(f"tokens {first} to {first + num_tokens} of {len(self)} do not exist")
@@ -75,17 +76,17 @@ class TokenShards:
         return out
 
     def documents(self, first: int, num_tokens: int) -> NDArray[np.int64]:
-        """Number the document of each token: int64 [num_tokens], from 0 at the first token."""
+        """Return each token's document number, counted from 0 at the first: int64 [num_tokens]."""
         ends = self._ends_between(first, first + num_tokens)
         numbers = np.zeros(num_tokens, np.int64)
         numbers[ends - first] = 1  # distinct: no document is empty
         return np.cumsum(numbers)
 
     def ends(self) -> NDArray[np.int64]:
-        """Return where each document ends, over all shards: int64 [num_documents], ascending.
+        """Return the end of each document over all shards, ascending: int64 [num_documents].
 
         Raises:
-            TokenShardsError: a file of documents is damaged.
+            TokenShardsError: a file of document ends is damaged.
         """
         ends = np.concatenate([np.empty(0, np.int64), *self._ends])
         if len(ends) and (ends[0] < 1 or ends[-1] > len(self) or (np.diff(ends) < 1).any()):
@@ -97,10 +98,10 @@ class TokenShards:
         return ends
 
     def verify(self) -> None:
-        """Read every byte and compare it with the index.
+        """Read every byte of the files, and compare sizes and checksums with the index.
 
         Raises:
-            TokenShardsError: a file differs from what was written; names the file.
+            TokenShardsError: a file differs from what was written; the message names the file.
         """
         for shard in self.index.shards:
             for name, expected in (
@@ -112,7 +113,7 @@ class TokenShards:
                     raise TokenShardsError(f"{path} differs from what was written", path=path)
 
     def _ends_between(self, first: int, end: int) -> NDArray[np.int64]:
-        """Return the positions after `first` and before `end` at which another document begins."""
+        """Return the positions after `first` and before `end` at which a new document begins."""
         found = [np.empty(0, np.int64)]
         number = int(np.searchsorted(self._firsts, first, side="right")) - 1
         while number < len(self.index.shards) and self._firsts[number] < end:

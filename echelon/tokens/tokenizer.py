@@ -1,4 +1,4 @@
-"""Tokenizers by name: bytes, and those of `tiktoken` and `tokenizers` if they are installed."""
+"""Make tokenizers by name: bytes, or a tokenizer of the packages `tiktoken` and `tokenizers`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ class Tokenizer:
     """Converts text to tokens and back.
 
     Attributes:
-        name: the name passed to `make_tokenizer`.
-        vocabulary_size: every token is below it.
-        end_of_document: the token after each document.
-        encode: returns a text's tokens. Text that spells a special token is treated as text.
-        decode: returns the text of tokens; ends of documents are left out, and bytes that are not
-            UTF-8 are replaced.
+        name: the name that was passed to `make_tokenizer`.
+        vocabulary_size: every token is less than this number.
+        end_of_document: the token that follows each document.
+        encode: a function that returns a text's tokens. The spelling of a special token within the
+            text is encoded as ordinary text.
+        decode: a function that returns the text of tokens. End-of-document tokens are left out, and
+            bytes that are not UTF-8 are replaced.
     """
 
     name: str
@@ -38,12 +39,12 @@ def make_tokenizer(name: str) -> Tokenizer:
     """Return a tokenizer by its name.
 
     Args:
-        name: "bytes": UTF-8's bytes, with 256 as the end of a document; "tiktoken:ENCODING";
-            "tokenizers:FILE", a `tokenizer.json`.
+        name: "bytes" (the bytes of UTF-8, with 256 as the end of a document), "tiktoken:ENCODING",
+            or "tokenizers:FILE", where FILE is a `tokenizer.json`.
 
     Raises:
-        ValueError: there is no such tokenizer, its package is not installed, its file cannot be
-            read, or it has no token that ends a document.
+        ValueError: the name is unknown, the tokenizer's package is not installed, its file cannot
+            be read, or it has no token that ends a document.
     """
     kind, _, rest = name.partition(":")
     if name == "bytes":

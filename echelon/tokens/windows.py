@@ -1,4 +1,4 @@
-"""Windows: token shards cut every `context` tokens, wherever documents end."""
+"""Cut token shards into windows of `context` tokens, regardless of where documents end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOT_COUNTED = -100  # the target that torch's cross_entropy ignores
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One sample: T tokens, the targets and the document of each, all int64 [T]."""
+    """One sample: T tokens, and the target and document number of each token, all int64 [T]."""
 
     tokens: NDArray[np.int64]
     targets: NDArray[np.int64]
@@ -22,15 +22,15 @@ class Row:
 
 
 class Windows:
-    """Consecutive samples of `context` tokens and one more; the rest of the shards is left out.
+    """Consecutive samples of `context` tokens and the token after each; a rest is dropped.
 
     Args:
-        shards: the tokens.
-        context: T, the tokens of a sample.
-        masks: leave the first token of each document out of the targets.
+        shards: the tokens to cut into samples.
+        context: T, the number of tokens in a sample.
+        masks: exclude the first token of each document from the targets.
 
     Raises:
-        ValueError: there are fewer than `context` + 1 tokens.
+        ValueError: the shards have fewer than `context` + 1 tokens.
     """
 
     def __init__(self, shards: TokenShards, context: int, *, masks: bool = False) -> None:
@@ -44,7 +44,7 @@ class Windows:
         return (len(self.shards) - 1) // self.context
 
     def read(self, number: int) -> Row:
-        """Return a sample.
+        """Return the sample with the given number.
 
         Raises:
             TokenShardsError: a file is damaged or was removed.

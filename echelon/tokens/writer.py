@@ -1,4 +1,4 @@
-"""Writer of token shards, whose folder appears under its name only when it is complete."""
+"""Write a folder of token shards, which appears under its final name only once it is complete."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHARD_TOKENS = 100_000_000  # 200 MB of uint16: few files, none too large to cop
 
 
 class _OpenFile:
-    """A file that is being written, with its length and checksum so far."""
+    """A file that is being written, with its current length and checksum."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -46,7 +46,7 @@ class _OpenFile:
             self._file.close()
 
     def abandon(self) -> None:
-        """Close the file without keeping its content; the folder is about to be removed."""
+        """Close the file without saving its content, because the folder is about to be removed."""
         try:
             self._file.close()
         except OSError:  # a full disk refuses the last buffer once more
@@ -54,17 +54,18 @@ class _OpenFile:
 
 
 class ShardWriter:
-    """Writes documents one after another.
+    """Writes documents into a folder of token shards, one at a time.
 
-    Use it in a `with` block: after the block, the folder is complete under its name; if the block
-    raised, it does not exist. Not thread-safe.
+    Use the writer in a `with` block. When the block ends, the folder is complete under its final
+    name; if the block raises, the folder does not exist. Not thread-safe.
 
     Args:
-        folder: the folder to create; its parent must exist, and the folder must not.
-        vocabulary_size: every token is below it; it selects uint8, uint16 or uint32.
-        tokenizer: the tokenizer's name, for readers.
-        end_of_document: the token to put after each document; None: none.
-        shard_tokens: tokens per shard; the last one has fewer.
+        folder: the folder to create. The folder must not exist, but its parent must.
+        vocabulary_size: the upper bound that every token is less than. It determines whether tokens
+            are stored as uint8, uint16 or uint32.
+        tokenizer: the tokenizer's name, which is stored in the index for readers.
+        end_of_document: the token to write after each document; with None, no token is written.
+        shard_tokens: the number of tokens per shard; the last shard may have fewer.
 
     Raises:
         ValueError: the folder exists, its parent does not, or a size is impossible.
@@ -115,7 +116,7 @@ class ShardWriter:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens written so far, including ends of documents."""
+        """Number of tokens written so far, including end-of-document tokens."""
         return self._num_tokens
 
     @property
@@ -128,7 +129,7 @@ class ShardWriter:
         """Append tokens to the current document.
 
         Raises:
-            ValueError: a token is negative or not below the vocabulary's size.
+            ValueError: a token is negative, or not less than the size of the vocabulary.
             OSError: writing failed, for example because the disk is full.
         """
         wide = np.asarray(tokens)
@@ -144,7 +145,7 @@ class ShardWriter:
         self._append(wide.astype(np.dtype(self._dtype).newbyteorder("<")))
 
     def end_document(self) -> None:
-        """End the current document; an empty one is dropped.
+        """End the current document; a document without tokens is dropped.
 
         Raises:
             OSError: writing failed, for example because the disk is full.
@@ -167,10 +168,10 @@ class ShardWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Complete the folder, or remove the incomplete one.
+        """Complete the folder, or remove it if the block raised.
 
         Raises:
-            TokenShardsError: there was no token, or another process created the folder in the
+            TokenShardsError: no token was added, or another process created the folder in the
                 meantime.
             OSError: writing failed, for example because the disk is full.
         """

@@ -1,5 +1,5 @@
-"""Training components beside the parallel runtime: losses, optimizers, schedules, averages.
+"""Provide training components: losses, optimizers, schedules, averages, and others.
 
-This package imports nothing: import each part from its own module, so that a command which only
+This package imports nothing. Import each part from its own module, so that a command which only
 draws figures does not load torch.
 """

@@ -1,4 +1,4 @@
-"""Activation checkpointing: backward recomputes the activations that forward did not keep.
+"""Checkpoint activations: backward recomputes the activations that forward did not keep.
 
     full         a block keeps only its inputs; backward runs its forward again. Needs the memory of
                  one block's activations and of every block's input; about a third more computation.
@@ -55,20 +55,20 @@ def checkpoint_activations(
 ) -> int:
     """Make blocks discard activations after forward and recompute them in backward.
 
-    In a pipeline, each rank passes the blocks of its stages, and `every` counts those.
+    In a pipeline, each rank passes the blocks of its own stages, and `every` counts only those.
 
     Args:
         blocks: the model's blocks in order, such as `model.blocks`.
         mode: "full", "selective", or "none", which changes nothing.
-        every: checkpoint every n-th block: the first, the one n later, ...
-        keep: for "selective": the operations (`torch.ops.aten.mm.default`, ...) whose results are
-            kept; None: `costly_operations()`.
+        every: checkpoint the first block and then every n-th block after it.
+        keep: for "selective", the operations (`torch.ops.aten.mm.default`, ...) whose results are
+            kept; None means `costly_operations()`.
 
     Returns:
-        How many blocks were changed.
+        The number of blocks that were changed.
 
     Raises:
-        ValueError: a bad argument, or a block that is already checkpointed.
+        ValueError: an argument is invalid, or a block is already checkpointed.
 
     Example:
         >>> checkpoint_activations(model.blocks, "selective", every=2)
@@ -88,7 +88,7 @@ def checkpoint_activations(
 
 
 def costly_operations() -> list[Any]:
-    """Return this torch version's matrix products and attentions, in all their overloads.
+    """Return all overloads of this torch version's matrix products and attention operations.
 
     Example:
         >>> torch.ops.aten.mm.default in costly_operations()
@@ -100,7 +100,7 @@ def costly_operations() -> list[Any]:
 
 
 class _Checkpointed:
-    """A block's checkpointed forward. An object, so that copying the block also copies it."""
+    """The checkpointed forward of a block; an object, so that copying the block copies it too."""
 
     def __init__(self, forward: Callable[..., Any], kept: frozenset[Any] | None) -> None:
         self._forward = forward

@@ -1,14 +1,14 @@
-"""An exponential moving average of a model's parameters.
+"""Keep an exponential moving average of a model's parameters.
 
     average  <-  decay * average + (1 - decay) * parameter        after each step of the optimizer
 
-It has the form of an optimizer: it keeps one tensor beside each parameter, of the parameter's
-shape. So under `fully_shard` each rank keeps only the average of its shards, and nothing is
-communicated. A checkpoint saves it by the parameter's name, like an optimizer's state, and loads it
-into any number of ranks. It has no `step`, because torch and the recorder count steps of training
-by it.
+The average has the form of an optimizer: it keeps one tensor beside each parameter, of the same
+shape. Under `fully_shard`, each rank therefore keeps only the average of its own shards, and
+nothing is communicated. A checkpoint saves the average under the parameter's name, like an
+optimizer's state, and can be loaded into any number of ranks. The class has no `step`, because
+torch and the recorder count the calls of `step` as training steps.
 
-Buffers are not averaged, nor are parameters that require no gradient.
+Buffers are not averaged, and neither are parameters that do not require gradients.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ _STATE = "average"
 
 
 class ExponentialMovingAverage(torch.optim.Optimizer):
-    """Averages of a model's parameters, which start as copies of them.
+    """The averages of a model's parameters, which start as copies of the parameters.
 
-    Create it after `fully_shard`. It needs the memory of one more copy of this rank's shards, in
-    float32 for lower-precision parameters, and of a second copy inside `applied()`.
+    Create the averages after `fully_shard`. They need the memory of one more copy of this rank's
+    shards, in float32 for lower-precision parameters, and of a second copy inside `applied()`.
 
     Args:
-        parameters: the model, a stage or a pipeline, or parameters.
-        decay: between 0 and 1.
-        warmup: use the smaller of `decay` and (1 + n) / (10 + n) in update n: without it the first
-            1 / (1 - decay) steps would average the values before training.
+        parameters: a model, a pipeline stage, a pipeline, or an iterable of parameters.
+        decay: the decay per update, between 0 and 1.
+        warmup: whether to use the smaller of `decay` and (1 + n) / (10 + n) in update n. Otherwise,
+            the averages of the first 1 / (1 - decay) steps would mostly consist of the values
+            before training.
 
     Raises:
-        ValueError: an invalid argument, or no parameter requires gradients.
+        ValueError: an argument is invalid, or no parameter requires gradients.
 
     Example:
         >>> average = ExponentialMovingAverage(model, decay=0.999)
@@ -71,16 +72,17 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
 
     @property
     def num_updates(self) -> int:
-        """How many updates the averages have received."""
+        """The number of updates that the averages have received."""
         count: int = self.param_groups[0]["num_updates"]
         return count
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the averages towards the parameters, after the optimizer's step. Not collective.
+        """Move the averages towards the parameters, after an optimizer step. Not collective.
 
         Raises:
-            ValueError: called inside `applied()`, where the averages are in the parameters' place.
+            ValueError: the call is inside `applied()`, where the averages take the parameters'
+                place.
         """
         self._check_not_applied("update()")
         for group in self.param_groups:
@@ -93,15 +95,16 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Put the averages in the parameters' place while the context lasts.
+        """Replace the parameters with their averages while the context lasts.
 
-        For evaluation, or for saving the averaged weights alone. Save the checkpoint of a training
-        run outside of it, where the parameters are those being trained. At its end, also after an
-        exception, the parameters have their former bits again. Enter and leave it between steps, on
-        all ranks: sharded units are then gathered again from the current shards.
+        Use this for evaluation, or to save the averaged weights alone. Save a training run's
+        checkpoint outside the context, where the parameters are the ones being trained. When the
+        context ends, also after an exception, the parameters have their former bits again. Enter
+        and leave the context between steps and on all ranks, because sharded units are then
+        gathered again from the current shards.
 
         Raises:
-            ValueError: called inside another `applied()`.
+            ValueError: the call is inside another `applied()` context.
         """
         self._check_not_applied("applied()")
         backup = [(one, one.detach().clone()) for one in self._parameters()]
@@ -119,10 +122,10 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
             parameter.copy_(value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load averages, converted to the dtype in which they are kept.
+        """Load saved averages, converted to the dtype in which averages are kept.
 
         Raises:
-            ValueError: called inside `applied()`, or the state does not fit.
+            ValueError: the call is inside `applied()`, or the state does not fit the parameters.
         """
         self._check_not_applied("load_state_dict()")
         super().load_state_dict(state_dict)
@@ -134,7 +137,7 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
             self.state[parameter][_STATE] = _copy(average.to(parameter.device), parameter.dtype)
 
     def step(self, closure: Any = None) -> Any:  # noqa: ARG002 -- as the base class has it
-        """Raise an error: an average is updated by `update()`.
+        """Raise an error, because averages are updated by `update()`.
 
         Raises:
             TypeError: always.
@@ -155,7 +158,7 @@ def _owner(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _copy(values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a copy in which small changes add up: float32 for lower-precision dtypes."""
+    """Return a copy in which small changes accumulate: in float32 for lower-precision dtypes."""
     kept = torch.promote_types(dtype or values.dtype, torch.float32)
     return values.detach().to(kept, copy=True)
 
@@ -167,7 +170,7 @@ def _decay_at(num_updates: int, decay: float, *, warmup: bool) -> float:
 
 
 def half_life(num_steps: float) -> float:
-    """Return the decay with which half is forgotten after `num_steps` updates.
+    """Return the decay at which a value's weight in the average halves after `num_steps` updates.
 
     Raises:
         ValueError: `num_steps` is not positive and finite.

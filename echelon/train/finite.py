@@ -1,10 +1,10 @@
-"""Skip a step on all ranks alike if a gradient is not finite.
+"""Skip a training step on all ranks if any gradient is not finite.
 
-A bad batch or a flipped bit can make one gradient infinite or NaN, and a single such step ruins all
-weights. The norm that clipping needs anyway is then not finite, and it has the same bits on every
-rank, so all ranks reach the same decision without further communication. In that case the gradients
-are left unchanged: clipping by such a norm would make all of them NaN and hide the one that came
-first.
+A bad batch or a flipped bit can make a gradient infinite or NaN, and a single step with such a
+gradient ruins all weights. The norm that clipping needs anyway is then not finite, and it has the
+same bits on every rank, so all ranks reach the same decision without further communication. In that
+case the gradients are left unchanged, because clipping by such a norm would make all of them NaN
+and hide the first gradient that was not finite.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ _NAME_BYTES = 256
 
 @dataclass(frozen=True, kw_only=True)
 class NonFinite:
-    """Where gradients are not finite, equal on all ranks.
+    """The location of gradients that are not finite; equal on all ranks.
 
     Attributes:
-        rank: the lowest rank (global) that holds one, in its shard or its stage. This is where it
-            is after the reduction, which need not be where it was computed.
-        parameter: the first such parameter there, in the model's order.
-        ranks: all ranks that hold one.
+        rank: the lowest global rank that holds such a gradient, in its shard or its stage. The
+            location is that after the reduction, which may differ from the rank that computed the
+            gradient.
+        parameter: the first parameter on that rank, in the model's order, that has such a gradient.
+        ranks: all ranks that hold such a gradient.
 
     Example:
         >>> guard = FiniteGuard(model)
@@ -49,23 +50,23 @@ class NonFinite:
 
 
 class FiniteGuard:
-    """Clips gradients, and skips the optimizer's step where their norm is not finite.
+    """Clips gradients, and skips the optimizer's step if the norm of the gradients is not finite.
 
-    With a gradient scaler, the scaler itself skips overflows: call this guard only if `unscale_`
-    returned True, so that a scale that is still adapting is not counted.
+    A gradient scaler skips overflows itself. With a scaler, call the guard only if `unscale_`
+    returned True, so that steps in which the scale is still adapting are not counted.
 
     Args:
-        model: the sharded model, this rank's stages or pipeline.
-        max_in_a_row: raise an error after this many skipped steps in a row.
-        over: a group with all ranks that hold parameters of the model: needed for the stages of a
-            pipeline and for experts. None: the largest group among which parameters are divided.
+        model: the sharded model, or this rank's stages or pipeline.
+        max_in_a_row: raise an error after this many consecutive skipped steps.
+        over: a group of all ranks that hold parameters of the model, which is needed for pipeline
+            stages and for experts. None means the largest group that parameters are sharded across.
         replicas: see `clip_grad_norm_`.
         aliases: see `clip_grad_norm_`.
-        norm: replaces `clip_grad_norm_(model, inf, ...)` as the measurement; must return the same
-            value on all ranks and change no gradient.
+        norm: a function that measures the norm instead of `clip_grad_norm_(model, inf, ...)`. It
+            must return the same value on all ranks and must not change any gradient.
 
     Raises:
-        ValueError: an invalid argument.
+        ValueError: an argument is invalid.
 
     Example:
         >>> guard = FiniteGuard(model)
@@ -100,30 +101,32 @@ class FiniteGuard:
 
     @property
     def num_skipped(self) -> int:
-        """How many steps have been skipped since the beginning of the run."""
+        """The number of steps skipped since the start of the run."""
         return self._num_skipped
 
     @property
     def num_in_a_row(self) -> int:
-        """How many of the most recent steps were skipped in a row."""
+        """The number of steps that were skipped in a row up to now."""
         return self._num_in_a_row
 
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """Scale gradients so that their norm is at most `max_norm`, or count a skip.
+        """Scale the gradients so that their norm is at most `max_norm`, or count a skipped step.
 
-        Once per step, after the last backward. Collective among the ranks of `over`; blocks until
-        the gradients are reduced.
+        Call the method once per step, after the last backward. It is collective among the ranks of
+        `over` and blocks until the gradients have been reduced.
 
         Args:
-            max_norm: as in `clip_grad_norm_`; infinite: only measure.
+            max_norm: the limit, as in `clip_grad_norm_`; with infinity, the norm is only measured.
 
         Returns:
-            The norm before scaling, equal on all ranks. Not finite: nothing was scaled, and `step`
+            The norm before scaling, equal on all ranks. If the norm is not finite, nothing was
+            scaled, and `step` will skip the optimizer's step.
             will skip.
 
         Raises:
-            ValueError: an invalid argument.
-            NonFiniteGradientError: `max_in_a_row` steps in a row were to be skipped; on all ranks.
+            ValueError: an argument is invalid.
+            NonFiniteGradientError: raised on all ranks when `max_in_a_row` consecutive steps have
+                had to be skipped.
             CollectiveError: a rank is lost or did not join.
         """
         if not max_norm >= 0:
@@ -144,10 +147,10 @@ class FiniteGuard:
         """Take the optimizer's step if the last norm was finite.
 
         Args:
-            optimizer: any object with a `step()`.
+            optimizer: any object that has a `step()` method.
 
         Returns:
-            Whether it was taken; equal on all ranks.
+            Whether the step was taken; equal on all ranks.
         """
         if self._is_finite:
             optimizer.step()
@@ -175,11 +178,11 @@ class FiniteGuard:
         return NonFinite(rank=first, parameter=names[ranks.index(first)], ranks=tuple(sorted(bad)))
 
     def state_dict(self) -> dict[str, int]:
-        """Return the counts, for a checkpoint; equal on all ranks."""
+        """Return the counts of skipped steps, for a checkpoint; equal on all ranks."""
         return {"num_skipped": self._num_skipped, "num_in_a_row": self._num_in_a_row}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Load the counts from a checkpoint."""
+        """Load the counts of skipped steps from a checkpoint."""
         self._num_skipped = int(state["num_skipped"])
         self._num_in_a_row = int(state["num_in_a_row"])
         self._is_finite = True
@@ -209,7 +212,7 @@ class FiniteGuard:
         )
 
     def _gradients(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the gradients that an optimizer uses, by the parameter's name, each one once."""
+        """Return each gradient that an optimizer uses once, together with its parameter's name."""
         found: dict[int, tuple[str, torch.Tensor]] = {}
         for name, parameter in self._module.named_parameters():
             member = member_of(parameter)
@@ -236,7 +239,7 @@ def _is_finite(gradient: torch.Tensor) -> bool:
 
 
 def _share(name: str, group: ProcessGroup, device: torch.device) -> list[str]:
-    """Return every rank's name. Collective."""
+    """Return the names that all ranks passed. Collective."""
     data = name.encode()[:_NAME_BYTES]
     mine = torch.zeros(_NAME_BYTES, dtype=torch.uint8)
     mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)

@@ -1,9 +1,10 @@
-"""Cross-entropy of a language model's head without the logits of all tokens at once.
+"""Compute a language model's cross-entropy without holding the logits of all tokens at once.
 
-The logits [N, V] of a batch are often the largest tensor of a step: 8,192 tokens and 50,304 words
-make 1.6 GB in float32, and the softmax and its gradient as much again. Here, one chunk of tokens at
-a time goes through the head, the softmax and, if gradients are needed, both products of the
-backward; only the gradients [N, C] and [V, C] remain (Hsu et al. 2024, Liger Kernel).
+The logits [N, V] of a batch are often the largest tensor of a step. With 8,192 tokens and a
+vocabulary of 50,304, they take 1.6 GB in float32, and the softmax and its gradient take as much
+again. Here, one chunk of tokens at a time passes through the head, the softmax and, if gradients
+are needed, both products of the backward pass. Only the gradients [N, C] and [V, C] remain (Hsu et
+al. 2024, Liger Kernel).
 
 There are two ways to compute the gradients:
 
@@ -13,7 +14,8 @@ There are two ways to compute the gradients:
                    kept. The only way for float16: what a scaled loss multiplies in backward would
                    have vanished in forward.
 
-Sums over tokens and chunks are float32 (float64 for float64), in whatever dtype the products are.
+Sums over tokens and chunks are in float32 (float64 for float64), whatever the dtype of the
+products.
 """
 
 from __future__ import annotations
@@ -41,28 +43,29 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Return `F.cross_entropy(F.linear(hidden, weight).float(), targets)` in chunks of tokens.
 
-    Under `torch.autocast`, the products use its dtype. `torch.compile` captures the function
+    Under `torch.autocast`, the products use autocast's dtype. `torch.compile` captures the function
     without a graph break, with one copy of the loop's body per chunk. Second derivatives are not
     supported.
 
     Args:
         hidden: [..., C], the input of the head.
-        weight: [V, C], the weight of the head; may be the embedding's.
-        targets: [...], int64.
-        ignore_index: tokens with this target count neither in the loss nor in the mean.
-        reduction: "mean" over the tokens that count (NaN if none does, as torch's), or "sum".
-        chunk_tokens: tokens per chunk; None: as many as have 64 MiB of logits.
-        recompute: whether backward recomputes the logits, see above; None: for float16 only. If
-            gradients are computed in forward, a second backward over the same graph raises a
-            RuntimeError.
+        weight: [V, C], the weight of the head, which may be that of the embedding.
+        targets: the target tokens: [...], int64.
+        ignore_index: tokens with this target are excluded from the loss and from the mean.
+        reduction: "sum", or "mean" over the tokens that are not ignored (NaN if all are ignored, as
+            in torch).
+        chunk_tokens: the number of tokens per chunk; None means as many as have 64 MiB of logits.
+        recompute: whether backward recomputes the logits, as described at the top of this module;
+            None means only for float16. If gradients are computed in forward, a second backward
+            over the same graph raises a RuntimeError.
 
     Returns:
-        A scalar, float32 (float64 for float64).
+        The loss, a float32 scalar (float64 for float64).
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or an argument is invalid.
-        IndexError: on the CPU, outside of compiled code, a target that is not in the vocabulary.
-            (Elsewhere the kernel reports it.)
+        ValueError: shapes or dtypes do not match, or an argument is invalid.
+        IndexError: a target is not in the vocabulary. This is detected only on the CPU and outside
+            compiled code; elsewhere, the kernel reports the error.
 
     Example:
         >>> loss = chunked_cross_entropy(model.hidden(tokens), model.head.weight, targets)
@@ -165,7 +168,7 @@ def _recompute(ctx: Any, upstream: Tensor) -> _Gradients:
 
 
 class _Gradients:
-    """Sums over chunks of the gradients of `hidden` and `weight`; None: not needed."""
+    """The sums over chunks of the gradients of `hidden` and `weight`; None where not needed."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, plan: _Plan, wants: tuple[bool, ...]
@@ -185,7 +188,7 @@ class _Gradients:
         targets: Tensor,
         share: Tensor,
     ) -> None:
-        """Add one chunk: softmax minus one at the target, times the token's share."""
+        """Add one chunk's gradients: softmax minus one at the target, times the token's weight."""
         probabilities = logits.sub_(norms[part, None]).exp_()
         ones = probabilities.new_full((len(states), 1), -1.0)
         probabilities.scatter_add_(1, targets[part, None], ones)
@@ -200,7 +203,7 @@ class _Gradients:
             self.of_weight.add_(slopes.t() @ states)
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply in place, because these tensors are as large as the weight."""
+        """Multiply the gradients in place, because they are as large as the weight."""
         for one in (self.of_hidden, self.of_weight):
             if one is not None:
                 one.mul_(factor)
@@ -214,9 +217,9 @@ def _parts(numel: int, size: int) -> list[slice]:
 
 
 def _states(hidden: Tensor, counts: Tensor, plan: _Plan) -> Tensor:
-    """Return a chunk in the dtype of the products, with zeros where a token does not count.
+    """Return a chunk in the dtype of the products, with zeros for the tokens that are ignored.
 
-    A NaN there would stay NaN when multiplied by a share of 0.
+    A NaN in an ignored token would otherwise stay NaN when it is multiplied by a weight of 0.
     """
     return hidden.to(plan.dtype).masked_fill(counts.logical_not()[:, None], 0.0)
 

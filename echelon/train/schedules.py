@@ -1,4 +1,4 @@
-"""Schedules of the learning rate: the factor of the peak rate as a pure function of the step.
+"""Define learning-rate schedules, which give the factor of the peak rate as a function of the step.
 
     constant                 1   /----------------------
     cosine                   1   /--..__                      ends at `floor`
@@ -6,12 +6,12 @@
     warmup-stable-decay      1   /---------------\\
                                                   \\           ends at `floor`
 
-A schedule has no state, so a resumed run needs only the step. Step 0 is the first; a warm-up of
-`num_warmup` steps begins at 1 / num_warmup, so that no step is wasted on a rate of 0, and step
-`num_warmup` has the whole rate. From step `num_steps` on, the factor is `floor`.
+A schedule has no state, so a resumed run needs only the step. The first step is step 0. A warm-up
+of `num_warmup` steps begins at 1 / num_warmup, so that no step is wasted on a rate of 0, and step
+`num_warmup` has the full rate. From step `num_steps` on, the factor is `floor`.
 
-All are frozen dataclasses that are called with the step. They can be compared and printed, and
-serve as the `lr_lambda` of `torch.optim.lr_scheduler.LambdaLR`.
+All schedules are frozen dataclasses that are called with the step. They can be compared and
+printed, and can serve as the `lr_lambda` of `torch.optim.lr_scheduler.LambdaLR`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _SHAPES: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Constant:
-    """A rise over `num_warmup` steps, then 1.
+    """A schedule that rises over `num_warmup` steps and then stays at 1.
 
     Raises:
-        ValueError: an invalid argument.
+        ValueError: an argument is invalid.
 
     Example:
         >>> schedule = Constant(num_warmup=4)
@@ -49,21 +49,21 @@ class Constant:
         _check_count("num_warmup", self.num_warmup, least=0)
 
     def __call__(self, step: int) -> float:
-        """Return the factor at a step, counted from 0."""
+        """Return the factor at a step; steps are counted from 0."""
         return _rise(_checked(step), self.num_warmup)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cosine:
-    """A rise, then half a cosine down to `floor` at step `num_steps`.
+    """A schedule that rises and then falls along half a cosine to `floor` at step `num_steps`.
 
     Args:
-        num_steps: length of the run, including the warm-up.
-        num_warmup: steps of the rise.
+        num_steps: the length of the run in steps, including the warm-up.
+        num_warmup: the number of steps of the rise.
         floor: the last factor, between 0 and 1.
 
     Raises:
-        ValueError: an invalid argument.
+        ValueError: an argument is invalid.
 
     Example:
         >>> schedule = Cosine(num_steps=100, num_warmup=10)
@@ -79,7 +79,7 @@ class Cosine:
         _check_run(self.num_steps, self.num_warmup, 0, self.floor)
 
     def __call__(self, step: int) -> float:
-        """Return the factor at a step, counted from 0."""
+        """Return the factor at a step; steps are counted from 0."""
         if _checked(step) < self.num_warmup:
             return _rise(step, self.num_warmup)
         return _fall(step, self.num_warmup, self.num_steps, self.floor, _SHAPES["cosine"])
@@ -87,20 +87,22 @@ class Cosine:
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupStableDecay:
-    """A rise, then 1, then a fall over the last `num_decay` steps (Hu et al. 2024, MiniCPM).
+    """A schedule that rises, stays at 1, and falls over the last `num_decay` steps.
 
-    To extend the run, continue it from a checkpoint before the fall with a larger `num_steps`:
-    until then, all such schedules agree.
+    The shape is that of MiniCPM (Hu et al. 2024).
+
+    To extend a run, continue it from a checkpoint before the fall with a larger `num_steps`; up to
+    that point, schedules that differ only in `num_steps` agree.
 
     Args:
         num_steps: length of the run, including the warm-up and the fall.
-        num_decay: steps of the fall; None: a tenth of the run, at least 1.
-        num_warmup: steps of the rise.
+        num_decay: the number of steps of the fall; None means a tenth of the run, but at least 1.
+        num_warmup: the number of steps of the rise.
         floor: the last factor, between 0 and 1.
-        shape: of the fall: "linear", "sqrt" (1 - sqrt: Hägele et al. 2024) or "cosine".
+        shape: the shape of the fall: "linear", "sqrt" (1 - sqrt; Hägele et al. 2024) or "cosine".
 
     Raises:
-        ValueError: an invalid argument.
+        ValueError: an argument is invalid.
 
     Example:
         >>> schedule = WarmupStableDecay(num_steps=100, num_decay=20, num_warmup=10)
@@ -122,7 +124,7 @@ class WarmupStableDecay:
             raise ValueError(f"shape must be one of {', '.join(_SHAPES)}, got {self.shape!r}")
 
     def __call__(self, step: int) -> float:
-        """Return the factor at a step, counted from 0."""
+        """Return the factor at a step; steps are counted from 0."""
         if _checked(step) < self.num_warmup:
             return _rise(step, self.num_warmup)
         length = max(1, self.num_steps // 10) if self.num_decay is None else self.num_decay
@@ -138,15 +140,15 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def make_schedule(name: str, **settings: Any) -> Schedule:
-    """Return a schedule by its name in a configuration file.
+    """Return the schedule with the given name, for use with configuration files.
 
     Args:
         name: "constant", "cosine" or "wsd".
-        settings: arguments of that schedule, by name.
+        settings: the arguments of that schedule, keyed by name.
 
     Raises:
-        ValueError: an unknown name, or an invalid value.
-        TypeError: a setting that the schedule does not have, or a missing one.
+        ValueError: the name is unknown, or a value is invalid.
+        TypeError: the schedule does not have one of the settings, or a setting is missing.
 
     Example:
         >>> make_schedule("cosine", num_steps=100) == Cosine(num_steps=100)
@@ -158,20 +160,20 @@ def make_schedule(name: str, **settings: Any) -> Schedule:
 
 
 def set_learning_rate(optimizer: Any, factor: float) -> float:
-    """Set each parameter group's `lr` to its peak rate times `factor`.
+    """Set the `lr` of each parameter group to the group's peak rate times `factor`.
 
-    The peak is the group's `lr` at the first call; it is kept as `initial_lr` in the group, where
-    torch's schedulers keep it and checkpoints save it.
+    The peak rate is the group's `lr` at the first call. It is stored in the group as `initial_lr`,
+    which torch's schedulers also use and checkpoints save.
 
     Args:
         optimizer: any `torch.optim.Optimizer`.
         factor: the result of a schedule.
 
     Returns:
-        The first group's rate.
+        The new learning rate of the first group.
 
     Raises:
-        ValueError: a factor that is negative or not finite, or an optimizer without groups.
+        ValueError: the factor is negative or not finite, or the optimizer has no groups.
 
     Example:
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

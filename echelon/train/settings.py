@@ -1,11 +1,11 @@
-"""Typed settings: frozen dataclasses that are read from TOML, overridden, compared and written.
+"""Read typed settings (frozen dataclasses) from TOML, and override, compare and write them.
 
     [training]
     lr = 3e-4
 
 A section is a dataclass. A field is a number, text, a boolean, a choice (`Literal`), a tuple of
-these, or an optional one; None is written by leaving it out. Unknown names and values of another
-type are refused, and the message suggests the nearest name.
+these types, or an optional value; None is written by omitting the field. Unknown names and values
+of the wrong type are refused, and the message suggests the nearest name.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """Split `training.lr=3e-4` into the dotted name and a value; non-TOML values are text.
+    """Split `training.lr=3e-4` into a dotted name and a value; a value that is not TOML is text.
 
     Raises:
-        ValueError: there is no name or no `=`.
+        ValueError: the text has no name or no `=`.
 
     Example:
         >>> parse_assignment("training.lr=3e-4"), parse_assignment("model.norm=rms")
@@ -69,10 +69,10 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def override(values: dict[str, Any], name: str, value: Any) -> None:
-    """Set a value in nested dicts by its dotted name, in place.
+    """Set a value in nested dicts in place, addressed by its dotted name.
 
     Raises:
-        ValueError: a parent in the name is a value, not a section.
+        ValueError: a parent in the name refers to a value, not to a section.
 
     Example:
         >>> values = {"training": {"lr": 0.1}}
@@ -104,12 +104,13 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 
 
 def build(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Make a dataclass from nested dicts.
+    """Build a dataclass from nested dicts.
 
-    A field's metadata may limit a number: `least`, the smallest, or `above`, below the smallest.
+    A field's metadata may limit a number: `least` is an inclusive lower bound, and `above` is an
+    exclusive lower bound.
 
     Raises:
-        ValueError: an unknown name, or a value that is missing, invalid or out of range.
+        ValueError: a name is unknown, or a value is missing, invalid or out of range.
 
     Example:
         >>> build(Cosine, {"num_steps": 100, "floor": 0.0})
@@ -119,7 +120,7 @@ def build(kind: type[T], values: Mapping[str, Any]) -> T:
 
 
 def to_dict(settings: Any) -> dict[str, Any]:
-    """Return settings as nested dicts of plain values; fields that are None are left out.
+    """Return settings as nested dicts of plain values; fields with the value None are left out.
 
     Example:
         >>> to_dict(Cosine(num_steps=100))
@@ -136,7 +137,7 @@ def to_dict(settings: Any) -> dict[str, Any]:
 
 
 def to_toml(settings: Any) -> str:
-    """Return the text of a file that `read_toml` reads.
+    """Return the settings as TOML text, which `read_toml` can read from a file.
 
     Example:
         >>> print(to_toml(Cosine(num_steps=100)), end="")
@@ -148,7 +149,7 @@ def to_toml(settings: Any) -> str:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the differences of two results of `to_dict`: `training.lr 0.1 before, 0.2 now`.
+    """Return the differences between two results of `to_dict`, as in the example.
 
     Example:
         >>> differences({"training": {"lr": 0.1}}, {"training": {"lr": 0.2}})
@@ -163,7 +164,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def names(kind: type, prefix: str = "") -> list[str]:
-    """Return the dotted names of all fields.
+    """Return the dotted names of all fields of a settings dataclass.
 
     Example:
         >>> names(Cosine)

@@ -1,8 +1,8 @@
-"""What a waiting thread's C frames show where its Python frames do not.
+"""Read from a thread's C frames what it waits for, where its Python frames do not show that.
 
-The function that a thread waits in is certain. Its callers, marked with `?`, were found by scanning
-the stack's memory and may be left over from calls that have returned (`host/native_stacks.py`).
-Only the frames next to the wait are therefore used, and none of them gives a line.
+The function that a thread waits in is certain. Its callers, marked with `?`, were found by a scan
+of the stack's memory and may be left over from calls that have returned (`host/native_stacks.py`).
+Therefore, only the frames next to the wait are used, and no line is derived from C frames.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _GLOO = re.compile(r"\d+ pt_gloo_runloop")
 
 
 def main_frames(native: str) -> tuple[str, ...]:
-    """Return the main thread's C frames, innermost first, without marks and file names."""
+    """Return the main thread's C frames, innermost first, without marks or file names."""
     lines = native.splitlines()
     below = itertools.takewhile(lambda line: line[:1] == " ", lines[1:])
     return tuple(line.strip().removeprefix("? ") for line in below)
 
 
 def read_c_stack(frames: tuple[str, ...]) -> tuple[Doing, str] | None:
-    """Return what a thread waits for and the C function that shows it; None if nothing is known."""
+    """Return what a thread waits for and the C function that shows it; None if this is unknown."""
     near = frames[:_NEAR]
     waits_in_torch = any(map(C_CONDITION.search, near[:2])) and any(map(C_TORCH.search, near))
     if waits_in_torch:
@@ -54,16 +54,16 @@ def read_c_stack(frames: tuple[str, ...]) -> tuple[Doing, str] | None:
 
 
 def waits_in_torch(native: str) -> bool:
-    """Return whether the main thread waits for another thread from within torch's C++."""
+    """Return whether the main thread waits for another thread inside torch's C++ code."""
     near = main_frames(native)[:_NEAR]
     return any(map(C_CONDITION.search, near[:2])) and any(map(C_TORCH.search, near))
 
 
 def num_inside(threads: Iterable[HostThread], native: str) -> int:
-    """Count the Gloo threads that wait for peers in a collective.
+    """Count the Gloo threads that are waiting for peers in a collective.
 
-    Gloo threads wait with a timeout only there, with one exception: a thread that drops a Python
-    object requests the interpreter's lock and waits for it 5 ms at a time.
+    Gloo threads wait with a timeout only in a collective, with one exception: a thread that drops a
+    Python object requests the interpreter's lock and waits 5 ms at a time to get it.
     """
     waiting = sum(thread.is_in_collective for thread in threads)
     return max(0, waiting - _num_taking_lock(native)) if waiting else 0

@@ -1,4 +1,4 @@
-"""The results of the classifier: what a thread is doing, and the frames that show it."""
+"""Define the results of the classifier: what a thread is doing, and the frames that show it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from echelon.analysis.evidence.stacks import Frame
 
 
 class Doing(Enum):
-    """What a thread is doing, phrased to follow "rank R "."""
+    """What a thread is doing, worded to follow "rank R "."""
 
     COLLECTIVE = "waits for its peers in a collective"
     BACKWARD = "is in a backward pass"
@@ -30,13 +30,14 @@ class Doing(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activity:
-    """What one thread is doing.
+    """What one thread is doing, with the frames that show it.
 
     Attributes:
-        line: the line to report: the user's innermost frame, else the innermost frame with a file.
-        by: the frame, or the C function, that decided.
-        is_nested: the user's own code runs inside the phase, such as a data set's `__getitem__`
-            called in the rank itself, or a backend's function called by the compiler.
+        line: the line to report, which is that of the user's innermost frame, or else that of the
+            innermost frame with a file.
+        by: the frame or C function from which this was concluded.
+        is_nested: whether the user's own code runs inside the phase, such as a data set's
+            `__getitem__` called in the rank itself, or a backend's function called by the compiler.
     """
 
     doing: Doing

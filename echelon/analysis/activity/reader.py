@@ -1,9 +1,9 @@
 """Classify what a thread is doing from its stack.
 
-Frames are read from the innermost outwards. Up to the user's innermost line, they show what that
-line called. Beyond it, only phases that may run the user's code are considered: loading, a
-checkpoint, the compiler. C frames add what Python frames do not show: `work.wait()` and a store's
-`get` are C++ code called directly by the user's line.
+Frames are read from the innermost outwards. Frames up to the user's innermost line show what that
+line called. Of the frames beyond it, only phases that may run the user's code are considered:
+loading, a checkpoint, the compiler. C frames add what Python frames do not show, because
+`work.wait()` and a store's `get` are C++ code that the user's line calls directly.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def read_activity(stacks: str, native: str = "") -> Activity:
     """Return what the main thread is doing.
 
     Args:
-        stacks: Python stacks of all threads, in faulthandler's form.
-        native: C frames read at the same moment; see `HostFacts.native_stacks`.
+        stacks: the Python stacks of all threads, in faulthandler's format.
+        native: the C frames, read at the same moment; see `HostFacts.native_stacks`.
     """
     thread = main_thread(stacks)
     return read_frames(thread.frames if thread else (), main_frames(native))
@@ -80,7 +80,7 @@ def _phase(frames: tuple[Frame, ...]) -> tuple[Doing, Frame] | None:
 def _first(
     frames: Sequence[Frame], tables: Sequence[tuple[Doing, tuple[Row, ...]]]
 ) -> tuple[Doing, Frame] | None:
-    """Return the innermost frame that one of the tables matches, and what it means."""
+    """Return the innermost frame that one of the tables matches, and the meaning of that frame."""
     for frame in frames:
         path = frame.file[-1024:].replace("\\", "/")
         for doing, rows in tables:

@@ -1,9 +1,10 @@
-"""Frames and what they mean: regular expressions over a file's path and a function's name.
+"""Define what frames mean, by regular expressions over a file's path and a function's name.
 
-Each row is `(path, function)`; both patterns are searched for, and an empty function matches any.
-Paths are written with `/`; in stacks from other systems, backslashes are converted first. The rows
-were taken from stacks of real programs (`tests/data/stacks`, with the script that made them). Rows
-for libraries that were not available follow the layout of their packages.
+Each row is `(path, function)`. Both patterns are searched for, and an empty function pattern
+matches any function. Paths are written with `/`; in stacks from other systems, backslashes are
+converted first. The rows were taken from stacks of real programs (`tests/data/stacks`, with the
+script that recorded them). The rows for libraries that were not available follow the layout of the
+libraries' packages.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from echelon.analysis.activity.doing import Doing
 
 
 class Row(NamedTuple):
-    """One kind of frame."""
+    """A pattern that matches one kind of frame."""
 
     path: re.Pattern[str]
     function: re.Pattern[str]
@@ -146,5 +147,5 @@ C_TORCH = re.compile(r"libtorch_(?:cpu|cuda|python)|libc10")
 
 
 def match(rows: Iterable[Row], path: str, function: str) -> bool:
-    """Return whether a frame matches one of these rows."""
+    """Return whether a frame matches one of the given rows."""
     return any(row.path.search(path) and row.function.search(function) for row in rows)

@@ -1,7 +1,7 @@
-"""What a process below a rank is doing: a loader's worker, a compiler, a checkpoint helper.
+"""Classify what a rank's child process is doing: data loading, compiling, checkpointing.
 
-A forked worker's stack begins with its parent's frames. Its own frames start inside the loop that
-it runs.
+The stack of a forked worker begins with the frames of its parent. The worker's own frames start
+inside the loop that it runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SHORT = 60
 
 
 class Role(Enum):
-    """The role of a process within its rank."""
+    """The role of a child process within its rank."""
 
     LOADER = "data-loader worker"
     COMPILER = "compiler"
@@ -38,7 +38,7 @@ class Role(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerState:
-    """A process of a rank, and what it is doing."""
+    """A child process of a rank, and what the process is doing."""
 
     child: HostChild
     role: Role
@@ -47,7 +47,7 @@ class WorkerState:
 
     @property
     def trouble(self) -> int:
-        """How significant its state is: dead first, then stopped, then running code."""
+        """The significance of the process's state: dead, then stopped, then running code."""
         if self.child.state in ("Z", "X"):
             return 5
         if self.child.state in ("T", "t", "D"):
@@ -57,7 +57,7 @@ class WorkerState:
         return 3 if self.activity.doing in (Doing.USER, Doing.LOCK, Doing.NETWORK) else 2
 
     def words(self) -> str:
-        """Describe the process and what it is doing, phrased to follow "waits for "."""
+        """Describe the process and what it is doing, worded to follow "waits for "."""
         child = self.child
         name = f"its {self.role.value} (pid {child.pid})"
         if self.role is Role.PROGRAM:
@@ -84,7 +84,7 @@ class WorkerState:
 
 
 def read_worker(child: HostChild) -> WorkerState:
-    """Return what a process of a rank is and what it is doing."""
+    """Return the role of a rank's child process, and what the process is doing."""
     thread = main_thread(child.stacks)
     frames = thread.frames if thread else ()
     loop = next((n for n, one in enumerate(frames) if _LOADER.search(one.file)), None)

@@ -1,1 +1,1 @@
-"""The recorded facts in one form: rows, lanes, streams, waits, stacks, times."""
+"""Represent the recorded facts in a common form: rows, lanes, streams, waits, stacks, times."""

@@ -1,9 +1,10 @@
-"""Calls and their arguments: the unit of the vote.
+"""Represent calls with their arguments, which are what members vote on.
 
 [Note: exact calls and comparable calls] Two ranks of a well-matched collective need not pass equal
-arguments: all_to_all splits are each other's transpose, and torch's record of a gather differs on
-its root. A row therefore carries the exact call, and `Tables.comparable` maps it to the part that
-must be equal on all members. The vote is over comparable calls; reports show the exact ones.
+arguments: the splits of an all_to_all are each other's transpose, and torch's record of a gather
+differs on its root. A row therefore carries the exact call, and `Tables.comparable` maps the exact
+call to the part that must be equal on all members. The vote is over comparable calls; reports show
+exact calls.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ NO_VOTE = object()  # in place of a comparable call: this one takes no part in t
 
 
 class Call(NamedTuple):
-    """One call and its arguments."""
+    """A call with its arguments."""
 
     operation: str
     signature: Signature
@@ -27,7 +28,7 @@ class Call(NamedTuple):
     root: int = -1
 
     def __str__(self) -> str:
-        """Format the call as in `all_reduce(float32[1024], sum)`."""
+        """Format the call, for example as `all_reduce(float32[1024], sum)`."""
         parts = [str(self.signature)] if str(self.signature) else []
         parts += [self.reduce_op] if self.reduce_op else []
         parts += [f"root={self.root}"] if self.root >= 0 else []
@@ -35,7 +36,7 @@ class Call(NamedTuple):
 
 
 class Tables:
-    """Tables shared by all ranks: calls, and texts (sites, stacks, errors)."""
+    """The tables shared by all ranks, of calls and of texts (sites, stacks, errors)."""
 
     def __init__(self) -> None:
         self.texts: list[str] = [""]
@@ -57,8 +58,9 @@ class Tables:
         """Return the number of a call; add the call if it is new.
 
         Args:
-            comparable: what must be equal on all members. None derives it by the rules for
-                echelon's own calls; NO_VOTE means that too little is known to compare the call.
+            comparable: the part that must be equal on all members. None derives this part by the
+                rules for echelon's own calls; NO_VOTE means that too little is known to compare the
+                call.
         """
         key = (call, comparable)
         known = self._call_index.get(key)

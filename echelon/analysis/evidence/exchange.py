@@ -1,7 +1,8 @@
-"""Sends and receives of echelon's own records, indexed once: which pairs exchanged how much.
+"""Index the sends and receives in echelon's records: which pairs exchanged how many messages.
 
-The n-th send of a pair matches its n-th receive, by the numbers that both sides count. The rules
-then only look things up, so the cost depends on the number of rows even with thousands of ranks.
+The n-th send of a pair matches the pair's n-th receive, by the numbers that both sides count. The
+rules then need only look-ups, so their cost depends on the number of rows even with thousands of
+ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Side = tuple[int, int, int, bool]  # rank, group, peer, whether it sends
 
 
 class Exchanges:
-    """The sends and receives of all ranks."""
+    """The sends and receives of all ranks, indexed by pair."""
 
     def __init__(self, evidence: Evidence) -> None:
         calls = evidence.tables.calls
@@ -77,17 +78,17 @@ class Exchanges:
         return bool(self._sends[int(row["call"])])
 
     def is_answered(self, rank: int, row: Any) -> bool:
-        """Return whether the peer of a row has posted its side, as far as recorded."""
+        """Return whether a row's peer has posted the other side, as far as the records show."""
         side = (int(row["peer"]), int(row["group"]), rank, not self.is_send(row))
         latest = self._latest.get(side)
         return latest is not None and latest >= int(row["p2p_sequence"])
 
     def has_done(self, rank: int, row: Any) -> bool:
-        """Return whether a rank completed an operation like this one with this peer before."""
+        """Return whether a rank has previously completed such an operation with the same peer."""
         return (rank, int(row["peer"]), int(row["call"])) in self._done
 
     def unheard(self, rank: int) -> list[int]:
-        """Return the ranks that sent this rank more messages than it has received from them."""
+        """Return the ranks that sent a rank more messages than it has received from them."""
         return sorted(
             sender
             for sender in self._senders.get(rank, ())

@@ -1,9 +1,9 @@
-"""A rank's habit: how much of its latest stream it has called before, in the same order.
+"""Measure a rank's habit: how much of its latest stream it has called before in the same order.
 
-Training repeats itself, so the end of a stream usually occurs earlier in it as well. For a rank
-that left out a call, made one too many or changed the order, only the calls since that place are
-familiar; for a rank that merely waits, a long stretch is. This needs neither other ranks' records
-nor a clock.
+Training repeats itself, so the end of a stream usually also occurs earlier in the stream. For a
+rank that left out a call, made an extra call or changed the order, only the calls since that place
+are familiar; for a rank that merely waits, a long stretch of calls is. This comparison needs
+neither the records of other ranks nor a clock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FIELDS = ("group", "call", "site", "peer")
 
 
 def habit_length(rows: npt.NDArray[Any]) -> int:
-    """Return how many of the latest calls were made before in the same order."""
+    """Return how many of the latest calls were also made earlier in the same order."""
     if len(rows) < 2:
         return 0
     keys = _keys(rows)
@@ -49,7 +49,7 @@ def _keys(rows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 
 def in_one_launch(rows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return which messages were launched together with the row before them. [num_rows]"""
+    """Return which messages were launched together with the row before them: [num_rows]."""
     is_message = (rows["flags"] & Flag.P2P) > 0
     together = is_message.copy()
     together[:1] = False
@@ -60,10 +60,10 @@ def in_one_launch(rows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 
 def least_habitual(streams: Streams, ranks: Iterable[int]) -> int | None:
-    """Return the single rank whose calls up to its head are the least familiar to it.
+    """Return the single rank for which the calls up to its head are the least familiar.
 
-    None if no rank stands out, or if the records do not reach back far enough. Calls that a rank
-    enqueued behind its head are ignored: they do not show how it got there.
+    Returns None if no rank stands out, or if the records do not reach back far enough. Calls that a
+    rank enqueued after its head are ignored, because they do not show how the rank got there.
     """
     known = sorted(
         (habit_length(rows) / max(1, len(rows)), rank)
@@ -83,10 +83,11 @@ def _up_to_head(streams: Streams, rank: int) -> npt.NDArray[Any]:
 
 
 def slip_of(streams: Streams, rank: int) -> tuple[str, int] | None:
-    """Return what a rank did where its latest calls left its habit.
+    """Return what a rank did at the point where its latest calls left its habit.
 
     Returns:
-        "left out" and the row, from an earlier round, of the call that is missing; or "extra" and
+        "left out" and the row, from an earlier round, of the missing call; or "extra" and the row
+        of the call that should not have been made. None if neither can be determined.
         the
         row of the call that should not have been made. None if neither can be determined.
     """
@@ -112,7 +113,7 @@ def slip_of(streams: Streams, rank: int) -> tuple[str, int] | None:
 
 
 def _last_time(keys: list[int], place: int) -> int | None:
-    """Return what followed the calls before a position the last time they were made."""
+    """Return the last position at which the calls before `place` led to a different call."""
     for length in _CONTEXTS:
         context = keys[place - length : place]
         if place < length:

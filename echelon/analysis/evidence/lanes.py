@@ -1,8 +1,8 @@
-"""Collectives side by side: for each group, a matrix of members by sequence numbers.
+"""Lay collectives side by side: for each group, a matrix of members by sequence numbers.
 
 This is where collectives are matched: the same column is the same collective, regardless of the
-order, ring length or process-wide numbers of the rows. Everything downstream (vote, wait-for graph,
-arrival lags) works on these matrices and never loops over rows.
+order of rows, the length of rings or the process-wide numbers. All later steps (vote, wait-for
+graph, arrival lags) work on these matrices and never loop over rows.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ _REACH = 4  # how far from the middle rank the axis may reach, in lengths of the
 
 @dataclass(frozen=True, kw_only=True)
 class Lanes:
-    """One group's collectives.
+    """The collectives of one group.
 
     Attributes:
-        members: global ranks of the members that left a record, in group order. [num_members]
-        strangers: global ranks of the members that left none, ascending.
-        sequences: the sequence number of each column, ascending. [num_columns]
-        rows: index of the row in that member's rows, or ABSENT. [num_members, num_columns]
+        members: the global ranks of the members that left a record, in group order: [num_members].
+        strangers: the global ranks of the members that left no record, in ascending order.
+        sequences: the sequence number of each column, in ascending order: [num_columns].
+        rows: the index of each cell's row among the member's rows, or ABSENT: [num_members,
+            num_columns].
     """
 
     group: int
@@ -45,7 +46,7 @@ class Lanes:
     rows: npt.NDArray[np.int32]
 
     def column(self, field: str, absent: int = ABSENT) -> npt.NDArray[Any]:
-        """Return one field of all rows, `absent` if there is no row. [num_members, num_columns]"""
+        """Return a field of all rows, or `absent` without a row: [num_members, num_columns]."""
         dtype = np.int64 if field.endswith("_ns") or field == "num_bytes" else np.int32
         out = np.full(self.rows.shape, absent, dtype)
         for index, rank in enumerate(self.members.tolist()):
@@ -57,36 +58,36 @@ class Lanes:
 
     @cached_property
     def state(self) -> npt.NDArray[np.int32]:
-        """Each row's `State`, or ABSENT. [num_members, num_columns]"""
+        """The `State` of each row, or ABSENT: [num_members, num_columns]."""
         return self.column("state")
 
     @cached_property
     def comparable(self) -> npt.NDArray[np.int32]:
-        """Each row's comparable call, or ABSENT. [num_members, num_columns]"""
+        """The comparable call of each row, or ABSENT: [num_members, num_columns]."""
         lookup = np.array([*self.evidence.tables.comparable, ABSENT], np.int32)
         votes: npt.NDArray[np.int32] = lookup[self.column("call")]
         return votes
 
     @cached_property
     def first(self) -> npt.NDArray[np.int64]:
-        """Each member's first column; the number of columns if it has none. [num_members]"""
+        """Each member's first column; the number of columns if it has none: [num_members]."""
         present = self.rows >= 0
         none = self.rows.shape[1]
         return np.asarray(np.where(present.any(axis=1), present.argmax(axis=1), none), np.int64)
 
     @cached_property
     def last(self) -> npt.NDArray[np.int64]:
-        """Each member's last column; -1 if it has none. [num_members]"""
+        """Each member's last column; -1 if it has none: [num_members]."""
         present = self.rows[:, ::-1] >= 0
         place = self.rows.shape[1] - 1 - present.argmax(axis=1)
         return np.asarray(np.where(present.any(axis=1), place, -1), np.int64)
 
     @cached_property
     def pending(self) -> npt.NDArray[np.int64]:
-        """The first column in which each member is still inside; -1 if there is none. [num_members]
+        """The first column that each member is still inside; -1 if there is none: [num_members].
 
-        A failed operation counts if it is the member's last, since the member timed out or aborted
-        there.
+        A failed operation counts if it is the member's last operation, because the member timed out
+        or aborted in it.
         """
         waiting = (self.state == State.CREATED) | (self.state == State.STARTED)
         has_last = np.flatnonzero(self.last >= 0)
@@ -96,9 +97,10 @@ class Lanes:
 
     @cached_property
     def proven(self) -> npt.NDArray[np.bool_]:
-        """Columns that some member completed, so that all members must have entered. [num_columns]
+        """Whether some member completed a column, so that all must have entered: [num_columns].
 
-        In a rooted operation, some members may finish before all have entered.
+        In a rooted operation, some members may finish before all members have entered, so such
+        operations prove nothing.
         """
         calls = self.evidence.tables.calls
         is_rooted = np.array([call.operation in ROOTED for call in calls] + [False], bool)
@@ -106,19 +108,19 @@ class Lanes:
         return np.asarray(done.any(axis=0), np.bool_)
 
     def row(self, member: int, column: int) -> Any | None:
-        """Return one member's row in one column, or None."""
+        """Return a member's row in a column, or None."""
         index = int(self.rows[member, column])
         if index < 0:
             return None
         return self.evidence.ranks[int(self.members[member])].rows[index]
 
     def ranks(self, members: npt.NDArray[Any] | Sequence[int]) -> tuple[int, ...]:
-        """Return the global ranks of member indices, in ascending order."""
+        """Return the global ranks of the given member indices, in ascending order."""
         return tuple(sorted(int(rank) for rank in self.members[np.asarray(members, np.int64)]))
 
 
 def all_lanes(evidence: Evidence) -> list[Lanes]:
-    """Lay out every group that has at least one collective."""
+    """Return the lanes of every group that has at least one collective."""
     own: dict[int, dict[int, npt.NDArray[Any]]] = {}
     for rank, facts in evidence.ranks.items():
         collective = np.flatnonzero(facts.rows["sequence"] >= 0)
@@ -129,7 +131,7 @@ def all_lanes(evidence: Evidence) -> list[Lanes]:
 
 
 def _distinct(numbers: npt.NDArray[Any]) -> list[int]:
-    """Return the few distinct values of a long column without sorting it."""
+    """Return the distinct values of a long column that has few, without sorting the column."""
     found: list[int] = []
     while len(numbers) and len(found) < _FEW:
         found.append(int(numbers[0]))
@@ -161,10 +163,11 @@ def _lanes(evidence: Evidence, group: int, own: dict[int, npt.NDArray[Any]]) -> 
 
 
 def _axis(numbers: list[npt.NDArray[Any]]) -> npt.NDArray[np.int64]:
-    """Return the column axis, a contiguous range.
+    """Return the column axis, which is a contiguous range of sequence numbers.
 
-    A group's sequence numbers are consecutive on every rank, so a range is as dense as the records.
-    A rank whose numbers are far from the others' (a broken file) must not stretch it without bound.
+    The sequence numbers of a group are consecutive on every rank, so a range is as dense as the
+    records. A rank whose numbers are far from those of the other ranks (a broken file) must not
+    stretch the range without bound.
     """
     longest = max(len(n) for n in numbers)
     middle = int(np.median([int(n.max()) for n in numbers]))

@@ -1,8 +1,8 @@
-"""Stalled TCP connections between ranks: which pairs, and which end they share.
+"""Find stalled TCP connections between ranks, and the end that most of them share.
 
-Each rank's snapshot lists its connections as its host sees them. A connection whose two ends are
-both ranks of the job is a link. A link is broken if bytes wait to be acknowledged, or to be read by
-the other end, and nothing moves.
+Each rank's snapshot lists its connections as its host sees them. A connection is a link if both of
+its ends are ranks of the job. A link is broken if bytes wait to be acknowledged, or to be read by
+the other end, and no bytes move.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _End = TypeVar("_End", int, str)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BrokenLink:
-    """A connection on which data waits and nothing moves, as seen from the sending end."""
+    """A connection on which data waits and does not move, as seen from the sending end."""
 
     sender: int
     receiver: int
@@ -37,7 +37,7 @@ class BrokenLink:
         return bool(self.unsent_bytes) and not self.unread_bytes
 
     def __str__(self) -> str:
-        """Describe what was seen: `rank 1 (10.0.0.1) to rank 2 (10.0.0.2): 4,096 bytes ...`."""
+        """Describe the link, such as `rank 1 (10.0.0.1) to rank 2 (10.0.0.2): 4,096 bytes ...`."""
         ends = (
             f"rank {self.sender} ({self.sender_host}) to rank {self.receiver}"
             f" ({self.receiver_host})"
@@ -49,7 +49,7 @@ class BrokenLink:
 
 
 def broken_links(ranks: Mapping[int, RankEvidence]) -> tuple[BrokenLink, ...]:
-    """Return the broken links, those with the most waiting bytes first."""
+    """Return the broken links, sorted by waiting bytes, most first."""
     ends = {
         (one.local, one.peer): (rank, one)
         for rank, facts in ranks.items()
@@ -66,10 +66,10 @@ def broken_links(ranks: Mapping[int, RankEvidence]) -> tuple[BrokenLink, ...]:
 
 
 def common_end(links: Iterable[BrokenLink]) -> tuple[int, ...]:
-    """Return the ranks at the end that most broken links share; () if none stands out.
+    """Return the ranks at the end that most broken links share; () if no end stands out.
 
-    Hosts are compared first: the one that most other hosts have lost. If hosts tie, ranks are
-    compared.
+    Hosts are compared first, to find the host that most other hosts have lost. If hosts tie, ranks
+    are compared.
     """
     links = tuple(links)
     host = _most_frequent({frozenset((one.sender_host, one.receiver_host)) for one in links})

@@ -1,8 +1,8 @@
-"""All ranks' records in one common form: the input of the rules.
+"""Represent the records of all ranks in a common form, which is the input of the rules.
 
-Readers supply one record per rank, each with its own string table. Here they become rows over
-shared tables, so that equal calls have equal numbers and thousands of ranks can be compared as
-arrays. Timestamps are on rank 0's clock.
+Readers supply one record per rank, each with its own string table. Here, the records become rows
+over shared tables, so that equal calls have equal numbers, and thousands of ranks can be compared
+as arrays. Timestamps are on rank 0's clock.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ DATA_WAIT, DATA_END = "data_wait", "data_end"  # a fetch of a batch; an iteratio
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Incident:
-    """Why a snapshot was taken, according to `incident.json`."""
+    """The reason for a snapshot, according to `incident.json`."""
 
     kind: str = ""  # "failure", "stall", "signal"; "": no incident, rings or foreign dumps
     number: int = 0
@@ -67,7 +67,7 @@ class Incident:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """A phase of a rank: its name, where it began and when, on rank 0's clock."""
+    """A phase of a rank: its name, where it began, and when, on rank 0's clock."""
 
     name: str
     detail: str
@@ -81,7 +81,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class RankEvidence:
-    """One rank's rows `[num_operations]` of dtype `ROW`, oldest first, and its other evidence."""
+    """One rank's rows, `[num_operations]` of dtype `ROW`, oldest first, and its other evidence."""
 
     rank: int
     rows: npt.NDArray[Any]
@@ -101,13 +101,13 @@ class RankEvidence:
 
     @property
     def offset_ns(self) -> int:
-        """What to add to this rank's monotonic clock to get rank 0's."""
+        """The offset to add to this rank's monotonic clock to get rank 0's clock."""
         return self.identity.clock_offset_ns
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """Everything that was read, over shared tables."""
+    """All the evidence that was read, over shared tables."""
 
     world_size: int
     ranks: Mapping[int, RankEvidence]
@@ -124,7 +124,7 @@ class Evidence:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Ranks of the world without a readable record, except those that were lost earlier."""
+        """The ranks of the world without a readable record, except ranks that were lost earlier."""
         known = self.ranks.keys() | self.incident.lost_earlier.keys()
         return tuple(rank for rank in range(self.world_size) if rank not in known)
 
@@ -133,9 +133,9 @@ class Evidence:
         return self.tables.calls[int(row["call"])]
 
     def site(self, row: Any) -> str:
-        """Return where a row was called, or "" if not known."""
+        """Return where the call of a row was made, or "" if this is unknown."""
         return self.tables.texts[int(row["site"])]
 
     def error(self, row: Any) -> str:
-        """Return a row's error, or ""."""
+        """Return the error of a row, or ""."""
         return self.tables.texts[int(row["error"])]

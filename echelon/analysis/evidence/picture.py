@@ -1,7 +1,7 @@
-"""The input of the rules: the evidence, with common questions about it answered once.
+"""Prepare the input of the rules: the evidence, with common questions about it answered once.
 
 A `Picture` is made once per analysis. It holds facts (which rank is inside which operation, how
-ranks ended, which rank waits for which), never conclusions: drawing those is up to the rules.
+ranks ended, which rank waits for which) but never conclusions, which only the rules draw.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CONCLUSIVE = frozenset({"stall", "failure"})
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """The evidence, its lanes, and its wait-for graph."""
+    """The evidence, with its lanes and its wait-for graph."""
 
     evidence: Evidence
     lanes: Sequence[Lanes]
@@ -41,7 +41,7 @@ class Picture:
     _memory: dict[str, Any] = field(default_factory=dict)
 
     def remembered(self, key: str, find: Callable[[Picture], _Found]) -> _Found:
-        """Return a fact about the whole job, computed once for all ranks that need it."""
+        """Return a fact about the whole job, computed once even if needed for many ranks."""
         if key not in self._memory:
             self._memory[key] = find(self)
         found: _Found = self._memory[key]
@@ -54,23 +54,23 @@ class Picture:
 
     @cached_property
     def graph(self) -> WaitGraph:
-        """The waits that count: long ones, and those of a snapshot taken because of trouble."""
+        """The waits that count as stuck: long ones, and those of a snapshot taken for trouble."""
         waits = [wait for wait in self.all_waits.waits if not self.is_over(wait)]
         old = [wait for wait in waits if self.is_stuck(wait)]
         return WaitGraph(tuple(self._with_reached(old, waits)))
 
     def is_stuck(self, wait: Wait) -> bool:
-        """Return whether a wait counts, as opposed to an operation in flight.
+        """Return whether a wait counts as stuck, as opposed to an operation in flight.
 
-        A job may be at work while a few of its ranks are stalled, so a wait that is far younger
-        than the oldest one is considered in flight.
+        A job may be making progress while a few of its ranks are stalled, so a wait that is much
+        younger than the oldest wait is considered in flight.
         """
         if self.evidence.foreign or self.evidence.incident.kind == "failure":
             return True
         return not self.is_in_flight(wait.age_s)
 
     def is_in_flight(self, age_s: float) -> bool:
-        """Return whether something that has lasted this long is still normal."""
+        """Return whether an operation that has lasted this long is still normal."""
         if self.evidence.incident.kind == "stall":
             return age_s < _YOUNG_SHARE * self._oldest_s
         return age_s < STUCK_AFTER_S
@@ -89,7 +89,7 @@ class Picture:
 
     @staticmethod
     def _with_reached(old: list[Wait], waits: list[Wait]) -> list[Wait]:
-        """Add the younger waits of ranks that older waits wait for: they lead to the root."""
+        """Add the younger waits of ranks that older waits wait for, as they lead to the root."""
         kept = {id(wait) for wait in old}
         by_rank: dict[int, list[Wait]] = {}
         for wait in waits:
@@ -104,12 +104,12 @@ class Picture:
         return [wait for wait in waits if id(wait) in kept]
 
     def waited_s(self, wait: Wait) -> float:
-        """Return how long a wait had lasted when its ranks were last seen; 0 if not known."""
+        """Return how long a wait had lasted when its ranks were last seen; 0 if unknown."""
         return wait.age_s
 
     @cached_property
     def heads(self) -> dict[int, tuple[int, int]]:
-        """Each rank's first pending row, as (group, sequence): only it holds up the stream."""
+        """The (group, sequence) of each rank's first pending row, which holds up its stream."""
         found: dict[int, tuple[int, int]] = {}
         for rank, facts in self.evidence.ranks.items():
             pending = np.flatnonzero(np.isin(facts.rows["state"], (State.CREATED, State.STARTED)))
@@ -120,7 +120,7 @@ class Picture:
 
     @cached_property
     def disturbed(self) -> frozenset[int]:
-        """Ranks that wait inside an operation, timed out in one, or did not succeed."""
+        """The ranks that wait inside an operation, timed out in one, or did not succeed."""
         inside = {rank for wait in self.graph.waits for rank in wait.waiting}
         failed = {r for r, facts in self.evidence.ranks.items() if failed_last(facts) is not None}
         ended = {r for r, facts in self.evidence.ranks.items() if facts.host.exit_code}
@@ -128,9 +128,11 @@ class Picture:
 
     @cached_property
     def unseen(self) -> frozenset[int]:
-        """Ranks about which nothing is known: no record, or no recorded call while others have.
+        """The ranks about which nothing is known.
 
-        A rank whose end the coordinator learned of is known by that.
+        Such a rank has no record, or no recorded call although other ranks have recorded calls.
+
+        If the coordinator learned of a rank's end, something is known about that rank.
         """
         ranks = self.evidence.ranks
         recorded = {rank for rank, facts in ranks.items() if facts.has_ring and len(facts.rows)}
@@ -144,27 +146,27 @@ class Picture:
 
     @cached_property
     def broken_links(self) -> tuple[BrokenLink, ...]:
-        """Connections between ranks on which data waits and nothing moves."""
+        """The connections between ranks on which data waits and does not move."""
         return broken_links(self.evidence.ranks)
 
     def links_within(self, ranks: Iterable[int]) -> tuple[BrokenLink, ...]:
-        """Return the broken connections whose ends are both among `ranks`."""
+        """Return the broken connections with both ends among `ranks`."""
         within = set(ranks)
         return tuple(
             one for one in self.broken_links if one.sender in within and one.receiver in within
         )
 
     def is_cut_off(self, wait: Wait) -> bool:
-        """Return whether packets are lost between ranks of a wait or to those that completed it."""
+        """Return whether packets are lost between a wait's ranks, or to those that completed it."""
         return any(one.is_dead for one in self.links_within((*wait.waiting, *wait.completed)))
 
     @property
     def in_trouble(self) -> bool:
-        """Whether anything is wrong at all, apart from rows that look odd."""
+        """Whether anything is wrong, apart from rows that look odd."""
         return bool(self.disturbed) or self.evidence.incident.kind in _CONCLUSIVE
 
     def fallout(self, culprits: Iterable[int]) -> tuple[int, ...]:
-        """Return the ranks that suffer from `culprits`."""
+        """Return the ranks that suffer because of `culprits`."""
         culprits = set(culprits)
         reached = set(self.graph.fallout(culprits)) | self.disturbed
         return tuple(sorted(reached - culprits))
@@ -172,7 +174,8 @@ class Picture:
     def dragged_along(self, gone: set[int]) -> set[int]:
         """Return the ranks that share a pending operation with ranks that have exited.
 
-        A rank that died inside an operation had entered it, so the others do not wait for it there.
+        A rank that died inside an operation had entered that operation, so no other rank waits
+        there for its arrival.
         """
         reached: set[int] = set(gone)
         for wait in self.graph.waits:
@@ -181,12 +184,12 @@ class Picture:
         return reached | set(self.graph.fallout(reached))
 
     def wait_for(self, ranks: Iterable[int]) -> Wait | None:
-        """Return the earliest wait for one of `ranks`."""
+        """Return the earliest wait for any of `ranks`."""
         return next(iter(self.graph.waits_for(ranks)), None)
 
 
 def take_picture(evidence: Evidence) -> Picture:
-    """Match the records and build the wait-for graph."""
+    """Match the records, and build the wait-for graph."""
     lanes = all_lanes(evidence)
     if evidence.foreign == "torch":
         streams = Streams(evidence)
@@ -198,7 +201,7 @@ def take_picture(evidence: Evidence) -> Picture:
 
 
 def failed_last(facts: RankEvidence) -> Any | None:
-    """Return a rank's last row if that operation failed, else None."""
+    """Return a rank's last row if that operation failed; otherwise None."""
     if not len(facts.rows):
         return None
     last = facts.rows[-1]
@@ -206,15 +209,15 @@ def failed_last(facts: RankEvidence) -> Any | None:
 
 
 def last_row(facts: RankEvidence) -> Any | None:
-    """Return the row that a rank began last, None if it recorded none."""
+    """Return the row that a rank began last; None if it recorded no row."""
     return facts.rows[-1] if len(facts.rows) else None
 
 
 def has_moved(facts: RankEvidence) -> bool:
     """Return whether a rank made progress between the two snapshots.
 
-    Its other threads may record too, so a main thread seen at the same place twice made no
-    progress.
+    Other threads of the rank may record too, so a rank whose main thread was seen at the same place
+    twice made no progress.
     """
     host = facts.host
     if host.later_gap_s <= 0 or host.later_recorded <= 0:
@@ -224,6 +227,6 @@ def has_moved(facts: RankEvidence) -> bool:
 
 
 def is_inside(facts: RankEvidence) -> bool:
-    """Return whether any operation of a rank is still pending."""
+    """Return whether any operation of a rank is pending."""
     states = facts.rows["state"]
     return bool(np.isin(states, (State.CREATED, State.STARTED)).any())

@@ -1,10 +1,11 @@
-"""Ranks that run the same program, side by side: all calls of a rank in one sequence.
+"""Compare ranks that run the same program, by the sequence of all calls of each rank.
 
-`Lanes` compare one group's collectives. This module compares the whole sequence of a rank's calls
-(of all groups, and its messages) with those of the other ranks of a group, starting at a collective
-that all of them list. Ranks whose calls agree up to that group's next collective are assumed to run
-one program: the ranks of one pipeline stage do, those of different stages do not. The first call in
-which one of them differs is where its program diverged, whatever other ranks were held up by.
+`Lanes` compare the collectives of one group. This module compares the whole sequence of a rank's
+calls (in all groups, including messages) with the sequences of the other ranks of a group, starting
+at a collective that all of them list. Ranks whose calls agree up to that group's next collective
+are assumed to run the same program: the ranks of a pipeline stage do, and ranks of different stages
+do not. The first call in which one of these ranks differs is where its program diverged, whatever
+held up other ranks.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ _MIN_REACH = 4  # calls before the anchor that identify a program
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """The first call that one rank made differently from the others.
+    """The first call that one rank made differently from the other ranks.
 
     Attributes:
         rank: the rank that differs.
         others: the ranks that agree.
         row: the differing call, in that rank's rows.
-        usual: one of the others, and the row of its call at that position.
-        later: the keys of the rank's calls from there on, and those of the others.
+        usual: one of the other ranks, and the row of its call at that position.
+        later: the keys of the rank's calls from that position on, and the keys of that other rank's
+            calls.
     """
 
     rank: int
@@ -44,9 +46,10 @@ class Parting:
 
 
 def partings(streams: Streams) -> list[Parting]:
-    """Return the positions at which single ranks diverged from the program of the others.
+    """Return the positions at which single ranks diverged from the program of the other ranks.
 
-    Groups are tried from the largest on; the first one with a rank that differs is used.
+    Groups are tried from the largest to the smallest; the first group with a rank that differs is
+    used.
     """
     keys = _keys(streams)
     groups = streams.evidence.groups
@@ -61,10 +64,10 @@ def partings(streams: Streams) -> list[Parting]:
 
 
 def _keys(streams: Streams) -> Mapping[int, npt.NDArray[np.int64]]:
-    """Return each rank's calls as numbers that are equal if the calls of two ranks are alike.
+    """Return each rank's calls as numbers, which are equal for calls that are alike.
 
-    A call is identified by its group's name, its operation and its place in the program; a message
-    also by the distance to its peer.
+    A call is identified by the name of its group, its operation and its place in the program; a
+    message is also identified by the distance to its peer.
     """
     evidence = streams.evidence
     names = {name: number for number, name in enumerate(sorted({g.name for g in evidence.groups}))}
@@ -94,7 +97,7 @@ def _keys(streams: Streams) -> Mapping[int, npt.NDArray[np.int64]]:
 def _steps_away(
     ranks: Sequence[int], rank: int, peers: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.int64]:
-    """Return how far behind a rank its peers are in a group, wrapping around at the end."""
+    """Return how many places after a rank its peers are in a group, wrapping around at the end."""
     order = np.argsort(np.array(ranks))
     places = order[np.searchsorted(np.array(ranks), peers, sorter=order) % len(ranks)]
     own = ranks.index(rank) if rank in ranks else 0
@@ -104,7 +107,7 @@ def _steps_away(
 def _in_group(
     streams: Streams, group: int, keys: Mapping[int, npt.NDArray[np.int64]]
 ) -> Iterator[Parting]:
-    """Yield the divergences among a group's ranks from their earliest common collective on."""
+    """Yield the divergences among a group's ranks, from their earliest common collective on."""
     starts: dict[int, dict[int, int]] = {}
     for rank in streams.evidence.groups[group].ranks:
         facts = streams.evidence.ranks.get(rank)
@@ -134,7 +137,7 @@ def _in_group(
 def _alike(
     keys: Mapping[int, npt.NDArray[np.int64]], spans: Mapping[int, tuple[int, int]]
 ) -> Iterator[dict[int, int]]:
-    """Yield the ranks whose calls in their given spans are the same, and where the spans begin."""
+    """Yield sets of ranks whose calls in the given spans are the same, with each span's start."""
     programs: dict[tuple[int, ...], dict[int, int]] = {}
     for rank, (begin, end) in spans.items():
         programs.setdefault(tuple(keys[rank][begin:end].tolist()), {})[rank] = begin
@@ -144,7 +147,7 @@ def _alike(
 def _parting(
     streams: Streams, starts: Mapping[int, int], keys: Mapping[int, npt.NDArray[np.int64]]
 ) -> Parting | None:
-    """Return where one of the ranks of one program differs from the others."""
+    """Return where one of the ranks that run a program differs from the others."""
     if len(starts) < 2:
         return None
     lines = {rank: keys[rank][start:] for rank, start in starts.items()}
@@ -175,13 +178,13 @@ def _parting(
 
 
 def _are_replicas(streams: Streams, ranks: Sequence[int]) -> bool:
-    """Return whether two ranks share more than the group of all ranks; pipeline stages do not."""
+    """Return whether two ranks share more than the group of all ranks, unlike pipeline stages."""
     shared = [g.ranks for g in streams.evidence.groups if set(ranks) <= set(g.ranks)]
     return len({frozenset(one) for one in shared}) > 1
 
 
 def _first_difference(lines: Sequence[npt.NDArray[np.int64]]) -> int | None:
-    """Return the first position at which two sequences differ, as far as they reach."""
+    """Return the first position at which two sequences differ, within their common length."""
     found: list[int] = []
     usual = max(lines, key=len)
     for line in lines:
@@ -191,9 +194,10 @@ def _first_difference(lines: Sequence[npt.NDArray[np.int64]]) -> int | None:
 
 
 def _is_novel(line: npt.NDArray[np.int64], place: int) -> bool:
-    """Return whether another call always followed the calls before a position.
+    """Return whether a different call always followed the calls before a position.
 
-    The longest context that occurred before decides; if none did, nothing is novel.
+    The longest context that occurred before decides; if no context occurred before, nothing is
+    novel.
     """
     keys = line.tolist()
     for length in (8, 4, 2, 1):

@@ -1,9 +1,10 @@
-"""The stacks of all ranks merged into one tree: 1,021 ranks here, 3 there.
+"""Merge the stacks of all ranks into one tree: 1,021 ranks here, 3 there.
 
-A node is a run of frames that the same ranks share; it forks where their stacks differ. Ranks with
-equal stacks are merged before anything is compared, so the cost depends on the number of distinct
-stacks, even with thousands of ranks. The short form keeps the user's frames and the first call out
-of them: two ranks that wait on different lines of a library's polling loop are at the same place.
+A node is a run of frames that the same ranks share; the tree forks where their stacks differ. Ranks
+with equal stacks are merged before any comparison, so the cost depends on the number of distinct
+stacks, even with thousands of ranks. The short form keeps only the user's frames and the first call
+out of them, so that two ranks that wait on different lines of a library's polling loop are at the
+same place.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _Stacks = Sequence[tuple[tuple[str, ...], tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Ranks that share a run of frames, outermost first, and the branches after it."""
+    """Ranks that share a run of frames, outermost first, and the branches that follow."""
 
     frames: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -28,7 +29,7 @@ class Branch:
 
 
 def merge(stacks: Mapping[int, tuple[str, ...]]) -> tuple[Branch, ...]:
-    """Merge stacks, given outermost frame first; empty ones are left out.
+    """Merge stacks, which are given outermost frame first; empty stacks are left out.
 
     The branch with the most ranks comes first.
     """
@@ -40,7 +41,7 @@ def merge(stacks: Mapping[int, tuple[str, ...]]) -> tuple[Branch, ...]:
 
 
 def _fork(stacks: _Stacks, depth: int) -> tuple[Branch, ...]:
-    """Return one branch for each distinct frame at `depth`; stacks that end there have none."""
+    """Return one branch for each distinct frame at `depth`, and none for stacks that end there."""
     ways: dict[str, list[tuple[tuple[str, ...], tuple[int, ...]]]] = {}
     for one in stacks:
         if len(one[0]) > depth:
@@ -60,10 +61,10 @@ def _branch(way: _Stacks, depth: int) -> Branch:
 
 @lru_cache(maxsize=4096)
 def short_form(frames: tuple[Frame, ...]) -> tuple[str, ...]:
-    """Return the user's frames of a stack, outermost first, and what the innermost one calls.
+    """Return the user's frames of a stack, outermost first, and the call out of the innermost.
 
     Args:
-        frames: innermost first.
+        frames: the frames of the stack, innermost first.
     """
     own = [place for place, frame in enumerate(frames) if frame.is_users]
     if not own:
@@ -76,10 +77,10 @@ def short_form(frames: tuple[Frame, ...]) -> tuple[str, ...]:
 
 
 def long_form(frames: tuple[Frame, ...]) -> tuple[str, ...]:
-    """Return all frames of a stack, outermost first; library frames come without their line.
+    """Return all frames of a stack, outermost first; library frames are given without their line.
 
     Args:
-        frames: innermost first.
+        frames: the frames of the stack, innermost first.
     """
     return tuple(
         str(frame) if frame.is_users else f"{file_name(frame.file)} in {frame.function}"

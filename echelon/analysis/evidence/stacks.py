@@ -1,8 +1,8 @@
-"""Find the line that matters in a stack: the innermost frame of the user's own code.
+"""Find the line that matters in a stack, which is in the innermost frame of the user's own code.
 
-Stacks come as faulthandler's text (all threads, most recent call first), as the short stacks of
-recorded operations, and as tracebacks on stderr. All are untrusted text from other processes: they
-are searched, never evaluated.
+Stacks are given as faulthandler's text (all threads, most recent call first), as the short stacks
+of recorded operations, and as tracebacks on stderr. All of these are untrusted texts from other
+processes, which are searched but never evaluated.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_PATH_CHARS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One stack frame: its file, line and function."""
+    """A stack frame: its file, line and function."""
 
     file: str
     line: int
@@ -40,17 +40,17 @@ class Frame:
 
     @property
     def is_users(self) -> bool:
-        """Whether the file belongs neither to echelon, the standard library nor a package."""
+        """Whether the file is not part of echelon, the standard library or a package."""
         return not _LIBRARY.search(self.file[-_MAX_PATH_CHARS:])
 
     def __str__(self) -> str:
-        """Format the frame briefly: `train.py:88 in wait_for_tokenizer`."""
+        """Format the frame briefly, such as `train.py:88 in wait_for_tokenizer`."""
         return f"{file_name(self.file)}:{self.line} in {self.function}"
 
 
 @dataclass(frozen=True, slots=True)
 class Thread:
-    """One thread's stack, innermost frame first."""
+    """The stack of one thread, innermost frame first."""
 
     name: str
     frames: tuple[Frame, ...]
@@ -62,7 +62,7 @@ class Thread:
 
     @property
     def is_main(self) -> bool:
-        """Whether the stack begins in a script or in the interpreter's code that starts one."""
+        """Whether the stack begins in a script, or in interpreter code that starts a script."""
         if not self.frames:
             return False
         outermost = self.frames[-1]
@@ -70,12 +70,12 @@ class Thread:
 
 
 def file_name(path: str) -> str:
-    """Return the last part of a path with slashes of either kind."""
+    """Return the last part of a path whose separators are slashes or backslashes."""
     return re.split(r"[/\\]", path)[-1] or path
 
 
 def threads(text: str) -> tuple[Thread, ...]:
-    """Parse faulthandler's text. If it holds several snapshots, the last one counts."""
+    """Parse faulthandler's text; if the text holds several snapshots, parse only the last."""
     found: list[tuple[str, list[Frame]]] = []
     seen: set[str] = set()
     for line in text[-_MAX_STACK_CHARS:].splitlines():
@@ -94,14 +94,14 @@ def threads(text: str) -> tuple[Thread, ...]:
 
 @lru_cache(maxsize=16384)  # several rules ask about each rank, and no two texts are equal
 def main_thread(text: str) -> Thread | None:
-    """Return the main thread: the one that began in a script, else the last one listed."""
+    """Return the thread that began in a script, or else the thread listed last."""
     listed = threads(text)
     mains = [thread for thread in listed if thread.is_main]
     return mains[-1] if mains else (listed[-1] if listed else None)
 
 
 def users_frame(frames: tuple[Frame, ...]) -> Frame | None:
-    """Return the innermost frame of the user's own code, else the innermost frame with a file."""
+    """Return the innermost frame of the user's own code, or else of any code with a file."""
     if not frames:
         return None
     own = next((frame for frame in frames if frame.is_users), None)
@@ -112,20 +112,20 @@ def users_frame(frames: tuple[Frame, ...]) -> Frame | None:
 
 
 def site_frame(site: str) -> Frame | None:
-    """Parse a recorded site, "file:line function"; return None if it is not one."""
+    """Parse a recorded site of the form "file:line function"; return None for any other text."""
     match = _SITE.match(site)
     return Frame(match[1], int(match[2]), match[3]) if match else None
 
 
 def short_site(site: str) -> str:
-    """Shorten a recorded site to `train.py:211 in step`; leave one that cannot be parsed."""
+    """Shorten a recorded site to `train.py:211 in step`; leave unparsable sites unchanged."""
     frame = site_frame(site)
     return str(frame) if frame else site
 
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """A traceback from stderr: what was raised, and the user's innermost frame."""
+    """A traceback from stderr: the exception that was raised, and the user's innermost frame."""
 
     type: str
     message: str  # its first line
@@ -146,11 +146,11 @@ _MAX_REST_LINES = 8
 
 
 def last_traceback(stderr: str) -> Raised | None:
-    """Find the last complete traceback in the tail of a stderr; return None if there is none.
+    """Return the last complete traceback at the end of a stderr; None if there is none.
 
-    torch prefixes every line of its ranks' tracebacks with `[rank3]: `, and Python marks those of
-    exception groups with a bar. An exception that Python reports as ignored did not end the
-    process.
+    torch prefixes every line of its ranks' tracebacks with `[rank3]: `, and Python prefixes the
+    lines of exception groups with a bar. An exception that Python reports as ignored did not end
+    the process.
     """
     lines = _PREFIX.sub("", stderr[-_MAX_STACK_CHARS:]).splitlines()
     heads = [number for number, line in enumerate(lines) if _HEAD.match(line)]
@@ -164,7 +164,7 @@ def last_traceback(stderr: str) -> Raised | None:
 
 
 def _traceback(block: list[str]) -> Raised | None:
-    """Parse what follows the head of a traceback."""
+    """Parse the lines that follow the first line of a traceback."""
     frames: list[Frame] = []
     for number, line in enumerate(block):
         match = _TRACEBACK_FRAME.match(line)

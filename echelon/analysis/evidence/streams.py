@@ -1,13 +1,14 @@
-"""What torch's records prove about each rank's streams, and which rank waits for which.
+"""Derive from torch's records how far each rank's streams are, and which rank waits for which.
 
-Only the head of a rank's queue waits: its first pending operation in its own order over all groups
-and messages. It waits for each member that has not entered the operation *or has it queued behind
-another head*, so "all have entered" does not prove a network fault. An operation that a rank
-enqueued and does not list as pending is completed; this also holds for dumps that contain only
-active entries.
+Only the head of a rank's queue waits. The head is the first pending operation in the rank's own
+order over all groups and messages. It waits for each member that has not entered the operation *or
+has it queued behind another head*, so "all have entered" does not prove a network fault. An
+operation that a rank enqueued and does not list as pending is completed; this also holds for dumps
+that contain only active entries.
 
-Dumps on demand are taken at different moments. If one rank completed what another had not entered
-when it wrote its dump, the job was moving in between, and no pending operation proves a stall.
+Dumps on demand are taken at different moments. If one rank completed an operation that another rank
+had not entered when that rank's dump was written, the job was moving in between, and no pending
+operation proves a stall.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ class Head:
 
     @property
     def is_message(self) -> bool:
-        """Whether it is a launch of messages."""
+        """Whether the head is a launch of messages."""
         return self.sequence == _MESSAGE
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A pending send or receive, by its place among the pending ones of its direction."""
+    """A pending send or receive, identified by its position among those of its direction."""
 
     rank: int
     row: int
@@ -82,12 +83,12 @@ class Streams:
 
     @cached_property
     def pending(self) -> Mapping[int, Mapping[int, frozenset[int]]]:
-        """Rank -> group -> sequence numbers of pending collectives."""
+        """The sequence numbers of pending collectives, keyed by rank and then by group."""
         return {rank: _pending_collectives(facts) for rank, facts in self.evidence.ranks.items()}
 
     @cached_property
     def heads(self) -> Mapping[int, Head]:
-        """Rank -> its head; ranks with nothing pending are left out."""
+        """The head of each rank; ranks with nothing pending are left out."""
         found: dict[int, Head] = {}
         for rank, facts in self.evidence.ranks.items():
             head = _head(facts)
@@ -97,7 +98,7 @@ class Streams:
 
     @cached_property
     def messages(self) -> Mapping[tuple[Way, bool], Sequence[Message]]:
-        """(Direction, whether sends) -> the pending messages, in the order of their rank."""
+        """The pending messages in the order of their rank, keyed by (direction, whether sends)."""
         found: dict[tuple[Way, bool], list[Message]] = {}
         for rank, facts in self.evidence.ranks.items():
             for index in _pending_messages(facts):
@@ -115,7 +116,7 @@ class Streams:
         return {(one.rank, one.row): one for line in self.messages.values() for one in line}
 
     def are_sends(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-        """Return which rows are sends. [num_rows]"""
+        """Return which rows are sends: [num_rows]."""
         found: npt.NDArray[np.bool_] = self._sends[rows["call"]]
         return found
 
@@ -124,12 +125,12 @@ class Streams:
         return self._by_row.get((rank, row))
 
     def counterpart(self, message: Message) -> Message | None:
-        """Return the other side of a pending message, None if none is posted.
+        """Return the other side of a pending message; None if the other side is not posted.
 
         The n-th send of a direction matches the n-th receive. If the dumps do not reach back to the
-        first message, they are counted from the oldest collective that both ranks completed;
-        otherwise only pending messages are counted, which is exact except for batches with one
-        completed message.
+        first message, messages are counted from the oldest collective that both ranks completed.
+        Without such a collective, only pending messages are counted, which is exact except for
+        batches with one completed message.
         """
         way, peer = message.way, message.peer
         if peer not in self.evidence.ranks:
@@ -148,7 +149,7 @@ class Streams:
         return line[message.place] if message.place < len(line) else None
 
     def _origin(self, rank: int, peer: int, group: int) -> tuple[int, int] | None:
-        """Return the rows from which two ranks' messages correspond; None if not known."""
+        """Return the rows from which on two ranks' messages correspond; None if unknown."""
         key = (rank, peer, group)
         if key not in self._origins:
             if self.is_whole(rank, group) and self.is_whole(peer, group):
@@ -173,7 +174,7 @@ class Streams:
         return known
 
     def is_whole(self, rank: int, group: int) -> bool:
-        """Return whether a rank lists every launch of messages in a group since the first."""
+        """Return whether a rank lists every launch of messages in a group, from the first on."""
         known = self._whole.get((rank, group))
         if known is None:
             rows = self.evidence.ranks[rank].rows
@@ -197,7 +198,7 @@ class Streams:
         return known
 
     def entered(self, rank: int, group: int) -> int:
-        """Return the number of the last collective that a rank entered in a group, 0 if none."""
+        """Return the number of the last collective that a rank entered in a group; 0 if none."""
         facts = self.evidence.ranks.get(rank)
         return 0 if facts is None else self._entered[rank].get(group, 0)
 
@@ -218,7 +219,7 @@ class Streams:
 
     @staticmethod
     def _is_lost(facts: RankEvidence, place: Place) -> bool:
-        """Return whether an uncompleted collective was overwritten in a ring that wrapped."""
+        """Return whether an uncompleted collective was overwritten as the ring wrapped around."""
         group, sequence = place
         if facts.completed.get(group, sequence) >= sequence:
             return False
@@ -233,20 +234,20 @@ class Streams:
         return head is not None and (head.group, head.sequence) == place
 
     def is_rooted(self, head: Head) -> bool:
-        """Return whether members of a head's operation may finish before the others arrive."""
+        """Return whether members of a head's operation may finish before other members arrive."""
         row = self.evidence.ranks[head.rank].rows[head.rows[0]]
         return bool(self._rooted[int(row["call"])])
 
     @cached_property
     def has_starts(self) -> bool:
-        """Whether kernel starts are recorded: by default, NCCL does not record them."""
+        """Whether kernel starts are recorded, which NCCL does not do by default."""
         return any(
             bool((facts.rows["started_ns"] > 0).any()) for facts in self.evidence.ranks.values()
         )
 
     @cached_property
     def is_moving(self) -> bool:
-        """Whether dumps of different moments prove that the job moved in between."""
+        """Whether dumps taken at different moments prove that the job moved in between."""
         return any(self._moves(number) for number in range(len(self.evidence.groups)))
 
     def _moves(self, group: int) -> bool:

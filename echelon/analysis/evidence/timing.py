@@ -1,12 +1,13 @@
-"""Where the time goes: arrival lags, phases of each rank, collectives by time and bandwidth.
+"""Measure where the time goes: arrival lags, phases of each rank, and times of collectives.
 
-The lag of a rank at a collective is how much later it arrived than the first rank. Ranks on one
-host share a clock; across hosts, the recorded offset and its error count. If the offset was never
-measured, or if the record itself shows that it no longer holds, the lag is computed from the time
-spent inside the collective instead: the last rank to arrive waited least. That needs no common
-clock.
+The lag of a rank at a collective is how much later it arrived than the first rank. Ranks on the
+same host share a clock; across hosts, the recorded offset and its error are taken into account. If
+the offset was never measured, or if the record itself shows that it no longer holds, the lag is
+computed from the time spent inside the collective, because the last rank to arrive waited least.
+That needs no common clock.
 
-A collective's own time is that of the member that arrived last: the others' includes their waiting.
+A collective's own time is the time of the member that arrived last, because the times of the other
+members include their waiting.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ _SLACK_NS = 1_000_000  # between hosts: an error this small is good enough
 
 @dataclass(frozen=True, kw_only=True)
 class Arrivals:
-    """How late members arrived at the collectives that all of them completed.
+    """How late members arrived at the collectives that all members completed.
 
     Attributes:
-        members: global ranks. [num_members]
-        columns: the columns of the lanes that these are. [num_collectives]
-        lag_ns: how much later than the first. [num_members, num_collectives]
-        own_ns: from the last arrival to that member's end. [num_collectives]
-        created_ns: when the first member arrived. [num_collectives]
+        members: the global ranks of the members: [num_members].
+        columns: the columns of these collectives in the lanes: [num_collectives].
+        lag_ns: how much later each member arrived than the first: [num_members, num_collectives].
+        own_ns: the time from the last arrival to the end on the member that arrived last:
+            [num_collectives].
+        created_ns: the time at which the first member arrived: [num_collectives].
     """
 
     group: str
@@ -49,14 +51,14 @@ class Arrivals:
 
     @property
     def span_s(self) -> float:
-        """Seconds from the first to the last of these collectives."""
+        """The seconds from the first to the last of these collectives."""
         if len(self.created_ns) < 2:
             return 0.0
         return float(self.created_ns[-1] + self.lag_ns[:, -1].max() - self.created_ns[0]) / 1e9
 
     @property
     def last(self) -> npt.NDArray[np.int64]:
-        """Index of the member that arrived last, per collective. [num_collectives]"""
+        """The index of the member that arrived last at each collective: [num_collectives]."""
         return np.asarray(self.lag_ns.argmax(axis=0), np.int64)
 
     @property
@@ -69,7 +71,7 @@ class Arrivals:
 
 
 def arrivals(lanes: Lanes) -> Arrivals | None:
-    """Return the arrival lags of one group, None if fewer than two members took part."""
+    """Return the arrival lags of one group; None if fewer than two members took part."""
     done = (lanes.state == State.COMPLETED).all(axis=0)
     if len(lanes.members) < 2 or not done.any() or lanes.strangers:
         return None
@@ -95,7 +97,7 @@ def arrivals(lanes: Lanes) -> Arrivals | None:
 
 
 def clocks_are_common(evidence: Evidence, ranks: list[int]) -> bool:
-    """Return whether stamps of these ranks can be compared: one host, or measured offsets."""
+    """Return whether the ranks' stamps are comparable: one host, or measured clock offsets."""
     if evidence.foreign:
         return True  # wall clocks: nothing better is recorded
     identities = [evidence.ranks[rank].identity for rank in ranks]
@@ -109,13 +111,14 @@ def clocks_contradict(
 ) -> bool:
     """Return whether the record proves that the hosts' clocks moved after they were measured.
 
-    Offsets are measured once, when the world is made. Later, a clock may drift, or that of a
-    suspended host may step. No member leaves such a collective before the last one has entered it,
-    so stamps that contradict this by more than the measured errors are wrong.
+    Offsets are measured once, when the world is created. Later, a clock may drift, or the clock of
+    a suspended host may step. No member leaves such a collective before the last member has entered
+    it, so stamps that contradict this by more than the measured errors are wrong.
 
     Args:
-        created_ns: of collectives that end only once all have entered. [num_members, num_columns]
-        ended_ns: the same.
+        created_ns: the arrival times at collectives that end only once all members have entered:
+            [num_members, num_columns].
+        ended_ns: the end times of the same collectives: [num_members, num_columns].
     """
     identities = [lanes.evidence.ranks[rank].identity for rank in lanes.members.tolist()]
     is_one_host = len({identity.boot_id or identity.host for identity in identities}) <= 1
@@ -128,7 +131,7 @@ def clocks_contradict(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTime:
-    """One rank's time. `phases_s` holds spans by name, and communication that was waited for."""
+    """How one rank spent its time; `phases_s` holds spans by name, and waits for communication."""
 
     rank: int
     window_s: float
@@ -139,7 +142,7 @@ class RankTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallTime:
-    """One kind of collective: how often, how long, how fast."""
+    """The count, duration and bandwidth of one kind of collective."""
 
     group: str
     call: str
@@ -150,14 +153,14 @@ class CallTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """Where the time of a job went."""
+    """How a job spent its time."""
 
     ranks: tuple[RankTime, ...]
     calls: tuple[CallTime, ...]
 
     @property
     def slowest(self) -> tuple[RankTime, ...]:
-        """Ranks by lateness, the latest first."""
+        """The ranks sorted by lateness, the latest first."""
         return tuple(sorted(self.ranks, key=lambda rank: (-rank.mean_lag_s, rank.rank)))
 
 
@@ -188,7 +191,7 @@ def timing_of(picture: Picture) -> Timing:
 
 
 def _add_calls(calls: dict[tuple[str, int], list[float]], lanes: Lanes, found: Arrivals) -> None:
-    """Add count, nanoseconds and bytes of each kind of call, as its first member made it."""
+    """Add the count, nanoseconds and bytes of each kind of call, as its first member made it."""
     numbers = lanes.column("call")[0, found.columns]
     sizes = lanes.column("num_bytes", 0)[0, found.columns]
     for number in np.unique(numbers).tolist():

@@ -1,9 +1,10 @@
-"""The wait-for graph, across groups and point-to-point operations.
+"""Build the wait-for graph across groups and point-to-point operations.
 
-A rank inside (group, sequence) waits for every member that has not entered it; a send or receive
-waits for its counterpart. One `Wait` stands for all ranks that wait for the same thing, so a world
-of thousands needs a few waits rather than millions of edges. Ranks that others wait for and that
-wait for no rank are the sinks, where the cause is; a cycle of waits is an order desync.
+A rank inside (group, sequence) waits for every member that has not entered that operation; a send
+or receive waits for its counterpart. One `Wait` stands for all ranks that wait for the same ranks
+in the same operation, so a world of thousands of ranks needs a few waits rather than millions of
+edges. The sinks are ranks that others wait for and that wait for no rank; the cause is found there.
+A cycle of waits is an order desync.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from echelon.recorder.format.schema import State
 class Wait:
     """Ranks inside one operation, and the ranks that they wait for.
 
-    `absent` is empty if all members are inside: then the transport or a device is to blame.
+    `absent` is empty if all members are inside; the transport or a device is then to blame.
     """
 
     group: str
@@ -45,7 +46,7 @@ class Wait:
     gave_up: bool = False  # an error is recorded: a timeout expired
 
     def __str__(self) -> str:
-        """Name the operation: `all_reduce #1042`, `recv from rank 2`."""
+        """Name the operation, such as `all_reduce #1042` or `recv from rank 2`."""
         if self.is_p2p:
             return (
                 f"{self.operation} {'to' if self.operation in SENDS else 'from'} rank {self.peer}"
@@ -54,7 +55,7 @@ class Wait:
 
     @property
     def number(self) -> int | None:
-        """The sequence number, None if none is recorded."""
+        """The sequence number; None if no number is recorded."""
         return self.sequence if self.sequence >= 0 else None
 
 
@@ -66,22 +67,22 @@ class WaitGraph:
 
     @cached_property
     def blocked(self) -> frozenset[int]:
-        """Ranks that wait for another rank."""
+        """The ranks that wait for another rank."""
         return frozenset(rank for wait in self.waits if wait.absent for rank in wait.waiting)
 
     @cached_property
     def wanted(self) -> frozenset[int]:
-        """Ranks that another rank waits for."""
+        """The ranks that another rank waits for."""
         return frozenset(self._by_absent)
 
     @cached_property
     def waiting(self) -> frozenset[int]:
-        """Ranks inside any operation."""
+        """The ranks inside any operation."""
         return frozenset(rank for wait in self.waits for rank in wait.waiting)
 
     @cached_property
     def _by_absent(self) -> dict[int, list[int]]:
-        """Rank -> indices of the waits for it."""
+        """The indices of the waits for each rank, keyed by that rank."""
         found: dict[int, list[int]] = {}
         for number, wait in enumerate(self.waits):
             for rank in wait.absent:
@@ -90,13 +91,13 @@ class WaitGraph:
 
     @property
     def sinks(self) -> tuple[int, ...]:
-        """Ranks that are waited for and wait for no rank."""
+        """The ranks that are waited for and wait for no rank."""
         return tuple(sorted(self.wanted - self.blocked))
 
     def waits_for(self, ranks: Iterable[int]) -> tuple[Wait, ...]:
         """Return the waits in which one of `ranks` is absent.
 
-        Waits of ranks that wait for nothing else come first, the earliest of them leading.
+        Waits of ranks that wait for nothing else come first, sorted from the earliest.
         """
         wanted = set(ranks)
         numbers = sorted({n for rank in wanted for n in self._by_absent.get(rank, ())})
@@ -125,10 +126,10 @@ class WaitGraph:
         return tuple(sorted(reached - culprits))
 
     def cycle(self) -> tuple[int, ...]:
-        """Return the ranks of a cycle of waits, () if there is none.
+        """Return the ranks of a cycle of waits; () if there is no cycle.
 
-        Of several cycles, the one with the earliest wait is returned. Ranks that only wait for the
-        cycle are not in it.
+        Of several cycles, the cycle with the earliest wait is returned. Ranks that only wait for
+        the cycle are not part of it.
         """
         successors: dict[Any, list[Any]] = {}
         for number, wait in enumerate(self.waits):
@@ -149,7 +150,7 @@ class WaitGraph:
 
 
 def wait_graph(evidence: Evidence, lanes: Sequence[Lanes], exchanges: Exchanges) -> WaitGraph:
-    """Build the graph of everything that is pending."""
+    """Build the wait-for graph of all pending operations."""
     waits = [wait for lane in lanes for wait in _collective_waits(evidence, lane)]
     return WaitGraph(tuple(waits + _p2p_waits(evidence, exchanges)))
 
@@ -157,8 +158,8 @@ def wait_graph(evidence: Evidence, lanes: Sequence[Lanes], exchanges: Exchanges)
 def _collective_waits(evidence: Evidence, lane: Lanes) -> Iterable[Wait]:
     """Yield one wait per column that at least one rank is inside.
 
-    Every member's first pending column counts. A column that another member completed proves that
-    all had entered, so no rank is absent from it.
+    Only the first pending column of each member counts. If another member completed that column,
+    all members had entered it, so no rank is absent from it.
     """
     pending = lane.pending
     for column in sorted(set(pending[pending >= 0].tolist())):
@@ -192,7 +193,7 @@ def _collective_waits(evidence: Evidence, lane: Lanes) -> Iterable[Wait]:
 
 
 def _age_s(evidence: Evidence, rank: int, row: Any) -> float:
-    """Return how long a rank had been inside an operation, by its own clock alone."""
+    """Return how long a rank had been inside an operation, by the rank's own clock alone."""
     return max(0, evidence.ranks[rank].seen_ns - int(row["created_ns"])) / 1e9
 
 

@@ -1,1 +1,1 @@
-"""Renderers of a report: terminal, HTML page, trace."""
+"""Render a report for the terminal, as an HTML page, or as a trace."""

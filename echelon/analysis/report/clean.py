@@ -1,8 +1,8 @@
 """Make recorded strings safe to show.
 
-The strings in a dump were written by other processes, perhaps by one that wants to move the cursor,
-set a title or forge a line. Control characters, bidirectional overrides and line breaks are
-replaced before a string reaches a terminal or a page. Markup is escaped where it is inserted.
+The strings in a dump were written by other processes, which may try to move the cursor, set a title
+or forge a line. Control characters, bidirectional overrides and line breaks are replaced before a
+string reaches a terminal or a page. Markup is escaped when the string is inserted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The report for a terminal: the verdict first, and no longer than one screen."""
+"""Render the report for a terminal: the verdict first, and no longer than one screen."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _MAX_FRAMES = 4  # innermost frames shown of a run that ranks share
 
 
 def render_text(report: Report, console: Console, timing: Timing | None = None) -> None:
-    """Print a report on a rich console; if it is not a terminal, print one line per sentence.
+    """Print a report on a rich console; if that is not a terminal, print one line per sentence.
 
     Args:
-        timing: where the time went; shown below a healthy report.
+        timing: how the job spent its time, which is shown below a healthy report.
 
     Example:
         >>> from rich.console import Console
@@ -63,7 +63,7 @@ def render_text(report: Report, console: Console, timing: Timing | None = None) 
 
 
 def plain_lines(report: Report, timing: Timing | None = None) -> list[str]:
-    """Return the report as lines that are neither wrapped nor padded, for logs and for grep."""
+    """Return the report as lines that are neither wrapped nor padded, for logs and grep."""
     verdict = report.verdict
     lines = [_headline(report, verdict).plain.strip()]
     if verdict is not None:
@@ -129,10 +129,10 @@ def _sections(finding: Finding, report: Report) -> list[tuple[str, list[str]]]:
 
 
 def stack_lines(branches: Sequence[Branch], culprits: Sequence[int]) -> list[str]:
-    """Show where the ranks are: one line per place with its number of ranks, the culprits' first.
+    """Show where the ranks are: one line per place with its number of ranks, culprits first.
 
-    A place that forks is shown with the frames that its ranks share, and the places below it are
-    indented.
+    A place at which stacks fork is shown with the frames that its ranks share, and the places that
+    follow are indented below it.
     """
     lines: list[tuple[str, Branch]] = []
     _add_places(lines, branches, set(culprits), 0)
@@ -158,7 +158,7 @@ def _add_places(
 
 
 def counted(ranks: Sequence[int]) -> str:
-    """Format ranks with their number: `1,021 ranks (0-6 and 10-1023)`, `rank 7`."""
+    """Format ranks with their number, such as `1,021 ranks (0-6 and 10-1023)` or `rank 7`."""
     names = rank_list(ranks)
     if len(ranks) < 2:
         return names
@@ -166,7 +166,7 @@ def counted(ranks: Sequence[int]) -> str:
 
 
 def alternative_line(other: Alternative) -> str:
-    """Format another root that was considered, and what separates it from the verdict."""
+    """Format another root that was considered, and what distinguishes it from the verdict."""
     who = f" · {rank_list(other.culprit_ranks)}" if other.culprit_ranks else ""
     return f"{other.cause.value}{who}: {other.summary} ({other.against})"
 
@@ -209,7 +209,7 @@ def _print_timing(timing: Timing, console: Console) -> None:
 
 
 def _timing_rows(timing: Timing) -> Iterator[tuple[list[str], list[list[str]]]]:
-    """Yield the tables of a healthy report: titles and rows."""
+    """Yield the tables of a healthy report, each as titles and rows."""
     ranks = [rank for rank in timing.slowest if rank.window_s > 0][:_MAX_RANKS]
     if ranks:
         yield (
@@ -240,7 +240,7 @@ def _timing_rows(timing: Timing) -> Iterator[tuple[list[str], list[list[str]]]]:
 
 
 def phase_words(rank: RankTime) -> str:
-    """Format how a rank's time splits: `compute 61%, communication 22%, data_wait 5%`."""
+    """Format how a rank's time splits, such as `compute 61%, communication 22%, data_wait 5%`."""
     pairs: Sequence[tuple[str, float]] = sorted(rank.phases_s.items(), key=lambda item: -item[1])
     parts = [(name, length / rank.window_s) for name, length in pairs[:4]]
     return ", ".join(f"{name} {share:.0%}" for name, share in parts if share >= 0.005)

@@ -1,8 +1,8 @@
-"""The operations and spans as a Chrome trace, for chrome://tracing and ui.perfetto.dev.
+"""Export operations and spans as a Chrome trace, for chrome://tracing and ui.perfetto.dev.
 
-There is one process per rank, with one track for its operations and one for its spans. Operations
-that are still pending extend to the end and are marked as such. Times are microseconds on rank 0's
-clock from the first event.
+The trace has one process per rank, with one track for operations and one for spans. Operations that
+are still pending extend to the end and are marked as pending. Times are microseconds since the
+first event, on rank 0's clock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STATES = {int(state): state.name.lower() for state in State}
 
 
 def write_trace(evidence: Evidence, path: Path) -> None:
-    """Write the trace, one event per line, without holding it in memory.
+    """Write the trace, one event per line, without holding the whole trace in memory.
 
     Raises:
         OSError: the file cannot be written.
@@ -35,7 +35,7 @@ def write_trace(evidence: Evidence, path: Path) -> None:
 
 
 def events(evidence: Evidence) -> Iterator[dict[str, Any]]:
-    """Yield the events, rank by rank."""
+    """Yield the events of the trace, rank by rank."""
     begin, end = _bounds(evidence)
     for facts in evidence.ranks.values():
         host = f" on {clean(facts.identity.host, 60)}" if facts.identity.host else ""

@@ -1,1 +1,1 @@
-"""The rules by family, each a small pure function from a `Picture` to findings."""
+"""Define the rules by family; each is a small pure function from a `Picture` to findings."""

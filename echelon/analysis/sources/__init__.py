@@ -1,1 +1,1 @@
-"""Readers that turn a folder of black boxes, or of torch's dumps, into evidence."""
+"""Read a folder of black boxes, or of torch's dumps, as evidence."""

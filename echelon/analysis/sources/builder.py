@@ -1,8 +1,8 @@
-"""echelon's own black boxes as evidence: each record becomes rows over the shared tables.
+"""Build evidence from echelon's own black boxes, turning records into rows over shared tables.
 
-A record's wide columns are dropped as soon as its rows exist, so that a world of 16,384 ranks fits
-in memory. An impossible record (a forged rank, an out-of-range clock) is left out with a warning;
-no value in a record decides how much memory is allocated.
+The wide columns of a record are dropped as soon as its rows exist, so that a world of 16,384 ranks
+fits into memory. An impossible record (a forged rank, an out-of-range clock) is left out with a
+warning. No value in a record decides how much memory is allocated.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class EvidenceBuilder:
         self._group_index: dict[tuple[object, ...], list[int]] = {}
 
     def group(self, group: Group) -> int:
-        """Return the number of a group, which is identified by its name and members together.
+        """Return the number of a group, which is identified by its name and members.
 
-        The index is keyed by values that are cheap to hash: the world's members are a long tuple,
-        and every rank has one.
+        The index is keyed by values that are cheap to hash, because the members of the world are a
+        long tuple, which every rank has.
         """
         key = (group.name, len(group.ranks), group.ranks[:1], group.ranks[-1:])
         alike = self._group_index.setdefault(key, [])
@@ -52,7 +52,7 @@ class EvidenceBuilder:
         return alike[-1]
 
     def add(self, record: Record) -> None:
-        """Add one of echelon's black boxes; a second one of the same rank is left out."""
+        """Add one of echelon's black boxes; leave out a second black box of the same rank."""
         rank = record.identity.rank
         if not 0 <= rank < _MAX_WORLD:
             self.warnings.append(f"{record.path}: claims to be rank {rank}, left out")
@@ -109,7 +109,10 @@ class EvidenceBuilder:
         return rows
 
     def _calls(self, record: Record) -> npt.NDArray[Any]:
-        """Number the calls: four columns become one integer, looked up once per distinct value."""
+        """Return the numbers of a record's calls.
+
+        Four columns are combined into one integer, which is looked up once per distinct value.
+        """
         columns = [record.operations[name] for name in ("operation", "signature", "reduce_op")]
         columns.append(record.operations["root"].astype(np.int64) + 1)
         packed = np.zeros(len(record.operations), np.int64)
@@ -228,7 +231,7 @@ def _span(record: Record, row: Any) -> Span:
 
 
 def _last_seen(record: Record) -> int:
-    """Return the latest moment recorded for this rank, on rank 0's clock."""
+    """Return the latest moment recorded for a rank, on rank 0's clock."""
     marks = [record.dumped_mono_ns, record.host.snapshot_mono_ns]
     if len(record.live) > Live.PROGRESS_MONO_NS:
         marks += [record.live[Live.HEARTBEAT_MONO_NS], record.live[Live.PROGRESS_MONO_NS]]

@@ -1,9 +1,9 @@
 """Find and read the contents of a folder: an incident, a `dump/`, a run directory, foreign dumps.
 
-A folder is recognised by its contents and a file by its first bytes; only the rank is taken from a
-file's name. One unreadable file among good ones is a warning and makes its rank a suspect; if no
-file is readable, that is an error. A folder still being written (`.incident_<k>.partial`) is
-ignored.
+A folder is recognised by its contents, and a file by its first bytes; only the rank is taken from
+the name of a file. One unreadable file among readable files is a warning and makes its rank a
+suspect. If no file is readable, that is an error. A folder that is still being written
+(`.incident_<k>.partial`) is ignored.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Place:
 
 
 def load(path: Path) -> Evidence:
-    """Read everything below a folder that is evidence.
+    """Read all the evidence found below a folder.
 
     Raises:
         DumpFormatError: files exist, but none can be read.
@@ -70,7 +70,7 @@ def load(path: Path) -> Evidence:
 
 
 def find(path: Path) -> Place | None:
-    """Choose which of echelon's own files to read; None if the folder holds none."""
+    """Choose which of echelon's own files to read; None if the folder holds no such files."""
     if path.is_file():
         is_foreign = _looks_foreign(path) or path.suffix in LOG_SUFFIXES
         return None if is_foreign else Place(((-1, path),), f"one file, {path}")
@@ -89,7 +89,7 @@ def load_place(place: Place) -> Evidence:
     """Read echelon's own files of one incident or attempt.
 
     Raises:
-        DumpFormatError: none of them can be read.
+        DumpFormatError: none of the files can be read.
     """
     builder = EvidenceBuilder()
     unreadable: list[int] = []
@@ -112,7 +112,7 @@ def load_place(place: Place) -> Evidence:
 
 
 def _ended_well_after_a_stall(run_dir: Path) -> bool:
-    """Return whether report.json records that the job succeeded after its last stall recovered."""
+    """Return whether report.json records that the job succeeded after its last stall ended."""
     told = _plain(run_dir / "report.json")
     incidents = told.get("incidents")
     if not isinstance(incidents, list) or not incidents or told.get("exit_code") != 0:
@@ -124,7 +124,7 @@ def _ended_well_after_a_stall(run_dir: Path) -> bool:
 
 
 def _plain(path: Path) -> dict[str, Any]:
-    """Read a small JSON object; return {} if it is missing or broken."""
+    """Read a small JSON object; return {} if the file is missing or broken."""
     try:
         if path.stat().st_size > _MAX_INCIDENT_BYTES:
             return {}
@@ -149,7 +149,7 @@ def _incident(folder: Path) -> Place | None:
 
 
 def find_rings(folder: Path) -> Place | None:
-    """Return the newest attempt's ring of each rank."""
+    """Return the rings of each rank's newest attempt."""
     newest: dict[int, tuple[int, Path]] = {}
     for rank, rank_folder in _numbered(folder, _RANK_FILE):
         for attempt, path in _numbered(rank_folder, _ATTEMPT):
@@ -163,9 +163,9 @@ def find_rings(folder: Path) -> Place | None:
 
 
 def read_incident(path: Path) -> Incident:
-    """Read `incident.json`; missing fields and fields of a wrong type keep their default.
+    """Read `incident.json`; missing fields and fields of a wrong type get their default.
 
-    A snapshot is worth reading without it, so a missing or broken file is not an error.
+    A snapshot is useful without this file, so a missing or broken file is not an error.
     """
     values = _plain(path)
     return Incident(
@@ -194,7 +194,7 @@ def _ranks(value: Any) -> tuple[int, ...]:
 
 
 def _ended(value: Any) -> tuple[int, ...]:
-    """Return the ranks of `[[rank, code, order], ...]` in ascending order."""
+    """Return the ranks in `[[rank, code, order], ...]` in ascending order."""
     rows = value if isinstance(value, list) else ()
     known = [
         (row[2], row[0])
@@ -218,7 +218,7 @@ def _epochs(value: Any) -> dict[int, int]:
 
 
 def _reasons(value: Any) -> dict[int, str]:
-    """Return text by rank, without entries of any other form."""
+    """Return texts keyed by rank, without entries of any other form."""
     pairs = value.items() if isinstance(value, dict) else ()
     return {int(rank): _text(why) for rank, why in pairs if _RANK.match(rank) and _text(why)}
 
@@ -244,7 +244,7 @@ def _numbered(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[int, Pat
 
 
 def _looks_foreign(path: Path) -> bool:
-    """Return whether a file begins like torch's pickles or JSON, and so cannot be echelon's."""
+    """Return whether a file begins like torch's pickles or JSON and so cannot be echelon's."""
     try:
         with path.open("rb") as file:
             head = file.read(2)

@@ -1,1 +1,1 @@
-"""The contents of a black box, and their layout in the file."""
+"""Define the contents of a black box and their layout in the file."""

@@ -1,10 +1,11 @@
-"""The layout of a ring file.
+"""Compute the layout of a ring file.
 
     header | identity, twice | live words | last words | open spans | strings | spans | operations |
     kept operations | recent
 
-All offsets follow from the two capacities, so a reader computes them from the header alone. Parts
-start on page boundaries, so that the live words never share a page with data that is written often.
+All offsets follow from the two capacities, so a reader computes the offsets from the header alone.
+Each part starts on a page boundary, so that the live words never share a page with data that is
+written often.
 """
 
 from __future__ import annotations
@@ -50,33 +51,33 @@ STRINGS_OFFSET = OPEN_SPANS_OFFSET + _pages(NUM_OPEN_SPANS * SPAN_SLOT.itemsize)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Offsets in bytes of a ring with these capacities."""
+    """Byte offsets of the parts of a ring with the given capacities."""
 
     num_operations: int
     num_spans: int
 
     @property
     def spans_offset(self) -> int:
-        """First slot of ended spans."""
+        """Offset of the first slot for ended spans."""
         return STRINGS_OFFSET + _pages(STRINGS_BYTES)
 
     @property
     def operations_offset(self) -> int:
-        """First operation slot."""
+        """Offset of the first operation slot."""
         return self.spans_offset + _pages(self.num_spans * SPAN_SLOT.itemsize)
 
     @property
     def kept_offset(self) -> int:
-        """First place of operations that outlived their slots.
+        """Offset of the first place for operations that outlived their slots.
 
-        It lies behind the slots. An operation moves there before its slot is reused, so a copy of
-        the file made from front to back contains it at least once.
+        The places follow the slots. An operation moves to a place before its slot is reused, so a
+        copy of the file made from front to back contains the operation at least once.
         """
         return self.operations_offset + _pages(self.num_operations * OPERATION_SLOT.itemsize)
 
     @property
     def recent_offset(self) -> int:
-        """First byte of `recent`; for the same reason, it follows the data that points into it."""
+        """Offset of `recent`, which follows all data that refers to it, for the same reason."""
         return self.kept_offset + _pages(NUM_KEPT * KEPT_OPERATION.itemsize)
 
     @property

@@ -1,12 +1,13 @@
-"""The contents of a black box: fields, dtypes, units, and the version of the format.
+"""Define the contents of a black box: fields, dtypes, units, and the version of the format.
 
-The writer (`write/`), the readers (`read/`) and `echelon.analysis` share only this module. It
-contains declarations and opens nothing. Everything is little-endian, every stamp is the monotonic
-clock in nanoseconds (0: has not happened), every rank is a global one.
+The writer (`write/`), the readers (`read/`) and `echelon.analysis` share only this module, which
+contains declarations and opens no files. Everything is little-endian. Every stamp is a reading of
+the monotonic clock in nanoseconds, where 0 means that the event has not happened. Every rank is a
+global rank.
 
-Change rule: a new field raises `FORMAT_MINOR`, a changed or removed one `FORMAT_MAJOR`. Readers
-accept any minor version of their own major version. `docs/dump-format.md` describes the same format
-in words.
+A new field raises `FORMAT_MINOR`; a changed or removed field raises `FORMAT_MAJOR`. Readers accept
+any minor version of their own major version. `docs/dump-format.md` describes the same format in
+words.
 
 [Note: what makes a slot readable] A slot is `stamp, length, crc, payload, stamp`. The writer fills
 it from front to back. A reader accepts it only if both stamps agree and belong to this slot, and
@@ -14,10 +15,10 @@ the CRC32 of the payload matches. Python offers no memory fences, so on weakly o
 stamps alone could be misleading; the CRC cannot.
 
 [Note: two kinds of texts] Texts that a program uses repeatedly (groups, call sites, operations,
-names of spans) are stored once, in the string table, and stay. Texts that may differ at every call
-(shapes and splits, details of spans, errors) go into `recent`, a log that wraps around, so that a
-long job cannot fill it. Each entry repeats its own position, so a reader detects one that was
-overwritten.
+names of spans) are stored once in the string table and are kept. Texts that may differ at every
+call (shapes and splits, details of spans, errors) go into `recent`, a log that wraps around, so
+that a long job cannot fill it up. Each entry repeats its own position, so that a reader detects an
+entry that was overwritten.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ DEFAULT_NUM_SPANS = 1024
 
 
 class State(IntEnum):
-    """How far an operation got."""
+    """How far an operation has progressed."""
 
     EMPTY = 0
     CREATED = 1
@@ -75,7 +76,7 @@ class State(IntEnum):
 
 
 class Flag(IntEnum):
-    """Bits of an operation's `flags`."""
+    """The bits of an operation's `flags`."""
 
     P2P = 1
     ASYNC = 2
@@ -83,7 +84,7 @@ class Flag(IntEnum):
 
 
 class Live(IntEnum):
-    """Indices of the u64 words of the live page. Each word is written by one aligned store."""
+    """Indices of the u64 words of the live page. Each word is written by a single aligned store."""
 
     HEARTBEAT_MONO_NS = 0  # from a Python thread: late while other code holds the lock
     PROGRESS_MONO_NS = 1  # last operation, span or step that began or ended
@@ -289,12 +290,12 @@ SPAN = np.dtype(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """The writer of a black box, and when and with which settings it wrote.
+    """The process that wrote a black box, and the time and settings of its recording.
 
-    `mono_ns` and `wall_ns` were read together, and again whenever the wall clock had moved. A stamp
-    of this rank is at `stamp + clock_offset_ns` on rank 0's clock, within `clock_error_ns` at the
-    time of measurement. An error of -1 means that it was never measured, or that the host was
-    suspended since.
+    `mono_ns` and `wall_ns` were read together, and read again whenever the wall clock was changed.
+    A stamp of this rank is at `stamp + clock_offset_ns` on rank 0's clock, within `clock_error_ns`
+    at the time of measurement. An error of -1 means that the offset was never measured, or that the
+    host was suspended after the measurement.
     """
 
     rank: int
@@ -315,7 +316,7 @@ class Identity:
 
     @property
     def misses_operations(self) -> bool:
-        """Whether the rank called operations on a device, which its hooks do not record."""
+        """Whether the rank called operations on a device, which the hooks do not record."""
         return bool(self.settings.get("device_operations"))
 
     def changed(self, **changes: Any) -> Identity:
@@ -335,8 +336,8 @@ class Group:
 class Signature:
     """The arguments of an operation, equal on all ranks of a well-matched collective.
 
-    `summary` is set if the lists did not fit into the slot: (number of tensors, number of elements,
-    CRC32 of the full lists); `shapes` and the splits are then empty.
+    `summary` is set if the full lists did not fit into the slot. It then holds (number of tensors,
+    number of elements, CRC32 of the full lists), and `shapes` and the splits are empty.
     """
 
     dtype: str
@@ -346,7 +347,7 @@ class Signature:
     summary: tuple[int, int, int] | None = None
 
     def __str__(self) -> str:
-        """Format the signature as in `float32[1024, 4096]`."""
+        """Format the signature, for example as `float32[1024, 4096]`."""
         if self.summary is not None:
             return f"{self.dtype}[{self.summary[0]} tensors, {self.summary[1]} elements]"
         return " ".join(f"{self.dtype}{list(shape)}" for shape in self.shapes) or self.dtype
@@ -354,7 +355,7 @@ class Signature:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LastWords:
-    """The uncaught exception that ended a rank or a thread of it, written by the rank itself."""
+    """The uncaught exception that ended a rank or one of its threads, written by the rank."""
 
     type: str
     message: str
@@ -367,7 +368,7 @@ class LastWords:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """The signal that ended a rank, written by the rank itself as it died."""
+    """The signal that ended a rank, written by the rank itself as the process died."""
 
     signal: int
     code: int = 0  # si_code: above 0, the thread's own instruction caused it
@@ -379,10 +380,11 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One rank's black box as read: columns over operations and spans, and further facts.
+    """One rank's black box as read: columns of operations and spans, and further facts.
 
-    `operations` [num_operations] of dtype `OPERATION`, oldest first; `spans` (ended ones) and
-    `open_spans` [...] of dtype `SPAN`, outermost first among the open ones of a thread.
+    `operations` [num_operations] has dtype `OPERATION` and is sorted oldest first. `spans` (those
+    that have ended) and `open_spans` have dtype `SPAN`; the open spans of a thread are sorted
+    outermost first.
     """
 
     path: str
@@ -403,7 +405,7 @@ class Record:
 
 
 def encode_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks as runs `first-last:stride`, so that a large regular group stays short."""
+    """Format ranks as runs `first-last:stride`, so that a large regular group has a short text."""
     runs: list[str] = []
     i = 0
     while i < len(ranks):
@@ -424,7 +426,7 @@ def decode_ranks(text: str, limit: int = MAX_RANKS) -> tuple[int, ...]:
     """Parse the output of `encode_ranks`.
 
     Raises:
-        ValueError: the text has another form, or names more than `limit` ranks.
+        ValueError: the text does not have this form, or names more than `limit` ranks.
     """
     if not isinstance(text, str):
         raise ValueError("ranks are not a string")

@@ -1,4 +1,4 @@
-"""Readers of black boxes: live rings, rings of dead processes, dump files."""
+"""Read black boxes: live rings, rings of dead processes, and dump files."""
 
 from echelon.recorder.read.reader import LiveRing as LiveRing
 from echelon.recorder.read.reader import read as read

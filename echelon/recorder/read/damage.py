@@ -1,4 +1,4 @@
-"""Torn or damaged parts that a reader found, counted and reported once each."""
+"""Count the torn or damaged parts that a reader finds, and report each kind once."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ class Damage:
         self._warnings: Counter[str] = Counter()
 
     def warn(self, text: str) -> None:
-        """Note a finding that another copy of the ring would not change."""
+        """Record a finding that would be the same in another copy of the ring."""
         self._warnings[text] += 1
 
     def note_torn(self, count: int, what: str) -> None:
-        """Note `count` items that were being written or are damaged; zero is not a finding."""
+        """Record `count` items that were being written or are damaged; a count of 0 is ignored."""
         if count:
             self.num_torn += count
             self.warn(f"{count} {what}")
 
     def note_unreadable(self, text: str) -> None:
-        """Note one item that cannot be read: damaged, or newer than the copy of it."""
+        """Record an item that cannot be read because it is damaged or newer than this copy."""
         self.num_torn += 1
         self.warn(text)
 
     def warnings(self) -> list[str]:
-        """Return each warning once, with the number of times it occurred."""
+        """Return each distinct warning with the number of times that it occurred."""
         return [
             text if count == 1 else f"{text} ({count} times)"
             for text, count in self._warnings.items()

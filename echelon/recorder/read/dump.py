@@ -1,8 +1,8 @@
-"""Dump files: a rank's black box as it is kept in an incident folder.
+"""Write dump files, the form in which an incident folder keeps a rank's black box.
 
-msgpack, columnar (each field is one little-endian array), versioned, no pickle: thousands of ranks
-load as arrays. A dump is written to a temporary name and renamed, so that a partial one is never
-visible.
+A dump is a msgpack file in columns, in which each field is one little-endian array. It has a
+version and contains no pickles, so thousands of ranks load as arrays. A dump is written to a
+temporary name and then renamed, so that a partial dump is never visible.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def write_dump(record: Record, path: Path) -> None:
 
 
 def empty_record(path: Path, identity: Identity, host: HostFacts, *warnings: str) -> Record:
-    """Return the record of a rank that left no ring: it has only the facts from its host."""
+    """Return the record of a rank that left no ring, which holds only facts from its host."""
     return Record(
         path=str(path),
         identity=identity,

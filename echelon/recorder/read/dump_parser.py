@@ -1,4 +1,4 @@
-"""Turn the contents of a dump into a record, checking every index and length in it."""
+"""Turn the contents of a dump into a record, and check every index and length."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAX_GROWTH = 4  # of a table in memory over its columns in the file
 
 
 def record_of_dump(path: Path, top: dict[str, Any]) -> Record:
-    """Build the record from a dump's map.
+    """Build a record from the top-level map of a dump.
 
     Raises:
         DumpFormatError: a field has the wrong type.
@@ -82,7 +82,7 @@ def _flag(value: object) -> bool:
 
 
 def _groups(entries: Sequence[Any]) -> list[Group]:
-    """Read the groups; the total number of ranks that they name is bounded."""
+    """Read the groups; the total number of ranks in them is bounded."""
     left, groups = MAX_RANKS, []
     for name, ranks in entries:
         groups.append(Group(_text(name), decode_ranks(ranks, left)))
@@ -102,10 +102,10 @@ def _signature_of(entry: Sequence[Any]) -> Signature:
 
 
 def _columns(dtype: np.dtype[Any], table: Mapping[str, Any]) -> npt.NDArray[Any]:
-    """Read a table of columns; columns that this version does not know are skipped.
+    """Read a table of columns; skip columns that this version does not know.
 
-    A column that an older minor version lacks is 0. The columns in the file must make up a fair
-    part of the table, so that a small file never becomes a large table in memory.
+    A column that an older minor version lacks is filled with 0. The columns in the file must make
+    up a fair part of the table, so that a small file never becomes a large table in memory.
     """
     length = int(table["length"])
     columns: Mapping[str, bytes] = table["columns"]

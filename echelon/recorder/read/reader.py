@@ -1,8 +1,8 @@
 """Read black boxes: live rings, rings of dead processes, and dump files.
 
-Read-only and safe on untrusted bytes: counts are bounded by the file's size before anything is
-allocated, nothing is evaluated, and data that fails its checks is left out and counted in
-`Record.warnings`. A file that is not a black box at all raises `DumpFormatError`.
+The readers change nothing and are safe on untrusted bytes. Counts are bounded by the file's size
+before any memory is allocated, and nothing is evaluated. Data that fails its checks is left out and
+counted in `Record.warnings`. A file that is not a black box raises `DumpFormatError`.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ _HEADER_BYTES = LIVE_OFFSET + LIVE_BYTES
 
 
 def read(path: Path) -> Record:
-    """Read a ring or a dump, recognised by its first bytes.
+    """Read a ring or a dump; the first bytes of the file show which.
 
     Raises:
-        DumpFormatError: the file is neither, is too new, or cannot be opened.
+        DumpFormatError: the file is neither a ring nor a dump, is too new, or cannot be opened.
     """
     try:
         with path.open("rb") as file:
@@ -67,7 +67,7 @@ def read(path: Path) -> Record:
 
 
 def read_ring(path: Path) -> Record:
-    """Read a ring file, which its process may still be writing.
+    """Read a ring file, which its process may still be writing to.
 
     Raises:
         DumpFormatError: the file is not a ring, has a newer major version, or is shorter than its
@@ -81,7 +81,7 @@ def read_ring(path: Path) -> Record:
 
 
 def _read_ring_once(path: Path) -> tuple[Record, int]:
-    """Read a ring from one copy of its bytes; also return how many slots were torn."""
+    """Read a ring from one copy of its bytes; also return the number of torn slots."""
     layout, data = _ring_bytes(path)
     live = tuple(np.frombuffer(data, "<u8", Live.NUM_WORDS, LIVE_OFFSET).tolist())
     damage = Damage()
@@ -110,7 +110,7 @@ def _read_ring_once(path: Path) -> tuple[Record, int]:
 
 
 def _ring_bytes(path: Path) -> tuple[Layout, bytes]:
-    """Read a ring's file as far as its header says, and no further."""
+    """Read as much of a ring's file as its header declares."""
     try:
         with path.open("rb") as file:
             header = file.read(_HEADER_BYTES)
@@ -158,10 +158,10 @@ def read_dump(path: Path) -> Record:
 
 
 class LiveRing:
-    """A ring mapped read-only, for repeated looks while its process runs.
+    """A ring mapped read-only, to be observed repeatedly while its process runs.
 
     Raises:
-        DumpFormatError: the file does not exist, or is not a complete ring yet.
+        DumpFormatError: the file does not exist, or is not yet a complete ring.
     """
 
     def __init__(self, path: Path) -> None:
@@ -190,7 +190,7 @@ class LiveRing:
 
     @property
     def file(self) -> tuple[int, int]:
-        """Identifies the mapped file, which changes once a later program takes over the path."""
+        """The identity of the mapped file, which changes if a later program takes over the path."""
         return self._identity
 
     @property
@@ -209,24 +209,24 @@ class LiveRing:
         return self._open_spans
 
     def text(self, ref: int) -> str:
-        """Return a text of the ring, or a placeholder if it cannot be read."""
+        """Return the text at a reference, or a placeholder if it cannot be read."""
         # The map's slices are bytes, and nothing more is needed of it.
         data: Any = self._map
         return RingTexts(data, self._layout, self.words(), Damage()).text(ref)
 
     def words(self) -> tuple[int, ...]:
-        """Return the live words, see `Live`."""
+        """Return the live words; see `Live`."""
         return tuple(int(word) for word in self._live)
 
     @property
     def is_closed(self) -> bool:
-        """Whether its rank has closed it: the program has ended, but the process may not have."""
+        """Whether the rank closed the ring: its program has ended, but perhaps not its process."""
         self._follow()
         return bool(self._live[Live.CLOSED])
 
     @property
     def is_hooked(self) -> bool:
-        """Whether hooks record its rank's program, which marks no phases of its own."""
+        """Whether hooks record the rank's program, which marks no phases itself."""
         if not self._is_hooked:
             try:
                 identity = read_identity(self._map[:_HEADER_BYTES], self._path, Damage())
@@ -236,7 +236,7 @@ class LiveRing:
         return self._is_hooked
 
     def pending(self) -> tuple[int, int]:
-        """Return when the oldest pending operation was called, and how many are pending."""
+        """Return when the oldest pending operation was called, and the number of pending ones."""
         in_slots, num_in_slots = _oldest_open(self._slots)
         kept, num_kept = _oldest_open(self._kept)
         oldest = min((called for called in (in_slots, kept) if called), default=0)
@@ -257,10 +257,10 @@ class LiveRing:
         )
 
     def _follow(self) -> None:
-        """Map the ring of a later program of this rank, which has taken over the path.
+        """Map the ring of a later program of the same rank, which has taken over the path.
 
-        The path is touched only once this ring's program has closed it: it may lie on a file
-        system that hangs, and the caller is an agent's only thread.
+        The path is accessed only after this ring's program has closed the ring, because the path
+        may lie on a file system that hangs, and the caller is an agent's only thread.
         """
         if not int(self._live[Live.CLOSED]):
             return
@@ -275,7 +275,7 @@ class LiveRing:
         self.__dict__.update(other.__dict__)
 
     def activity(self) -> int:
-        """Count what the rank has begun or ended so far; an unchanged count means no progress."""
+        """Return the number of events recorded so far; an unchanged number means no progress."""
         return self.words()[Live.NUM_OPERATIONS] + self.sight(0).num_ended
 
     def close(self) -> None:
@@ -294,7 +294,7 @@ def _file_identity(path: Path) -> tuple[int, int]:
 
 
 def _oldest_open(slots: npt.NDArray[Any]) -> tuple[int, int]:
-    """Return when the oldest pending operation was called, and how many are pending."""
+    """Return when the oldest pending operation was called, and the number of pending ones."""
     state, head = slots["state"], slots["head"]
     ended = (state["head"] == head) & (state["state"] >= State.COMPLETED)
     open_slots = np.flatnonzero((head != 0) & (slots["tail"] == head) & ~ended)

@@ -1,4 +1,4 @@
-"""The arguments of a ring's operations: its signatures."""
+"""Read the signatures of a ring's operations, which hold the operations' arguments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Call(NamedTuple):
 
 
 class RingCalls:
-    """Reads signatures by their references, once each."""
+    """Reads signatures by reference, each signature once."""
 
     def __init__(self, texts: RingTexts, damage: Damage) -> None:
         self.signatures: list[Signature] = []
@@ -33,7 +33,7 @@ class RingCalls:
         self._known: dict[int, Call | None] = {}
 
     def call(self, ref: int) -> Call | None:
-        """Return the arguments of an operation; None if they were overwritten."""
+        """Return the arguments of an operation; None if newer entries overwrote them."""
         if ref in self._known:
             return self._known[ref]
         data, call = self._texts.recent(ref), None
@@ -84,7 +84,7 @@ def decode_signature(dtype: str, num_tensors: int, summarised: bool, tail: bytes
     """Decode the tail of a signature, as written by `operations.encode_signature`.
 
     Raises:
-        ValueError: the lengths in it do not fit the bytes.
+        ValueError: the encoded lengths do not match the number of bytes.
     """
     if len(tail) < 8:
         raise ValueError("too short")

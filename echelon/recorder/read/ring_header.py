@@ -1,4 +1,4 @@
-"""The parts of a ring apart from its records: header, identity, last words, the fatal signal."""
+"""Read the parts of a ring other than its records: header, identity, last words, fatal signal."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def check_header(path: Path, data: bytes | mmap.mmap, file_bytes: int = -1) -> L
     """Check the header and return the ring's layout.
 
     Args:
-        data: the file, or its first pages.
-        file_bytes: the file's size; -1: that of `data`.
+        data: the bytes of the file, or of its first pages.
+        file_bytes: the size of the file; -1 means the length of `data`.
 
     Raises:
-        DumpFormatError: the file is not a ring, has another major version, or is shorter than the
-            header says.
+        DumpFormatError: the file is not a ring, has a different major version, or is shorter than
+            its header says.
     """
     if len(data) < LIVE_OFFSET + LIVE_BYTES or data[: len(RING_MAGIC)] != RING_MAGIC:
         raise DumpFormatError(f"{path}: not an echelon ring", path=path)
@@ -74,10 +74,10 @@ def check_header(path: Path, data: bytes | mmap.mmap, file_bytes: int = -1) -> L
 
 
 def read_identity(data: bytes, path: Path, damage: Damage) -> Identity:
-    """Return the writer's identity: the newer of two copies.
+    """Return the writer's identity, from the newer of its two copies.
 
     Raises:
-        DumpFormatError: neither copy is whole.
+        DumpFormatError: neither copy is intact.
     """
     found = [_blob(data, at, IDENTITY_BYTES) for at in IDENTITY_OFFSETS]
     whole = [one for one in found if one is not None]
@@ -90,7 +90,7 @@ def read_identity(data: bytes, path: Path, damage: Damage) -> Identity:
 
 
 def read_last_words(data: bytes, path: Path, damage: Damage) -> LastWords | None:
-    """Return the rank's last words; if they are damaged, warn and keep the rest of the record."""
+    """Return the rank's last words; if they are damaged, add a warning and return None."""
     found = _blob(data, LAST_WORDS_OFFSET, LAST_WORDS_BYTES)
     if found is None:
         if any(data[LAST_WORDS_OFFSET : LAST_WORDS_OFFSET + BLOB_HEAD.itemsize]):
@@ -104,7 +104,7 @@ def read_last_words(data: bytes, path: Path, damage: Damage) -> LastWords | None
 
 
 def read_fault(data: bytes) -> Fault | None:
-    """Return the signal that ended the rank; None if none was written."""
+    """Return the signal that ended the rank; None if no signal was recorded."""
     row = np.frombuffer(data, FAULT, 1, FAULT_OFFSET)[0]
     if row["stamp"] not in (1, 2) or not 0 < row["signal"] <= _MAX_SIGNAL:
         return None
@@ -125,7 +125,7 @@ def _frame_text(frame: npt.NDArray[Any]) -> str:
 
 
 def _blob(data: bytes, at: int, room: int) -> tuple[int, dict[str, Any]] | None:
-    """Read a blob as (stamp, value); None if never written, being written, or damaged."""
+    """Read a blob as (stamp, value); None if it was never written, is incomplete, or is damaged."""
     head = np.frombuffer(data, BLOB_HEAD, 1, at)[0]
     stamp, length = int(head["head"]), int(head["length"])
     tail = int.from_bytes(data[at + room - 8 : at + room], "little")

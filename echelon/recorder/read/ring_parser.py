@@ -1,7 +1,7 @@
-"""Turn the bytes of a ring into columns, accepting only data that passes its checks.
+"""Turn the bytes of a ring into columns, and accept only data that passes its checks.
 
-Torn slots (caught mid-write) and damaged ones are left out or marked, and counted in the warnings:
-see schema.py, [Note: what makes a slot readable].
+Torn slots (caught mid-write) and damaged slots are left out or marked, and are counted in the
+warnings; see schema.py, [Note: what makes a slot readable].
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class RingParser:
         return out[np.argsort(out["record"], kind="stable")]
 
     def _rows(self, slots: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], list[Call | None]]:
-        """Return the rows of slots whose payloads are whole, and their calls' arguments."""
+        """Return the rows of intact slots, and the arguments of their calls."""
         fixed, state = slots["fixed"], slots["state"]
         out = np.zeros(len(slots), OPERATION)
         for name in _COPIED:
@@ -95,9 +95,10 @@ class RingParser:
     def _with_signature(
         self, records: npt.NDArray[Any], calls: list[Call | None]
     ) -> npt.NDArray[Any]:
-        """Select the rows newer than every row whose signature was overwritten.
+        """Select the rows that are newer than every row whose signature was overwritten.
 
-        The result ends where a smaller ring would end: no operation is missing in the middle.
+        The result begins where the record of a smaller ring would begin, so that no operation is
+        missing in the middle.
         """
         lost = np.array([call is None for call in calls], bool)
         if not lost.any():
@@ -135,7 +136,7 @@ class RingParser:
         return self._calls.decoded(data) if data else self._calls.overwritten()
 
     def spans(self, offset: int, capacity: int) -> npt.NDArray[Any]:
-        """Return the rows of dtype `SPAN` of the slots at `offset`, in order of their beginning."""
+        """Return the spans in the slots at `offset`, of dtype `SPAN`, sorted by start time."""
         slots = np.frombuffer(self._data, SPAN_SLOT, capacity, offset)
         used = np.flatnonzero(slots["head"] | slots["tail"])
         data, begin, end = self._data, SPAN_SLOT.fields["fixed"][1], SPAN_SLOT.fields["tail"][1]  # type: ignore[index]
@@ -154,7 +155,7 @@ class RingParser:
         return out[np.lexsort((out["depth"], out["number"]))]
 
     def _whole(self, slots: npt.NDArray[Any], used: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Select the slots whose payload is complete: [Note: what makes a slot readable]."""
+        """Select the slots with intact payloads; see [Note: what makes a slot readable]."""
         head, length = slots["head"][used], slots["length"][used]
         good = (head == slots["tail"][used]) & (slots["fixed"]["record"][used] == head - 1)
         good &= (head - 1) % self._layout.num_operations == used
@@ -170,10 +171,10 @@ class RingParser:
         return chosen
 
     def _states_known(self, head: npt.NDArray[Any], state: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return which state cells belong to their slot's operation and are whole.
+        """Return which state cells are intact and belong to the operation in their slot.
 
-        A cell that still describes an earlier use of its slot, or none, is whole too: the operation
-        has been created and nothing more.
+        A cell that still describes an earlier use of its slot, or no use, also counts as intact,
+        because the operation has then been created and nothing more.
         """
         stamp = state["head"]
         raw, size = state.tobytes(), OPERATION_STATE.itemsize
@@ -196,7 +197,7 @@ class RingParser:
 
 
 def is_payload_whole(data: bytes, at: int) -> bool:
-    """Check the CRC of the operation slot that begins at `at`."""
+    """Check the CRC of the operation slot that starts at `at`."""
     _, length, crc = _OPERATION_HEAD.unpack_from(data, at)
     begin = at + _OPERATION_HEAD.size
     return bool(length <= _MAX_PAYLOAD_BYTES and crc32(data[begin : begin + length]) == crc)

@@ -1,6 +1,6 @@
-"""The texts of a ring as a reader finds them: names, recent texts, and groups.
+"""Read the texts of a ring: names, recent texts, and groups.
 
-Each text is read once. A reference that cannot be read becomes a placeholder text.
+Each text is read once. A reference that cannot be read yields a placeholder text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _RECENT_UNITS = RECENT_BYTES // RECENT_UNIT
 
 
 class RingTexts:
-    """Reads texts and groups by their references; columns hold their indices in these lists."""
+    """Reads texts and groups by reference; columns hold indices into the lists of this object."""
 
     def __init__(self, data: bytes, layout: Layout, live: tuple[int, ...], damage: Damage) -> None:
         self.strings: list[str] = [""]
@@ -77,7 +77,7 @@ class RingTexts:
         return DAMAGED
 
     def recent(self, ref: int) -> bytes | None:
-        """Return an entry of `recent`; None if it was overwritten or is damaged."""
+        """Return an entry of `recent`; None if the entry was overwritten or is damaged."""
         at = self._layout.recent_offset + ref % _RECENT_UNITS * RECENT_UNIT
         position, length, crc, _ = _RECENT_HEAD.unpack_from(self._data, at)
         begin = at + _RECENT_HEAD.size
@@ -87,7 +87,7 @@ class RingTexts:
         return data if crc32(data, ref) == crc else None
 
     def is_overwritten(self, ref: int) -> bool:
-        """Return whether newer entries of `recent` overwrote this one."""
+        """Return whether newer entries of `recent` have overwritten the entry at `ref`."""
         return ref != 0 and (self._recent_units - ref) % IS_RECENT > _RECENT_UNITS
 
     def group(self, ref: int) -> int:

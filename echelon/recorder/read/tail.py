@@ -1,9 +1,9 @@
-"""Changes in a live ring since the last look: durations of what ended, and what is open.
+"""Follow a live ring: report the durations of what ended since the last look, and what is open.
 
-Cheap enough to run twice a second for each rank: no text is read, and at most the newest `MAX_NEW`
-new operations are examined. Durations may come from a slot that is being written: its stamps are
-compared, but its checksum is not, and one wrong duration among many does no harm. Pending
-operations are checked in full.
+A look is cheap enough to be repeated twice a second for each rank, because no text is read and at
+most the newest `MAX_NEW` operations are examined. A duration may come from a slot that is being
+written: the slot's stamps are compared, but its checksum is not verified, because one wrong
+duration among many does no harm. Pending operations are checked in full.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_NEW = 1024
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One call site in one group, or one phase: references into the ring's own texts."""
+    """A call site in a group, or a phase, given by references into the texts of the ring."""
 
     name: int  # the group's, or the phase's
     site: int
@@ -41,7 +41,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """The result of one look; durations [num_ended] in ns, oldest first."""
+    """The result of one look; durations [num_ended] are in ns, oldest first."""
 
     ended: list[tuple[Key, npt.NDArray[np.int64]]]
     pending: list[Open]
@@ -51,7 +51,7 @@ class News:
 
 
 class Tail:
-    """Follows one rank's ring."""
+    """Follows the ring of one rank."""
 
     def __init__(self) -> None:
         self._file = (0, 0)
@@ -61,7 +61,7 @@ class Tail:
         self._last_call_ns: dict[int, int] = {}
 
     def read(self, ring: LiveRing) -> News:
-        """Take one look at the ring."""
+        """Look at the ring once, and return the changes since the last look."""
         is_other = ring.file != self._file
         if is_other:
             self.__init__()  # type: ignore[misc]

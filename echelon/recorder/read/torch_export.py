@@ -1,10 +1,12 @@
 """Write an incident in the format of PyTorch's flight recorder (2.10), for tools that read it.
 
-One pickle per rank, made of plain dicts, lists, tuples, strings and numbers; torch is not imported.
-Facts that torch's format cannot represent (reduce op, root, splits, tags, spans, steps) are lost.
+Each rank's file is a pickle that consists of plain dicts, lists, tuples, strings and numbers; torch
+is not imported. Facts that torch's format cannot represent (reduce op, root, splits, tags, spans,
+steps) are lost.
 
-Numbers follow torch: collectives and point-to-point operations count from 1 in each group, ranks in
-`send 0->1` are positions in the group's sorted members, stamps are the rank's own wall clock.
+Numbers follow torch's conventions: collectives and point-to-point operations count from 1 in each
+group, ranks in `send 0->1` are positions among the group's sorted members, and stamps are readings
+of the rank's own wall clock.
 """
 
 from __future__ import annotations
@@ -46,15 +48,16 @@ def export_torch(
     """Write each rank's black box of an incident in the form of a torch flight recorder dump.
 
     Args:
-        incident_dir: a folder of `rank_<r>` dumps or rings.
-        out_dir: created if necessary; receives one file per rank, `<prefix><rank>`.
-        prefix: start of the files' names.
+        incident_dir: a folder that contains `rank_<r>` dumps or rings.
+        out_dir: the output folder, which receives one file `<prefix><rank>` per rank; created if
+            necessary.
+        prefix: the prefix of the files' names.
 
     Returns:
-        The files, by rank.
+        The paths of the files, in order of their ranks.
 
     Raises:
-        DumpFormatError: no file can be read, or none exists.
+        DumpFormatError: there is no file, or none of the files can be read.
         OSError: the files cannot be written.
 
     Example:
@@ -97,13 +100,13 @@ def _read_all(folder: Path) -> dict[int, Record]:
 
 
 class _Names:
-    """Names of groups that are unique over all ranks, since torch identifies groups by name."""
+    """Makes names of groups unique over all ranks, because torch identifies groups by name."""
 
     def __init__(self) -> None:
         self._names: dict[Group, tuple[str, str]] = {}
 
     def of(self, group: Group, world_size: int) -> tuple[str, str]:
-        """Return (name, description)."""
+        """Return a group's (name, description)."""
         known = self._names.get(group)
         if known is None:
             taken = set(self._names.values())
@@ -119,7 +122,7 @@ class _Names:
 
 @dataclass
 class _Counts:
-    """How far a group has got, according to its ring."""
+    """How far a group has progressed, according to the ring."""
 
     collectives: int = 0
     p2p: int = 0
@@ -133,7 +136,7 @@ class _Counts:
     )
 
     def note(self, row: Any) -> None:
-        """Take an operation into account."""
+        """Update the counts with an operation."""
         self.operations += 1
         if row["sequence"] < 0:
             self.p2p += 1
@@ -213,7 +216,7 @@ def _wall(stamp: Any, to_wall: int) -> int | None:
 
 
 def _name(operation: str, row: Any, group: Group, rank: int) -> str:
-    """Return the operation in torch's spelling; p2p includes both ends' positions in the group."""
+    """Return an operation's name in torch's spelling; for p2p, with both ends' group positions."""
     places: Mapping[int, int] = {member: i for i, member in enumerate(sorted(group.ranks))}
     me, peer = places.get(rank, -1), places.get(int(row["peer"]), -1)
     if operation == "send":
@@ -224,7 +227,7 @@ def _name(operation: str, row: Any, group: Group, rank: int) -> str:
 
 
 def _sizes(operation: str, signature: Signature, group_size: int) -> dict[str, list[list[int]]]:
-    """Return sizes of inputs and outputs; the ring holds one side, and the other follows."""
+    """Return the sizes of inputs and outputs; the ring holds one, which determines the other."""
     if signature.summary is not None:
         shapes = [[signature.summary[1]]]
     else:

@@ -1,7 +1,7 @@
 """Build record classes from the fields of untrusted files.
 
-Unknown fields are dropped, since a newer minor version may have them. Every known one is checked
-against its declared type before it is used.
+Unknown fields are dropped, because a newer minor version may have added them. Every known field is
+checked against its declared type before it is used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def check_version(path: Path, version: object) -> tuple[int, int]:
     """Return a file's version as (major, minor).
 
     Raises:
-        DumpFormatError: it is not a version, or the major version differs.
+        DumpFormatError: the value is not a version, or its major version differs from the reader's.
     """
     if (
         not isinstance(version, Sequence)
@@ -44,7 +44,7 @@ def check_version(path: Path, version: object) -> tuple[int, int]:
 
 
 def build(path: Path, kind: type[_T], values: Mapping[str, Any]) -> _T:
-    """Build a record class from untrusted fields; drop unknown ones and check the types."""
+    """Build a record class from untrusted fields; drop unknown fields and check types."""
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     taken = {name: value for name, value in values.items() if name in known}
     for name, value in taken.items():

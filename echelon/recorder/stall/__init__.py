@@ -1,1 +1,1 @@
-"""The stall rule, and the watch inside a process without an agent."""
+"""Detect stalls: the stall rule, and a watch inside processes that have no agent."""

@@ -1,11 +1,12 @@
-"""The stall rule inside a process, for jobs that no agent watches (torchrun, plain Python).
+"""Apply the stall rule inside a process, for jobs that no agent watches (torchrun, plain Python).
 
-A thread looks at the process's own ring once a second. On a stall it writes this rank's black box,
-looked at twice, to `dump/incident_<k>` of the folder that all ranks record into, and prints one
-line about it. Ranks detect the same stall independently, within seconds of each other: the first
-one creates the incident, and the others of its attempt join it. The thread sees less than an agent
-does: nothing while C code holds the GIL, and nothing at all of the other ranks. All modules that it
-needs are imported before the first look: nothing is imported in a process that is stuck.
+A thread observes the process's own ring once a second. When it detects a stall, it reads this
+rank's black box twice, writes it to `dump/incident_<k>` in the folder that all ranks record into,
+and prints one line about it. Ranks detect the same stall independently, within seconds of each
+other. The first rank creates the incident, and the other ranks of the same attempt join it. The
+thread detects less than an agent does: it cannot run while C code holds the GIL, and it does not
+observe other ranks. All modules that the thread needs are imported in advance, so that nothing has
+to be imported in a process that is stuck.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _LOOK_S = 1.0
 
 
 class InsideWatch:
-    """Watches the ring of its own process."""
+    """Watches the ring of the process that it runs in."""
 
     def __init__(
         self, recorder: Recorder, rank_dir: Path, record_dir: Path, stall_timeout_s: float
@@ -48,7 +49,7 @@ class InsideWatch:
         self._ring = LiveRing(rank_dir / "ring")
 
     def start(self) -> None:
-        """Start watching in a thread."""
+        """Start a thread that watches the ring."""
         threading.Thread(target=self._run, name="echelon-watchdog", daemon=True).start()
 
     def _run(self) -> None:
@@ -98,7 +99,7 @@ class InsideWatch:
         return folder
 
     def _open_incident(self, identity: Identity, reason: str) -> Path:
-        """Join the incident that other ranks have just created, or create one."""
+        """Join the incident that another rank has just created, or create an incident."""
         self._dump.mkdir(mode=0o700, exist_ok=True)
         while True:
             number = max(_numbers(self._dump), default=-1)
@@ -139,7 +140,7 @@ def _numbers(dump: Path) -> list[int]:
 
 
 def _can_join(folder: Path, identity: Identity) -> bool:
-    """Return whether an incident is new, of this attempt, and has nothing of this rank yet."""
+    """Return whether an incident is new, of this attempt, and without files of this rank."""
     is_young = False
     if (folder / f"rank_{identity.rank}").exists():
         return False
@@ -154,7 +155,7 @@ def _can_join(folder: Path, identity: Identity) -> bool:
 
 
 def own_stacks() -> str:
-    """Return the Python stacks of all threads of this process, in faulthandler's form."""
+    """Return the Python stacks of all threads of this process, in faulthandler's format."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)

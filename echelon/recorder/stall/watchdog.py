@@ -1,20 +1,21 @@
-"""The rule for when a job counts as stalled: a pure function of what the rings show.
+"""Decide when a job counts as stalled, as a pure function of what the rings show.
 
 A job is stalled once an operation on a living rank has been pending longer than the limit, or once
 no living rank has recorded an operation, span or step for that long. Until the world group exists,
 the limit is five times as long, because loading libraries and data takes time.
 
-A rank that records nothing is observed from outside. Its use of the processor, its output and its
-network traffic count as progress, and it has passed initialisation once it has met the others at
-the store. If torch writes its own flight recorder dump, an operation has timed out there.
+A rank that records nothing is observed from outside. Its processor use, output and network traffic
+count as progress, and it counts as initialised once it has met the other ranks at the store. If
+torch writes its own flight recorder dump on that rank, an operation has timed out there.
 
-A stall is reported once. The next one is reported only after progress: the number of ended
-operations, spans and steps of some rank must have increased. Ranks report one after another. An
-operation reported as pending before another rank's progress was seen has probably ended with it, so
-it counts again only in that rank's next report.
+Each stall is reported once. The next stall is reported only after progress, which means that the
+number of ended operations, spans and steps of some rank has increased. Ranks report one after
+another. An operation that was reported as pending before another rank's progress was seen has
+probably ended too, so it counts again only in its own rank's next report.
 
-A phase that has taken longer than the limit before and succeeded (a checkpoint, an evaluation) gets
-more time if the caller knows about it. Until then, only torch's own dumps count as a stall.
+A phase that has previously taken longer than the limit and succeeded (a checkpoint, an evaluation)
+gets more time if the caller knows about the phase. During that time, only torch's own dumps count
+as a stall.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _ON_ITS_WAY_NS = 1_000_000_000  # a report made before the progress that arrives
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sight:
-    """The state of one living rank; all stamps are monotonic ns, 0: none."""
+    """The state of one living rank. All stamps are monotonic times in ns; 0 means none."""
 
     rank: int
     initialised: bool = False
@@ -45,20 +46,23 @@ class Sight:
 
     @property
     def name(self) -> str:
-        """The rank that a reason names."""
+        """The rank's name in the text of a reason."""
         return f"rank {self.rank if self.named_rank < 0 else self.named_rank}"
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A detected stall: its reason, and when it began."""
+    """A detected stall, with its reason and the time at which it began."""
 
     reason: str
     since_mono_ns: int
 
 
 class StallRule:
-    """Decides whether a job has stalled, look by look. Reads no clock: `now` is an argument."""
+    """Decides whether a job has stalled, one observation at a time.
+
+    The rule reads no clock, because the time is an argument of `look`.
+    """
 
     def __init__(self, stall_timeout_s: float, started_mono_ns: int) -> None:
         self._limit_s = stall_timeout_s
@@ -69,11 +73,11 @@ class StallRule:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether a reported stall still lasts."""
+        """Whether a reported stall continues."""
         return self._reported is not None
 
     def look(self, sights: Sequence[Sight], now_mono_ns: int) -> Stall | None:
-        """Return a stall that has not been reported yet, or None."""
+        """Return a stall that has not been reported yet; None if there is no such stall."""
         if not sights:
             return None
         ended = {sight.rank: sight.num_ended for sight in sights}
@@ -132,9 +136,10 @@ class StallRule:
 
 
 def _over_if_more(sights: Sequence[Sight]) -> dict[int, int]:
-    """Return, for each rank, the count above which a stall that was just detected is over.
+    """Return, for each rank, the count above which the stall just detected is over.
 
-    If ranks without a ring wait in an operation, progress of other ranks does not end that wait.
+    If ranks without a ring wait in an operation, the progress of other ranks does not end that
+    wait.
     """
     waiting = {sight.rank for sight in sights if sight.pending_mono_ns and not sight.records}
     return {

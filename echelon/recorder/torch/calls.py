@@ -1,10 +1,11 @@
-"""The arguments of a torch operation, read from those of its operator.
+"""Read the arguments of a torch operation from the arguments of its operator.
 
 Torch's C++ and Python code both start a collective by calling an operator of the namespace c10d.
-The table lists the position of each fact among an operator's arguments.
+The table in this module lists the position of each fact among an operator's arguments.
 
-[Note: flat shapes] Torch accepts tensors of unequal shapes and equal sizes in one collective, so a
-shape is recorded flat, as a number of elements: members that agree must not appear to differ.
+[Note: flat shapes] Torch accepts tensors of different shapes but equal sizes in one collective. A
+shape is therefore recorded flat, as a number of elements, so that members that agree do not appear
+to differ.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "pr
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The positions of an operator's arguments; -1: it has no such argument."""
+    """The positions of an operator's arguments; -1 means that the operator has no such argument."""
 
     operation: str
     data: int
@@ -63,7 +64,7 @@ _dtypes: dict[Any, str] = {}
 
 
 class Data(NamedTuple):
-    """The recorded facts about an operation's tensors."""
+    """The facts that are recorded about an operation's tensors."""
 
     on_host: bool
     dtype: str = ""
@@ -75,7 +76,7 @@ _NO_DATA = Data(on_host=True)
 
 
 def data_of(layout: Layout, args: Sequence[Any]) -> Data:
-    """Read the tensors of a call: one, a list, or a list of lists with one element."""
+    """Read the tensors of a call, given as one tensor, a list, or a list that contains one list."""
     value = args[layout.data]
     if type(value) is not list and not isinstance(value, (list, tuple)):
         return _described(value, ((value.numel(),),))
@@ -103,14 +104,14 @@ def _described(first: Any, shapes: tuple[tuple[int, ...], ...]) -> Data:
 
 
 def address_of(value: Any) -> int:
-    """Return the address of a tensor, or of the first one in lists; 0 if there is none."""
+    """Return the address of a tensor, or of the first tensor in lists; 0 if there is none."""
     while isinstance(value, (list, tuple)) and value:
         value = value[0]
     return 0 if isinstance(value, (list, tuple)) else int(value.data_ptr())
 
 
 def reduce_op_of(layout: Layout, args: Sequence[Any]) -> str:
-    """Return the name of a call's reduction; "" if it has none."""
+    """Return the name of a call's reduction; "" if the call does not reduce."""
     if layout.reduce_op == _ABSENT:
         return ""
     # Uses the method that finds it directly: `.op` looks in two places first.
@@ -119,10 +120,10 @@ def reduce_op_of(layout: Layout, args: Sequence[Any]) -> str:
 
 
 def number_of(at: int, args: Sequence[Any], default: int = -1) -> int:
-    """Return a call's integer argument; `default` where it was not passed."""
+    """Return an integer argument of a call, or `default` if it was not passed."""
     return int(args[at]) if 0 <= at < len(args) else default
 
 
 def timeout_s_of(layout: Layout, args: Sequence[Any]) -> float:
-    """Return a call's own timeout in seconds; 0 if it has none."""
+    """Return a call's own timeout in seconds; 0 if the call has none."""
     return max(number_of(layout.timeout, args, 0), 0) / 1e3

@@ -1,4 +1,4 @@
-"""The process groups of a torch program, and the numbers of their operations."""
+"""Track the process groups of a torch program and the numbers of their operations."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _UNNAMED = ("", "undefined")
 
 
 class Group:
-    """One process group: its reference in the ring, and counters of the calls on it.
+    """A process group: its reference in the ring, and the counters of its calls.
 
-    Collectives are numbered per group, messages per peer and direction, so all members count alike.
+    Collectives are numbered per group, and messages per peer and direction, so that all members
+    count in the same way.
     """
 
     __slots__ = ("_messages", "next_collective", "ranks", "reference")
@@ -29,26 +30,26 @@ class Group:
         self._messages: dict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
 
     def next_message(self, operation: str, peer: int) -> int:
-        """Return the number of a message with a peer; -1 if the peer is not known yet."""
+        """Return the number of the next message with a peer; -1 if the peer is not known yet."""
         return -1 if peer < 0 else next(self._messages[operation, peer])
 
     def global_rank(self, rank: int) -> int:
-        """Return the global rank of a member; -1 is returned unchanged."""
+        """Return the global rank of a member; the rank -1 is returned unchanged."""
         return self.ranks[rank] if 0 <= rank < len(self.ranks) else -1
 
 
 class Groups:
-    """The groups of this process, by torch's unique names."""
+    """The groups of this process, keyed by torch's unique names."""
 
     def __init__(self) -> None:
         self._known: dict[str, Group] = {}
 
     def forget(self, name: str) -> None:
-        """Forget a group: torch may create another one of this name, whose numbers begin at 0."""
+        """Forget a group, because torch may create a new group of the same name."""
         self._known.pop(name, None)
 
     def of(self, process_group: Any, recorder: Recorder) -> Group:
-        """Return a group, adding it if it is new."""
+        """Return the record of a process group; add the group if it is new."""
         name = process_group.group_name
         known = self._known.get(name)
         if known is None:
@@ -59,7 +60,7 @@ class Groups:
 
 
 def _title(name: str, description: str, ranks: tuple[int, ...]) -> str:
-    """Return the name of a group in reports: equal on all its members."""
+    """Return the name of a group in reports, which is the same on all members."""
     if description == _WORLD:
         return "world"
     if description in _UNNAMED:

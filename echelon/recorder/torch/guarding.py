@@ -1,4 +1,4 @@
-"""Guards for errors in the hooks: an error disables its hook and never reaches the program."""
+"""Guard against errors in the hooks: an error disables its hook and never reaches the program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _T = TypeVar("_T")
 
 
 def quietly(run: Callable[..., _T], *args: Any) -> _T | None:
-    """Call `run` and return its result; None if it raises, and the program trains unrecorded."""
+    """Return the result of `run`; if it raises, return None and let the program run unrecorded."""
     try:
         return run(*args)
     except Exception:  # noqa: BLE001 -- see above
@@ -17,7 +17,7 @@ def quietly(run: Callable[..., _T], *args: Any) -> _T | None:
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace an attribute by `make(original)`; an owner that refuses keeps the original."""
+    """Replace an attribute with `make(original)`; keep the original if the owner refuses."""
     original = getattr(owner, name, None)
     if original is None or getattr(original, "_echelon_records", False):
         return

@@ -1,7 +1,7 @@
-"""Actions on modules that a program may import later, run once each module is loaded.
+"""Run actions on modules that a program may import later, once each module has been loaded.
 
-An entry of `sys.meta_path` intercepts the import of a watched module, lets the other finders locate
-it, and runs its action after the module's own code.
+An entry in `sys.meta_path` intercepts the import of a watched module, lets the other finders locate
+the module, and runs the action after the module's own code.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _Spec = importlib.machinery.ModuleSpec
 
 
 class Later(importlib.abc.MetaPathFinder):
-    """Runs an action for each watched module, now or once it is imported."""
+    """Runs an action for each watched module, immediately or once the module is imported."""
 
     def __init__(self) -> None:
         self._actions: dict[str, Action] = {}
 
     def run(self, name: str, action: Action) -> None:
-        """Run `action` with the module `name`, now if it is loaded."""
+        """Run `action` with the module `name`, immediately if the module is loaded."""
         module = sys.modules.get(name)
         if module is not None:
             quietly(action, module)
@@ -39,7 +39,7 @@ class Later(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> _Spec | None:
-        """Find a watched module by means of the other finders."""
+        """Find a watched module through the other finders."""
         action = self._actions.pop(fullname, None)
         if action is None:
             return None
@@ -53,7 +53,7 @@ class Later(importlib.abc.MetaPathFinder):
 
 
 def _act_after(loader: Any, action: Action) -> None:
-    """Run `action` after a loader has executed its module."""
+    """Make a loader run `action` after it has executed its module."""
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""Every collective and message of torch.distributed, regardless of its caller and backend.
+"""Record every collective and message of torch.distributed, whatever its caller and backend.
 
 [Note: where operations are seen] DDP's reducer, functional collectives and compiled code call a
 process group in C++, so patched Python functions would miss them. An echelon process group wrapped
@@ -8,11 +8,11 @@ not use, runs before the backend's own kernel: it records the call and passes it
 costs one Python call per operation: 10 us of processor time in torch's dispatcher for an empty
 kernel, and about 15 us here, a third of which is spent asking torch for the name of the reduction.
 
-Tensors on a device are not recorded: only the device knows when such an operation completes, and
-asking it from here could block. The ring notes that there were some; torch's own recorder, whose
-dump the launcher requests, contains them.
+Operations on device tensors are not recorded, because only the device knows when they complete, and
+asking it from here could block. The ring notes that such operations occurred; torch's own recorder,
+whose dump the launcher requests, contains them.
 
-Groups of echelon's own backend do not reach the dispatcher: they record themselves.
+Operations of echelon's own backend do not reach the dispatcher; the backend records them itself.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _ASYNC, _P2P = int(Flag.ASYNC), int(Flag.P2P)
 
 
 def _redispatch_of(operator: Any) -> Callable[..., Any]:
-    """Return a function that calls the kernels below one, without a Python layer if possible."""
+    """Return a function that calls an operator's next kernel, without Python if possible."""
     handle = getattr(operator, "_handle", None)
     redispatch: Callable[..., Any] = getattr(handle, "redispatch_boxed", operator.redispatch)
     return redispatch
 
 
 class Operations:
-    """Records the operators of c10d from `install` on."""
+    """Records calls of the c10d operators once `install` has been called."""
 
     def __init__(self, torch: Any) -> None:
         core = torch._C._distributed_c10d
@@ -70,7 +70,7 @@ class Operations:
         self.pending = Pending(core.Work.wait)
 
     def install(self) -> None:
-        """Register the kernels.
+        """Register the recording kernels with torch's dispatcher.
 
         Raises:
             Exception: torch's dispatcher has an unexpected form.
@@ -152,7 +152,7 @@ class Operations:
         return recorder.begin_prepared(prepared, group.next_collective(), -1, flags, 1, True)
 
     def _prepare(self, recorder: Recorder, call: tuple[Any, ...]) -> Any:
-        """Read the arguments that a line passes repeatedly; cached, up to a limit."""
+        """Read the arguments that a line of code passes repeatedly; cached, up to a limit."""
         if len(self._prepared) >= MAX_CALLS:
             self._prepared.clear()
         prepared = self._prepared[call] = recorder.prepare(*call)
@@ -161,7 +161,7 @@ class Operations:
     def _follow(
         self, recorder: Recorder, record: int, result: Any, layout: Layout, args: Sequence[Any]
     ) -> None:
-        """Note the work that an operation started; an operation without one is complete."""
+        """Track the work that an operation started; without a work, the operation is complete."""
         boxed = result[-1] if isinstance(result, tuple) and result else result
         if boxed is None or isinstance(boxed, tuple):
             recorder.completed(record)
@@ -174,10 +174,10 @@ class Operations:
             self._after_backward(lambda: self._after_backward(self.pending.sweep))
 
     def _after_backward(self, run: Callable[[], None]) -> None:
-        """Call `run` when the backward pass ends, after the callbacks queued by now.
+        """Call `run` when the backward pass ends, after the callbacks that are already queued.
 
-        DDP queues its own wait with its last bucket, after the first bucket has been seen here;
-        hence the nested call.
+        DDP queues its own wait with its last bucket, which is after the first bucket has been seen
+        here; the nested call therefore queues `run` again.
         """
         self._torch.autograd.Variable._execution_engine.queue_callback(lambda: quietly(run))
 

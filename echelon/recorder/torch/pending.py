@@ -1,15 +1,17 @@
-"""Operations that have been called and have not been seen to complete.
+"""Track operations that have been called and have not yet been seen to complete.
 
-A work is polled for completion where the program itself waits: after `Work.wait`, after
-`wait_tensor`, at the end of a backward pass, before the next operation, after an optimizer's step.
-For programs that do none of these, a thread polls four times a second. No callback is attached to a
-work: it would run on the backend's own thread, which would then need the interpreter's lock.
+A work is polled for completion at the places where the program itself waits: after `Work.wait`,
+after `wait_tensor`, at the end of a backward pass, before the next operation, and after an
+optimizer step. For programs that do none of these, a thread polls four times a second. No callback
+is attached to a work, because it would run on the backend's own thread, which would then need the
+interpreter's lock.
 
-Some works never report completion (Gloo's reduce_scatter). For these, the return of the program's
-own wait counts, identified by the work or by the memory passed to `wait_tensor`.
+Some works never report completion (those of Gloo's reduce_scatter). Such a work counts as complete
+when the program's own wait for it returns; the wait is identified by the work or by the memory
+passed to `wait_tensor`.
 
-A work keeps its tensors alive, so it is dropped as soon as it is seen to be complete. Of works that
-never complete, the newest `_MAX_WORKS` are kept; an older one counts as complete.
+A work keeps its tensors alive, so it is dropped as soon as it is seen to be complete. Of the works
+that never complete, the newest `_MAX_WORKS` are kept; older ones count as complete.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ _Started = tuple[Any, bool, int]
 
 
 class Pending:
-    """The works of this process that are not complete yet, by the number of their record.
+    """The works of this process that are not yet complete, keyed by the number of their record.
 
     Args:
-        wait: torch's own `Work.wait`; for a complete collective, it returns at once or raises the
+        wait: torch's own `Work.wait`. For a complete collective, it returns at once or raises the
             collective's error.
     """
 
@@ -45,13 +47,13 @@ class Pending:
         self._wait = wait
 
     def add(self, record: int, work: Any, is_message: bool, address: int) -> None:
-        """Note a work that was just started, and where it writes its result."""
+        """Add a work that was just started, and the address to which it writes its result."""
         self.works[record] = work, is_message, address
         if len(self.works) > _MAX_WORKS:
             self._end(next(iter(self.works)))
 
     def finish(self, work: Any) -> None:
-        """Record that waiting for a work has returned."""
+        """Record that the program's wait for a work has returned."""
         for record, (one, _, _) in list(self.works.items()):
             if one is work:
                 self._end(record)
@@ -59,7 +61,7 @@ class Pending:
             self.sweep_oldest()
 
     def finish_at(self, address: int) -> None:
-        """Record that waiting for the memory at an address has returned."""
+        """Record that the program's wait for the memory at an address has returned."""
         for record, (_, _, at) in list(self.works.items()):
             if address and at == address:
                 self._end(record)
@@ -72,7 +74,7 @@ class Pending:
             recorder.completed(record)
 
     def fail(self, work: Any, error: BaseException) -> None:
-        """Record that waiting for a work has raised an error."""
+        """Record that the program's wait for a work has raised an error."""
         recorder = black_box.if_opened()
         for record, (one, _, _) in list(self.works.items()):
             if one is not work or self.works.pop(record, None) is None:
@@ -85,7 +87,7 @@ class Pending:
         self._sweep(list(self.works.items()))
 
     def sweep_oldest(self) -> None:
-        """Like `sweep` for the few works that began first: cheap enough for every call."""
+        """Like `sweep`, but only for the few oldest works: cheap enough to run at every call."""
         if self.works:
             self._sweep(list(itertools.islice(self.works.items(), _FEW)))
 
@@ -106,7 +108,7 @@ class Pending:
             recorder.completed(record)
 
     def start(self) -> None:
-        """Start the thread that polls works for which the program does not wait."""
+        """Start the thread that polls the works for which the program does not wait."""
         atexit.register(self._closing.set)
         threading.Thread(target=self._watch, name="echelon-pending", daemon=True).start()
 

@@ -1,6 +1,6 @@
-"""Phases of a torch program as spans: waits for data and for the store, checkpoints, compilation.
+"""Record phases of a torch program as spans: waits for data and store, checkpoints, compilation.
 
-The program's own marks take precedence: the hooks do not use a name that the program has used in
+The program's own marks take precedence: the hooks do not use any name that the program has used in
 `echelon.span`.
 
 [Note: the end of a loader's iteration] With uneven batches, or with guards that leave the loop, one
@@ -42,7 +42,7 @@ class _Opened(NamedTuple):
 
 
 def opened(name: str, detail: str = "") -> _Opened | None:
-    """Open a span; return a handle for `closed`."""
+    """Open a span; return a handle to pass to `closed`."""
     recorder = black_box.if_opened()
     if recorder is None or name in marks.by_hand:
         return None
@@ -51,7 +51,7 @@ def opened(name: str, detail: str = "") -> _Opened | None:
 
 
 def closed(one: _Opened | None, *, failed: bool = False) -> None:
-    """Close a span that `opened` opened."""
+    """Close a span that `opened` has opened."""
     recorder = black_box.if_opened()
     if one is None or recorder is None:
         return
@@ -66,7 +66,8 @@ def in_span(name: str, detail: Callable[..., str]) -> Callable[[Any], Any]:
     """Return a decorator that runs a function inside a span.
 
     Args:
-        detail: makes the span's detail from the function's arguments.
+        detail: a function that makes the span's detail from the arguments of the decorated
+            function.
     """
 
     def wrap(original: Any) -> Any:
@@ -87,7 +88,7 @@ def in_span(name: str, detail: Callable[..., str]) -> Callable[[Any], Any]:
 
 
 def mark_loaders(torch: Any) -> None:
-    """Put every wait for a loader's next batch into a span, and mark where iterations end."""
+    """Record every wait for a loader's next batch as a span, and mark where iterations end."""
     iterator = torch.utils.data.dataloader._BaseDataLoaderIter
     replace(iterator, "__next__", _next_batch)
 
@@ -117,7 +118,7 @@ def _next_batch(original: Any) -> Any:
 
 
 def _watch_end(iterator: Any) -> Any:
-    """Return a function that notes, once, the end of an iteration; it also runs when freed."""
+    """Return a function that notes the end of an iteration once; also called when it is freed."""
     end = iterator.__dict__.get(_END)
     if end is None or not end.alive:  # a loader may keep its iterator for the next epoch
         end = weakref.finalize(iterator, ended_loaders.append, 1)
@@ -127,14 +128,14 @@ def _watch_end(iterator: Any) -> Any:
 
 
 def mark_files(torch: Any) -> None:
-    """Put `torch.save` and `torch.load` into spans."""
+    """Record `torch.save` and `torch.load` as spans."""
     for name, place in (("save", 1), ("load", 0)):
         replace(torch, name, in_span("checkpoint", functools.partial(_path, name, place)))
         setattr(torch.serialization, name, getattr(torch, name))
 
 
 def mark_stores(core: Any) -> None:
-    """Put the blocking calls of torch's stores into spans that name the keys."""
+    """Record the blocking calls of torch's stores as spans whose detail names the keys."""
     for name in ("get", "multi_get", "wait"):
         replace(core.Store, name, functools.partial(_named, name))
 
@@ -152,7 +153,7 @@ def _named(name: str, original: Any) -> Any:
 
 
 def mark_compilation(callback: Any) -> None:
-    """Put the work of torch.compile into a span."""
+    """Record the work of torch.compile as a span."""
     spans: list[Any] = []
 
     def begin(*_: Any) -> None:
@@ -167,9 +168,10 @@ def mark_compilation(callback: Any) -> None:
 
 
 def mark_function(name: str, module: Any) -> None:
-    """Put a module's function that writes or reads checkpoints into a span.
+    """Record a module's function that writes or reads checkpoints as a span.
 
-    Programs import such functions by name before they make a group: those copies are replaced too.
+    Programs may import such functions by name before they create a group, so those copies are
+    replaced too.
     """
     original = getattr(module, name, None)
     replace(module, name, in_span("checkpoint", lambda *_: name))

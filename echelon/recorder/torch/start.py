@@ -1,8 +1,8 @@
-"""Start the record of a torch program when it makes its first process group.
+"""Start recording a torch program when it creates its first process group.
 
-Starting earlier would be wrong: a launcher, or a program that only inspects torch, shares the
-environment of its rank and would take over the rank's ring. From then on, code that must wait for
-other ranks runs inside a `store` span, and the record begins before it.
+Starting earlier would be wrong, because a launcher, or a program that only inspects torch, shares
+the environment of its rank and would take over the rank's ring. Code that then waits for other
+ranks runs inside a `store` span, and the record begins before that wait.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _operations: Operations | None = None
 
 
 def recording(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap torch's function that makes a process group so that recording starts first."""
+    """Wrap torch's function that creates a process group, so that recording starts first."""
 
     @functools.wraps(make)
     def make_recorded(*args: Any, **named: Any) -> Any:

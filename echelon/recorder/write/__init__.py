@@ -1,1 +1,1 @@
-"""The writer of a process's black box."""
+"""Write a process's black box."""

@@ -1,8 +1,9 @@
-"""Call-site cache: the fields of an operation that rarely change at a given line.
+"""Cache, per call site, the fields of an operation that rarely change at a given line.
 
 A line that records calls usually passes the same arguments as the last time, from the same callers.
-So each line caches its callers' positions, the arguments and the packed fields; `Operations`
-compares the former and reuses the latter. Differences are handled here.
+Each line therefore caches its callers' positions, the arguments and the packed fields. `Operations`
+compares the positions and arguments, and reuses the packed fields if nothing differs. This module
+handles the differences.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Line = tuple[CodeType, _Code, int, _Code, int, _Code, int, tuple[Any, ...], byte
 
 
 class Calls:
-    """The lines seen so far, and the signatures of their calls. As thread-safe as a dictionary.
+    """The lines seen so far, and the signatures of their calls; as thread-safe as a dictionary.
 
     A call is (operation, dtype, reduce_op, timeout_s, shapes, input_splits, output_splits,
     num_bytes, group, root, peer, tag, coalesced, thread, flags).
@@ -50,10 +51,10 @@ class Calls:
     def find(
         self, frame: FrameType | None, call: tuple[Any, ...], tails: _Tails | None = None
     ) -> bytes:
-        """Return the packed fields of a call that a frame makes, and cache them with its line.
+        """Return the packed fields of a call made by a frame, and cache the fields with its line.
 
         Args:
-            tails: arguments that its line passed before, from the same callers.
+            tails: the arguments that the frame's line passed before, from the same callers.
         """
         if tails is not None:
             try:
@@ -107,7 +108,7 @@ class Calls:
         return known
 
     def _forget(self) -> None:
-        """Drop references into `recent`, whose entries may now be overwritten."""
+        """Drop references into `recent`, whose entries may have been overwritten."""
         self._num_forgotten += 1
         self._calls.clear()
         for line in list(self.lines.values()):
@@ -116,7 +117,7 @@ class Calls:
 
 
 def _callers(frame: FrameType) -> tuple[_Code, int, _Code, int, _Code, int]:
-    """Return the positions of the three nearest callers of a frame."""
+    """Return the positions of a frame's three nearest callers."""
     found: list[Any] = []
     caller = frame.f_back
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Numbers drawn by threads, each once and in order, without a lock where none is needed."""
+"""Let threads draw numbers, each once and in order, without a lock where none is needed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from collections.abc import Callable
 
 
 def counter(start: int = 0, *, has_lock: bool | None = None) -> Callable[[], int]:
-    """Return a function that returns `start`, then one more at each call. Thread-safe.
+    """Return a thread-safe function that returns `start`, and then one more at each call.
 
     Args:
         has_lock: whether the interpreter runs one thread at a time, which makes `itertools.count`
-            atomic; None: detect it. A free-threaded 3.13 may give two threads the same number.
+            atomic; None means that this is detected. A free-threaded 3.13 may otherwise give two
+            threads the same number.
     """
     numbers = itertools.count(start)
     if has_lock is None:

@@ -1,4 +1,4 @@
-"""The recorder's settings; the only module of this package that reads the environment.
+"""Read the recorder's settings; no other module of this package reads the environment.
 
 | variable | meaning | set by |
 |---|---|---|
@@ -34,7 +34,7 @@ DEFAULT_STALL_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """How this process records."""
+    """The settings with which this process records."""
 
     rank_dir: Path | None = None  # set by the launcher: an agent watches
     record_dir: Path | None = None
@@ -60,7 +60,7 @@ class Settings:
 
     @property
     def has_rank_0s_clock(self) -> bool:
-        """Whether rank 0 is known to run on this host, and so to read the same clock."""
+        """Whether rank 0 is known to run on this host, and therefore to read the same clock."""
         return self.rank == 0 or self.local_world_size == self.world_size
 
     @property
@@ -70,7 +70,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls) -> Settings:
-        """Read the settings; a value that is not a number is ignored."""
+        """Read the settings from the environment; ignore a value that is not a valid number."""
         return cls(
             rank_dir=_folder("ECHELON_RANK_DIR"),
             record_dir=_folder("ECHELON_RECORD_DIR") or _default_folder(),
@@ -90,15 +90,15 @@ class Settings:
         )
 
     def allowed(self) -> dict[str, Any]:
-        """Return the settings that may be written into the ring: no secrets, no environment."""
+        """Return the settings that may be written to the ring: no secrets, no environment."""
         return {"recorder_size": self.num_operations, "recorder_spans": self.num_spans}
 
 
 def claim_ownership(process: str) -> bool:
     """Return whether this process may record into ECHELON_RECORD_DIR.
 
-    The first process that asks leaves its name in the environment, so that the programs it starts
-    do not take themselves for further attempts of its rank.
+    The first process that calls this leaves its name in the environment, so that programs that it
+    starts do not act as further attempts of its rank.
     """
     return os.environ.setdefault("ECHELON_RECORD_OWNER", process) == process
 
@@ -121,7 +121,7 @@ def _seconds(name: str, default: float) -> float:
 
 
 def _default_signal() -> int:
-    """Return SIGRTMIN+6: SIGUSR1 and SIGUSR2 belong to the user (Slurm requeue, Lightning)."""
+    """Return SIGRTMIN+6; SIGUSR1 and SIGUSR2 are left to users (Slurm requeue, Lightning)."""
     first = getattr(signal, "SIGRTMIN", None)
     return 0 if first is None else int(first) + 6
 

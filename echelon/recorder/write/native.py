@@ -1,4 +1,4 @@
-"""The C core that writes operations and spans, if a compiler was available at installation."""
+"""Use the C core to write operations and spans, if a compiler was available at installation."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ def available() -> bool:
 
 
 class NativeWriter(OperationWriter, SpanWriter, Protocol):
-    """The C core's writer, beyond writing operations and spans."""
+    """The methods of the C core's writer other than those that write operations and spans."""
 
     def on_collection(self, phase: str, info: dict[str, Any], /) -> None:
-        """Count a pause of the garbage collector."""
+        """Count a pause of the garbage collector; called at the beginning and end of the pause."""
 
     def keep_pauses(self, keep: Callable[[int, int, dict[str, Any]], None], from_ns: int) -> None:
         """Register `keep(began, ended, info)` for pauses of at least a given length."""
 
     def start_heartbeat(self, period_ns: int, /) -> bool:
-        """Start the thread that stamps a live word without Python; False if it did not start."""
+        """Start a thread that stamps a live word without Python; return False if that fails."""
 
     def stop_heartbeat(self) -> None:
-        """Stop that thread. Safe to call twice."""
+        """Stop the heartbeat thread. May be called more than once."""
 
     def write_faults(self, over_others: bool, /) -> None:
-        """Write the signal that ends this process into the ring."""
+        """Write the signal that ends this process to the ring."""
 
 
 def make_writer(
     ring: Ring, known_sites: sites.Sites, now: Callable[[], int] | None = None
 ) -> NativeWriter:
-    """Return a writer in C. It holds the ring's memory until the ring is closed."""
+    """Return a writer in C, which holds the ring's memory until the ring is closed."""
     signatures = Signatures(ring)
     writer = _native.Writer(
         memory=ring.map,

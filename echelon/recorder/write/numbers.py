@@ -1,4 +1,4 @@
-"""Clamping of numbers from callers to the range of the field that stores them."""
+"""Clamp numbers from callers to the range of the field that stores them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ _I64 = (-(1 << 63), (1 << 63) - 1)
 
 
 def clamped_i64(number: Any) -> int:
-    """Return the nearest number that fits 64 bits.
+    """Return the nearest number that fits into 64 bits.
 
     Raises:
-        TypeError, ValueError, OverflowError: it is not a number.
+        TypeError, ValueError, OverflowError: the argument is not a number.
     """
     return min(max(int(number), _I64[0]), _I64[1])
 
 
 def moment(at_mono_ns: Any, now: int) -> int:
-    """Return a stamp that the caller passed, or the current time if it is not a valid one."""
+    """Return the stamp that the caller passed, or the current time if that is not a valid stamp."""
     try:
         return clamped_i64(at_mono_ns) or now
     except (TypeError, ValueError, OverflowError):
@@ -26,7 +26,7 @@ def moment(at_mono_ns: Any, now: int) -> int:
 
 
 def pack_clamped(form: struct.Struct, *fields: Any) -> bytes:
-    """Pack integers, each clamped to its field's range; bytes are packed unchanged.
+    """Pack integers, each clamped to the range of its field; bytes are packed unchanged.
 
     Raises:
         TypeError, ValueError, OverflowError: a field is not a number.

@@ -1,13 +1,13 @@
-"""The Python writer of operations: used if the C core was not built, and as its oracle in tests.
+"""Write operations in Python, if the C core was not built or as its reference in tests.
 
-[Note: why no lock] If the interpreter runs one thread at a time and switches threads only after
-calls and at backward jumps (CPython from 3.11 on, with its lock), statements without either are one
-atomic step for all other threads, for signal handlers and for finalizers. So a slot is taken and
-filled by a comparison, a store and one `pack_into`, and an operation ends in the same way: nothing
-is ever written over data that another thread is writing. Rare cases (a slot whose operation has not
+[Note: why no lock] CPython from 3.11 on, with its lock, runs one thread at a time and switches
+threads only after calls and at backward jumps. Statements without either of these are therefore one
+atomic step for all other threads, for signal handlers and for finalizers. A slot is taken and
+filled by a comparison, a store and one `pack_into`, and an operation ends in the same way, so data
+that another thread is writing is never overwritten. Rare cases (a slot whose operation has not
 ended, an operation that has left its slot) take a lock. If the interpreter guarantees less,
-`LockedOperations` holds that lock around everything. An exception raised by a signal handler leaves
-a number unused, but never a lock held.
+`LockedOperations` holds that lock around everything. An exception raised by a signal handler may
+leave a number unused, but never a lock held.
 
 Readers, which are other processes, verify what they read (schema.py, [Note: what makes a slot
 readable]).
@@ -61,7 +61,7 @@ assert crc32(b"", 1 << 32) == 0, "crc32 takes the lower half of a stamp"
 
 
 class OperationWriter(Protocol):
-    """Writes operations into a ring: `Operations` here, or the C core's `Writer`."""
+    """A writer of operations into a ring: `Operations` here, or `Writer` in the C core."""
 
     def begin(
         self,
@@ -85,13 +85,14 @@ class OperationWriter(Protocol):
         depth: int = 1,
         is_started: bool = False,
     ) -> int:
-        """Record that an operation was called; return its number for the calls that follow.
+        """Record that an operation was called; return its number, which later calls refer to.
 
         Args:
-            group: from `Recorder.group()`.
-            num_bytes: bytes of the input on this rank.
-            depth: frames between here and code that may be the user's; 1 is the caller.
-            is_started: the backend starts the operation immediately.
+            group: the group's reference, from `Recorder.group()`.
+            num_bytes: the size of the input on this rank, in bytes.
+            depth: the number of frames between this function and code that may be the user's; 1 is
+                the caller.
+            is_started: whether the backend starts the operation immediately.
         """
 
     def prepare(
@@ -109,7 +110,7 @@ class OperationWriter(Protocol):
         """Read the arguments that a call passes repeatedly; see `begin`.
 
         Returns:
-            The argument of `begin_prepared`; None if it cannot be recorded.
+            The argument to pass to `begin_prepared`; None if the call cannot be recorded.
         """
 
     def begin_prepared(
@@ -118,13 +119,13 @@ class OperationWriter(Protocol):
         """Record that a prepared operation was called, as `begin` does."""
 
     def started(self, record: int, at_mono_ns: int | None = None, /) -> None:
-        """Record that the backend started the operation, now or at a time already past."""
+        """Record that the backend started the operation, at the current or an earlier time."""
 
     def completed(self, record: int, at_mono_ns: int | None = None, /) -> None:
-        """Record that the operation is done on this rank, now or at a time already past."""
+        """Record that the operation is complete on this rank, at the current or an earlier time."""
 
     def failed(self, record: int, error: int, /) -> None:
-        """Record that the operation ended in an error, whose text `error` refers to."""
+        """Record that the operation failed; `error` is the reference of the error's text."""
 
 
 class _Thread(threading.local):
@@ -133,7 +134,7 @@ class _Thread(threading.local):
 
 
 class _Outside:
-    """Stands in for the frames above a thread's outermost one."""
+    """A placeholder for the frames above a thread's outermost frame."""
 
     f_code = None
     f_lasti = -1
@@ -144,7 +145,7 @@ _OUTSIDE: Any = _Outside()
 
 
 class Operations:
-    """Implements `OperationWriter`. Thread-safe by [Note: why no lock]; no method raises."""
+    """Implements `OperationWriter`. Thread-safe, see [Note: why no lock]; no method raises."""
 
     __slots__ = (
         "_calls", "_find", "_is_moving", "_kept", "_lines", "_live", "_lock", "_map", "_next",
@@ -289,7 +290,7 @@ class Operations:
             return NOT_RECORDED
 
     def started(self, record: int, at_mono_ns: int | None = None, /) -> None:
-        """Record that the backend started the operation, now or at a time already past."""
+        """Record that the backend started the operation, at the current or an earlier time."""
         try:
             now = self._now()
             if record >= 0:
@@ -305,7 +306,7 @@ class Operations:
         _state: int = _COMPLETED,
         _error: int = 0,
     ) -> None:
-        """Record that the operation is done on this rank, now or at a time already past."""
+        """Record that the operation is complete on this rank, at the current or an earlier time."""
         try:
             clock = self._now  # as a method call on a slot, it would be looked up each time
             self._live[_PROGRESS] = now = clock()
@@ -333,16 +334,17 @@ class Operations:
             return
 
     def failed(self, record: int, error: int, /) -> None:
-        """Record that the operation ended in an error, whose text `error` refers to."""
+        """Record that the operation failed; `error` is the reference of the error's text."""
         Operations.completed(self, record, None, _FAILED, error)
 
     def _make_room(self, record: int, fields: bytes) -> int:
-        """Store an operation under the first number, from `record` on, whose slot can be taken.
+        """Store an operation in the first slot that can be taken, from number `record` on.
 
-        An operation that has not ended is never overwritten: it moves out, or its slot is skipped.
+        An operation that has not ended is never overwritten: it moves to a separate place, or its
+        slot is skipped.
 
         Returns:
-            The number; `NOT_RECORDED` if none of the next slots can be taken.
+            The operation's number, or `NOT_RECORDED` if none of the next slots can be taken.
         """
         with self._lock:
             for number in range(_MAX_TRIES):
@@ -356,7 +358,7 @@ class Operations:
         return NOT_RECORDED
 
     def _take(self, slot: int, stamp: int, fields: bytes) -> bool:
-        """Store an operation in a slot, unless that holds a newer one, or one that cannot move."""
+        """Store an operation in a slot, unless it holds a newer one or one that cannot move."""
         crc = crc32(fields)
         owner, began = self._owners[slot], self._starts[slot]
         while owner > 0:
@@ -374,7 +376,7 @@ class Operations:
         return True
 
     def _keep(self, slot: int) -> bool:
-        """Copy a slot's contents to a separate place; not in an interrupting signal handler."""
+        """Copy a slot's contents to a separate place; refuse in an interrupting signal handler."""
         if self._is_moving:
             return False
         self._is_moving = True
@@ -399,7 +401,7 @@ class Operations:
 
 
 class LockedOperations(Operations):
-    """The same for interpreters that guarantee nothing between two instructions."""
+    """Operations for interpreters that guarantee no atomic steps; every call holds a lock."""
 
     __slots__ = ()
 
@@ -416,23 +418,23 @@ class LockedOperations(Operations):
             return super().begin_prepared(call, sequence, coalesced, flags, depth + 1, is_started)
 
     def started(self, record: int, at_mono_ns: int | None = None, /) -> None:
-        """Record that the backend started the operation, now or at a time already past."""
+        """Record that the backend started the operation, at the current or an earlier time."""
         with self._lock:
             super().started(record, at_mono_ns)
 
     def completed(self, *args: Any) -> None:
-        """Record that the operation is done on this rank, now or at a time already past."""
+        """Record that the operation is complete on this rank, at the current or an earlier time."""
         with self._lock:
             super().completed(*args)
 
     def failed(self, record: int, error: int, /) -> None:
-        """Record that the operation ended in an error, whose text `error` refers to."""
+        """Record that the operation failed; `error` is the reference of the error's text."""
         with self._lock:
             super().failed(record, error)
 
 
 def has_atomic_steps() -> bool:
-    """Return whether this interpreter meets the conditions of [Note: why no lock]."""
+    """Return whether this interpreter satisfies the conditions of [Note: why no lock]."""
     has_lock = getattr(sys, "_is_gil_enabled", lambda: True)()
     return sys.implementation.name == "cpython" and sys.version_info >= (3, 11) and has_lock
 
@@ -440,5 +442,5 @@ def has_atomic_steps() -> bool:
 def make_operations(
     ring: Ring, sites: Sites, now: Callable[[], int] = time.monotonic_ns
 ) -> Operations:
-    """Return a writer of operations into `ring`, whose clock `now` counts nanoseconds."""
+    """Return a writer of operations into `ring`; the clock `now` returns nanoseconds."""
     return (Operations if has_atomic_steps() else LockedOperations)(ring, sites, now)

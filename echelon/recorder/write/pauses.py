@@ -1,12 +1,13 @@
-"""Pauses of the garbage collector, recorded separately.
+"""Record the pauses of the garbage collector separately from other spans.
 
-Every collection is counted in the live words; one that takes a millisecond or more is kept as a
-span `gc` of the thread that it stopped. It is not progress: a rank that only collects garbage is
-stuck.
+Every collection is counted in the live words. A collection that takes a millisecond or more is also
+kept as a span `gc` of the thread that it stopped. Collections do not count as progress, because a
+rank that only collects garbage is stuck.
 
 The callback runs twice per collection, often hundreds of times per second, so the C core has its
-own. It may run between any two instructions of any thread, even inside the recorder. It therefore
-takes no lock, and all its texts are stored beforehand. Only one collection runs at a time.
+own callback. The callback may run between any two instructions of any thread, even inside the
+recorder. It therefore takes no lock, and all its texts are stored in advance. Only one collection
+runs at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _NUM_GENERATIONS = 3
 
 
 class GarbagePauses:
-    """Records collections from `start` to `stop`."""
+    """Records garbage collections from `start` to `stop`."""
 
     def __init__(self, recorder: Recorder, kept_from_ns: int = KEPT_FROM_NS) -> None:
         self._recorder = recorder
@@ -37,11 +38,11 @@ class GarbagePauses:
             self._callback = recorder.native.on_collection
 
     def start(self) -> None:
-        """Register with the collector to receive its pauses."""
+        """Register with the garbage collector, which then reports its pauses."""
         gc.callbacks.append(self._callback)
 
     def stop(self) -> None:
-        """Undo `start`. Safe to call twice."""
+        """Undo `start`. May be called more than once."""
         if self._callback in gc.callbacks:
             gc.callbacks.remove(self._callback)
 

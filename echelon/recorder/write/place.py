@@ -1,10 +1,10 @@
-"""The location of a ring: always on a file system of its own node.
+"""Choose the location of a ring, which is always on a file system of its own node.
 
 A ring on a network file system would be written through the network, would be lost with it, and
-could not be read by the agent at the moment when it matters. So a rank's ring lies in the rank's
-folder if that is local; otherwise it lies in the node's temporary folder, with a link `ring` in the
-rank's folder. ECHELON_RING_DIR names another folder. `bring_home` replaces the link by the file at
-the end.
+could not be read by the agent at the moment when the ring matters. A rank's ring therefore lies in
+the rank's folder if that folder is local. Otherwise, the ring lies in the node's temporary folder,
+with a link `ring` in the rank's folder. ECHELON_RING_DIR selects another folder. At the end,
+`bring_home` replaces the link with the file.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ class Place:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the rank's folder only links to it."""
+        """Whether the rank's folder contains only a link to the ring."""
         return self.ring.parent != self.rank_dir
 
     def make(self) -> Path:
-        """Create the folder and link for the ring's file; return the path at which to create it.
+        """Create the folder and the link for the ring's file; return the path of the file.
 
         Raises:
-            FileExistsError: the rank's folder has a ring, or a link to one: it has an owner.
-            OSError: the folder or the link cannot be made.
+            FileExistsError: the rank's folder already has a ring, or a link to one, which has an
+                owner.
+            OSError: the folder or the link cannot be created.
         """
         if self.is_elsewhere:
             (self.rank_dir / "ring").symlink_to(self.ring)
@@ -57,7 +58,7 @@ class Place:
         return self.ring
 
     def give_up(self) -> None:
-        """Undo `make`."""
+        """Remove what `make` has created."""
         if self.is_elsewhere:
             with contextlib.suppress(OSError):
                 (self.rank_dir / "ring").unlink()
@@ -66,7 +67,7 @@ class Place:
 
 
 def choose_place(rank_dir: Path, ring_dir: Path | None = None) -> Place:
-    """Choose where the ring of a rank lies; `ring_dir` is the user's own choice, if any.
+    """Choose where the ring of a rank lies; `ring_dir` is the user's own choice, or None.
 
     Raises:
         OSError: the node's temporary folder cannot be used.
@@ -84,7 +85,7 @@ def claim_attempt(record_dir: Path, rank: int) -> tuple[Path, int]:
     """Create the folder of a rank's next attempt, for a program that no launcher started.
 
     Raises:
-        OSError: it cannot be created.
+        OSError: the folder cannot be created.
     """
     folder = record_dir.absolute() / f"rank_{rank}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -100,12 +101,12 @@ def claim_attempt(record_dir: Path, rank: int) -> tuple[Path, int]:
 
 
 def bring_home(rank_dir: Path) -> bool:
-    """Replace a link to a ring by the ring itself; return whether there was such a link.
+    """Replace a link to a ring with the ring itself; return whether there was such a link.
 
-    To be called once the process has ended. Attached readers keep their mapping.
+    Call this after the process has ended. Attached readers keep their mapping.
 
     Raises:
-        OSError: the rank's folder cannot hold it; the link and the file stay.
+        OSError: the rank's folder cannot hold the ring; the link and the file are kept.
     """
     link = rank_dir / "ring"
     if not link.is_symlink() or not link.is_file():
@@ -126,7 +127,7 @@ def bring_home(rank_dir: Path) -> bool:
 
 
 def _copy_sparse(source: Path, target: Path) -> None:
-    """Copy a file; blocks of zeros, which make up most of a ring, become holes."""
+    """Copy a file, turning blocks of zeros, which make up most of a ring, into holes."""
     zeros = bytes(_BLOCK_BYTES)
     with source.open("rb") as read, target.open("wb") as write:
         while block := read.read(_BLOCK_BYTES):
@@ -152,12 +153,12 @@ def set_aside(rank_dir: Path) -> None:
 
 
 def is_remote(kind: str) -> bool:
-    """Return whether a file system of this type is reached through a network."""
+    """Return whether file systems of this type are accessed through a network."""
     return kind in _REMOTE or (kind.split(".")[0] == "fuse" and kind not in _LOCAL_FUSE)
 
 
 def file_system(path: Path, mounts: Path = _MOUNTS) -> str:
-    """Return the type of the file system that holds a path; "" if it cannot be determined."""
+    """Return the type of the file system that holds a path; "" if it is unknown."""
     try:
         lines = mounts.read_text("utf-8", "surrogateescape").splitlines()
     except OSError:
@@ -183,7 +184,7 @@ def _place_below(folder: Path, rank_dir: Path, reason: str) -> Place:
 
 
 def _temporary_folder() -> Path:
-    """Return echelon's own folder in the node's temporary folder; no other folder is trusted."""
+    """Return echelon's own folder in the node's temporary folder, the only one that is trusted."""
     folder = Path(tempfile.gettempdir()) / f"echelon-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()

@@ -1,7 +1,8 @@
-"""The recorder: operations, spans, steps, a heartbeat, and last words, written into a ring.
+"""Record operations, spans, steps, a heartbeat and last words into a ring.
 
-It never raises into training, never touches a device, and allocates nothing after start except the
-text of a call site that it has not seen before. `current.py` decides which process has one.
+The recorder never raises an exception into the training code and never touches a device. After its
+start, it allocates memory only for the texts of call sites that are new to it. `current.py` decides
+which process has a recorder.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class Recorder:
         """Start recording into `ring`.
 
         Args:
-            in_c: use the C core where it was built.
-            now: the clock, in nanoseconds; None: the monotonic one.
+            in_c: whether to use the C core if it was built.
+            now: the clock, which returns nanoseconds; None means the monotonic clock.
         """
         self._ring = ring
         self._live = ring.live
@@ -112,21 +113,21 @@ class Recorder:
         return self._ring.identity
 
     def num_records(self) -> int:
-        """Return how many operations and spans were recorded so far."""
+        """Return the number of operations and spans recorded so far."""
         return self._live[Live.NUM_OPERATIONS] + self._live[Live.NUM_SPANS]
 
     @_never_raises(None)
     def identify(self, **changes: Any) -> None:
-        """Replace some of the identity's fields, such as the world size or the clock offset."""
+        """Replace some fields of the identity, such as the world size or the clock offset."""
         with self._identifying:
             self._ring.write_identity(self._ring.identity.changed(**changes))
 
     @_never_raises(None)
     def look_at_clocks(self, now: HostTime | None) -> None:
-        """Update the identity if the host's clocks have moved against each other.
+        """Update the identity if the host's clocks have changed relative to each other.
 
         Args:
-            now: the host's clocks, read together; None: they could not be.
+            now: the host's clocks, read together; None means that they could not be read together.
         """
         if now is None:
             return
@@ -138,13 +139,13 @@ class Recorder:
                 self.identify(mono_ns=now.mono_ns, wall_ns=now.wall_ns)
 
     def mark_initialised(self) -> None:
-        """Note that the world group exists: from here on, silence counts as a stall."""
+        """Record that the world group exists; from now on, silence counts as a stall."""
         self._live[Live.INITIALISED] = 1
         self._live[Live.PROGRESS_MONO_NS] = monotonic_ns()
 
     @_never_raises(0)
     def group(self, name: str, ranks: Sequence[int]) -> int:
-        """Return the reference of a process group, for `begin`."""
+        """Return the reference of a process group, to be passed to `begin`."""
         key = (name, tuple(ranks))
         known = self._groups.get(key)
         if known is None:
@@ -154,17 +155,18 @@ class Recorder:
 
     @_never_raises(None)
     def failed(self, record: int, error: BaseException) -> None:
-        """Record that the operation ended in an error."""
+        """Record that the operation failed with an error."""
         text = f"{type(error).__name__}: {text_of(error)}"[:_ERROR_CHARS]
         self._failed(record, self._ring.texts.recent(text))
 
     @_never_raises(0)
     def new_group(self, name: str, ranks: Sequence[int]) -> int:
-        """Return the reference of a group that has just been made.
+        """Return the reference of a group that has just been created.
 
-        Groups are identified by name and members. If these were seen before, for example because
-        the world was left and joined again, the name gets a number, so that sequences never mix.
-        All members make their groups in the same order, so they agree on it.
+        Groups are identified by name and members. If the same name and members were seen before,
+        for example because the world was left and joined again, the name gets a number, so that
+        sequences are never mixed up. All members create their groups in the same order, so they
+        agree on the number.
         """
         key, number = (name, tuple(ranks)), 1
         while key in self._groups:
@@ -178,14 +180,15 @@ class Recorder:
 
     @property
     def step_number(self) -> int:
-        """The training step that began last, -1 before the first one."""
+        """The training step that began most recently; -1 before the first step."""
         return int(self._live[_STEP]) - 1
 
     def step(self, number: int | None = None, *, begins: bool = True) -> None:
-        """Note that a training step begins: number `number`, or one more than the last.
+        """Record the start of training step `number`; by default, one more than the last.
 
         Args:
-            begins: False: it began earlier, at an unknown time.
+            begins: whether the step begins now; False means that it began earlier, at an unknown
+                time.
         """
         try:
             now, live = self._now(), self._live
@@ -199,7 +202,7 @@ class Recorder:
             return
 
     def _note_spent(self, now: int) -> None:
-        """Publish how much time the calling thread has spent since its first step."""
+        """Publish the time that the calling thread has spent since its first step."""
         live, known = self._live, spent.spans_ns
         waited = int(spent.collectives_s * 1e9)
         saving, data = known.get("checkpoint", 0), known.get("data_wait", 0)
@@ -216,7 +219,7 @@ class Recorder:
 
     @_never_raises(None)
     def note_checkpoint(self, detail: str) -> None:
-        """Note that a checkpoint was saved or loaded, according to its span's detail."""
+        """Record that a checkpoint was saved or loaded, according to the detail of its span."""
         what = detail.removeprefix("torch.")
         if what.startswith("load"):
             self._live[Live.NUM_LOADS] += 1
@@ -224,11 +227,11 @@ class Recorder:
             self._live[Live.SAVED_STEP] = self._live[_STEP]
 
     def text(self, text: str) -> int:
-        """Return the reference of a text, for `keep_span`."""
+        """Return the reference of a text, to be passed to `keep_span`."""
         return self._ring.texts.intern(text)
 
     def count_pauses(self, number: int, nanoseconds: int) -> None:
-        """Store the number of pauses so far, and their total duration."""
+        """Store the number of pauses so far and their total duration."""
         self._live[Live.NUM_GC_PAUSES] = number
         self._live[Live.GC_PAUSES_NS] = nanoseconds
 
@@ -241,11 +244,12 @@ class Recorder:
         *,
         thread: str = "",
     ) -> None:
-        """Record the exception that ends this process, or one of its threads.
+        """Record the exception that ends this process or one of its threads.
 
         Args:
-            thread: the name of the thread that it ends; only the first thread's is kept, and none
-                once the process itself ends. "": the process.
+            thread: the name of the thread that the exception ends; "" means the whole process. Of
+                several threads' exceptions, only the first is kept; once the process itself ends,
+                no thread's exception is.
         """
         if not self._is_owner or (thread and self._has_words):
             return
@@ -268,7 +272,7 @@ class Recorder:
         self._ring.write_last_words(words)
 
     def start_heartbeat(self) -> None:
-        """Start the heartbeat threads, which separate a held lock from a lack of processor time."""
+        """Start the heartbeat threads, which tell a held lock from a lack of processor time."""
         if self.native is not None:
             self.native.start_heartbeat(int(HEARTBEAT_S * 1e9))
         self._live[Live.HEARTBEAT_MONO_NS] = monotonic_ns()
@@ -277,7 +281,7 @@ class Recorder:
         self._beating = beating
 
     def close(self) -> None:
-        """Note an orderly end and stop the heartbeat. The file stays."""
+        """Record an orderly end, and stop the heartbeat. The file is kept."""
         self.closing.set()
         if self._beating is not None:
             self._beating.join(timeout=2 * HEARTBEAT_S)
@@ -288,7 +292,7 @@ class Recorder:
         self._live[Live.CLOSED] = 1
 
     def disown(self) -> None:
-        """Stop writing in a forked child: the ring belongs to the parent."""
+        """Stop writing in a forked child, because the ring belongs to the parent."""
         self._is_owner = False
 
     def _beat(self) -> None:
@@ -298,7 +302,7 @@ class Recorder:
 
 
 def _step_word(number: Any, before: int) -> int:
-    """Return a step's live word; a value that is not a number leaves the step unchanged."""
+    """Return the live word of a step; a value that is not a number leaves the step unchanged."""
     try:
         return min(max(int(number), -1), _MAX_STEP) + 1
     except (TypeError, ValueError, OverflowError):

@@ -1,12 +1,12 @@
-"""The ring: one mmap'ed file of fixed size that outlives the process writing it.
+"""Write the ring, an mmap'ed file of fixed size that outlives the process writing it.
 
 The file belongs to the node, not to the process. Data stored before a SIGKILL, an OOM kill or a
-segfault is still there, and the agent can read it while the rank hangs inside C code. A Python list
-or a socket could not provide this.
+segfault is preserved, and the agent can read the file while the rank hangs inside C code. Neither a
+Python list nor a socket could provide this.
 
 This module writes the file, its identity and its last words. Operations and spans are written by
-`operations.py` and `spans.py` or by the C core, texts by `texts.py`. `recorder.py` decides what is
-recorded.
+`operations.py` and `spans.py` or by the C core, and texts by `texts.py`. `recorder.py` decides what
+is recorded.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ _MADV_POPULATE_WRITE = 23
 
 
 class Ring:
-    """Writes one rank's ring file; `close()` unmaps it and leaves the file in place.
+    """Writes the ring file of one rank; `close()` unmaps the file and leaves it in place.
 
     Raises:
-        OSError: the file exists already, or the file system cannot hold it.
+        OSError: the file already exists, or the file system has no room for it.
     """
 
     def __init__(
@@ -101,31 +101,31 @@ class Ring:
         self.map[: len(RING_MAGIC)] = RING_MAGIC
 
     def write_identity(self, identity: Identity) -> None:
-        """Replace the identity."""
+        """Replace the identity stored in the ring."""
         self.identity = identity
         place = IDENTITY_OFFSETS[self._num_identities % 2]
         self._num_identities += 1
         self._write_blob(place, IDENTITY_BYTES, asdict(identity))
 
     def write_last_words(self, words: LastWords) -> None:
-        """Store the exception that ends this rank; texts are truncated to fit."""
+        """Store the exception that ends this rank; its texts are truncated to fit."""
         self._write_blob(LAST_WORDS_OFFSET, LAST_WORDS_BYTES, asdict(words))
 
     def write_span(self, number: int, fields: bytes) -> None:
-        """Store an ended span as number `number` of the ring of spans."""
+        """Store an ended span under the given number in the ring of spans."""
         at = self._spans_offset + (number % self.num_spans) * SPAN_SLOT.itemsize
         self._write_span_slot(at, number + 1, fields)
 
     def write_open_span(self, index: int, number: int, fields: bytes) -> None:
-        """Store a span that is open (or, with its end stamp, no longer open) in place `index`."""
+        """Store an open span in place `index`, or mark it as ended by means of its end stamp."""
         self._write_span_slot(OPEN_SPANS_OFFSET + index * SPAN_SLOT.itemsize, number + 1, fields)
 
     def when_closed(self, release: Callable[[], None]) -> None:
-        """Register a function that releases a view of the memory before it is unmapped."""
+        """Register a function to call before unmapping, which releases a view of the memory."""
         self._when_closed.append(release)
 
     def close(self) -> None:
-        """Unmap the file. Safe to call twice."""
+        """Unmap the file. May be called more than once."""
         if self.map.closed:
             return
         for undo in self._when_closed:
@@ -147,7 +147,7 @@ class Ring:
 
 
 def _fitted(value: dict[str, Any], room: int) -> bytes:
-    """Encode a blob, halving its longest part until it fits; the end of a traceback is kept."""
+    """Encode a blob, and halve its longest part until it fits; keep the end of a traceback."""
     texts = {name: _encoded(part) for name, part in value.items()}
     while sum(len(name) + len(text) + 4 for name, text in texts.items()) + 2 > room:
         longest = max(texts, key=lambda name: len(texts[name]))
@@ -167,7 +167,7 @@ def _encoded(value: Any) -> bytes:
 
 
 def _create(path: Path, num_bytes: int) -> mmap.mmap:
-    """Create the file with its blocks reserved: a sparse mapping on a full disk raises SIGBUS."""
+    """Create the file with reserved blocks: a sparse mapping on a full disk would raise SIGBUS."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
     flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
     fd = os.open(path, flags, 0o600)

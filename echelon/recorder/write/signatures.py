@@ -1,4 +1,4 @@
-"""Signatures: the arguments of operations, each stored once among the recent texts."""
+"""Store signatures, which hold the arguments of operations, once each among the recent texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SIGNATURE_STRUCT = struct.Struct("<IIIHH")
 
 
 class Signatures:
-    """Entries of `recent` that hold the arguments of operations."""
+    """The entries of `recent` that hold the arguments of operations."""
 
     def __init__(self, ring: Ring) -> None:
         self._texts = ring.texts
@@ -34,7 +34,7 @@ class Signatures:
         inputs: Splits,
         outputs: Splits,
     ) -> int:
-        """Return the position of a signature, storing it if it is not among the newest."""
+        """Return the position of a signature; store the signature if it is not among the newest."""
         intern = self._texts.intern
         flags, num_tensors, tail = encode_signature(shapes, inputs, outputs)
         refs = intern(str(operation)), intern(str(dtype)), intern(str(reduce_op))
@@ -50,7 +50,7 @@ class Signatures:
 
 
 def encode_signature(shapes: Shapes, inputs: Splits, outputs: Splits) -> tuple[int, int, bytes]:
-    """Return (flags, number of tensors, tail bytes), which `decode_signature` reads back."""
+    """Return (flags, number of tensors, tail bytes), which `decode_signature` decodes."""
     counts = len(inputs).to_bytes(4, "little") + len(outputs).to_bytes(4, "little")
     fits = (
         len(shapes) <= MAX_TENSORS

@@ -1,8 +1,8 @@
-"""The place in the user's code that called an operation: "file:line function", and a short stack.
+"""Describe the place in the user's code that called an operation, and its short stack.
 
-A frame belongs to the user unless its file lies in this package, in the standard library or in an
-installed package. The same frames recur, so the text is made once per (code, instruction) chain,
-and a look-up costs as much as one in a dictionary.
+A place is described as "file:line function". A frame belongs to the user unless its file lies in
+this package, in the standard library or in an installed package. The same frames recur, so the text
+is made once per chain of (code, instruction), and a look-up costs as much as one in a dictionary.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ _codes: list[CodeType] = []
 def user_frame(frame: FrameType | None) -> FrameType | None:
     """Return the nearest frame of the user's code at or above `frame`.
 
-    If there is none, return `frame` itself. On a thread that C++ started, such as the one on which
-    autograd runs a device's backward, return the main thread's user frame, which waits there.
+    If there is no such frame, return `frame` itself. On a thread that C++ started, such as the
+    thread on which autograd runs a device's backward, return the user's frame on the main thread,
+    which waits for that thread.
     """
     nearest = last = frame
     for _ in range(_MAX_WALK):
@@ -62,7 +63,7 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def _is_outside_python(outermost: FrameType | None) -> bool:
-    """Return whether a thread was started outside `threading`, given its outermost frame."""
+    """Return whether a thread, given by its outermost frame, was started outside `threading`."""
     return outermost is not None and outermost.f_code.co_filename != threading.__file__
 
 
@@ -77,7 +78,7 @@ def _on_main_thread() -> FrameType | None:
 
 
 def is_user_code(code: CodeType) -> bool:
-    """Return whether a code object comes from the user's own files."""
+    """Return whether a code object comes from one of the user's own files."""
     if id(code) in _user_codes:
         return True
     if id(code) in _other_codes:
@@ -102,12 +103,12 @@ def is_user_file(filename: str) -> bool:
 
 
 def describe(frame: FrameType) -> str:
-    """Describe the position of a frame: "file:line function"."""
+    """Return the position of a frame as "file:line function"."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
 
 
 def stack(frame: FrameType) -> str:
-    """Describe a frame and its callers, innermost first, one per line."""
+    """Return the positions of a frame and its callers, innermost first, one per line."""
     return "\n".join(describe(one) for one in _frames(frame))
 
 
@@ -119,10 +120,10 @@ class Sites:
         self._known: dict[tuple[int, ...], tuple[tuple[int, int], list[CodeType]]] = {}
 
     def find(self, frame: FrameType | None) -> tuple[int, int]:
-        """Return the references of the nearest user frame's description and of its stack.
+        """Return the references of the nearest user frame's description and its stack.
 
-        The key consists of the positions of the innermost frames. The code objects are kept with
-        the result, so that a key can never refer to another place.
+        The cache key consists of the positions of the innermost frames. The code objects are kept
+        with the result, so that a key can never refer to a different place.
         """
         first = frame if frame and id(frame.f_code) in _user_codes else user_frame(frame)
         if first is None:
@@ -150,7 +151,7 @@ class Sites:
         return known[0] if known is not None else self._add(key, first)
 
     def add(self, frame: FrameType) -> tuple[int, int]:
-        """Store the description of a user's frame and of its stack; return their references."""
+        """Store the description and the stack of a user's frame; return their references."""
         intern = self._texts.intern
         return intern(describe(frame), SITES_BYTES), intern(stack(frame), SITES_BYTES)
 
@@ -171,5 +172,5 @@ def _frames(frame: FrameType) -> Iterator[FrameType]:
 
 
 def caller(depth: int = 1) -> FrameType | None:
-    """Return the nearest user frame, starting `depth` frames above the caller of this function."""
+    """Return the nearest user frame, searching from `depth` frames above this function's caller."""
     return user_frame(sys._getframe(depth + 1))

@@ -1,4 +1,4 @@
-"""The Python writer of spans: used if the C core was not built, and as its oracle in tests."""
+"""Write spans in Python, if the C core was not built or as its reference in tests."""
 
 from __future__ import annotations
 
@@ -21,30 +21,32 @@ _NUM_SPANS = int(Live.NUM_SPANS)
 
 
 class SpanWriter(Protocol):
-    """Writes spans into a ring: `Spans` here, or the C core's `Writer`."""
+    """A writer of spans into a ring: `Spans` in this module, or `Writer` in the C core."""
 
     def open_span(self, name: str, detail: str, depth: int, /) -> Any:
         """Record that a phase begins.
 
         Args:
-            depth: frames between here and code that may be the user's; 1 is the caller.
+            depth: the number of frames between this function and code that may be the user's; 1 is
+                the caller.
 
         Returns:
-            The argument of `close_span`; None if it cannot be recorded.
+            The argument to pass to `close_span`; None if the span cannot be recorded.
         """
 
     def close_span(self, span: Any, /) -> None:
         """Record that a phase ended."""
 
     def keep_span(self, name: int, detail: int, began: int, ended: int, /) -> None:
-        """Record a phase that was never open, by the references of its texts. It is not progress.
+        """Record a phase that was never open, given by references to its texts, as no progress.
 
-        Takes no lock and stores no text, so it may be called between any two instructions.
+        The method takes no lock and stores no text, so it may be called between any two
+        instructions.
         """
 
 
 class _Thread(threading.local):
-    """Cached facts about the calling thread."""
+    """Facts about the calling thread, cached."""
 
     def __init__(self) -> None:
         self.native_id = threading.get_native_id()
@@ -52,7 +54,7 @@ class _Thread(threading.local):
 
 
 class OpenSpan:
-    """The data needed to write the span's end."""
+    """An open span, with the data needed to write its end."""
 
     __slots__ = (
         "depth", "detail", "is_closed", "name", "number", "place", "site", "started", "step",
@@ -83,7 +85,7 @@ class OpenSpan:
         self.is_closed = False
 
     def pack(self, ended: int) -> bytes:
-        """Return its record; `ended` is a stamp, or 0 while it is open."""
+        """Return the span's packed record; `ended` is a stamp, or 0 while the span is open."""
         return SPAN_FIXED_STRUCT.pack(
             self.number, self.started, ended, self.step, self.name, self.detail, self.site,
             self.thread, self.depth, 0,
@@ -140,7 +142,7 @@ class Spans:
         return span
 
     def close_span(self, span: OpenSpan, /) -> None:
-        """Record that a phase ended; a second call changes nothing."""
+        """Record that a phase ended; closing the same span again changes nothing."""
         try:
             if not span.is_closed:
                 span.is_closed = True  # its place may belong to another span from now on

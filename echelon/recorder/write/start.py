@@ -1,8 +1,9 @@
-"""Start the recorder of a process: its ring, its hooks, and their removal.
+"""Start the recorder of a process: create its ring, and install and remove its hooks.
 
-Imported only by a process that records. Hooks belong to the process that made them. A forked child
-inherits them, and there they must do nothing (current.py, [Note: who may record]). A start that
-fails half-way leaves nothing behind: a ring without a recorder would look like a silent rank.
+Only a process that records imports this module. Hooks belong to the process that installed them. A
+forked child inherits the hooks, which must then do nothing (current.py, [Note: who may record]). A
+start that fails halfway leaves nothing behind, because a ring without a recorder would look like a
+silent rank.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ _stack_file: IO[bytes] | None = None
 
 
 def start(settings: Settings) -> tuple[Recorder, Callable[[], None]] | None:
-    """Open the ring and start to record; return None if that is up to another process.
+    """Open the ring and start recording; return None if another process is to record instead.
 
     Returns:
-        The recorder, and the function with which a forked child detaches from it.
+        The recorder, and a function with which a forked child detaches from it.
 
     Raises:
-        Exception: any failure; nothing is left behind.
+        Exception: the start failed; nothing is left behind.
     """
     if settings.handles_faults:  # first, because the C core's handlers must be on top
         with contextlib.suppress(ValueError, OSError, RuntimeError):  # no standard error
@@ -84,7 +85,7 @@ def _claim(settings: Settings) -> tuple[Path, Settings]:
 
 
 def _was_left_by_another(path: Path) -> bool:
-    """Return whether a ring's process has ended, as with `prepare.py && train.py`."""
+    """Return whether the process of a ring has ended, as with `prepare.py && train.py`."""
     try:
         owner = read_ring(path).identity
     except DumpFormatError:
@@ -154,7 +155,7 @@ def _open_ring(settings: Settings, place: Place) -> Ring:
 
 
 def _remove(ring: Ring, place: Place) -> None:
-    """Remove a ring that no process records into: it would look like a silent rank."""
+    """Remove a ring that no process records into, because it would look like a silent rank."""
     with contextlib.suppress(OSError):
         ring.path.unlink()
     place.give_up()
@@ -186,10 +187,10 @@ def _identity(settings: Settings, place: Place) -> Identity:
 
 
 def _register_stacks(rank_dir: Path, settings: Settings) -> int:
-    """Register a free signal by which the agent requests the stacks of all threads.
+    """Register a free signal with which the agent requests the stacks of all threads.
 
     Returns:
-        The signal; 0 if there is none.
+        The number of the signal; 0 if no signal is free.
     """
     global _stack_file
     number = settings.stack_signal
@@ -233,8 +234,8 @@ def _why_not(number: int) -> str:
 def _chain_hooks(recorder: Recorder) -> None:
     """Record exceptions that end the process or a thread; existing hooks still run.
 
-    The first thread's exception is kept: whatever hangs afterwards is usually waiting for that
-    thread.
+    Only the exception of the first thread that fails is kept, because whatever hangs afterwards is
+    usually waiting for that thread.
     """
     before, thread_before, unraisable_before = (
         sys.excepthook,

@@ -1,8 +1,8 @@
-"""The texts of a ring: names that stay, and recent ones that newer ones overwrite.
+"""Store the texts of a ring: names, which are kept, and recent texts, which newer ones overwrite.
 
-See schema.py, [Note: two kinds of texts]. A text that is already known costs one look-up and no
-lock. A new one takes a lock. A signal handler or finalizer that interrupts the very thread that
-holds the lock does not wait, and gets the reference of `TABLE_FULL`.
+See schema.py, [Note: two kinds of texts]. A known text costs one look-up and no lock; a new text
+takes a lock. A signal handler or finalizer that interrupts the thread that holds the lock does not
+wait, and gets the reference of `TABLE_FULL` instead.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SPAN_CHARS = 600
 
 
 class Texts:
-    """Stores texts in a ring's memory; references are stable for the ring's life. Thread-safe."""
+    """Stores texts in a ring's memory; references are valid for the ring's life. Thread-safe."""
 
     def __init__(self, memory: Any, live: Any, recent_offset: int) -> None:
         self._memory = memory
@@ -54,11 +54,11 @@ class Texts:
         self._table_full = self.intern(TABLE_FULL)
 
     def intern(self, text: str, room: int = NAMES_BYTES) -> int:
-        """Return the reference of a name, storing it if it is new.
+        """Return the reference of a name; store the name if it is new.
 
         Args:
-            room: bytes of the table beyond which it is refused: `NAMES_BYTES`, `SITES_BYTES`, or
-                `STRINGS_BYTES` for groups.
+            room: the number of bytes of the table beyond which the name is refused: `NAMES_BYTES`,
+                `SITES_BYTES`, or `STRINGS_BYTES` for groups.
         """
         known = self.names.get(text)
         if known is not None:
@@ -74,12 +74,12 @@ class Texts:
                 self._is_writing = False
 
     def intern_group(self, text: str) -> int:
-        """Return the reference of a group: two groups never share one, even in a full table."""
+        """Return the reference of a group; groups never share a reference, even in a full table."""
         ref = self.intern(text, STRINGS_BYTES)
         return self.recent(text) if ref == self._table_full else ref
 
     def recent(self, text: str) -> int:
-        """Return the reference of a text that may be different each time."""
+        """Return the reference of a text that may be different at each call."""
         if not text:
             return 0
         known = self.recents.get(text)
@@ -103,7 +103,7 @@ class Texts:
         return self.recent(text_of(detail)[:_SPAN_CHARS])
 
     def append(self, data: bytes) -> int:
-        """Append an entry to `recent`; return its position, 0 if it could not be stored."""
+        """Append an entry to `recent`; return its position, or 0 if it could not be stored."""
         with self._lock:
             if self._is_writing:
                 return 0
@@ -114,7 +114,7 @@ class Texts:
                 self._is_writing = False
 
     def when_a_part_is_full(self, forget: Callable[[], None]) -> None:
-        """Register a function that empties a cache of references into `recent`."""
+        """Register a function that empties a cache of `recent` references when a part is full."""
         self._when_a_part_is_full.append(forget)
 
     def _add_name(self, text: str, data: bytes, room: int) -> int:
@@ -154,7 +154,7 @@ class Texts:
 
 
 def text_of(value: object) -> str:
-    """Return a value's text."""
+    """Return the text of a value."""
     try:
         return str(value)
     except Exception:  # noqa: BLE001 -- a broken __str__ must not hide what it stands for

@@ -1,7 +1,7 @@
-"""The figures of a run: one line for each step, writers for other libraries, and plots.
+"""Log the figures of a run for each step, write them for other libraries, and plot them.
 
-`FigureLog` writes them, `read_figures` reads them, and `echelon plot` draws them. Nothing here
-imports torch until a writer that needs it is made.
+`FigureLog` writes the figures, `read_figures` reads them, and `echelon plot` draws them. Nothing
+here imports torch until a writer that needs torch is created.
 """
 
 from echelon.train.figures.file import read_figures

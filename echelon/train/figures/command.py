@@ -1,4 +1,4 @@
-"""`echelon plot RUN...`: draw the figures of several runs over each other."""
+"""Implement `echelon plot RUN...`, which draws the figures of several runs over each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FORMATS = (".png", ".svg", ".pdf", ".html")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0, or 2 for bad usage."""
+    """Run the command; return 0 on success, or 2 for bad usage."""
     parser = argparse.ArgumentParser(
         prog="echelon plot",
         description="Draw the figures of runs: loss, gradient norm, learning rate, speed, time of "
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _read(text: str) -> Run:
-    """Read `PATH` or `NAME=PATH`."""
+    """Read the run given as `PATH` or `NAME=PATH`."""
     name, equals, rest = text.partition("=")
     if not equals or Path(text).exists():
         name, rest = "", text

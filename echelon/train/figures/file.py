@@ -1,8 +1,8 @@
-"""A file with one JSON object per line and step: append to it, truncate it on resume, read it.
+"""Append to a file with one JSON object per step, truncate the file on resume, and read it.
 
-A run that is killed may leave half a line, and steps that are newer than the checkpoint from which
-it resumes. Both are at the end, so the file is truncated there and never rewritten: earlier lines
-survive a crash at any point.
+A run that is killed may leave an incomplete line, and lines of steps that are newer than the
+checkpoint from which the run resumes. Both are at the end of the file, so the file is truncated
+there and never rewritten. Earlier lines therefore survive a crash at any point.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ _BLOCK_BYTES = 1 << 16
 
 
 class FigureFile:
-    """The open file. Used by one thread at a time.
+    """An open file of figures. It may be used by only one thread at a time.
 
     Args:
-        path: created with its folder if it does not exist.
-        last_step: lines of later steps are dropped, and half a line at the end.
+        path: the path of the file, which is created with its folder if it does not exist.
+        last_step: the last step to keep; lines of later steps and an incomplete last line are
+            dropped.
 
     Raises:
         OSError: the file cannot be opened or read.
-        ValueError: it exists and is not a log of figures; it was not changed.
+        ValueError: the file exists and is not a log of figures. It is left unchanged.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
@@ -40,7 +41,7 @@ class FigureFile:
             raise
 
     def _check(self, path: Path) -> None:
-        """Refuse to truncate a file that is not a log of figures."""
+        """Raise an error if the file is not a log of figures, so that it is not truncated."""
         begin = os.pread(self._descriptor, _BLOCK_BYTES, 0)
         line, newline, _ = begin.partition(b"\n")
         is_torn = not newline and begin.startswith(b'{"') and len(begin) < _BLOCK_BYTES
@@ -48,7 +49,7 @@ class FigureFile:
             raise ValueError(f"{path} exists and is not a log of figures; it was not changed")
 
     def drop_after(self, step: int) -> None:
-        """Drop the lines of later steps, and half a line at the end."""
+        """Drop the lines of steps after `step`, and an incomplete last line."""
         size = os.fstat(self._descriptor).st_size
         end = self._end_of_whole_lines(size)
         while end:
@@ -67,7 +68,7 @@ class FigureFile:
         return self._start_of_line(size + 1)
 
     def _start_of_line(self, end: int) -> int:
-        """Return where the line begins whose newline is the byte before `end`."""
+        """Return the start of the line whose newline is the byte before `end`."""
         at = end - 1
         while at > 0:
             begin = max(0, at - _BLOCK_BYTES)
@@ -78,7 +79,7 @@ class FigureFile:
         return 0
 
     def append(self, figures: Mapping[str, Any]) -> None:
-        """Append a line completely or not at all.
+        """Append a line of figures, completely or not at all.
 
         Raises:
             OSError: the write failed.
@@ -101,7 +102,7 @@ class FigureFile:
 
 
 def _step_of(line: bytes) -> int | None:
-    """Return a line's step; None if it is not a line of figures."""
+    """Return the step of a line, or None if the line does not hold figures."""
     figures = _figures_of(line)
     return None if figures is None else int(figures["step"])
 
@@ -117,18 +118,19 @@ def _figures_of(line: bytes | str) -> dict[str, Any] | None:
 
 
 def read_figures(path: str | Path) -> list[dict[str, Any]]:
-    """Read a log of figures, even while a run writes it.
+    """Read a log of figures, possibly while a run is writing it.
 
     Args:
-        path: the file, or a folder with a `figures.jsonl`.
+        path: the file, or a folder that contains a `figures.jsonl`.
 
     Returns:
-        One dictionary per line, in the order of the file. Half a line at the end and lines that are
+        One dictionary per line, in the order of the file. An incomplete last line and lines that do
+        not hold figures are left out.
         not figures are left out.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it has lines, and none of them are figures.
+        ValueError: the file has lines, but none of them holds figures.
 
     Example:
         >>> with FigureLog("runs/gpt/figures.jsonl") as figures:

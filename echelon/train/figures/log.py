@@ -1,9 +1,10 @@
-"""FigureLog: what a run logs for each step, written by rank 0.
+"""Log a run's figures for each step; rank 0 writes the log.
 
 [Note: what the shares mean] `data_wait` is the time that the training thread spent in
 `recorder.span("data_wait")`, which `TokenLoader` and `recorder.watch` open. `exposed_communication`
-is the time that it was blocked in collectives and messages: transfers that no computation hid, and
-waits for ranks that were late (in a pipeline, its bubble). Both are shares of the iteration.
+is the time for which the training thread was blocked in collectives and messages. It includes
+transfers that no computation hid and waits for late ranks (in a pipeline, the bubble). Both figures
+are fractions of the iteration's time.
 """
 
 from __future__ import annotations
@@ -33,25 +34,29 @@ _FULL_PRECISION = ("loss", "gradient_norm", "learning_rate")  # the others: six 
 
 
 class FigureLog:
-    """The log of a run's figures: one JSON line per step, and the same for other writers.
+    """The log of a run's figures, with one JSON line per step in a file and in any further writers.
 
-    A resumed run appends: lines of steps after `first_step` are dropped first. A full disk or any
-    other failure of the file or a writer is reported once and never ends the training. Used by the
-    training thread.
+    A resumed run first drops the lines of steps after `first_step` and then appends. A full disk,
+    or any other failure of the file or of a writer, is reported once and never ends the training.
+    The log is used by the training thread only.
 
     Args:
-        path: the file, created with its folder; None: no file.
-        tokens_per_step: of all ranks together, for the rates; 0: no rates.
-        flops_per_token: floating-point operations of forward and backward; 0: no MFU.
-        peak_flops: operations per second of all ranks together, the base of MFU; 0: no MFU.
-        first_step: finished steps before this run.
-        group: ranks whose waits and memory are compared. All of them must then make the same calls,
-            each of which sends 32 bytes of host memory per rank. None: this process's own figures.
-        writers: further outputs, on the rank that writes.
-        now: the clock, in seconds.
+        path: the path of the file, which is created with its folder; with None, no file is written.
+        tokens_per_step: the number of tokens per step over all ranks, from which rates are
+            computed; with 0, no rates are logged.
+        flops_per_token: floating-point operations of forward and backward per token; with 0, no MFU
+            is logged.
+        peak_flops: the peak operations per second of all ranks together, which MFU is relative to;
+            with 0, no MFU is logged.
+        first_step: the number of steps that were finished before this run.
+        group: the ranks whose waits and memory are compared. All of these ranks must then make the
+            same calls, each of which sends 32 bytes of host memory per rank. With None, only the
+            figures of this process are logged.
+        writers: further outputs, which are used on the rank that writes the log.
+        now: the clock, which returns seconds.
 
     Raises:
-        ValueError: a negative number, or `path` exists and is not a log of figures.
+        ValueError: a number is negative, or `path` exists and is not a log of figures.
 
     Example:
         >>> with FigureLog(
@@ -128,14 +133,14 @@ class FigureLog:
     ) -> None:
         """Log a finished step, and start timing the next one. Collective with a `group`.
 
-        Called less than once per step, it logs the means since the last call.
+        If the method is called less than once per step, it logs the means since the last call.
 
         Args:
-            step: number of finished steps. One that was logged before (a run that went back to a
-                checkpoint) replaces what was logged from there on.
-            loss: of the whole batch; one that is not finite is logged as null, and named in
-                `not_finite`.
-            gradient_norm, learning_rate: left out where None.
+            step: the number of finished steps. If this step was logged before, because the run went
+                back to a checkpoint, the lines from that step on are replaced.
+            loss: the loss of the whole batch. A loss that is not finite is logged as null and
+                listed in `not_finite`.
+            gradient_norm, learning_rate: further figures, which are left out if None.
             more: any other figures.
 
         Raises:
@@ -155,16 +160,16 @@ class FigureLog:
         self._began = Moment.now(self._now())
 
     def note(self, step: int, **figures: float) -> None:
-        """Log figures that not every step has, such as `validation_loss`, on a line of their own.
+        """Log figures that only some steps have, such as `validation_loss`, on a separate line.
 
-        Not collective; does nothing on ranks that do not write.
+        Not collective. On ranks that do not write the log, the method does nothing.
         """
         if self._writes:
             self._write(step, dict(figures))
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Exclude the block, such as evaluation or a checkpoint, from all figures."""
+        """Exclude the time of the block, such as an evaluation or checkpoint, from all figures."""
         before = Moment.now(self._now())
         try:
             yield
@@ -172,7 +177,7 @@ class FigureLog:
             self._began += Moment.now(self._now()) - before
 
     def forget_pause(self) -> None:
-        """Restart the timing of the current step: everything since the last call was a pause."""
+        """Restart the timing of the current step: the time since the last call was a pause."""
         self._began = Moment.now(self._now())
 
     def close(self) -> None:
@@ -187,7 +192,7 @@ class FigureLog:
     # ---- figures ----
 
     def _rates(self, costs: npt.NDArray[Any], num_steps: int) -> dict[str, float]:
-        """Return speed, waits and memory of the steps since the last call."""
+        """Return the speed, waits and memory of the steps since the last call."""
         iteration_s = max(float(costs[:, 0].max()) / num_steps, 1e-9)
         figures = {"iteration_s": iteration_s, "peak_memory_bytes": float(costs[:, 3].max())}
         if self._tokens_per_step:
@@ -245,7 +250,7 @@ class FigureLog:
 
 
 def _shortened(name: str, value: float | None) -> float | int | None:
-    """Return a number as it is logged: integers without a point, others with six digits."""
+    """Return a number as it is logged: an integer without a point, or else with six digits."""
     if value is None or name in _FULL_PRECISION:
         return value
     if value == int(value) and abs(value) < 1e15:

@@ -1,4 +1,4 @@
-"""The plot: one panel per figure, one colour per run, labels at the ends of the lines."""
+"""Draw the plot, with one panel per figure, one colour per run, and labels at the lines' ends."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ _PANEL_INCHES = (5.6, 2.5)
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One figure's drawing.
+    """How one figure is drawn.
 
     Attributes:
         name: the figure's name in the log.
-        title: with the unit.
-        scale: the factor by which the figure is multiplied.
-        is_log: whether the axis is logarithmic if values span more than a decade.
-        from_zero: whether the axis begins at 0.
-        is_noisy: whether single steps mean little, so that a median is drawn over them.
-        beside: a second figure, drawn dashed, and its label.
+        title: the title of the panel, including the unit.
+        scale: the factor that the figure's values are multiplied by.
+        is_log: whether the axis is logarithmic when the values span more than a factor of ten.
+        from_zero: whether the axis starts at 0.
+        is_noisy: whether the values of single steps mean little, so that a running median is drawn
+            too.
+        beside: a second figure, which is drawn dashed, and its label.
     """
 
     name: str
@@ -70,14 +71,14 @@ PANELS = (
 
 
 def plot(runs: Sequence[Run], out: Path, *, title: str = "") -> None:
-    """Draw runs over each other into a file; panels without figures are left out.
+    """Draw several runs over each other into a file; panels without figures are left out.
 
     Args:
-        out: a .png, .svg, .pdf, or an .html page that needs no other file.
+        out: the file to write: a .png, .svg or .pdf, or an .html page that needs no other file.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: no run has any of the figures.
+        ValueError: none of the runs has any of the figures.
         OSError: the file cannot be written.
     """
     try:
@@ -145,7 +146,7 @@ def _draw_panel(place: Any, runs: Sequence[Run], panel: Panel) -> None:
 
 
 def _inliers(values: Sequence[float]) -> list[float]:
-    """Return the values that the axis must show: all but the outermost hundredth at each end."""
+    """Return the values that the axis must cover: all but the outermost hundredth at each end."""
     ordered = sorted(value for value in values if not math.isnan(value))
     cut = len(ordered) // 100
     return ordered[cut : len(ordered) - cut]
@@ -169,7 +170,7 @@ def _draw_beside(
 def _end(
     steps: Sequence[int], values: Sequence[float], text: str, colour: str
 ) -> list[tuple[float, float, str, str]]:
-    """Return the position of a line's label: beside its last finite value, which it repeats."""
+    """Return the position of a line's label, which is next to the line's last finite value."""
     finite = [(s, v) for s, v in zip(steps, values, strict=True) if not math.isnan(v)]
     if not finite:
         return []
@@ -178,7 +179,7 @@ def _end(
 
 
 def _short(value: float, num_digits: int = 3) -> str:
-    """Format a number in few characters: 12.3k, 0.00031."""
+    """Format a number in few characters, such as 12.3k or 0.00031."""
     for limit, size, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= limit:
             return f"{value / size:.{num_digits}g}{unit}"
@@ -211,7 +212,7 @@ def _style(place: Any, panel: Panel, seen: Sequence[float]) -> None:
 
 
 def _label_ends(place: Any, ends: list[tuple[float, float, str, str]]) -> None:
-    """Write the labels to the right of the lines without overlap."""
+    """Write the labels to the right of the lines so that the labels do not overlap."""
     if not ends:
         return
     right = max(end[0] for end in ends)

@@ -1,4 +1,4 @@
-"""A run's figures as series, and the smoothing that makes noisy ones readable."""
+"""Read a run's figures as series, and smooth the noisy ones."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Run:
-    """A log that was read.
+    """The log of one run, as read.
 
     Attributes:
-        name: label in the plot.
-        path: of the log.
-        lines: one per step or note, in order.
+        name: the run's label in the plot.
+        path: the path of the log.
+        lines: the lines of the log in order, one per step or note.
     """
 
     name: str
@@ -24,10 +24,10 @@ class Run:
     lines: Sequence[dict[str, Any]]
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """Return the steps that have a figure, in order, and the figure.
+        """Return the steps that have a given figure, in order, and the figure's values.
 
-        If a step has several values, the last one counts. A value that was not finite is NaN, a
-        gap.
+        If a step has several values, the last one is used. A value that was not finite is NaN,
+        which leaves a gap in the plot.
         """
         found: dict[int, float] = {}
         for line in self.lines:
@@ -41,9 +41,10 @@ class Run:
 
 
 def smoothed(values: Sequence[float], width: int) -> list[float]:
-    """Return the median of each value's neighbourhood of `width` values; NaN stays NaN.
+    """Return, for each value, the median of the `width` values around it; NaN stays NaN.
 
-    The first values have smaller neighbourhoods, so that a steeply falling series keeps its start.
+    The first values have smaller neighbourhoods, so that a series that falls steeply keeps its
+    start.
     """
     out = []
     for i, value in enumerate(values):
@@ -54,5 +55,5 @@ def smoothed(values: Sequence[float], width: int) -> list[float]:
 
 
 def width_for(number: int) -> int:
-    """Return how many values of a series are smoothed together: about a twenty-fifth, or none."""
+    """Return the smoothing window for `number` values: about 1/25 of them, or 1 below 50."""
     return number // 50 * 2 + 1 if number >= 50 else 1

@@ -1,6 +1,7 @@
-"""Writers of figures for other libraries, behind one interface: TensorBoard, Weights & Biases.
+"""Write figures for other libraries, TensorBoard and Weights & Biases, behind one interface.
 
-Each library is imported when its writer is made; a missing one raises an `ImportError` of one line.
+Each library is imported when its writer is created; if it is missing, an `ImportError` with a
+one-line message is raised.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _FOLDERS = {
 
 
 class Writer(Protocol):
-    """A receiver of the figures of a `FigureLog`.
+    """A receiver of the figures that a `FigureLog` logs.
 
     Example:
         >>> class Printed:
@@ -37,15 +38,16 @@ class Writer(Protocol):
         """Write the finite figures of a step. An error is reported once and drops the writer."""
 
     def close(self) -> None:
-        """Write what is still buffered."""
+        """Write all buffered data."""
 
 
 class TensorBoardWriter:
-    """Figures as TensorBoard's scalars, through `torch.utils.tensorboard`.
+    """Writes figures as scalars of TensorBoard, through `torch.utils.tensorboard`.
 
     Args:
-        folder: folder of the event files.
-        first_step: steps finished before this run; TensorBoard hides later steps of an earlier run.
+        folder: the folder of the event files.
+        first_step: the number of steps finished before this run; TensorBoard hides later steps of
+            an earlier run.
 
     Raises:
         ImportError: torch or tensorboard is not installed.
@@ -68,25 +70,25 @@ class TensorBoardWriter:
         self._writer = make(str(folder), purge_step=purged)
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """Add the figures as scalars; one of TensorBoard's threads writes them to disk."""
+        """Add the figures as scalars; one of TensorBoard's threads writes the scalars to disk."""
         for name, value in figures.items():
             self._writer.add_scalar(f"{_FOLDERS.get(name, 'training')}/{name}", value, step)
 
     def close(self) -> None:
-        """Write what is still buffered."""
+        """Write all buffered data."""
         self._writer.close()
 
 
 class WandbWriter:
-    """Figures in a run of Weights & Biases.
+    """Writes figures to a run of Weights & Biases.
 
     Args:
-        project: the project's name there.
-        folder: where wandb keeps its files.
-        name: name of the run; None: wandb chooses one.
-        run_id: id of the run that this one continues; None: a new run.
+        project: the name of the project in Weights & Biases.
+        folder: the folder in which wandb keeps its files.
+        name: the name of the run; with None, wandb chooses a name.
+        run_id: the ID of the run to continue; None means a new run.
         mode: "offline" writes files that `wandb sync` uploads later; "online" uploads them.
-        config: settings to store with the run.
+        config: the settings to store with the run.
 
     Raises:
         ImportError: wandb is not installed.
@@ -124,9 +126,9 @@ class WandbWriter:
         )
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """Log the figures; one of wandb's processes writes them to disk."""
+        """Log the figures; one of wandb's processes writes the figures to disk."""
         self._run.log(dict(figures), step=step)
 
     def close(self) -> None:
-        """End the wandb run; wait until wandb has written it."""
+        """End the wandb run, and wait until wandb has written it."""
         self._run.finish()

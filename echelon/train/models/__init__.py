@@ -1,4 +1,4 @@
-"""Models of GPT-2's and Llama's shapes."""
+"""Define models with the architectures of GPT-2 and Llama."""
 
 from echelon.train.models.config import ModelConfig, RotaryScaling
 from echelon.train.models.presets import gpt2, llama

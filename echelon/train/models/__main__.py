@@ -1,12 +1,12 @@
-"""Convert between checkpoints and folders of transformers.
+"""Convert models between checkpoints and the folders that `transformers` loads.
 
     python -m echelon.train.models show FOLDER
     python -m echelon.train.models export CHECKPOINT FOLDER [--key NAME] [--like FOLDER] [...]
     python -m echelon.train.models import FOLDER CHECKPOINT [--key NAME]
 
-A checkpoint holds its model's config in the plain value `model_config`, which `import` writes and
-`config.to_dict()` returns. For other checkpoints, give `--like` or `--config`. Exit code 0; 1 if
-something cannot be read or written; 2 for a wrong command line.
+A checkpoint stores the config of its model as the plain value `model_config`, which `import` writes
+and `config.to_dict()` returns. For checkpoints without this value, pass `--like` or `--config`. The
+exit code is 0 on success, 1 if a file cannot be read or written, and 2 for a wrong command line.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+    """Run the command, and return its exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def describe(config: ModelConfig) -> list[str]:
-    """Return one line per setting, and the number of parameters."""
+    """Return one line per setting of a config, and a line with the number of parameters."""
     lines = [f"{name}: {value}" for name, value in config.to_dict().items()]
     return [*lines, f"parameters: {config.num_parameters():,}"]
 
@@ -99,10 +99,10 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _find_config(options: argparse.Namespace) -> ModelConfig:
-    """Return the config that the options or the checkpoint itself give.
+    """Return the config that the options select, or else the config in the checkpoint.
 
     Raises:
-        ValueError: there is none.
+        ValueError: neither the options nor the checkpoint gives a config.
     """
     if options.like is not None:
         return read_config(options.like, ignore=options.ignore)

@@ -1,7 +1,8 @@
-"""One layer of a transformer: attention, then a feed-forward network, each behind a norm.
+"""Define a layer of a transformer: attention and a feed-forward network, each preceded by a norm.
 
-Queries, keys and values are separate layers, so that tensor parallelism divides each by whole
-heads. A rank's layers then have fewer heads, and the code takes their number from the tensors.
+Queries, keys and values are computed by separate layers, so that tensor parallelism divides each of
+these layers into whole heads. A rank's layers then have fewer heads, so the code takes the number
+of heads from the shapes of the tensors.
 
 Shapes: B sequences, T tokens, C width, H heads, D head width, F hidden.
 """
@@ -19,7 +20,7 @@ from echelon.train.models.rotary import rotate
 
 
 class Attention(nn.Module):
-    """Causal self-attention; several query heads may share one head of keys and values."""
+    """Causal self-attention, in which several query heads may share one key-value head."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -32,13 +33,13 @@ class Attention(nn.Module):
         self.out = Linear(queries, config.width, bias=config.bias, std=_residual_std(config))
 
     def forward(self, x: Tensor, rotary: Tensor | None, mask: Tensor | None) -> Tensor:
-        """Mix each position with the positions before it: [B, T, C] -> [B, T, C].
+        """Attend from each position to the positions before it: [B, T, C] -> [B, T, C].
 
         Args:
-            x: the positions.
-            rotary: the table of `RotaryTable`; None: positions are not rotated.
-            mask: the positions that each position may read: bool [B, 1, T, T]; None: all up to
-                itself.
+            x: the features of all positions.
+            rotary: the table of a `RotaryTable`; with None, queries and keys are not rotated.
+            mask: for each position, the positions that it may attend to: bool [B, 1, T, T]. None
+                means all positions up to and including itself.
         """
         query, key, value = (self._heads(layer(x)) for layer in (self.query, self.key, self.value))
         if rotary is not None:
@@ -47,14 +48,14 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _heads(self, x: Tensor) -> Tensor:
-        """Split features into heads: [B, T, H D] -> [B, H, T, D]."""
+        """Split the features into heads: [B, T, H D] -> [B, H, T, D]."""
         return x.view(*x.shape[:-1], -1, self.head_width).transpose(1, 2)
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool
 ) -> Tensor:
-    """Return the weighted sums of values: [B, H, T, D]; keys and values may have fewer heads."""
+    """Return the result of attention: [B, H, T, D]. Keys and values may have fewer heads."""
     group = query.shape[1] // key.shape[1]
     if group > 1 and mask is not None:  # few kernels support both fewer heads and a mask
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
@@ -79,7 +80,7 @@ class SwiGLU(nn.Module):
 
 
 class GELU(nn.Module):
-    """A feed-forward network of two layers: down(gelu(up(x))), the tanh form of GPT-2."""
+    """A two-layer feed-forward network: down(gelu(up(x))), with the tanh form as in GPT-2."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -92,7 +93,7 @@ class GELU(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm layer."""
+    """One transformer layer with a norm before each of its two parts."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -102,7 +103,7 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config) if config.mlp == "swiglu" else GELU(config)
 
     def forward(self, x: Tensor, rotary: Tensor | None, mask: Tensor | None) -> Tensor:
-        """Add what attention and the feed-forward network compute: [B, T, C] -> [B, T, C]."""
+        """Add the outputs of both parts to `x`: [B, T, C] -> [B, T, C]."""
         x = x + self.attention(self.attention_norm(x), rotary, mask)
         return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
 

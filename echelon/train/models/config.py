@@ -1,4 +1,4 @@
-"""The configuration of a decoder-only transformer, as plain values."""
+"""Define the configuration of a decoder-only transformer as plain values."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ class RotaryScaling:
         kind: "linear" divides all frequencies by `factor`; "llama3" divides the low ones, leaves
             the high ones unchanged, and interpolates smoothly in between.
         factor: the divisor.
-        low_frequency_factor: llama3: frequencies that turn fewer times than this within
+        low_frequency_factor: for "llama3": frequencies with fewer turns than this within
             `original_context` are divided.
-        high_frequency_factor: llama3: those that turn more often than this stay.
-        original_context: llama3: the context that the model was first trained with.
+        high_frequency_factor: for "llama3": frequencies with more turns than this within
+            `original_context` are left unchanged.
+        original_context: for "llama3": the context that the model was originally trained with.
 
     Example:
         >>> scaling = RotaryScaling(kind="llama3", factor=8.0)
@@ -34,10 +35,10 @@ class RotaryScaling:
     original_context: int = 8192
 
     def __post_init__(self) -> None:
-        """Check the values.
+        """Check that the values are valid.
 
         Raises:
-            ValueError: an unknown kind, or an impossible factor.
+            ValueError: the kind is unknown, or a factor is invalid.
         """
         _require_one_of("rotary_scaling.kind", self.kind, ("linear", "llama3"))
         if self.factor < 1 or self.original_context < 1:
@@ -54,27 +55,29 @@ class RotaryScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The sizes of a model and its variants; the defaults are Llama's.
+    """The sizes and variants of a model; the defaults are those of Llama.
 
     Attributes:
-        layers: number of blocks.
-        width: features of the residual stream.
-        heads: number of query heads.
+        layers: the number of blocks.
+        width: the number of features of the residual stream.
+        heads: the number of query heads.
         context: the maximum number of tokens in a sequence.
-        vocabulary: number of tokens.
-        kv_heads: heads of keys and values, a divisor of `heads`; 0: as many as `heads`.
-        head_width: features of a head; 0: width / heads.
-        hidden: features inside the feed-forward network; 0: 4 x width for "gelu", and for "swiglu"
-            8/3 x width rounded up to a multiple of 64.
+        vocabulary: the number of tokens in the vocabulary.
+        kv_heads: the number of key-value heads, a divisor of `heads`; 0 means `heads`.
+        head_width: the number of features of a head; 0 means width / heads.
+        hidden: the number of features inside the feed-forward network; 0 means 4 x width for
+            "gelu", and 8/3 x width rounded up to a multiple of 64 for "swiglu".
         norm: "rms" (RMSNorm) or "layer" (LayerNorm).
-        mlp: "swiglu" (gate, up, down) or "gelu" (up, down, the tanh form).
+        mlp: "swiglu" (layers gate, up and down) or "gelu" (layers up and down, with the tanh form).
         positions: "rotary" or "learned".
-        rotary_base: rotary: the base of the frequencies.
-        rotary_scaling: rotary: how the frequencies are scaled, None: not.
-        tied: the output head is the token embedding.
-        bias: the blocks' linear layers and layer norms have biases.
-        qkv_bias: queries, keys and values have biases even if `bias` is False (Qwen2).
-        eps: of the norms.
+        rotary_base: for rotary positions, the base of the frequencies.
+        rotary_scaling: for rotary positions, how the frequencies are scaled; None means that they
+            are not scaled.
+        tied: whether the output head shares its weight with the token embedding.
+        bias: whether the blocks' linear layers and the layer norms have biases.
+        qkv_bias: whether the layers for queries, keys and values have biases even if `bias` is
+            False (Qwen2).
+        eps: the epsilon of the norms.
 
     Example:
         >>> config = ModelConfig(layers=2, width=64, heads=4, context=128, vocabulary=256)
@@ -101,11 +104,12 @@ class ModelConfig:
     eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        """Replace zeros by their defaults, and refuse a model that cannot be built.
+        """Replace zeros with default values, and refuse sizes of which no model can be built.
 
         Raises:
-            ValueError: a size below one, an unknown choice, or sizes that do not divide.
-            TypeError: a size that is not an integer.
+            ValueError: a size is below one, a choice is unknown, or one size does not divide
+                another as it must.
+            TypeError: a size is not an integer.
         """
         _require_one_of("norm", self.norm, ("rms", "layer"))
         _require_one_of("mlp", self.mlp, ("swiglu", "gelu"))
@@ -136,7 +140,7 @@ class ModelConfig:
         object.__setattr__(self, "hidden", self.hidden or usual)
 
     def num_parameters(self) -> int:
-        """Count the weights of the whole model; tied ones count once."""
+        """Return the number of weights in the whole model; tied weights count once."""
         embeddings = self.vocabulary * self.width * (1 if self.tied else 2)
         if self.positions == "learned":
             embeddings += self.context * self.width
@@ -145,10 +149,11 @@ class ModelConfig:
     def flops_per_token(self) -> int:
         """Return the cost of training on one token: 6 N + 12 L H D T floating-point operations.
 
-        N counts the weights used in multiplications: not the positions, and only the head of the
-        two vocabulary matrices. Two operations per weight in forward and four in backward make 6 N;
-        the scores and the weighted sum of attention over a full context make 12 L H D T. This is
-        the convention of the PaLM paper (appendix B), which subtracts nothing for the causal half.
+        N is the number of weights used in multiplications, which excludes the position embedding
+        and, of the two vocabulary matrices, includes only the head. Two operations per weight in
+        forward and four in backward make 6 N. The scores and the weighted sum of attention over a
+        full context make 12 L H D T. This is the convention of the PaLM paper (appendix B), which
+        subtracts nothing for the causal half.
         """
         looked_up = 0 if self.tied else self.vocabulary * self.width
         if self.positions == "learned":
@@ -157,7 +162,7 @@ class ModelConfig:
         return 6 * (self.num_parameters() - looked_up) + attention
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, which `from_dict` takes and a checkpoint can hold."""
+        """Return the config as plain values, which `from_dict` accepts and checkpoints can hold."""
         return asdict(self)
 
     @classmethod
@@ -165,8 +170,8 @@ class ModelConfig:
         """Build a config from the output of `to_dict`.
 
         Raises:
-            ValueError: a key that is not a field, a missing size, or a value that is refused.
-            TypeError: a size that is not an integer.
+            ValueError: a key is not a field, a size is missing, or a value is invalid.
+            TypeError: a size is not an integer.
         """
         content = dict(values)
         _require_fields(cls, content)

@@ -1,4 +1,4 @@
-"""Layers that can initialise their weights, even after creation on the meta device."""
+"""Define layers that can initialise their weights, even after creation on the meta device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Linear(nn.Linear):
     """A linear layer whose weights are drawn from a normal distribution; biases start at zero.
 
     Args:
-        std: standard deviation of the weights.
+        std: the standard deviation of the weights.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=bias, device=device)
 
     def reset_parameters(self) -> None:
-        """Draw the weights; skip the meta device, where asking torch would take seconds."""
+        """Draw the weights, except on the meta device, where drawing would take seconds."""
         if self.weight.is_meta:
             return
         nn.init.normal_(self.weight, std=self.std)
@@ -48,7 +48,7 @@ class Embedding(nn.Embedding):
 
 
 class RMSNorm(nn.Module):
-    """Divide each position's features by their root mean square; computed in float32 (Llama)."""
+    """Divides each position's features by their root mean square, in float32 as in Llama."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dim of `x`; its dtype does not change."""
+        """Normalise the last dim of `x` without changing the dtype."""
         wide = x.float()
         normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * normal.to(x.dtype)

@@ -1,4 +1,4 @@
-"""Published model sizes, for comparison with published results."""
+"""Define configs of published models, for comparison with published results."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _LLAMA: dict[str, dict[str, Any]] = {
 
 
 def gpt2(size: str = "124m", **changes: Any) -> ModelConfig:
-    """Return a GPT-2: 124m, 355m, 774m or 1.5b parameters.
+    """Return the config of a GPT-2 with 124m, 355m, 774m or 1.5b parameters.
 
     Args:
-        size: one of these.
-        changes: fields to override: `gpt2(context=512, vocabulary=50304)`.
+        size: the size, as listed above.
+        changes: fields of the config to override, as in `gpt2(context=512, vocabulary=50304)`.
 
     Raises:
-        ValueError: no such size, or a change that is refused.
-        TypeError: a size that is not an integer.
+        ValueError: the size is unknown, or a changed field is invalid.
+        TypeError: a changed size is not an integer.
 
     Example:
         >>> config = gpt2("124m", vocabulary=50304)
@@ -58,15 +58,15 @@ def gpt2(size: str = "124m", **changes: Any) -> ModelConfig:
 
 
 def llama(size: str = "20m", **changes: Any) -> ModelConfig:
-    """Return a Llama: 20m, 1b (Llama 3.2) or 8b (Llama 3.1) parameters.
+    """Return the config of a Llama with 20m, 1b (Llama 3.2) or 8b (Llama 3.1) parameters.
 
     Args:
-        size: one of these.
-        changes: fields to override: `llama("1b", context=8192)`.
+        size: the size, as listed above.
+        changes: fields of the config to override, as in `llama("1b", context=8192)`.
 
     Raises:
-        ValueError: no such size, or a change that is refused.
-        TypeError: a size that is not an integer.
+        ValueError: the size is unknown, or a changed field is invalid.
+        TypeError: a changed size is not an integer.
 
     Example:
         >>> config = llama("8b", context=4096)

@@ -1,6 +1,6 @@
-"""Rotary positions: each pair of a head's features is rotated by an angle proportional to position.
+"""Apply rotary positions: rotate each pair of a head's features in proportion to the position.
 
-Features d and d + D/2 make a pair, as in the published Llama weights for `transformers`.
+Features d and d + D/2 form a pair, as in the Llama weights published for `transformers`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from echelon.train.models.config import ModelConfig, RotaryScaling
 
 
 def frequencies(config: ModelConfig) -> Tensor:
-    """Return the angle per position of each pair: float32 [D / 2], on the CPU."""
+    """Return each pair's angle per position: float32 [D / 2], on the CPU."""
     exponents = torch.arange(0, config.head_width, 2, dtype=torch.int64, device="cpu").float()
     plain = 1.0 / (config.rotary_base ** (exponents / config.head_width))
     scaling = config.rotary_scaling
@@ -26,7 +26,7 @@ def frequencies(config: ModelConfig) -> Tensor:
 
 
 def _llama3(plain: Tensor, scaling: RotaryScaling) -> Tensor:
-    """Divide the low frequencies, as in Llama 3.1's model code."""
+    """Scale the frequencies by dividing the low ones, as in Llama 3.1's model code."""
     wavelengths = 2 * math.pi / plain
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     turns = scaling.original_context / wavelengths
@@ -37,14 +37,14 @@ def _llama3(plain: Tensor, scaling: RotaryScaling) -> Tensor:
 
 
 class RotaryTable(nn.Module):
-    """Cosines and sines of every position's angles.
+    """The cosines and sines of every position's angles.
 
-    They stay float32 whatever dtype the model is converted to, because bfloat16 cannot resolve the
-    angles of neighbouring positions. They are recomputed when a model on the meta device is given
-    memory.
+    The table stays float32 whatever dtype the model is converted to, because bfloat16 cannot
+    resolve the angles of neighbouring positions. The table is recomputed when a model on the meta
+    device is given memory.
 
     Attributes:
-        table: float32 [2, context, D / 2]; not saved.
+        table: the cosines and sines: float32 [2, context, D / 2]; not saved in checkpoints.
     """
 
     table: Tensor
@@ -57,7 +57,7 @@ class RotaryTable(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Compute the table on its device; does nothing on the meta device."""
+        """Compute the table on its device; do nothing on the meta device."""
         if self.table.is_meta:
             return
         positions = torch.arange(self.config.context, dtype=torch.float32, device="cpu")
@@ -66,7 +66,7 @@ class RotaryTable(nn.Module):
             self.table.copy_(torch.stack((angles.cos(), angles.sin())))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move the table; its dtype stays, and it is recomputed rather than converted."""
+        """Move the table without changing its dtype; recompute its values, do not convert them."""
         result: Any = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.table.dtype != torch.float32:
             self.table = torch.empty_like(self.table, dtype=torch.float32)
@@ -82,8 +82,8 @@ def rotate(x: Tensor, table: Tensor, start: int = 0) -> Tensor:
     """Rotate each pair of features of `x` by its position's angle.
 
     Args:
-        x: [B, H, T, D].
-        table: of `RotaryTable`: [2, at least start + T, D / 2].
+        x: the features: [B, H, T, D].
+        table: the table of a `RotaryTable`: [2, at least start + T, D / 2].
         start: the position of the first token.
     """
     cos, sin = table[:, start : start + x.shape[-2]].to(x.dtype)

@@ -1,4 +1,4 @@
-"""A part of a transformer for one stage of a pipeline, under the whole model's names."""
+"""Cut a transformer into pipeline stages, whose weights keep the whole model's names."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _EMBEDDING = "token.weight"
 
 
 class TransformerStage(nn.Module):
-    """Consecutive blocks, with the embeddings before the first and the head after the last.
+    """Consecutive blocks; the first stage also has the embeddings, and the last stage the head.
 
-    If the head is tied to the embedding, the last stage has both under the whole model's names, so
-    that an optimizer's state is always saved under `token.weight`.
+    If the head is tied to the embedding, the last stage holds both under the names of the whole
+    model, so that an optimizer's state is always saved under `token.weight`.
 
     Args:
-        model: the whole model, whose modules are used.
-        index: index of the stage.
-        num_stages: how many there are.
-        blocks: indices of the model's blocks that it has.
+        model: the whole model, whose modules the stage uses.
+        index: the index of the stage.
+        num_stages: the number of stages.
+        blocks: the indices of the model's blocks that the stage holds.
 
     Attributes:
-        config: the whole model's.
+        config: the config of the whole model.
 
     Example:
         >>> stage = make_stage(model, index=0, num_stages=2)
@@ -51,19 +51,21 @@ class TransformerStage(nn.Module):
             self.head = model.head
 
     def forward(self, x: Tensor, documents: Tensor | None = None) -> Any:
-        """Run this stage.
+        """Run the forward pass of this stage.
 
         Args:
-            x: tokens, int64 [B, T], at the first stage; else the previous stage's features [B, T,
-                C].
-            documents: as in `Transformer.forward`; each stage passes them on.
+            x: the tokens, int64 [B, T], at the first stage; at later stages, the previous stage's
+                features, [B, T, C].
+            documents: as in `Transformer.forward`; each stage passes them on to the next stage.
 
         Returns:
-            Logits [B, T, V] at the last stage; else features [B, T, C], with documents a tuple of
+            The logits [B, T, V] at the last stage. At other stages, the features [B, T, C], or with
+            documents, a tuple of the features and the documents.
             both.
 
         Raises:
-            ValueError: more tokens than the context, or documents of another shape.
+            ValueError: there are more tokens than the context holds, or the documents have the
+                wrong shape.
         """
         x = self.hidden(x, documents)
         if self.is_last:
@@ -78,7 +80,7 @@ class TransformerStage(nn.Module):
         return self.final_norm(x) if self.is_last else x
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move or convert the weights, and keep tied ones tied."""
+        """Move or convert the weights, and keep tied weights tied."""
         has_both = self.is_last and "token" in self._modules
         tied = has_both and self.head.weight is self.token.weight
         result: Any = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -88,12 +90,12 @@ class TransformerStage(nn.Module):
 
 
 def make_stage(model: Transformer, index: int, num_stages: int) -> TransformerStage:
-    """Return one stage of a model; blocks are divided evenly, the first stages take the extra ones.
+    """Return one stage of a model; blocks are divided evenly, the first stages take any extras.
 
-    Give the pipeline `stage_ties` as its `ties`.
+    Pass the result of `stage_ties` to the pipeline as its `ties`.
 
     Raises:
-        ValueError: more stages than blocks, or no such stage.
+        ValueError: there are more stages than blocks, or `index` is out of range.
 
     Example:
         >>> stages = [make_stage(model, index, num_stages=2) for index in range(2)]
@@ -111,7 +113,7 @@ def make_stage(model: Transformer, index: int, num_stages: int) -> TransformerSt
 
 
 def stage_ties(config: ModelConfig, num_stages: int) -> list[list[str]]:
-    """Return the weights that stages share (the tied embedding) in the form of `Pipeline`.
+    """Return the weights that stages share (the tied embedding), in the form that `Pipeline` takes.
 
     Example:
         >>> stage_ties(gpt2("124m"), num_stages=4)

@@ -1,9 +1,9 @@
-"""A decoder-only transformer that computes the same as GPT-2's and Llama's published code.
+"""Define a decoder-only transformer that matches the published code of GPT-2 and Llama.
 
     token -> (+ position) -> blocks -> final_norm -> head
 
-The names of its modules are the names in checkpoints, however the model is divided: by pipeline
-stages (`make_stage`), shards, or tensor parallelism.
+Checkpoints use the names of the model's modules, however the model is divided: by pipeline stages
+(`make_stage`), shards, or tensor parallelism.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from echelon.train.models.rotary import RotaryTable
 
 
 class Transformer(nn.Module):
-    """Predicts the next token at every position.
+    """A model that predicts the next token at every position.
 
-    It can be made on the meta device: `fully_shard` then makes and initialises one unit at a time,
-    and `to_empty` followed by `reset_parameters` initialises the whole model at once.
+    The model can be created on the meta device. `fully_shard` then allocates and initialises one
+    unit at a time; `to_empty` followed by `reset_parameters` initialises the whole model at once.
 
     Attributes:
-        config: its configuration.
+        config: the model's configuration.
         token: the embedding of tokens.
-        position: the embedding of positions; only if positions are learned.
-        rotary: the table of rotary positions; only if they are rotary. Not saved.
+        position: the embedding of positions, which exists only if positions are learned.
+        rotary: the table of rotary positions, which exists only if positions are rotary and is not
+            saved in checkpoints.
         blocks: the layers.
         final_norm: the norm before the head.
-        head: from features to logits; its weight is `token.weight` if the config ties them.
+        head: the layer that maps features to logits; its weight is `token.weight` if the config
+            ties the two.
 
     Example:
         >>> model = Transformer(llama("20m", layers=2, width=64, vocabulary=256))
@@ -61,41 +63,42 @@ class Transformer(nn.Module):
         """Return the logits of the next token: [B, T, V].
 
         Args:
-            tokens: int64 [B, T], T at most the config's context.
-            documents: the document of each token: int64 [B, T]. A token reads only tokens before it
-                of its own document, and learned positions start at 0 with each document. None: each
-                row is one document.
+            tokens: the tokens: int64 [B, T], where T is at most the config's context.
+            documents: the number of each token's document: int64 [B, T]. A token attends only to
+                itself and to earlier tokens of its own document, and learned positions start at 0
+                in each document. None means that each row is one document.
 
         Raises:
-            ValueError: more tokens than the context, or documents of another shape.
+            ValueError: there are more tokens than the context holds, or the documents have the
+                wrong shape.
         """
         return self.head(self.hidden(tokens, documents))  # type: ignore[no-any-return]
 
     def hidden(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Return the input of the head, the final normed features: [B, T, C].
+        """Return the input of the head, which is the output of the final norm: [B, T, C].
 
-        For a loss that computes the logits in parts. Under `fully_shard`, pass its name to
-        `register_forward_method`. Arguments and errors are those of `forward`.
+        Use this method with a loss that computes the logits in chunks. Under `fully_shard`, pass
+        the method's name to `register_forward_method`. Arguments and errors are those of `forward`.
         """
         x = embed(self.config, self.token, self.position, tokens, documents)
         x = run(self.blocks, x, self.rotary, documents)
         return self.final_norm(x)  # type: ignore[no-any-return]
 
     def reset_parameters(self) -> None:
-        """Initialise every weight again; for sharded models, call it before sharding."""
+        """Initialise every weight again. Call this on a model before sharding it, not after."""
         for module in self.modules():
             reset = getattr(module, "reset_parameters", None)
             if module is not self and callable(reset):
                 reset()
 
     def plan(self) -> Plan:
-        """Return how the model is divided among ranks; see `echelon.dist.parallel`."""
+        """Return the plan that divides the model among ranks; see `echelon.dist.parallel`."""
         from echelon.train.models.plan import make_plan  # its stages are of this class
 
         return make_plan(self.config)
 
     def num_parameters(self) -> int:
-        """Count the weights, sharded or not; tied ones count once."""
+        """Return the number of weights, which may be sharded; tied weights count once."""
         return self.config.num_parameters()
 
     def flops_per_token(self) -> int:
@@ -103,7 +106,7 @@ class Transformer(nn.Module):
         return self.config.flops_per_token()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move or convert the weights, and keep tied ones tied."""
+        """Move or convert the weights, and keep tied weights tied."""
         tied = self.head.weight is self.token.weight
         result: Any = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if tied:
@@ -121,7 +124,8 @@ def embed(
     """Return the features that the first block reads: [B, T, C].
 
     Raises:
-        ValueError: more tokens than the context, or documents of another shape.
+        ValueError: there are more tokens than the context holds, or the documents have the wrong
+            shape.
     """
     num_tokens = tokens.shape[1]
     if num_tokens > config.context:
@@ -154,13 +158,13 @@ def run(
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """Return the positions that each may read: its document's, up to itself: bool [B, 1, T, T]."""
+    """Return the positions of its document that each position may attend to: bool [B, 1, T, T]."""
     same = documents[:, :, None] == documents[:, None, :]
     return same.tril()[:, None]
 
 
 def _first_places(documents: Tensor, places: Tensor) -> Tensor:
-    """Return the position in its row at which each token's document starts: int64 [B, T]."""
+    """For each token, return the position in its row where its document starts: int64 [B, T]."""
     starts = torch.ones_like(documents, dtype=torch.bool)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return torch.where(starts, places, 0).cummax(dim=1).values

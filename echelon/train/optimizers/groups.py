@@ -1,4 +1,4 @@
-"""Classification of a model's parameters, for optimizers that treat hidden matrices separately."""
+"""Classify a model's parameters for optimizers that treat hidden matrices separately."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def matrix_groups(
 ) -> list[dict[str, Any]]:
     """Divide a model's parameters into three groups for `Muon`.
 
-    Hidden matrices are trained by Muon. Embeddings, the output head and parameters without exactly
-    two dims are trained by AdamW, vectors (biases, norms) among them without decay. Names and types
-    decide, so every layout of the model gives the same groups. A group may be empty, because not
-    every stage of a pipeline has all kinds.
+    Muon trains the hidden matrices. AdamW trains the embeddings, the output head and all parameters
+    without exactly two dims; among these, it trains vectors (biases, norms) without weight decay.
+    The classification depends only on names and types, so every layout of the model gives the same
+    groups. A group may be empty, because a pipeline stage may lack some kinds of parameters.
 
     Args:
-        model: a module, sharded or not, a pipeline, or what `parallelize` returned.
-        not_hidden: patterns of names (`fnmatch`) of matrices that are left to AdamW; those of
-            `nn.Embedding`, and matrices tied to one, always are.
+        model: a module, which may be sharded; a pipeline; or the result of `parallelize`.
+        not_hidden: patterns (`fnmatch`) of the names of matrices that AdamW should train. AdamW
+            always trains the matrices of `nn.Embedding` and the matrices tied to them.
 
     Returns:
-        Parameter groups: matrices, other parameters, vectors.
+        Three parameter groups: the matrices, the other parameters, and the vectors.
 
     Example:
         >>> for group in matrix_groups(model):
@@ -84,7 +84,7 @@ def _module_of(model: nn.Module | Any) -> nn.Module:
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the whole shape of a parameter, which may be a shard or a slice."""
+    """Return the shape of the whole parameter, of which `parameter` may be a shard or a slice."""
     part, member = slice_of(parameter), member_of(parameter)
     if part is not None:
         return part.shape

@@ -8,11 +8,12 @@
                    rank 0 returns A's, rank 1 B's parts   one all_to_all: parts of the results
     round 1        C, D ...
 
-A rank has one whole matrix at a time, whatever the model's size. For each matrix, a rank sends its
-shard and receives the shard's update; the owner receives the whole and sends the parts of the
-update. Parts are in the order of the ranks, so the owner receives the matrix in order.
+A rank holds one whole matrix at a time, whatever the size of the model. For each matrix, a rank
+sends its shard and receives the update of that shard; the owner receives the whole matrix and sends
+the parts of the update. Parts are exchanged in rank order, so the owner receives the matrix in
+order.
 
-Replicas (of a mesh) take turns: replica k computes the rounds k, k + R, ... and broadcasts the
+The replicas of a mesh take turns: replica k computes the rounds k, k + R, ... and broadcasts the
 results. The work is thus divided among all ranks, and replicas cannot drift apart through different
 rounding.
 """
@@ -35,14 +36,16 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Matrix:
-    """One matrix of which this rank has a shard.
+    """A matrix of which this rank holds a shard.
 
     Attributes:
-        shape: of the whole matrix.
-        lengths: how many elements each rank of the group has.
-        momentum: called when it is the matrix's turn; returns this rank's part, of any shape.
-        compute: called on the owner with the whole matrix; returns one of the same size.
-        apply: called with this rank's part of the result, [length].
+        shape: the shape of the whole matrix.
+        lengths: the number of elements that each rank of the group holds.
+        momentum: a function that is called in the matrix's round and returns this rank's part of
+            the momentum, in any shape.
+        compute: a function that is called on the owner with the whole matrix and returns a matrix
+            of the same size.
+        apply: a function that is called with this rank's part of the result, [length].
     """
 
     shape: tuple[int, ...]
@@ -54,12 +57,13 @@ class Matrix:
 
 @dataclass
 class Bucket:
-    """Matrices whose shards are on the same ranks.
+    """A set of matrices whose shards are on the same ranks.
 
     Args:
         group: the ranks that hold the shards.
-        replicas: the ranks that have copies of this rank's shards; None: there are none.
-        device: where to compute.
+        replicas: the ranks that hold copies of this rank's shards; None means that there are no
+            replicas.
+        device: the device on which to compute.
     """
 
     group: ProcessGroup
@@ -68,13 +72,13 @@ class Bucket:
     matrices: list[Matrix] = field(default_factory=list)
 
     def run(self, dtype: torch.dtype) -> None:
-        """Call `compute` with each whole matrix, and `apply` with the parts of its results.
+        """Call `compute` with each whole matrix, and `apply` with this rank's part of each result.
 
-        Collective among the group and its replicas; blocks until all have joined, bounded by the
-        groups' timeouts.
+        Collective among the group and its replicas; blocks until all ranks have joined, at most for
+        the groups' timeouts.
 
         Args:
-            dtype: dtype of the exchange and of the argument of `compute`.
+            dtype: the dtype of the exchange and of the argument of `compute`.
 
         Raises:
             CollectiveError: a rank is lost, did not join, or has different matrices.
@@ -104,7 +108,7 @@ class Bucket:
     def _one_round(
         self, matrices: Sequence[Matrix], dtype: torch.dtype, *, is_mine: bool
     ) -> Tensor:
-        """Return this rank's parts of the results; in another replica's round, buffers for them."""
+        """Return this rank's results; in other replicas' rounds, uninitialised buffers for them."""
         # A replica's momentum moves in every round, whichever rank computes.
         parts = [matrix.momentum().reshape(-1).to(self.device, dtype) for matrix in matrices]
         sent = torch.cat(parts)
@@ -127,7 +131,7 @@ class Bucket:
 
 
 class Buckets:
-    """Buckets keyed by the ranks that hold a matrix, in the order in which they were first used."""
+    """Buckets keyed by the ranks that hold a matrix, in order of first use."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[object, ...], Bucket] = {}
@@ -140,7 +144,7 @@ class Buckets:
         compute: Callable[[Tensor], Tensor],
         apply: Callable[[Tensor], None],
     ) -> None:
-        """Add the matrix that a shard is a part of; see `Matrix`."""
+        """Add the matrix to which a shard belongs; see `Matrix`."""
         member = member_of(shard)
         assert member is not None, shard.shape
         flat = member.flat

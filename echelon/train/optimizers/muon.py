@@ -1,14 +1,15 @@
-"""Muon combined with AdamW, on whole parameters or on shards.
+"""Combine Muon with AdamW, on whole or sharded parameters.
 
-Muon (Keller Jordan 2024) replaces the momentum of a hidden matrix by its orthogonal factor. The
-update is scaled by 0.2 * sqrt(max(n, m)), which makes it as large as AdamW's, so that both share a
-learning rate and a decoupled decay (Liu et al. 2025, "Muon is Scalable for LLM Training"). All
-other parameters are trained by torch's own AdamW function.
+Muon (Keller Jordan 2024) replaces the momentum of a hidden matrix with the momentum's orthogonal
+factor. The update is scaled by 0.2 * sqrt(max(n, m)), which makes it as large as an update of
+AdamW, so that both can share a learning rate and a decoupled weight decay (Liu et al. 2025, "Muon
+is Scalable for LLM Training"). Torch's own AdamW function trains all other parameters.
 
-Muon needs whole matrices, not shards. The momentum is kept in shards, like AdamW's state. In a
-step, each matrix is assembled on one rank, which computes for all (`matrices.py`). A matrix that
-tensor parallelism divides is assembled from its slices by that rank and its neighbours on axis
-"tp". Results equal those of one process up to the rounding of the gradients.
+Muon needs whole matrices, not shards. The momentum is kept in shards, like AdamW's state. In each
+step, each matrix is assembled on one rank, which computes the update for all ranks (`matrices.py`).
+If tensor parallelism divides a matrix, that rank and its neighbours on axis "tp" assemble the
+matrix from its slices. The results equal those of a single process up to the rounding of the
+gradients.
 """
 
 from __future__ import annotations
@@ -41,31 +42,33 @@ _ALGORITHMS = ("muon", "adamw")
 class Muon(Optimizer):
     """Muon for hidden matrices and AdamW for the rest, as one optimizer.
 
-    Under `fully_shard`, a step is collective among the ranks of each unit, and all of them must
-    take it. With `GradScaler` or `FiniteGuard`, they do. Clip with `clip_grad_norm_` as usual; the
-    size of a matrix's gradient does not affect its update.
+    Under `fully_shard`, a step is collective among the ranks of each unit, and either all of these
+    ranks or none must take it. `GradScaler` and `FiniteGuard` ensure this. Clip with
+    `clip_grad_norm_` as usual, although the size of a matrix's gradient does not affect its update.
 
     Args:
-        params: a module, a pipeline or the result of `parallelize`, which `matrix_groups` divides;
-            or parameter groups, each with "algorithm": "muon" or "adamw"; or matrices.
-        lr: learning rate of all groups that do not set their own.
-        weight_decay: decoupled, times `lr`.
+        params: a module, a pipeline or the result of `parallelize`, which `matrix_groups` then
+            divides; parameter groups, each with "algorithm" set to "muon" or "adamw"; or a list of
+            matrices.
+        lr: the learning rate of all groups that do not set their own.
+        weight_decay: the decoupled weight decay, which is multiplied by `lr`.
         momentum: Muon's momentum.
         nesterov: whether Muon uses Nesterov momentum.
-        num_iterations: number of Newton-Schulz iterations.
-        scale: of Muon's update: "rms", or "original": sqrt(max(1, n / m)).
+        num_iterations: the number of Newton-Schulz iterations.
+        scale: how Muon's update is scaled: "rms" (0.2 * sqrt(max(n, m))) or "original" (sqrt(max(1,
+            n / m))).
         betas: AdamW's betas.
         eps: AdamW's epsilon.
-        compute_dtype: dtype of Newton-Schulz and the exchange. None: bfloat16 on devices, as in
-            Keller Jordan's code, and float32 (float64 for float64) on the CPU, where bfloat16 is
-            slow.
-        tensor_group: the ranks of axis "tp" if it divides matrices: `mesh.group("tp")`, the default
-            for the result of `parallelize`. Each of these ranks gathers a divided matrix and
-            computes its factor.
+        compute_dtype: the dtype of Newton-Schulz and of the exchange. None means bfloat16 on
+            devices, as in Keller Jordan's code, and float32 (float64 for float64) on the CPU, where
+            bfloat16 is slow.
+        tensor_group: if axis "tp" divides matrices, the ranks of that axis, `mesh.group("tp")`; for
+            the result of `parallelize`, this is the default. Each of these ranks gathers a divided
+            matrix and computes its factor.
 
     Raises:
-        ValueError: an invalid argument, or a parameter for Muon that is not a matrix, is a DTensor,
-            or is divided by axis "tp" without that axis's group.
+        ValueError: an argument is invalid; or a parameter for Muon is not a matrix, is a DTensor,
+            or is divided by axis "tp" although that axis's group was not passed.
 
     Example:
         >>> optimizer = Muon(model, lr=1e-3)
@@ -112,10 +115,10 @@ class Muon(Optimizer):
         super().__init__(groups, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; see the class.
+        """Add a parameter group; see the class.
 
         Raises:
-            ValueError: as for the class.
+            ValueError: the group is invalid, as described for the class.
         """
         super().add_param_group(param_group)
         try:
@@ -126,13 +129,13 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step. Collective if parameters are sharded; see the class.
+        """Take an optimizer step. Collective if parameters are sharded; see the class.
 
         Returns:
             The result of the closure.
 
         Raises:
-            ValueError: gradients were not reduced, or sharded parameters are gathered.
+            ValueError: gradients have not been reduced, or sharded parameters are still gathered.
             CollectiveError: a rank is lost or did not join.
         """
         loss = None
@@ -174,7 +177,7 @@ class Muon(Optimizer):
         return gradient.lerp(average, group["momentum"]) if group["nesterov"] else average
 
     def _compute(self, group: dict[str, Any], parameter: Tensor, matrix: Tensor) -> Tensor:
-        """Return the orthogonal factor; for a slice, its part of the whole matrix's factor."""
+        """Return a matrix's orthogonal factor; for a slice, that part of the whole's factor."""
         part, ranks = slice_of(parameter), self._tensor_group
         if part is None or ranks is None:
             return orthogonalize(matrix, group["num_iterations"])
@@ -220,7 +223,7 @@ class Muon(Optimizer):
 
 
 def _apply(group: dict[str, Any], parameter: Tensor, change: Tensor) -> None:
-    """Apply the decay and the update to this rank's part of a matrix."""
+    """Apply the weight decay and the update to this rank's part of a matrix."""
     rate = group["lr"]
     parameter.mul_(1.0 - rate * group["weight_decay"])
     scale = _SCALES[group["scale"]](*whole_shape(parameter))

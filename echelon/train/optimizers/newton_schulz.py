@@ -1,8 +1,8 @@
-"""The orthogonal factor of a matrix by Newton-Schulz iterations: only products, no decomposition.
+"""Compute a matrix's orthogonal factor by Newton-Schulz iterations, which use only products.
 
-With M = U S V^T the result is U S' V^T, where S' lies between about 0.7 and 1.2: the quintic's
-coefficients are Keller Jordan's (https://kellerjordan.github.io/posts/muon, 2024), chosen for the
-steepest slope at 0 instead of convergence to 1.
+With M = U S V^T, the result is U S' V^T, where the values of S' lie between about 0.7 and 1.2. The
+coefficients of the quintic are Keller Jordan's (https://kellerjordan.github.io/posts/muon, 2024),
+chosen for the steepest slope at 0 rather than for convergence to 1.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def orthogonalize(matrix: Tensor, num_iterations: int = 5) -> Tensor:
     """Return a matrix of the same size whose singular values are near 1.
 
     Args:
-        matrix: [n, m], any floating dtype, which is also that of the products.
-        num_iterations: 5 suffice for an optimizer.
+        matrix: a matrix [n, m] of any floating-point dtype, in which the products are computed.
+        num_iterations: the number of iterations; 5 are enough for an optimizer.
 
     Raises:
         ValueError: `matrix` is not a floating-point matrix.
@@ -41,6 +41,6 @@ def orthogonalize(matrix: Tensor, num_iterations: int = 5) -> Tensor:
 
 
 def num_products(shape: tuple[int, ...]) -> int:
-    """Return how many scalar products an iteration takes, to compare the cost of matrices."""
+    """Return the number of scalar products per iteration, for comparing the cost of matrices."""
     short, long = sorted(shape)
     return short * short * (2 * long + short)

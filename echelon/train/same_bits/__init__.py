@@ -1,4 +1,4 @@
-"""Training with the same bits on any number of ranks, replicated or sharded."""
+"""Train with the same bits on any number of ranks, replicated or sharded."""
 
 from echelon.train.same_bits.fingerprint import fingerprint
 from echelon.train.same_bits.micro_random import micro_batch_random, micro_batch_seed

@@ -1,4 +1,4 @@
-"""A hash of all weights and of the optimizer's state, equal for any number of ranks."""
+"""Hash all weights and the optimizer's state, with equal results for any number of ranks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from echelon.dist.fsdp.states import Shard, is_part, shards
 def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
     """Return the SHA-256 of a model's parameters and buffers, and of its optimizer's state.
 
-    Equal values give equal fingerprints, replicated or sharded, on any number of ranks. For a
-    sharded model, the call is collective and assembles one parameter at a time.
+    Equal values give equal fingerprints, whether replicated or sharded, on any number of ranks. For
+    a sharded model, the call is collective and assembles one parameter at a time.
 
     Args:
-        model: plain, or sharded by `fully_shard`.
-        optimizer: the optimizer of its parameters; None: only the weights.
+        model: the model, which may be sharded by `fully_shard`.
+        optimizer: the optimizer of the model's parameters; None means that only the weights are
+            hashed.
 
     Raises:
         CollectiveError: a rank is lost or did not join.
@@ -55,7 +56,7 @@ def _state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[st
 
 
 def _whole(part: torch.Tensor, shard: Shard, group: Any) -> torch.Tensor:
-    """Return a whole tensor, summed from the ranks' zero-padded parts, as bytes."""
+    """Return the bytes of a whole tensor, computed as the sum of the ranks' zero-padded parts."""
     numel = torch.Size(shard.shape).numel()
     whole = torch.zeros(numel, dtype=part.dtype, device=part.device)
     whole[shard.start : shard.start + shard.length] = part.detach().reshape(-1)

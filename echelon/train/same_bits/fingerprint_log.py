@@ -1,10 +1,10 @@
-"""The record of a run's bits: one line per micro-batch, which `fr-analyze --compare` reads.
+"""Record a run's bits, one line per micro-batch, for `fr-analyze --compare`.
 
     FOLDER/rank_1.jsonl
     {"step": 3, "number": 5, "rank": 1, "loss": "0x1.a8p+1", "gradients": {"head.bias": "9f0c..."}}
     {"step": 3, "rank": 1, "norm": "0x1.3p-1"}
 
-A line belongs to a micro-batch, so runs on different numbers of ranks can be compared.
+Each line belongs to a micro-batch, so runs on different numbers of ranks can be compared.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 
 
 class FingerprintLog:
-    """Appends one rank's lines to its file. Each line is written out before the call returns.
+    """Appends lines to the file of one rank. Each call returns only after its line was written.
 
     Args:
-        folder: created if it does not exist.
-        rank: this process's rank; names the file.
+        folder: the folder of the file; created if it does not exist.
+        rank: this process's rank, which is part of the file's name.
 
     Raises:
         OSError: the file cannot be written.
@@ -39,7 +39,7 @@ class FingerprintLog:
         """Record the loss and the gradients of one micro-batch.
 
         Raises:
-            OSError: the disk is full.
+            OSError: the line could not be written, for example because the disk is full.
         """
         prints = {name: bits(value) for name, value in gradients.items()}
         self._write({"step": step, "number": number, "loss": loss.hex(), "gradients": prints})
@@ -48,7 +48,7 @@ class FingerprintLog:
         """Record the norm of a step's reduced gradients.
 
         Raises:
-            OSError: the disk is full.
+            OSError: the line could not be written, for example because the disk is full.
         """
         self._write({"step": step, "norm": norm.hex()})
 
@@ -58,6 +58,6 @@ class FingerprintLog:
 
 
 def bits(value: torch.Tensor) -> str:
-    """Return a hash of a tensor's bits: 16 hexadecimal digits."""
+    """Return a hash of a tensor's bits as 16 hexadecimal digits."""
     data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.blake2b(data.tobytes(), digest_size=8).hexdigest()

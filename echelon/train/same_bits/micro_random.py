@@ -1,4 +1,4 @@
-"""Random numbers that depend on the micro-batch and not on the rank that computes it."""
+"""Draw random numbers that depend on the micro-batch but not on the rank that computes it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def micro_batch_seed(seed: int, step: int, number: int) -> int:
-    """Return the seed of one micro-batch: 63 bits, a hash of the arguments."""
+    """Return the seed of a micro-batch, which is a 63-bit hash of the arguments."""
     text = f"{seed} {step} {number}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
@@ -25,10 +25,10 @@ def micro_batch_random(
     arguments.
 
     Args:
-        seed: seed of the whole run.
-        step: the optimizer's step.
-        number: number of the micro-batch in the step.
-        device: where the micro-batch is computed; the host's generator is seeded too.
+        seed: the seed of the whole run.
+        step: the number of the optimizer step.
+        number: the number of the micro-batch within the step.
+        device: the device on which the micro-batch is computed; the host's generator is seeded too.
     """
     device = torch.device(device)
     devices = [] if device.type == "cpu" else [device]

@@ -1,4 +1,4 @@
-"""The gradient norm with the same bits on any number of ranks, replicated or sharded."""
+"""Compute the gradient norm with the same bits on any number of ranks, replicated or sharded."""
 
 from __future__ import annotations
 

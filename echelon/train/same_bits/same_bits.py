@@ -1,9 +1,9 @@
-"""SameBits: training whose weights have the same bits on any number of ranks.
+"""Train with weights that have the same bits on any number of ranks.
 
-Each micro-batch is computed in its own shape by one rank, with its own random numbers. Gradients,
-losses and the norm are added in the canonical tree over the micro-batches' numbers. Sharded units
-stay gathered while a step's micro-batches are computed, so that ranks may have different numbers of
-micro-batches.
+One rank computes each micro-batch in its own shape and with its own random numbers. Gradients,
+losses and the norm are added in the canonical tree over the numbers of the micro-batches. Sharded
+units stay gathered while a step's micro-batches are computed, so that ranks may have different
+numbers of micro-batches.
 """
 
 from __future__ import annotations
@@ -36,31 +36,34 @@ Compute = Callable[[int], torch.Tensor]
 
 
 class SameBits:
-    """Gradients, losses and norms that do not depend on the number of ranks.
+    """Computes gradients, losses and norms that do not depend on the number of ranks.
 
-    Creating it is collective: whole parameters and buffers are copied from the group's first rank.
+    Creating a `SameBits` is collective, because unsharded parameters and buffers are copied from
+    the group's first rank.
 
     Args:
-        model: plain, or sharded by `fully_shard` among ranks of `group`.
-        optimizer: the optimizer of its parameters.
-        micro_batches: number per step, over all ranks. It determines the bits; the number of ranks,
-            which need not divide it, does not.
-        group: the ranks that share the micro-batches; None: the world.
-        seed: seed of the run; random numbers depend on it, the step and the micro-batch's number.
-        run: this rank's micro-batches; the ranks' runs must be contiguous. None: even runs.
+        model: the model, which may be sharded by `fully_shard` among ranks of `group`.
+        optimizer: the optimizer of the model's parameters.
+        micro_batches: the number of micro-batches per step, over all ranks. The bits depend on this
+            number. They do not depend on the number of ranks, which need not divide it.
+        group: the ranks that share the micro-batches; None means the world.
+        seed: the seed of the run. Random numbers depend on this seed, the step and the number of
+            the micro-batch.
+        run: this rank's micro-batches. The runs of the ranks must be contiguous. None means an even
+            division.
         probe: whether to check, at the first step, that a micro-batch gives the same bits twice and
             on all ranks.
-        fingerprints: record a hash of the gradients of each micro-batch and parameter in this
-            folder, such as RUN/fingerprints, for `fr-analyze --compare`. This reads every gradient
-            once. None: record nothing.
+        fingerprints: a folder, such as RUN/fingerprints, in which to record a hash of each
+            parameter's gradient in each micro-batch, for `fr-analyze --compare`. This reads every
+            gradient once. With None, nothing is recorded.
 
     Attributes:
         run: this rank's micro-batches.
 
     Raises:
-        ValueError: an invalid argument, a fused optimizer or Muon, DistributedDataParallel, tensor
-            parallelism, or a model that cannot be reproduced.
-        CollectiveMismatchError: the ranks' runs are not contiguous parts of one total.
+        ValueError: an argument is invalid, the optimizer is fused or Muon, the model uses
+            DistributedDataParallel or tensor parallelism, or its results cannot be reproduced.
+        CollectiveMismatchError: the ranks' runs are not contiguous parts of the same total.
 
     Example:
         >>> same = SameBits(model, optimizer, micro_batches=24, seed=1)
@@ -108,22 +111,23 @@ class SameBits:
     def backward(self, step: int, compute: Compute) -> float:
         """Compute this rank's micro-batches of a step and put the average gradients into `.grad`.
 
-        Earlier gradients are dropped. Collective; blocks until all ranks have computed theirs,
-        bounded by the group's timeout.
+        Earlier gradients are dropped. The method is collective and blocks until all ranks have
+        computed their micro-batches, at most for the group's timeout.
 
         Args:
-            step: the optimizer's step, which is part of the key of the random numbers.
-            compute: takes a micro-batch's number in the step and returns its loss, without dims. It
-                must depend only on the number, not on how often or on which rank it is called, and
-                must always compute in the same shape.
+            step: the number of the optimizer step, which is part of the key of the random numbers.
+            compute: a function that takes the number of a micro-batch within the step and returns
+                the micro-batch's loss, a tensor without dims. It must depend only on that number,
+                not on how often or on which rank it is called, and must always compute in the same
+                shape.
 
         Returns:
             The mean of the micro-batches' losses, with the same bits on every rank.
 
         Raises:
             NotReproducibleError: at the first step, a micro-batch gave different bits when it was
-                computed again, or on another rank; on all ranks.
-            ValueError: a loss has dims, or a forward changed a buffer of the model.
+                computed again or on another rank; raised on all ranks.
+            ValueError: a loss has dims, or a forward pass changed a buffer of the model.
             CollectiveError: a rank is lost or did not join.
         """
         self._check_trained()
@@ -147,15 +151,15 @@ class SameBits:
         return self.mean(losses)
 
     def mean(self, values: list[float]) -> float:
-        """Return the mean of a value of each micro-batch, such as a metric, in the tree's order.
+        """Return the mean of one value per micro-batch, such as a metric, in the tree's order.
 
-        Collective; the same bits on every rank.
+        Collective; the result has the same bits on every rank.
 
         Args:
-            values: values of this rank's micro-batches, by number.
+            values: the values of this rank's micro-batches, in order of their numbers.
 
         Raises:
-            ValueError: not one value for each of this rank's micro-batches.
+            ValueError: the number of values differs from the number of this rank's micro-batches.
         """
         if len(values) != len(self.run):
             raise ValueError(f"{len(values)} values for the {len(self.run)} micro-batches here")
@@ -168,7 +172,7 @@ class SameBits:
         """Scale all gradients so that their 2-norm is at most `max_norm`. Collective.
 
         Args:
-            max_norm: upper bound; infinite: only measure.
+            max_norm: the upper bound; with infinity, the norm is only measured.
 
         Returns:
             The norm before scaling, with the same bits on every rank.
@@ -191,7 +195,7 @@ class SameBits:
         return norm
 
     def _check_trained(self) -> None:
-        """Refuse a parameter that began to require gradients later: no vector contains it."""
+        """Refuse a parameter that began to require gradients later and is thus in no vector."""
         known = {id(owner) for vector in self._vectors for owner in vector.owners}
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and id(parameter) not in known:
@@ -220,7 +224,7 @@ class SameBits:
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """Keep sharded units gathered, and drop gradients left by an exception."""
+        """Keep sharded units gathered in the context, and drop gradients left by an exception."""
         for vector in self._vectors:
             vector.drop()
         sharded = bool(units_of(self._model))
@@ -258,7 +262,7 @@ class SameBits:
     # ---- the probe ----
 
     def _probe(self, step: int, compute: Compute) -> None:
-        """Compute number 0 twice on every rank, with another one between, and compare the bits."""
+        """Compute micro-batch 0 twice on every rank, another one in between; compare the bits."""
         first = self._digest(step, 0, compute)
         if self.run.total > 1:
             self._digest(step, self.run.total - 1, compute)
@@ -297,7 +301,7 @@ def _is_same(was: tuple[torch.Tensor, int], now: tuple[torch.Tensor, int] | None
 
 
 def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the gradients of one micro-batch by the parameters' names, in the model's order."""
+    """Return one micro-batch's gradients keyed by the parameters' names, in the model's order."""
     found = {}
     for name, parameter in model.named_parameters():
         member = member_of(parameter)

@@ -1,7 +1,7 @@
-"""The vectors in which gradients are added: of whole parameters, and of a sharded unit.
+"""Define the vectors in which gradients are added, for whole parameters and for sharded units.
 
-One micro-batch's backward fills a vector, which is taken out at once, so that only the canonical
-tree ever adds two micro-batches.
+The backward of each micro-batch fills a vector, whose values are taken out at once, so that only
+the canonical tree ever adds the gradients of two micro-batches.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _NUMEL = 1 << 22  # of one vector of whole parameters: few large collectives cos
 
 
 class Vector(Protocol):
-    """Gradients of several parameters in one vector.
+    """The gradients of several parameters in one vector.
 
     Attributes:
-        numel, dtype, device: of the vector.
+        numel, dtype, device: the size, dtype and device of the vector.
         owners: the parameters whose `.grad` the optimizer reads.
     """
 
@@ -37,19 +37,19 @@ class Vector(Protocol):
         """Return one micro-batch's gradients and which parameters have one, then drop them."""
 
     def drop(self) -> None:
-        """Drop all gradients: those of micro-batches and those of the last step."""
+        """Drop all gradients, both of the micro-batches and of the last step."""
 
     def give(self, sums: TreeSums, present: Sequence[bool]) -> None:
-        """Reduce the sums over the ranks and put the averages into `.grad`. Collective."""
+        """Reduce the sums over the ranks, and put the averages into `.grad`. Collective."""
 
 
 class WholeVector:
-    """Parameters that every rank holds whole.
+    """A vector of parameters that every rank holds whole.
 
     Args:
-        parameters: of one dtype, on one device.
+        parameters: parameters of the same dtype and on the same device.
         group: the ranks that share the micro-batches.
-        runs: the runs of those ranks.
+        runs: the run of micro-batches of each of those ranks.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class WholeVector:
 
 
 class ShardedVector:
-    """A unit's flat tensor of `fully_shard`, kept gathered while micro-batches are computed.
+    """A vector for a unit of `fully_shard`, kept gathered while micro-batches are computed.
 
     Args:
-        flat: the flat tensor whose gradients these are.
-        run: this rank's run.
+        flat: the unit's flat tensor, whose gradients the vector holds.
+        run: this rank's run of micro-batches.
     """
 
     def __init__(self, flat: Flat, run: Run) -> None:
@@ -154,7 +154,7 @@ def vectors_of(
     """Return the vectors of all trainable parameters. Collective.
 
     Raises:
-        ValueError: a unit is sharded among ranks that do not have all micro-batches.
+        ValueError: a unit is sharded among ranks that together do not have all micro-batches.
         CollectiveMismatchError: the runs of a unit's ranks are not contiguous.
     """
     run = runs[group.rank]
@@ -167,7 +167,7 @@ def vectors_of(
 
 
 def _divided(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Divide parameters into lists of one dtype and device, of a bounded number of elements."""
+    """Divide parameters into lists of one dtype and device and of bounded size."""
     kinds: dict[tuple[torch.dtype, torch.device], list[list[nn.Parameter]]] = {}
     for one in parameters:
         lists = kinds.setdefault((one.dtype, one.device), [[]])

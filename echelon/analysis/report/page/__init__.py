@@ -1,1 +1,1 @@
-"""The report as one HTML file."""
+"""Render the report as one HTML file."""

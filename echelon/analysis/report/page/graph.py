@@ -1,4 +1,4 @@
-"""Layout of the wait-for graph: ranks that wait alike share a node, so 1024 need few boxes."""
+"""Lay out the wait-for graph; ranks that wait alike share a node, so 1024 ranks need few boxes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_NODES = 40
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Ranks that wait in the same operations and are waited for in the same ones."""
+    """Ranks that wait in the same operations and are waited for in the same operations."""
 
     ranks: tuple[int, ...]
     layer: int  # 0: waits for no rank
@@ -20,7 +20,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """The ranks of one node wait for those of another."""
+    """An edge from a node whose ranks wait to the node of the ranks that they wait for."""
 
     source: int
     target: int
@@ -29,7 +29,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """Nodes by layer and the edges between them."""
+    """The nodes by layer, and the edges between them."""
 
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
@@ -39,7 +39,7 @@ def draw(graph: WaitGraph, roots: Iterable[int] = ()) -> Drawing:
     """Merge ranks that wait alike, and lay out the nodes by their distance from the sinks.
 
     Args:
-        roots: ranks to begin from if all waits form a cycle.
+        roots: the ranks to begin from if all waits form a cycle.
     """
     waits = [wait for wait in graph.waits if wait.absent]
     classes = _classes(waits)
@@ -90,7 +90,7 @@ def _layers(count: int, pairs: list[tuple[int, int]], roots: list[int]) -> list[
 
 
 def _nearest(count: int, pairs: list[tuple[int, int]], roots: list[int]) -> list[int]:
-    """Walk the waits backwards from the roots; other nodes get the largest distance."""
+    """Walk the waits backwards from the roots; nodes not reached get the largest distance."""
     layers = dict.fromkeys(roots, 0)
     edge = list(roots)
     while edge:

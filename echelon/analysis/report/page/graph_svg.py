@@ -1,4 +1,4 @@
-"""The wait-for graph as SVG, with waiting ranks to the left of those they wait for."""
+"""Draw the wait-for graph as SVG, with waiting ranks to the left of the ranks they wait for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NODE_HEIGHT, _COLUMN, _ROW = 34, 420, 54
 
 
 def render_graph(drawing: Drawing, culprits: set[int]) -> str:
-    """Return the graph as a section of the page, "" if no rank waits."""
+    """Return the graph as a section of the page; "" if no rank waits."""
     if not drawing.edges:
         return ""
     deepest = max(node.layer for node in drawing.nodes)
@@ -50,7 +50,7 @@ def render_graph(drawing: Drawing, culprits: set[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Box:
-    """A node at its position in the drawing."""
+    """A node with its position in the drawing."""
 
     label: str
     x: int

@@ -1,10 +1,10 @@
-"""The report as one HTML file that needs no network and no other file, in light and dark.
+"""Render the report as one HTML file that needs no network and no other file, light or dark.
 
-The verdict comes first, then the timeline, the wait-for graph, the stacks (merged and side by
-side), and where the time went. The page is assembled from `page.html`, `style.css` and `script.js`
-in this folder. All recorded data is untrusted: it is cleaned, then escaped, and the data block
-cannot end its own element. A content security policy keeps the page from loading or sending
-anything.
+The verdict comes first, followed by the timeline, the wait-for graph, the stacks (merged and side
+by side), and where the time went. The page is assembled from `page.html`, `style.css` and
+`script.js` in this folder. All recorded data is untrusted, so it is cleaned and then escaped, and
+the data block cannot end its own element. A content security policy prevents the page from loading
+or sending data.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PHASE_COLOURS = {
 
 
 def write_html(picture: Picture, report: Report, path: Path) -> None:
-    """Write the page.
+    """Write the report to a file as an HTML page.
 
     Raises:
         OSError: the file cannot be written.
@@ -46,7 +46,7 @@ def write_html(picture: Picture, report: Report, path: Path) -> None:
 
 
 def render_html(picture: Picture, report: Report) -> str:
-    """Return the page."""
+    """Return the report as an HTML page."""
     verdict = report.verdict
     culprits = list(verdict.culprit_ranks) if verdict else []
     data = {"timeline": timeline(picture), "culprits": culprits}

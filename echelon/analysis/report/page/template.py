@@ -1,4 +1,4 @@
-"""The page's own files (frame, style and script), combined into one file."""
+"""Combine the page's own files (frame, style and script) into one file."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 @cache
 def part(name: str) -> str:
-    """Return the text of a file in this module's folder, which is installed with it."""
+    """Return the text of a file in this module's folder, which is installed with the module."""
     return (_FOLDER / name).read_text(encoding="utf-8")
 
 
 def fill(parts: Mapping[str, str]) -> str:
-    """Replace the placeholders of `page.html`, each written `{{name}}`.
+    """Replace the placeholders of `page.html`, each of which is written `{{name}}`.
 
-    The inserted markup is not searched for placeholders: recorded text may look like one.
+    The inserted markup is not searched for placeholders, because recorded text may look like one.
 
     Raises:
         KeyError: the page has a placeholder that is not in `parts`.

@@ -1,7 +1,7 @@
-"""The rows of the timeline: the last operations and spans of every rank, as small numbers.
+"""Build the timeline: the last operations and spans of every rank, as small numbers.
 
 Times are microseconds from a common start. The number of boxes is bounded, so that a page with 1024
-ranks stays as small as one with four: with more ranks, each shows fewer operations.
+ranks stays as small as a page with four. With more ranks, each rank shows fewer operations.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _MOST = 2000
 def timeline(picture: Picture) -> dict[str, Any]:
     """Return the page's data: the kinds of boxes, and a flat list of boxes per rank.
 
-    An operation is five numbers: start, length (-1: still inside), kind, sequence, state. A span is
-    three: start, length, name.
+    An operation is five numbers: start, length (-1 if the rank is still inside), kind, sequence,
+    state. A span is three: start, length, name.
     """
     ranks = list(picture.evidence.ranks.values())
     share = max(_FEWEST, min(_MOST, MAX_BOXES // max(1, len(ranks))))
@@ -52,7 +52,7 @@ def timeline(picture: Picture) -> dict[str, Any]:
 
 
 class _Kinds:
-    """Numbers for the kinds of boxes: one kind per call site and group."""
+    """The numbers of the kinds of boxes, with one kind per call site and group."""
 
     def __init__(self, picture: Picture) -> None:
         self.shown: list[dict[str, str]] = []
@@ -118,13 +118,13 @@ def _spans(
 
 
 def _begin(kept: list[npt.NDArray[Any]]) -> int:
-    """Return where the picture begins: where half of the ranks have their first box."""
+    """Return the start of the timeline, which is where half of the ranks have their first box."""
     firsts = [int(rows["created_ns"][0]) for rows in kept if len(rows)]
     return int(np.median(firsts)) if firsts else 0
 
 
 def _end(ranks: list[RankEvidence], kept: list[npt.NDArray[Any]], begin: int) -> int:
-    """Return when the ranks were last seen; if no dump records it, some time after the last box."""
+    """Return when the ranks were last seen; if no dump records this, a time after the last box."""
     seen = max((facts.seen_ns for facts in ranks), default=0)
     last = max((_last(rows) for rows in kept), default=begin)
     return max(seen, last) if seen else last + (last - begin) // 2
@@ -135,6 +135,6 @@ def _last(rows: npt.NDArray[Any]) -> int:
 
 
 def _stall(picture: Picture, begin: int) -> int:
-    """Return when the earliest wait that counts began, -1 if there is none."""
+    """Return when the earliest stuck wait began; -1 if there is none."""
     since = [wait.since_ns for wait in picture.graph.waits]
     return max(0, (min(since) - begin) // 1000) if since else -1

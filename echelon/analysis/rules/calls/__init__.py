@@ -1,1 +1,1 @@
-"""Collectives that do not match: signatures, sizes, splits, slipped streams."""
+"""Detect collectives that do not match: signatures, sizes, splits, slipped streams."""

@@ -1,9 +1,9 @@
-"""Ranks that called different things under one sequence number of a group.
+"""Detect ranks that made different calls under one sequence number of a group.
 
 The members vote over comparable calls. The earliest column in which they differ is the root, and
-whatever follows in that group is fallout. A minority differs from the rest; if two sides are
-equally strong, both are named. Whether the difference is a wrong argument or a stream that slipped
-by one operation is decided in `skipped.py`.
+whatever follows in that group is fallout. A minority is reported as different from the rest; if two
+sides are equally strong, both are named. `skipped.py` decides whether the difference is a wrong
+argument or a stream that slipped by one operation.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _NAMED = re.compile(r"\brank (\d{1,7}) (?:passed|called)\b")
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """The first column of a lane in which members called different things.
+    """The first column of a lane in which members made different calls.
 
-    `sides` are member indices, the strongest side first.
+    `sides` holds the member indices of each side, the strongest side first.
     """
 
     lanes: Lanes
@@ -40,12 +40,12 @@ class Divergence:
 
     @property
     def sequence(self) -> int:
-        """The sequence number in the group."""
+        """The sequence number of the column in the group."""
         return int(self.lanes.sequences[self.column])
 
     @property
     def is_tie(self) -> bool:
-        """Whether no side is stronger than the others."""
+        """Whether no side is stronger than all others."""
         return len(self.sides[0]) == len(self.sides[1])
 
     @property
@@ -55,21 +55,21 @@ class Divergence:
 
     @property
     def began_ns(self) -> int:
-        """When the first member arrived there."""
+        """The time at which the first member arrived in the column."""
         return min(int(self.row(member)["created_ns"]) for side in self.sides for member in side)
 
     def row(self, member: int) -> Any:
-        """Return a voting member's row."""
+        """Return the row of a member that has voted."""
         row = self.lanes.row(member, self.column)
         assert row is not None, (member, self.column)
         return row
 
     def call(self, side: Sequence[int]) -> Call:
-        """Return the exact call of a side."""
+        """Return the exact call that a side made."""
         return self.lanes.evidence.call(self.row(side[0]))
 
     def site(self, side: Sequence[int]) -> str:
-        """Return where a side made its call, or "" if not known."""
+        """Return where a side made its call, or "" if this is unknown."""
         return self.lanes.evidence.site(self.row(side[0]))
 
 
@@ -87,7 +87,7 @@ def divergence(lanes: Lanes) -> Divergence | None:
 
 
 def _was_harmless(lanes: Lanes, column: int) -> bool:
-    """Return whether all members finished the column and a later one: then it stopped no rank."""
+    """Return whether the column stopped no rank: all members finished it and a later column."""
     done = (lanes.state == State.COMPLETED).all(axis=0)
     return bool(done[column] and done[column + 1 :].any())
 
@@ -99,10 +99,10 @@ def _sides(votes: npt.NDArray[Any]) -> tuple[tuple[int, ...], ...]:
 
 
 def culprits(found: Divergence) -> tuple[int, ...]:
-    """Return the member indices that differ from the rest; both sides of a tie.
+    """Return the member indices that differ from the rest; in a tie, those of both sides.
 
     While some members have not voted, a tie is broken by the text of the error that was raised, and
-    by which side did here what it had always done.
+    by which side did in this place what it had always done.
     """
     if not found.is_tie:
         return tuple(sorted(member for side in found.sides[1:] for member in side))
@@ -116,7 +116,7 @@ def culprits(found: Divergence) -> tuple[int, ...]:
 
 
 def _odd_by_error(found: Divergence) -> tuple[int, ...]:
-    """Return the rank that the recorded mismatch error names, if it names exactly one."""
+    """Return the rank that the recorded mismatch error names, if the error names exactly one."""
     evidence = found.lanes.evidence
     texts = {evidence.error(found.row(member)) for side in found.sides for member in side}
     named = {int(rank) for text in texts for rank in _NAMED.findall(text)}
@@ -125,13 +125,13 @@ def _odd_by_error(found: Divergence) -> tuple[int, ...]:
 
 
 def _odd_by_habit(found: Divergence) -> tuple[int, ...]:
-    """Return the side whose call was never made at its place before, if there is only one."""
+    """Return the only side whose call had never been made at its place before, if there is one."""
     novel = [side for side in found.sides if not _is_habit(found, side)]
     return novel[0] if len(novel) == 1 and len(found.sides) == 2 else ()
 
 
 def _is_habit(found: Divergence, side: Sequence[int]) -> bool:
-    """Return whether a member of this side made the same call at the same place before."""
+    """Return whether a member of this side had made the same call at the same place before."""
     member = side[0]
     row = found.row(member)
     lanes = found.lanes
@@ -160,7 +160,7 @@ def kind_of(odd: Call, usual: Call) -> Cause:
 
 
 def earliest(picture: Picture) -> Divergence | None:
-    """Return the earliest divergence over all groups."""
+    """Return the earliest divergence in any group."""
     found = [one for lanes in picture.lanes if (one := divergence(lanes)) is not None]
     return min(found, key=lambda one: one.began_ns, default=None)
 
@@ -202,7 +202,7 @@ def describe(picture: Picture, found: Divergence) -> Finding:
 
 
 def _sureness(found: Divergence, *, has_innocent: bool) -> Confidence:
-    """Return how sure a vote is: ranks without a record might have changed its outcome."""
+    """Return the confidence in a vote, which is lower if unrecorded ranks could change it."""
     num_missing = len(found.lanes.strangers)
     if found.is_tie:
         return Confidence.LIKELY if has_innocent or not num_missing else Confidence.POSSIBLE

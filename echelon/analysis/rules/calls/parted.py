@@ -1,8 +1,9 @@
-"""A rank whose program diverged from that of the ranks that run the same one.
+"""Detect a rank whose program diverged from that of the ranks that run the same program.
 
-A missing or extra call shows in its own group only if signatures differ or numbers run short. Ranks
-that run the same program call everything in the same order over all groups. The first call that one
-of them makes differently is where it slipped, and all ranks that wait are fallout.
+A missing or extra call shows in its own group only if signatures differ or numbers run short.
+However, ranks that run the same program make the same calls in the same order over all groups. The
+first call that one of them makes differently is where that rank slipped, and all ranks that wait
+are fallout.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _SHIFTS = (1, 2, 3)
 
 
 def find_parted(picture: Picture) -> list[Finding]:
-    """Report the one rank that left the program of its equals, if only one did."""
+    """Report the one rank that left the program of its peers, if exactly one did."""
     streams = picture.streams
     if streams is None or not picture.graph.waits:
         return []
@@ -67,7 +68,7 @@ def _describe(picture: Picture, seen: Parting) -> Finding | None:
 
 
 def _kind(seen: Parting) -> str:
-    """Compare what follows: "left out", "extra", "instead", "swapped", or "" if undecided."""
+    """Compare the later calls: "left out", "extra", "instead", "swapped", or "" if undecided."""
     own, others = seen.later
     if len(own) > 1 and len(others) > 1 and own[0] == others[1] and own[1] == others[0]:
         return "swapped"
@@ -85,7 +86,7 @@ def _agree(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 def _words(kind: str, own: Any, other: Any) -> tuple[Cause, str]:
-    """Return the cause and the words that describe what the rank did."""
+    """Return the cause, and the words that describe what the rank did."""
     if kind == "swapped":
         return Cause.ORDER_DESYNC, "called {called} before {usual}, not after it"
     if kind == "left out":
@@ -114,7 +115,7 @@ def _call(picture: Picture, row: Any) -> str:
 
 
 def slip_cause(picture: Picture, rank: int) -> Cause | None:
-    """Return what a rank left out, or did once too often, by its own habit; None if not known."""
+    """Return what a rank left out or did once too often, judged by its habit; None if unknown."""
     slip = None if picture.streams is None else slip_of(picture.streams, rank)
     if slip is None:
         return None

@@ -1,7 +1,7 @@
-"""Outputs that do not fit their input, on one rank or on all: a vote cannot detect the latter.
+"""Detect outputs that do not fit their input, even on all ranks, which a vote cannot detect.
 
-An all_gather's output holds one input of each member, a reduce_scatter's input one output of each.
-The vote compares only the larger of the two.
+The output of an all_gather holds one input of each member, and the input of a reduce_scatter holds
+one output of each member. The vote compares only the larger of the two.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SCATTERS = frozenset({"_reduce_scatter_base", "reduce_scatter_tensor"})
 
 
 def find_misfit(picture: Picture) -> list[Finding]:
-    """Report an operation whose sizes do not fit each other, and the ranks that passed them."""
+    """Report an operation whose input and output sizes do not fit, and its ranks."""
     streams = picture.streams
     if streams is None or not picture.graph.waits:
         return []

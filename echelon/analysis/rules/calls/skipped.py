@@ -1,8 +1,9 @@
-"""A rank whose stream of collectives has slipped: it skipped one, or made one too many.
+"""Detect a rank whose stream of collectives has slipped: it skipped one, or made an extra one.
 
-The sequence numbers then still count up on every rank but mean different calls. Signatures alone
-may never show it (buckets of one shape), so the step number and the call site are compared too
-(`slip.py`): after the slip, the stream of one rank equals the others' shifted by one.
+The sequence numbers then still count up on every rank but refer to different calls. Signatures
+alone may never show this (buckets of one shape), so the step number and the call site are compared
+too (`slip.py`). After the slip, the stream of one rank equals the streams of the other ranks
+shifted by one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from echelon.analysis.rules.calls.slip import Slip, silent_slip, slip_at
 
 
 def find_skipped(picture: Picture) -> list[Finding]:
-    """Report the earliest slip, whether or not a signature differs because of it."""
+    """Report the earliest slip, whether or not a signature differs because of the slip."""
     if not picture.in_trouble and earliest(picture) is None:
         return []
     slips = [slip for lanes in picture.lanes if (slip := silent_slip(lanes)) is not None]

@@ -1,9 +1,10 @@
-"""Detect a slipped stream of collectives, and by how much it slipped.
+"""Detect a slipped stream of collectives, and the distance by which the stream slipped.
 
-Signs, strongest first: the streams re-align after a shift; the step number differs; the call is the
-one that the others make next in each period (or made just before); the rank's data loader has ended
-while the others' have not; the rank has left the loop for a barrier. If no signature differs, call,
-site and step are compared together from the first column in which the steps differ.
+The signs of a slip are, strongest first: the streams re-align after a shift; the step number
+differs; the call is the call that the other ranks make next (or made just before) in each period;
+the rank's data loader has ended while those of the other ranks have not; the rank has left the loop
+for a barrier. If no signature differs, call, site and step are compared together from the first
+column in which the steps differ.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _BARRIERS = frozenset({"barrier", "monitored_barrier"})
 
 @dataclass(frozen=True, kw_only=True)
 class Slip:
-    """A rank that is ahead of the others (it skipped) or behind them (it made extra calls)."""
+    """A slip: a rank is ahead of the others (it skipped) or behind them (it made extra calls)."""
 
     lanes: Lanes
     column: int
@@ -45,7 +46,7 @@ class Slip:
 
 
 def slip_at(found: Divergence) -> Slip | None:
-    """Return whether a divergence is a slipped stream, and which members slipped."""
+    """Return the slip if a divergence is a slipped stream; otherwise None."""
     odd = culprits(found)
     usual = next((side for side in found.sides if not set(side) & set(odd)), None)
     if usual is None:  # a tie: try both assignments
@@ -76,7 +77,7 @@ _Sign = tuple[int, str, bool] | None
 
 
 def _realigns(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """Return whether the streams agree again after the column if shifted against each other."""
+    """Return whether the streams agree after the column if shifted against each other."""
     odd_votes, usual_votes = lanes.comparable[odd, column:], lanes.comparable[usual, column:]
     later = (odd_votes[1:] != ABSENT) & (usual_votes[1:] != ABSENT)
     if later.any() and (odd_votes[1:][later] == usual_votes[1:][later]).all():
@@ -107,7 +108,7 @@ def _by_step(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
 
 
 def _steps_never_agree(lanes: Lanes, column: int, odd: int, usual: int) -> bool:
-    """Return whether two ranks count their steps differently throughout, as some programs do."""
+    """Return whether two ranks number their steps differently throughout, as some programs do."""
     steps = lanes.column("step")
     a, b = steps[odd, :column], steps[usual, :column]
     both = (a >= 0) & (b >= 0)
@@ -115,7 +116,7 @@ def _steps_never_agree(lanes: Lanes, column: int, odd: int, usual: int) -> bool:
 
 
 def _by_period(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """Compare with the others' own past: which call follows or precedes this one in each period?"""
+    """Compare a call with the others' past: which call follows or precedes it in each period?"""
     keys = _keys(lanes, usual)
     odd_key, usual_key = _keys(lanes, odd)[column], keys[column]
     if not _has_site(lanes, odd, column):
@@ -143,14 +144,14 @@ def _was_followed(past: Sequence[object], first: object, second: object) -> bool
 
 
 def _by_loader(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """Return whether one side ended its loop over the batches while the other has not."""
+    """Return whether one side ended its loop over the batches and the other side did not."""
     if not _has_left_loader(lanes, odd, column) or _has_left_loader(lanes, usual, column):
         return None
     return 1, _LEFT_LOADER, False
 
 
 def _has_left_loader(lanes: Lanes, member: int, column: int) -> bool:
-    """Return whether a member's last mark of a loader, at one of its calls, ends that loader."""
+    """Return whether a member's last loader mark, at one of its calls, ends that loader."""
     row = lanes.row(member, column)
     if row is None:
         return False
@@ -163,7 +164,7 @@ def _has_left_loader(lanes: Lanes, member: int, column: int) -> bool:
 
 
 def _by_barrier(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """Return whether one side has left the loop and synchronises at a place of its own."""
+    """Return whether one side has left the loop and synchronises at a different place."""
     odd_row, usual_row = lanes.row(odd, column), lanes.row(usual, column)
     if odd_row is None or usual_row is None or odd_row["site"] == usual_row["site"]:
         return None
@@ -187,7 +188,7 @@ def _keys(lanes: Lanes, member: int) -> list[object]:
 def _decide_tie(found: Divergence, one: Slip | None, other: Slip | None) -> Slip | None:
     """Return which of two equal sides slipped.
 
-    It is the side that ended its loop over a loader, or whose last step has an unusual length, or
+    This is the side that ended its loop over a loader, whose last step has an unusual length, or
     that broke its habit.
     """
     if one is None and other is None:
@@ -231,9 +232,10 @@ def _decide_tie(found: Divergence, one: Slip | None, other: Slip | None) -> Slip
 
 
 def _breaks_habit(lanes: Lanes, member: int, column: int) -> bool | None:
-    """Return whether this call differs from the one that always followed the calls before it.
+    """Return whether a call differs from the call that always followed the same calls before.
 
-    The longest context on this rank that occurred before decides; None if none did.
+    The longest context on this rank that occurred before decides; returns None if no context
+    occurred before.
     """
     keys = _keys(lanes, member)[max(0, column - _LOOK_BACK) : column + 1]
     past, current = keys[:-1], keys[-1]
@@ -270,9 +272,9 @@ def _odd_lengths(lanes: Lanes, member: int, column: int) -> bool:
 
 
 def silent_slip(lanes: Lanes) -> Slip | None:
-    """Find the column from which one rank's (call, site, step) equal the others' shifted.
+    """Find the column from which one rank's (call, site, step) equal those of others, shifted.
 
-    Only tried if something is already wrong: programs may count steps as they like.
+    This is tried only if something is already wrong, because programs may number steps freely.
     """
     if len(lanes.members) < 2 or not lanes.rows.shape[1]:
         return None
@@ -298,7 +300,7 @@ def silent_slip(lanes: Lanes) -> Slip | None:
 
 
 def _first_lasting_difference(steps: npt.NDArray[Any]) -> int | None:
-    """Return the first column where steps differ for good, if they agreed at least once before."""
+    """Return the first column from which steps differ for good, having agreed at least once."""
     high = steps.max(axis=0)
     low = np.where(steps < 0, np.iinfo(np.int32).max, steps).min(axis=0)
     shared = (steps >= 0).sum(axis=0) >= 2

@@ -1,8 +1,8 @@
-"""all_to_all split sizes that do not fit each other.
+"""Detect all_to_all split sizes that do not fit each other.
 
-What rank i sends to rank j must equal what rank j receives from rank i: the output splits are the
-transpose of the input splits. If only total sizes are recorded (torch), the total sent must at
-least equal the total received.
+The amount that rank i sends to rank j must equal the amount that rank j receives from rank i, so
+the output splits are the transpose of the input splits. If only total sizes are recorded (torch),
+the total sent must at least equal the total received.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_MEMBERS = 4096  # beyond this the splits do not fit into a slot anyway
 
 
 def find_split_mismatch(picture: Picture) -> list[Finding]:
-    """Report the first unfinished all_to_all whose splits do not fit."""
+    """Report the first unfinished all_to_all whose splits do not fit each other."""
     for lanes in picture.lanes:
         for column in _open_columns(lanes):
             odd = odd_members(lanes, column)
@@ -34,7 +34,7 @@ def find_split_mismatch(picture: Picture) -> list[Finding]:
 
 
 def _open_columns(lanes: Lanes) -> list[int]:
-    """Return the columns that at least one rank is inside and that all members have entered."""
+    """Return the columns that all members have entered and at least one rank is still inside."""
     if lanes.strangers or len(lanes.members) > _MAX_MEMBERS:
         return []
     entered = np.asarray((lanes.rows >= 0).all(axis=0))
@@ -48,7 +48,7 @@ def _calls(lanes: Lanes, column: int) -> list[Call]:
 
 
 def odd_members(lanes: Lanes, column: int) -> tuple[int, ...]:
-    """Return the members whose splits fit the others' least, or () if all fit."""
+    """Return the members whose splits fit those of the others least; () if all splits fit."""
     signatures = [call.signature for call in _calls(lanes, column)]
     size = len(signatures)
     sends = [s.input_splits for s in signatures]
@@ -80,7 +80,7 @@ def _odd_in_totals(surplus: Sequence[int | None]) -> tuple[int, ...]:
 
 
 def _surplus(shapes: Sequence[Sequence[int]]) -> int | None:
-    """Return how many more elements a member sends than it receives, None if not recorded."""
+    """Return how many more elements a member sends than it receives; None if not recorded."""
     return prod(shapes[0]) - prod(shapes[1]) if len(shapes) == 2 else None
 
 

@@ -1,1 +1,1 @@
-"""Ranks that ended, failed or left no record."""
+"""Detect ranks that ended, failed or left no record."""

@@ -1,7 +1,7 @@
-"""Ranks that ended, and why: an exception of their own, too little memory, a death.
+"""Detect ranks that ended, and why: their own exception, a lack of memory, or a death.
 
-The errors that echelon's collectives and torch's transports raise when a peer is gone are evidence
-about that peer, never the root. Ranks that the agent ended are fallout.
+Echelon's collectives and torch's transports raise errors when a peer is lost. These errors are
+evidence about that peer and never the root. Ranks that the agent ended are fallout.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _CAUSES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """How one rank ended, as far as it was the rank's own doing."""
+    """How one rank ended, as far as this was the rank's own doing."""
 
     rank: int
     cause: Cause
@@ -87,9 +87,9 @@ def find_ended(picture: Picture) -> list[Finding]:
 def in_order(picture: Picture, endings: list[Ending]) -> tuple[list[Ending], bool]:
     """Sort endings, the root first, and return whether their order is known.
 
-    Clocks of one host, or clocks that were compared, give the order; otherwise the coordinator
-    does, which saw every end. A kill without any output is explained by memory that ran out at the
-    same time, so the memory error is placed before it.
+    The clock of a common host, or clocks that were compared, give the order. Otherwise, the
+    coordinator, which observed every end, gives the order. A kill without any output is explained
+    by memory that ran out at the same time, so the memory error is placed before the kill.
     """
     ranks = picture.evidence.ranks
     by_coordinator = {rank: place for place, rank in enumerate(picture.evidence.incident.ended)}
@@ -111,7 +111,7 @@ def in_order(picture: Picture, endings: list[Ending]) -> tuple[list[Ending], boo
 
 
 def _is_killed_for(facts: RankEvidence, first: Ending, memory: Ending, is_timed: bool) -> bool:
-    """Return whether a kill may be due to the memory that another rank ran out of."""
+    """Return whether a kill may be due to the lack of memory that another rank ran into."""
     if first.cause is not Cause.DEAD_PROCESS or facts.host.exit_code != -signal.SIGKILL:
         return False
     apart_ns = abs(memory.moment_ns - first.moment_ns)
@@ -137,7 +137,7 @@ def _not_surely_first(root: Finding, ordered: list[Ending]) -> Finding:
 
 
 def _later(picture: Picture, endings: list[Ending]) -> Finding:
-    """Report endings of one kind that followed the root: a thousand of them are one finding."""
+    """Report the endings of one kind that followed the root as one finding, however many."""
     first = _describe(picture, endings[0])
     if len(endings) == 1:
         return first
@@ -151,7 +151,7 @@ def _later(picture: Picture, endings: list[Ending]) -> Finding:
 
 
 def ending_of(picture: Picture, facts: RankEvidence) -> Ending | None:
-    """Describe how a rank ended; None if it runs, exited cleanly, or was ended by others."""
+    """Describe how a rank ended; None if it still runs, exited cleanly, or was ended by others."""
     host = facts.host
     raised = _raised(facts)
     if host.stopped_by_agent or (host.alive and raised is None):
@@ -187,7 +187,7 @@ def _meaning(facts: RankEvidence, raised: Raised) -> Meaning:
 def is_victim(picture: Picture, facts: RankEvidence) -> bool:
     """Return whether a death was caused by a watchdog or by a long wait for a living rank.
 
-    torch's watchdog aborts a process that waited too long, or whose peer is gone.
+    torch's watchdog aborts a process that waited too long or whose peer is lost.
     """
     host = facts.host
     if host.exit_code not in _ABORTS or host.oom_kill:
@@ -198,7 +198,7 @@ def is_victim(picture: Picture, facts: RankEvidence) -> bool:
 
 
 def long_wait_s(picture: Picture, facts: RankEvidence) -> float:
-    """Return how long a dead rank had waited for ranks, one of which lived on; else 0."""
+    """Return how long a dead rank had waited for ranks of which one lived on; otherwise 0."""
     if not facts.host.exited_mono_ns:
         return 0.0
     ranks = picture.evidence.ranks
@@ -225,14 +225,14 @@ def own_wait_s(facts: RankEvidence, until_ns: int) -> float:
 
 
 def _was_asked_to_end(picture: Picture) -> bool:
-    """Return whether a user stopped the job: then its ranks' interrupts are not faults."""
+    """Return whether a user stopped the job, in which case its ranks' interrupts are not faults."""
     return picture.evidence.incident.kind == "signal"
 
 
 def _raised(facts: RankEvidence) -> Raised | None:
-    """Return what a rank raised: from its own record, else from the last traceback on stderr.
+    """Return what a rank raised, from its own record or else from the last traceback on stderr.
 
-    An abort may follow an exception: libraries whose threads still run abort the process.
+    An abort may follow an exception, because libraries whose threads still run abort the process.
     """
     words = facts.last_words
     if words is not None:
@@ -257,7 +257,7 @@ def _raised(facts: RankEvidence) -> Raised | None:
 
 
 def _within_loader(raised: Raised) -> Raised:
-    """Extract what a data loader's worker raised from the message that reports it."""
+    """Extract the exception of a data loader's worker from the message that reports it."""
     text = f"{raised.message}\n{raised.rest}"
     if _ORIGINAL not in text:
         return raised
@@ -348,19 +348,19 @@ def _by_death(facts: RankEvidence) -> Ending:
 
 
 def facts_site(facts: RankEvidence) -> str:
-    """Return where an ended rank's innermost open span was, "" if none was open."""
+    """Return where the innermost open span of an ended rank was; "" if no span was open."""
     return facts.open_spans[-1].site if facts.open_spans else ""
 
 
 def _moment_ns(facts: RankEvidence) -> int:
-    """Return when a rank raised, else when its end was observed; 0 if neither is known."""
+    """Return when a rank raised, or else when its end was observed; 0 if neither is known."""
     words = facts.last_words
     moment = words.mono_ns if words is not None and words.mono_ns else facts.host.exited_mono_ns
     return moment + facts.offset_ns if moment else 0
 
 
 def exit_words(code: int) -> str:
-    """Describe how a process ended: `by SIGKILL`, `with exit code 3`."""
+    """Describe how a process ended, such as `by SIGKILL` or `with exit code 3`."""
     if code >= 0:
         return f"with exit code {code}"
     try:
@@ -411,7 +411,7 @@ def _describe(picture: Picture, ending: Ending) -> Finding:
 
 
 def _reports_of(picture: Picture, rank: int) -> list[str]:
-    """Quote one error in which another rank reports this one as lost."""
+    """Quote one error in which another rank reports that this rank is lost."""
     for other, facts in picture.evidence.ranks.items():
         row = last_row(facts)
         text = picture.evidence.error(row) if row is not None else ""
@@ -421,7 +421,7 @@ def _reports_of(picture: Picture, rank: int) -> list[str]:
 
 
 def _same_elsewhere(picture: Picture, facts: RankEvidence) -> list[str]:
-    """Return the other ranks that raised the same exception at the same line."""
+    """Describe the other ranks that raised the same exception at the same line."""
     words = facts.last_words
     if words is None:
         return []

@@ -1,10 +1,10 @@
-"""Classify whose fault an error reports, from the texts of torch, NCCL and echelon.
+"""Classify from the texts of torch, NCCL and echelon whose fault an error reports.
 
-An error is the rank's own, or it reports what a peer, the network or a watchdog did (a consequence,
-never a cause), or it is about memory or the device. The type decides where it can;
-`DistBackendError` is raised for all four, so its text decides. A plain `RuntimeError` or
-`ConnectionError` is a consequence only if it passed through a communication library: a user's own
-client may lose connections too.
+An error is the rank's own fault; or it reports what a peer, the network or a watchdog did, which
+makes it a consequence and never a cause; or it is about memory or the device. The exception's type
+decides where it can. `DistBackendError` is raised in all four cases, so its text decides. A plain
+`RuntimeError` or `ConnectionError` is a consequence only if it passed through a communication
+library, because a user's own client may lose connections too.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def meaning_of(
     """Classify an uncaught error.
 
     Args:
-        bases: the type's base classes, where they were recorded.
-        traceback: its frames as text; "" if not known.
+        bases: the base classes of the type, if they were recorded.
+        traceback: the frames of the error's traceback as text; "" if they are unknown.
     """
     name = type_name.rpartition(".")[2]
     names = {name, *(base.rpartition(".")[2] for base in bases)}
@@ -137,7 +137,7 @@ def watchdog_timeout(stderr: str) -> tuple[int, str] | None:
 
 
 def gloo_timeout_s(stderr: str) -> float:
-    """Return how long a rank had waited when Gloo timed out, 0 if it did not."""
+    """Return how long a rank had waited when Gloo timed out; 0 if Gloo did not time out."""
     found = _GLOO_TIMEOUT.findall(stderr)
     return int(found[-1]) / 1000 if found else 0.0
 
@@ -148,13 +148,13 @@ def was_cut_by_gloo(stderr: str) -> bool:
 
 
 def cpp_abort(stderr: str) -> str:
-    """Return the line with which the C++ runtime aborted a process, "" if it did not."""
+    """Return the line with which the C++ runtime aborted a process; "" if it did not."""
     found = _CPP_ABORT.findall(stderr)
     return found[-1] if found else ""
 
 
 def is_gloos_exit(stderr: str) -> bool:
-    """Return whether Gloo's leftover threads may have aborted a process at its exit."""
+    """Return whether leftover Gloo threads may have aborted a process at its exit."""
     line = cpp_abort(stderr)
     return line == _JOINABLE or ("gloo::" in line and was_cut_by_gloo(stderr))
 

@@ -1,4 +1,4 @@
-"""The last resort if nothing waits: ranks without a record, and trouble without an explanation."""
+"""Report, as a last resort if nothing waits, ranks without a record and unexplained trouble."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def find_unknown(picture: Picture) -> list[Finding]:
 
 
 def _absent(picture: Picture) -> list[str]:
-    """Return which ranks sent no black box and why, grouped by reason."""
+    """Return which ranks sent no black box, and why, grouped by reason."""
     by_reason: dict[str, list[int]] = {}
     for rank, why in sorted(picture.evidence.incident.absent.items()):
         by_reason.setdefault(why, []).append(rank)
@@ -70,10 +70,10 @@ def _absent(picture: Picture) -> list[str]:
 
 
 def find_unproven(picture: Picture) -> list[Finding]:
-    """Note that ranks are inside operations: no fault explains it, and nothing proves health.
+    """Report ranks inside operations that no fault explains and that nothing proves healthy.
 
-    One set of torch's dumps does not distinguish an operation in flight from one that will never
-    end.
+    A single set of torch's dumps does not distinguish an operation in flight from an operation that
+    will never end.
     """
     waiting = tuple(sorted(picture.graph.waiting))
     if picture.streams is None or not waiting:
@@ -96,7 +96,7 @@ def find_unproven(picture: Picture) -> list[Finding]:
 
 
 def _latest_arrival(picture: Picture) -> Finding | None:
-    """Look for a stall that ended before the snapshot: a rank that arrived far too late."""
+    """Look for a stall that ended before the snapshot, when a rank arrived much too late."""
     worst: tuple[int, int, str, int, str] | None = None
     for lanes in picture.lanes:
         found = arrivals(lanes)

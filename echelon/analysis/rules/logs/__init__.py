@@ -1,1 +1,1 @@
-"""Rules that have only the ranks' logs."""
+"""Diagnose jobs of which only the ranks' logs exist."""

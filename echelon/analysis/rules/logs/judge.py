@@ -1,9 +1,9 @@
-"""Diagnosis from the ranks' logs alone: whose trouble was its own, and whose was a consequence.
+"""Diagnose from the ranks' logs alone: whose trouble was its own, and whose a consequence.
 
 A rank's own trouble is an uncaught exception that no library raised because of a peer, a known
-message that is a root, or a death by a signal that a launcher reports. If only consequences are
-logged, the others waited for the rank that logged none. A log cannot show that nothing is wrong: a
-hanging job writes nothing.
+message that reports a root cause, or a death by a signal that a launcher reports. If only
+consequences are logged, the other ranks waited for the rank that logged none. A log cannot show
+that nothing is wrong, because a hanging job writes nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _ASK_EXITS = "how each rank ended: the launcher's or the scheduler's own log"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trouble:
-    """A rank's own trouble."""
+    """Trouble that one rank had by its own fault."""
 
     rank: int  # -1: the log names no rank
     cause: Cause
@@ -63,7 +63,7 @@ class Trouble:
 
 
 def find_in_logs(picture: Picture) -> list[Finding]:
-    """Return the one finding that names the root, as far as logs show it."""
+    """Return the one finding that names the root, as far as the logs show it."""
     evidence = picture.evidence
     said = {rank: tuple(messages_in(f.host.stderr_tail)) for rank, f in evidence.ranks.items()}
     job = tuple(messages_in(evidence.job_log))
@@ -87,7 +87,7 @@ def find_in_logs(picture: Picture) -> list[Finding]:
 
 
 def advice_in(text: str) -> str:
-    """Quote the last known root message of a log, and its remedy; "" if there is none."""
+    """Quote the last known message of a root cause in a log, and its remedy; "" if none exists."""
     found = [one for one in messages_in(text) if one.message.role is Role.ROOT]
     return f"{_shown(found[-1].line)} ({found[-1].message.advice})" if found else ""
 
@@ -162,7 +162,7 @@ def _died_alone(facts: RankEvidence, said: Sequence[Said]) -> bool:
 
 
 def _with_killed(picture: Picture, troubles: list[Trouble], job: Sequence[Said]) -> list[Trouble]:
-    """Find the rank whose process was killed according to the kernel."""
+    """Add the rank whose process was killed according to the kernel's log."""
     pids = {facts.identity.pid: rank for rank, facts in picture.evidence.ranks.items()}
     for one in job:
         match = _KILLED_PID.search(one.line)
@@ -174,7 +174,7 @@ def _with_killed(picture: Picture, troubles: list[Trouble], job: Sequence[Said])
 
 
 def _root(picture: Picture, troubles: list[Trouble], said: dict[int, tuple[Said, ...]]) -> Finding:
-    """Choose among the ranks with trouble of their own."""
+    """Choose the root among the ranks with trouble of their own."""
     ranks = picture.evidence.ranks
     first = picture.evidence.incident.ended
     told = [one for one in troubles if one.rank in first]
@@ -219,7 +219,7 @@ def _root(picture: Picture, troubles: list[Trouble], said: dict[int, tuple[Said,
 def _of_the_job(
     picture: Picture, cause: Cause, words: str, advice: str, said: dict[int, tuple[Said, ...]]
 ) -> Finding:
-    """Report log lines that belong to no rank: from the kernel, the driver or the scheduler."""
+    """Report log lines that belong to no rank, from the kernel, the driver or the scheduler."""
     return Finding(
         cause=cause,
         culprit_ranks=(),
@@ -235,7 +235,7 @@ def _of_the_job(
 def _followed(
     picture: Picture, said: dict[int, tuple[Said, ...]], job: Sequence[Said]
 ) -> Finding | None:
-    """Name the ranks that logged nothing or fell behind, where only consequences are logged."""
+    """Name the ranks that logged nothing or fell behind, if only consequences are logged."""
     spoke = {rank: found for rank, found in said.items() if found}
     everything = [*job, *(one for found in spoke.values() for one in found)]
     if not everything:
@@ -271,7 +271,7 @@ def _followed(
 
 @dataclass(frozen=True, slots=True)
 class _Suspects:
-    """The ranks that consequences point to."""
+    """The ranks that the logged consequences point to."""
 
     ranks: tuple[int, ...]
     cause: Cause
@@ -286,7 +286,7 @@ def _commonest(spoke: dict[int, tuple[Said, ...]]) -> Message | None:
 
 
 def _silent(picture: Picture, spoke: tuple[int, ...], message: Message) -> _Suspects | None:
-    """Suspect the few ranks that logged nothing where all others did."""
+    """Suspect the few ranks that logged nothing although all other ranks did."""
     silent = tuple(rank for rank in range(picture.evidence.world_size) if rank not in spoke)
     if not silent or 2 * len(silent) > len(spoke):
         return None
@@ -312,7 +312,7 @@ def _by_barrier(said: Sequence[Said]) -> _Suspects | None:
 
 
 def _behind(picture: Picture) -> _Suspects | None:
-    """Compare the operations in which the watchdogs timed out: a rank that differs is apart."""
+    """Compare the operations in which the watchdogs timed out, and suspect a rank that differs."""
     gave_up = {
         rank: told
         for rank, facts in picture.evidence.ranks.items()

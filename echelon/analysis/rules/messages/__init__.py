@@ -1,1 +1,1 @@
-"""Sends and receives that do not match."""
+"""Detect sends and receives that do not match."""

@@ -1,8 +1,9 @@
-"""Message counts compared between ranks that run the same program.
+"""Compare message counts between ranks that run the same program.
 
-A ring that has wrapped no longer shows where a message was left out, and both sides of the pair may
-be inside batches that seem to fit. The number of operations survives: ranks that share a collective
-and never exchange messages (the ranks of one stage) have launched equally many when they reach it.
+A ring that has wrapped around no longer shows where a message was left out, and both sides of the
+pair may be inside batches that seem to fit. The number of operations is still known: ranks that
+share a collective and never exchange messages (the ranks of one stage) have launched equally many
+when they reach that collective.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _LAUNCHES = "p2p_sequence"
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
-    """Two ranks that had launched different numbers of messages at one collective."""
+    """A difference between two ranks' numbers of launched messages at the same collective."""
 
     short: int
     other: int
@@ -33,7 +34,7 @@ class _Difference:
 
 
 def find_miscounted(picture: Picture, streams: Streams) -> list[Finding]:
-    """Report the rank whose number of launched messages differs from that of all its equals."""
+    """Report the rank whose number of launched messages differs from those of all its peers."""
     counts = {rank: _launches(streams, rank) for rank in streams.evidence.ranks}
     pairs = [pair for members in _stages(streams) for pair in pairwise(members)]
     found = [one for pair in pairs if (one := _compare(counts, *pair)) is not None]
@@ -63,8 +64,8 @@ def _stages(streams: Streams) -> Iterator[list[int]]:
 def _launches(streams: Streams, rank: int) -> _Counts:
     """Return how many messages a rank had launched at each collective that it lists.
 
-    A batch is one launch. If the group has no collectives, the operations of a batch are counted,
-    which reveals a part that was left out.
+    A batch is one launch. If the group has no collectives, the operations of a batch are counted
+    instead, which reveals a part that was left out.
     """
     rows = streams.evidence.ranks[rank].rows
     is_message = (rows["flags"] & Flag.P2P) > 0
@@ -81,7 +82,7 @@ def _launches(streams: Streams, rank: int) -> _Counts:
 
 
 def _compare(counts: Mapping[int, _Counts], one: int, other: int) -> _Difference | None:
-    """Compare two ranks at the last collective that both list."""
+    """Compare two ranks at the last collective that both of them list."""
     common = counts[one].keys() & counts[other].keys()
     if not common:
         return None

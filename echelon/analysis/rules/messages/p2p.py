@@ -1,8 +1,9 @@
-"""Sends and receives without a counterpart.
+"""Detect sends and receives without a counterpart.
 
-A rank that posted for one peer while another peer posted for it chose the wrong peer. A receive
-whose peer waits for the receiver in another operation will never be answered. Whether the receive
-is one too many or the send was left out depends on whether this pair ever exchanged anything.
+A rank that posted an operation for one peer while another peer posted an operation for that rank
+chose the wrong peer. A receive whose peer waits for the receiver in another operation will never be
+answered. Either the receive is one too many or the send was left out; which of these depends on
+whether the pair has ever exchanged anything.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ class Posted:
     answered: bool
 
     def words(self, evidence: Evidence) -> str:
-        """Describe it: `rank 1 receives from rank 2 at train.py:13 in step`."""
+        """Describe the operation, such as `rank 1 receives from rank 2 at train.py:13 in step`."""
         site = short_site(evidence.site(self.row))
         verb = "sends to" if self.is_send else "receives from"
         return f"rank {self.rank} {verb} rank {self.peer}" + (f" at {site}" if site else "")
 
 
 class _Pending:
-    """All pending sends and receives, and those of each side of each pair."""
+    """All pending sends and receives, in total and by the side of each pair."""
 
     def __init__(self, picture: Picture) -> None:
         exchanges = picture.exchanges
@@ -58,11 +59,11 @@ class _Pending:
                 self._lonely_for.setdefault((one.peer, one.is_send), []).append(one)
 
     def facing(self, one: Posted) -> list[Posted]:
-        """Return what the peer has pending with this rank."""
+        """Return the operations that the peer of `one` has pending with its rank."""
         return self._by_pair.get((one.peer, one.rank), [])
 
     def lonely_for(self, one: Posted) -> list[Posted]:
-        """Return the unanswered operations that others posted to match one by this rank."""
+        """Return the unanswered operations that other ranks posted to match `one`."""
         return self._lonely_for.get((one.rank, not one.is_send), [])
 
 
@@ -89,7 +90,7 @@ def _wrong_peer(picture: Picture, pending: _Pending) -> list[Finding]:
 
 
 def _pairs(pending: _Pending) -> Iterator[tuple[Posted, Posted]]:
-    """Yield the sends and receives that were meant for each other, both still pending."""
+    """Yield pairs of pending sends and receives that were meant for each other."""
     for one in pending.all:
         if not one.is_send or one.row["p2p_sequence"] < 0:
             continue
@@ -101,7 +102,7 @@ def _pairs(pending: _Pending) -> Iterator[tuple[Posted, Posted]]:
 
 
 def _unequal_pair(picture: Picture, pending: _Pending) -> list[Finding]:
-    """A send and its receive that differ in tag, type or size: both sides are named."""
+    """Report a send and its receive that differ in tag, type or size, naming both sides."""
     evidence = picture.evidence
     for one, other in _pairs(pending):
         ranks = tuple(sorted((one.rank, other.rank)))
@@ -121,7 +122,7 @@ def _unequal_pair(picture: Picture, pending: _Pending) -> list[Finding]:
 
 
 def _novel(picture: Picture, pending: _Pending) -> list[Finding]:
-    """Find two ranks that receive from each other although one of them has no reason to."""
+    """Report two ranks that receive from each other although one of them has no reason to."""
     for one in pending.all:
         for other in pending.facing(one):
             if one.answered or other.answered or one.is_send != other.is_send:
@@ -139,7 +140,7 @@ def _novel(picture: Picture, pending: _Pending) -> list[Finding]:
 
 
 def _without_reason(picture: Picture, one: Posted, other: Posted) -> str:
-    """Return why `one` and not `other` is odd, by its past or its unread messages; else ""."""
+    """Return why `one` and not `other` is odd, by its past or unread messages; otherwise ""."""
     evidence, exchanges = picture.evidence, picture.exchanges
     before, others_before = (exchanges.has_done(p.rank, p.row) for p in (one, other))
     if others_before and not before:

@@ -1,9 +1,9 @@
-"""Sends and receives in torch's dumps that can never be matched.
+"""Detect sends and receives in torch's dumps that can never be matched.
 
-The n-th pending send of a direction matches the n-th pending receive: both sides of a pair complete
-together. Sizes or dtypes that differ there never match. A message whose peer posts nothing is
-usually fallout of what its peer waits for in turn. It is a cause if its rank chose the wrong peer,
-or if that chain of waits leads back to its own rank.
+The n-th pending send of a direction matches the n-th pending receive, because both sides of a pair
+complete together. Two sides with different sizes or dtypes never match. A message whose peer posts
+nothing is usually fallout of what that peer waits for in turn. The message is a cause if its rank
+chose the wrong peer, or if that chain of waits leads back to its own rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from echelon.recorder.format.schema import Flag, State
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """A pending message with the fields of its row."""
+    """A pending message, with the fields of its row."""
 
     message: Message
     row: Any
@@ -42,7 +42,7 @@ class _Side:
 
 
 def find_messages(picture: Picture) -> list[Finding]:
-    """Report messages that cannot be matched, the surest kind first."""
+    """Report messages that cannot be matched, most certain kind first."""
     streams = picture.streams
     if streams is None or not picture.graph.waits:
         return []
@@ -86,7 +86,7 @@ def _numel(call: Call) -> int:
 
 
 def _odd_side(streams: Streams, one: _Side, other: _Side) -> _Side | None:
-    """Return the side that never passed this before, if the other side always has."""
+    """Return the side that never made such a call before, if the other side always did."""
     known = [_is_known(streams, side) for side in (one, other)]
     if known[0] == known[1]:
         return None
@@ -129,7 +129,7 @@ def _describe_unequal(picture: Picture, one: _Side, other: _Side, odd: _Side | N
 
 
 def _lonely(streams: Streams) -> Iterator[Message]:
-    """Yield the first pending message of each direction that has no other side."""
+    """Yield the first pending message of each direction whose other side is not posted."""
     for line in streams.messages.values():
         for message in line:
             if streams.counterpart(message) is None:
@@ -158,7 +158,7 @@ def _is_unusual(streams: Streams, message: Message) -> bool:
 
 
 def _is_novel_here(streams: Streams, message: Message) -> bool:
-    """Return whether a line of the program had other peers more than once, and never this one."""
+    """Return whether a line of the program had other peers more than once but never this peer."""
     rows = streams.evidence.ranks[message.rank].rows
     site = int(rows[message.row]["site"])
     alike = _messages(rows, message.way[0]) & (rows["state"] == State.COMPLETED)
@@ -187,9 +187,10 @@ def _is_strange(streams: Streams, message: Message) -> bool:
 
 
 def _is_novel(streams: Streams, message: Message) -> bool:
-    """Return whether a rank never exchanged this with this peer, as far as its record shows.
+    """Return whether a rank never exchanged such messages with this peer, as far as recorded.
 
-    If that record has wrapped, the peer's must not contain this direction either.
+    If the rank's record has wrapped around, the record of the peer must not contain this direction
+    either.
     """
     if _has_exchanged(streams, message):
         return False
@@ -210,10 +211,10 @@ def _with_peer(rows: Any, group: int, peer: int) -> Any:
 
 
 def _has_exchanged(streams: Streams, message: Message, *, or_nothing: bool = False) -> bool:
-    """Return whether a rank completed a message of this direction with this peer before.
+    """Return whether a rank has completed a message of this direction with this peer before.
 
     Args:
-        or_nothing: what to return for a rank without any completed message.
+        or_nothing: the value to return for a rank without any completed message.
     """
     rows = streams.evidence.ranks[message.rank].rows
     done = ((rows["flags"] & Flag.P2P) > 0) & (rows["state"] == State.COMPLETED)
@@ -249,7 +250,7 @@ def _describe_wrong(
 
 
 def _left_out(picture: Picture, streams: Streams) -> list[Finding]:
-    """Find two ranks in a cycle of waits because one of them never posts a message."""
+    """Report two ranks in a cycle of waits of which one never posts a message."""
     ring = set(picture.graph.cycle())
     waits = [
         message

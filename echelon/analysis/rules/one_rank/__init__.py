@@ -1,1 +1,1 @@
-"""Signs of trouble in a single rank, seen from inside and from outside."""
+"""Detect signs of trouble in a single rank, seen from inside and from outside."""

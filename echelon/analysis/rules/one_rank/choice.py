@@ -1,8 +1,8 @@
-"""What a rank is doing while the others wait for it.
+"""Determine what a rank is doing while other ranks wait for it.
 
-Every test is a small function from one rank's evidence to a reading. The tests run in the order of
-`_TESTS`, the most specific first, and the first one with a result decides. A rank without any
-special sign is in code of its own.
+Every test is a small function from the evidence of one rank to a reading. The tests run in the
+order of `_TESTS`, the most specific first, and the first test with a result decides. A rank without
+any special sign is executing code of its own.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from echelon.recorder.format.schema import TRACING
 
 
 def read_rank(picture: Picture, rank: int) -> Reading:
-    """Read what one sink is doing from its own signals."""
+    """Determine what a sink is doing from its own signals."""
     facts = picture.evidence.ranks.get(rank)
     if facts is None:
         return read_absence(picture, rank)
@@ -81,7 +81,7 @@ _TESTS: tuple[Test, ...] = (
 
 
 def _host(picture: Picture, facts: RankEvidence) -> Reading:
-    """Return the default reading: the rank is in code of its own."""
+    """Return the default reading, which is that the rank is executing code of its own."""
     host = facts.host
     frame = users_line(facts)
     span = innermost_span(facts)
@@ -115,7 +115,7 @@ def _host(picture: Picture, facts: RankEvidence) -> Reading:
 
 
 def _waits_line(facts: RankEvidence) -> tuple[str, ...]:
-    """Describe what the rank's line waits for, if its stack shows it."""
+    """Describe what the rank's current line waits for, if its stack shows that."""
     activity = activity_of(facts)
     if activity.doing in (Doing.USER, Doing.LIBRARY, Doing.UNKNOWN):
         return ()
@@ -123,7 +123,7 @@ def _waits_line(facts: RankEvidence) -> tuple[str, ...]:
 
 
 def _unrecorded(picture: Picture, facts: RankEvidence, lines: list[str]) -> Reading:
-    """Read a rank without ring and stack from what the kernel shows of its threads."""
+    """Read a rank that has no ring and no stack from what the kernel shows of its threads."""
     rank = facts.rank
     stack = missing_stack(facts, f"rank {rank}'s stack")
     if TRACING not in facts.host.not_permitted:

@@ -1,4 +1,4 @@
-"""A rank whose device, not its host, keeps the others waiting."""
+"""Detect a rank whose device, not its host, keeps other ranks waiting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from echelon.analysis.rules.one_rank.reading import Reading
 
 
 def read_device(picture: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a rank that is behind its peers inside an operation: its device has stopped."""
+    """Detect a rank whose device has stopped: it is behind its peers inside an operation."""
     rank = facts.rank
     mine = [wait for wait in picture.graph.waits if rank in wait.waiting]
     wait = next((wait for wait in mine if wait.completed and not wait.absent), None)
@@ -46,9 +46,10 @@ def read_device(picture: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def never_started(picture: Picture, wait: Wait) -> tuple[int, ...]:
-    """Return the few ranks whose device has not started what the others' devices are running.
+    """Return the few ranks whose device has not started what the other devices are running.
 
-    Only the head of a stream counts: an operation queued behind another one waits for that one.
+    Only the head of a stream counts, because an operation that is queued behind another operation
+    waits for that operation.
     """
     if wait.absent or wait.completed or wait.is_p2p or 2 * len(wait.created) >= len(wait.waiting):
         return ()

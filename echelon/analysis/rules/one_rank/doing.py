@@ -1,8 +1,8 @@
-"""A rank whose stack shows what it waits for: its loader, a checkpoint, the store.
+"""Detect a rank whose stack shows what it waits for: its loader, a checkpoint, the store.
 
-These are the causes that a span names, found without one: a program that never imports echelon
-opens no span. A process below the rank that it waits for, above all a loader's worker, is named
-with its own line.
+The causes are those that a span would name, but they are found without spans, because a program
+that never imports echelon opens none. If the rank waits for a child process, above all for a
+loader's worker, that process is reported with its own line.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def activity_of(facts: RankEvidence) -> Activity:
 
 
 def workers_of(facts: RankEvidence) -> list[WorkerState]:
-    """Return the processes below a rank, the most significant first."""
+    """Return the child processes of a rank, most significant first."""
     states = [read_worker(child) for child in facts.host.children]
     return sorted(states, key=lambda one: -one.trouble)
 
 
 def worker_lines(facts: RankEvidence) -> list[str]:
-    """Describe what the processes below a rank are doing."""
+    """Describe what the child processes of a rank are doing."""
     states = workers_of(facts)
     lines = [f"rank {facts.rank}: {one.words()}" for one in states if one.trouble][:_MAX_SHOWN]
     idle = [one for one in states if one.is_idle]
@@ -47,7 +47,7 @@ def worker_lines(facts: RankEvidence) -> list[str]:
 
 
 def read_arrival(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a rank that waits in a collective at the second look: it is slow, not stuck."""
+    """Detect a rank that waits in a collective at the second look, so it is slow and not stuck."""
     host = facts.host
     if facts.has_ring or not host.later_stacks:
         return None
@@ -92,7 +92,7 @@ def read_doing(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def named_worker(facts: RankEvidence) -> WorkerState | None:
-    """Return the loader's worker that a rank waits for; None if none stands out."""
+    """Return the loader's worker that a rank waits for; None if no worker stands out."""
     states = [
         one
         for one in workers_of(facts)
@@ -110,7 +110,7 @@ def _words(activity: Activity) -> str:
 
 
 def _is_same_later(facts: RankEvidence, activity: Activity) -> bool:
-    """Return whether the second look saw the same: something seen once may have been transient."""
+    """Return whether the second look saw the same; what is seen once may be transient."""
     if not facts.host.later_stacks:
         return False
     later = read_activity(facts.host.later_stacks)

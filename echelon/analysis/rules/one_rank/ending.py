@@ -1,4 +1,4 @@
-"""A rank that ended, closed its recorder, fell silent, or left no record."""
+"""Detect a rank that ended, closed its recorder, fell silent, or left no record."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def read_silence(picture: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def _behind_s(picture: Picture, facts: RankEvidence) -> float:
-    """Return how much older a rank's heartbeat is than the youngest one; 0 if it has none."""
+    """Return how much older a rank's heartbeat is than the youngest heartbeat; 0 without one."""
     if not facts.live[Live.HEARTBEAT_MONO_NS]:
         return 0.0
     return (picture.remembered("youngest", _youngest_ns) - _beat_ns(facts)) / 1e9
@@ -127,8 +127,8 @@ def read_loss(picture: Picture, rank: int) -> Reading:
 def read_absence(picture: Picture, rank: int) -> Reading:
     """Detect a rank that left no readable record.
 
-    Without a launcher that watched the job, a missing file proves little: it may have been lost
-    when the files were copied.
+    Without a launcher that watched the job, a missing file proves little, because it may have been
+    lost when the files were copied.
     """
     if picture.evidence.incident.absent.get(rank):
         return read_loss(picture, rank)

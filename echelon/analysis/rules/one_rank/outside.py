@@ -1,11 +1,12 @@
-"""Ranks that record nothing, seen from outside: which of them wait for their peers?
+"""Determine from outside which of the ranks that record nothing wait for their peers.
 
-torch's Gloo backend runs each collective on a thread that waits for its peers with a timeout; an
-idle backend waits without one. So the kernel shows which ranks are inside a collective, and the
-remaining rank keeps them waiting. Before there is a group, ranks block in a socket call until all
-have joined the store.
+torch's Gloo backend runs each collective on a thread that waits for its peers with a timeout,
+whereas the threads of an idle backend wait without a timeout. The kernel therefore shows which
+ranks are inside a collective, and the remaining rank keeps them waiting. Before a group exists,
+ranks block in a socket call until all ranks have joined the store.
 
-This cannot determine which collective it is, or where in the code a rank is. That takes stacks.
+This method cannot determine which collective it is, or where in the code a rank is, which takes
+stacks.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ def waits_for_peers(facts: RankEvidence) -> bool:
 
 
 def is_in_collective(facts: RankEvidence) -> bool:
-    """Return whether its stack, or one of its Gloo threads, is inside a collective.
+    """Return whether a rank's stack, or one of its Gloo threads, is inside a collective.
 
-    The threads show more: a backward pass, a functional collective or a pipeline waits in C++, with
-    no Python frame of a collective on its stack.
+    The threads show more than the stack, because a backward pass, a functional collective or a
+    pipeline waits in C++, with no Python frame of a collective on its stack.
     """
     if facts.host.process_state in ("T", "t"):
         return False
@@ -54,12 +55,12 @@ def is_in_collective(facts: RankEvidence) -> bool:
 
 
 def is_seen_outside(facts: RankEvidence) -> bool:
-    """Return whether a rank's Gloo threads are visible and none of them is inside a collective."""
+    """Return whether a rank's Gloo threads are visible and none of them is in a collective."""
     return any(thread.is_gloos for thread in facts.host.threads) and not is_in_collective(facts)
 
 
 def outside_words(facts: RankEvidence) -> str:
-    """Describe what the main thread is doing, after "rank R "; "" if that is not known."""
+    """Describe what the main thread is doing, worded to follow "rank R "; "" if unknown."""
     if not facts.host.threads:
         return ""
     call = facts.host.threads[0].call
@@ -85,9 +86,9 @@ def outside_lines(facts: RankEvidence) -> list[str]:
 
 
 def keeps_waiting(picture: Picture) -> tuple[int, ...]:
-    """Return the living ranks without a record that are where none of the waiting ranks is.
+    """Return the living ranks without a record that are where no waiting rank is.
 
-    Returns () if that is inconclusive: a rank recorded, none is seen waiting, or all are.
+    Returns () if that is inconclusive because some rank recorded, none is seen waiting, or all are.
     """
     return picture.remembered("keeps_waiting", _keeps_waiting)
 
@@ -103,9 +104,10 @@ def _keeps_waiting(picture: Picture) -> tuple[int, ...]:
 
 
 def sleepers(picture: Picture) -> tuple[int, ...]:
-    """Return the few unrecorded ranks whose main thread sleeps while the others' threads wait.
+    """Return the few unrecorded ranks whose main thread sleeps while others' threads wait.
 
-    With sends and receives, the main thread itself waits, and no Gloo thread is in a collective.
+    With sends and receives, the main thread itself waits, and no Gloo thread is inside a
+    collective.
     """
     return picture.remembered("sleepers", _sleepers)
 
@@ -141,7 +143,7 @@ def _waiting_ranks(picture: Picture) -> tuple[int, ...]:
 
 
 def _is_at_rendezvous(facts: RankEvidence) -> bool:
-    """Return whether the main thread itself waits on an open connection before there is a group."""
+    """Return whether the main thread waits on an open connection before a group exists."""
     host = facts.host
     connected = any(one.state == "ESTABLISHED" for one in host.sockets)
     return bool(

@@ -1,4 +1,4 @@
-"""A rank inside a phase of its own: loading, saving, compiling, waiting for the store."""
+"""Detect a rank inside a phase of its own: loading, saving, compiling, or using the store."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OTHERS_BUILD = (
 
 
 def read_compiler(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a rank inside torch's compiler by its stack, outside any span and at any heartbeat."""
+    """Detect by its stack a rank in torch's compiler, outside any span and at any heartbeat."""
     activity = activity_of(facts)
     if activity.doing is not Doing.COMPILING:
         return None
@@ -56,7 +56,7 @@ def read_compiler(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_span(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a rank inside a span that names its own cause."""
+    """Detect a rank inside a span whose name states the cause."""
     span = innermost_span(facts)
     if span is not None and span.name in _SPAN_CAUSES:
         return _span_reading(facts, span)
@@ -93,7 +93,7 @@ def _span_reading(facts: RankEvidence, span: Span) -> Reading:
 
 
 def _span_line(span: Span, frame: Frame | None) -> str:
-    """Return where a span was opened; the user's line if a library opened it far below that."""
+    """Return where a span was opened, or the user's line if a library opened the span far below."""
     opened = site_frame(span.site)
     if frame is not None and frame.is_users and opened is not None and not opened.is_users:
         return str(frame)

@@ -1,4 +1,4 @@
-"""A rank whose process is held: stopped, throttled, locked, or asleep in the kernel."""
+"""Detect a rank whose process is stopped, throttled, locked, or asleep in the kernel."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def read_freezer(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_motion(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect progress between the two looks: the rank is slow, not stuck."""
+    """Detect progress between the two looks, which means that the rank is slow and not stuck."""
     if not has_moved(facts):
         return None
     host = facts.host
@@ -80,7 +80,7 @@ def read_motion(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_throttling(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a rank that its cgroup's processor limit holds back most of the time."""
+    """Detect a rank that the processor limit of its cgroup holds back most of the time."""
     share = facts.host.throttled_share
     if share is None or share < THROTTLED_SHARE or facts.host.process_state == "D":
         return None
@@ -95,7 +95,7 @@ def read_throttling(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_heartbeat(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a process that runs but executes no Python: C code holds the interpreter's lock."""
+    """Detect a process that executes no Python because C code holds the interpreter's lock."""
     age = heartbeat_age_s(facts)
     if (
         not facts.host.alive
@@ -156,7 +156,7 @@ def read_held_lock(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_kernel_wait(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a wait inside the kernel (state D); its channel tells file systems from drivers."""
+    """Detect a wait in the kernel (state D), whose channel tells file systems from drivers."""
     if facts.host.process_state != "D":
         return None
     channel, rank = facts.host.wait_channel, facts.rank

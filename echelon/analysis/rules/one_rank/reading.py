@@ -1,4 +1,4 @@
-"""The reading of one rank, and the form of the tests that produce it."""
+"""Define the reading of one rank, and the form of the tests that produce readings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals of a single rank: its innermost span, its line, its heartbeat, its process."""
+"""Read the signals of a single rank: its innermost span, source line, heartbeat and process."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ STALE_HEARTBEAT_S = 3.0  # six missed beats: a busy machine delays one or two
 def innermost_span(facts: RankEvidence) -> Span | None:
     """Return the innermost open span of the thread that makes the rank's collectives.
 
-    If that thread has none open, or there was no collective yet, return that of the thread that
-    opened a span last.
+    If that thread has no open span, or if there was no collective yet, return the innermost open
+    span of the thread that was the last to open a span.
     """
     if not facts.open_spans:
         return None
@@ -37,7 +37,7 @@ def innermost_span(facts: RankEvidence) -> Span | None:
 
 
 def heartbeat_age_s(facts: RankEvidence) -> float:
-    """Return how old the Python heartbeat was at the last look, 0 if not known."""
+    """Return the age of the Python heartbeat at the last look; 0 if unknown."""
     beat = facts.live[Live.HEARTBEAT_MONO_NS] if facts.live else 0
     seen = facts.host.snapshot_mono_ns
     if not beat or not seen or facts.host.later_heartbeat_mono_ns > beat:
@@ -46,13 +46,13 @@ def heartbeat_age_s(facts: RankEvidence) -> float:
 
 
 def heartbeat_lines(facts: RankEvidence) -> tuple[str, ...]:
-    """Report the age of the heartbeat if it is old."""
+    """Describe the age of the heartbeat if it is old."""
     age = heartbeat_age_s(facts)
     return (f"rank {facts.rank}: its heartbeat is {seconds(age)} old",) if age > 1 else ()
 
 
 def users_line(facts: RankEvidence) -> Frame | None:
-    """Return the main thread's frame in the user's own code, None if there is no stack."""
+    """Return the main thread's frame in the user's own code; None without a stack."""
     thread = main_thread(facts.host.stacks)
     return users_frame(thread.frames) if thread else None
 
@@ -71,14 +71,14 @@ def process_lines(facts: RankEvidence) -> list[str]:
 
 
 def native_heartbeat_age_s(facts: RankEvidence) -> float | None:
-    """Return how old the heartbeat that needs no lock was at the last look; None if not known."""
+    """Return the age of the heartbeat that needs no lock, at the last look; None if unknown."""
     beat = facts.live[Live.NATIVE_HEARTBEAT_MONO_NS] if facts.live else 0
     seen = facts.host.snapshot_mono_ns
     return max(0, seen - beat) / 1e9 if beat and seen else None
 
 
 def interrupted_lines(facts: RankEvidence) -> tuple[str, ...]:
-    """Warn if taking the stacks may itself have changed what the rank did."""
+    """Warn if capturing the stacks may itself have changed what the rank did."""
     if facts.host.stacks_from != SIGNAL:
         return ()
     text = (
@@ -88,7 +88,7 @@ def interrupted_lines(facts: RankEvidence) -> tuple[str, ...]:
 
 
 def native_line(facts: RankEvidence) -> tuple[str, ...]:
-    """Return the C functions that the main thread is in, innermost first."""
+    """Describe the C functions that the main thread is in, innermost first."""
     lines = facts.host.native_stacks.splitlines()
     frames = [line.strip() for line in itertools.takewhile(lambda one: one[:1] == " ", lines[1:])]
     if not frames:
@@ -97,7 +97,7 @@ def native_line(facts: RankEvidence) -> tuple[str, ...]:
 
 
 def fault_lines(facts: RankEvidence) -> list[str]:
-    """Describe what the rank itself wrote about the signal that ended it."""
+    """Describe what the rank itself recorded about the signal that ended it."""
     fault = facts.fault
     if fault is None or facts.host.exit_code != -fault.signal:
         return []
@@ -118,7 +118,7 @@ def is_busy(facts: RankEvidence) -> bool:
 
 
 def machine_lines(facts: RankEvidence) -> list[str]:
-    """Describe what holds the process back: limits of its cgroup, pressure, denied permissions."""
+    """Describe what holds the process back: cgroup limits, pressure, denied permissions."""
     host = facts.host
     lines = []
     if host.throttled_share is not None and host.throttled_share > 0.1:
@@ -147,10 +147,10 @@ def denied_line(facts: RankEvidence) -> tuple[str, ...]:
 
 
 def missing_stack(facts: RankEvidence, whose: str) -> str:
-    """Name a stack that would settle a verdict; if reading it was refused, say what permits it.
+    """Name a stack that would settle a verdict, and if reading it was refused, the remedy.
 
     Args:
-        whose: such as "rank 3's main thread's stack".
+        whose: the owner of the stack, such as "rank 3's main thread's stack".
     """
     if TRACING not in facts.host.not_permitted:
         return whose

@@ -1,8 +1,8 @@
-"""A rank whose process gets no processor time: neither of its heartbeats runs.
+"""Detect a rank whose process gets no processor time, so that neither of its heartbeats runs.
 
 The recorder has two heartbeats: one from a Python thread, which needs the interpreter's lock, and a
-native one, which needs nothing but a core. If only the first is old, some code holds the lock
-(`read_heartbeat`); if both are, no thread of the process has run at all.
+native one, which needs only a core. If only the Python heartbeat is old, some code holds the lock
+(`read_heartbeat`). If both are old, no thread of the process has run.
 """
 
 from __future__ import annotations

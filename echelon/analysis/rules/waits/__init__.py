@@ -1,1 +1,1 @@
-"""Ranks that wait, and those that keep them waiting."""
+"""Detect ranks that wait, and the ranks that keep them waiting."""

@@ -1,9 +1,10 @@
-"""Ranks that recorded nothing and all wait in collectives: at one line, or not.
+"""Compare the lines of ranks that recorded nothing and all wait in collectives.
 
-No single rank keeps the others waiting: either each is inside a call that the others have not made,
-or all are inside the same one. Uneven batches look like the former (one rank has left the loop and
-is in the barrier behind it), and so does a collective that only some ranks reach. Stacks show
-lines, not calls: two lines may make the same call, and one line several.
+No single rank keeps the others waiting: either each rank is inside a call that the others have not
+made, or all ranks are inside the same call. Uneven batches look like the former, because one rank
+has left the loop and is in the barrier after it. A collective that only some ranks reach looks like
+the former too. Stacks show lines, not calls: two lines may make the same call, and one line may
+make several calls.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def find_apart(picture: Picture) -> list[Finding]:
 
 
 def _together(place: Frame, ranks: tuple[int, ...]) -> Finding:
-    """Report that all ranks are inside what one line calls: their stacks do not differ."""
+    """Report that all ranks are inside a call made by the same line, as their stacks show."""
     return Finding(
         cause=Cause.UNKNOWN,
         culprit_ranks=(),
@@ -71,7 +72,7 @@ def _together(place: Frame, ranks: tuple[int, ...]) -> Finding:
 
 
 def _places(picture: Picture) -> dict[Frame, tuple[int, ...]]:
-    """Return the ranks by the line of their collective; {} unless every rank waits in one."""
+    """Return the ranks keyed by the line of their collective; {} unless all wait in one."""
     evidence = picture.evidence
     if evidence.incident.kind != "stall" or evidence.missing or picture.graph.waits:
         return {}

@@ -1,4 +1,4 @@
-"""Ranks that wait for each other in a cycle: they entered operations in different orders."""
+"""Detect cycles of ranks that wait for each other, due to operations in different orders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SMALL_RING = 2
 
 
 def find_desync(picture: Picture) -> list[Finding]:
-    """Report the ranks on a cycle of waits."""
+    """Report the ranks in a cycle of waits."""
     ring = picture.graph.cycle()
     if not ring:
         return []
@@ -63,9 +63,10 @@ def find_desync(picture: Picture) -> list[Finding]:
 
 
 def _sureness(picture: Picture, ring: tuple[int, ...], waits: list[Wait]) -> Confidence:
-    """Return how sure a cycle as a whole is.
+    """Return the confidence that the whole cycle is at fault.
 
-    With messages, or with more than two ranks, most of it may be fallout of the rank that slipped.
+    With messages, or with more than two ranks, most of the cycle may be fallout of the rank that
+    slipped.
     """
     if picture.streams is None:
         return Confidence.CERTAIN
@@ -74,9 +75,9 @@ def _sureness(picture: Picture, ring: tuple[int, ...], waits: list[Wait]) -> Con
 
 
 def _breaker(waits: list[Wait], ring: set[int], recorded: Collection[int]) -> int | None:
-    """Return the one rank without which there would be no cycle, or None.
+    """Return the one rank without which there would be no cycle; None if there is no such rank.
 
-    It alone is absent where others wait. A rank without a record is absent from everything.
+    Only that rank is absent where others wait. A rank without a record is absent everywhere.
     """
     seen = [[rank for rank in wait.absent if rank in recorded] for wait in waits]
     alone = {absent[0] for absent in seen if len(absent) == 1} & ring
@@ -102,9 +103,9 @@ def _without(waits: list[Wait], rank: int) -> WaitGraph:
 def _describe_odd(
     picture: Picture, odd: int, ring: tuple[int, ...], waits: list[Wait], *, is_habit: bool
 ) -> Finding:
-    """Name the one rank of a cycle whose latest calls are in an order that it never had before.
+    """Name the one rank of a cycle whose latest calls are in an order that is new for it.
 
-    A message that stands alone may be one that its peer left out or has completed: habit decides.
+    The peer may have left out or completed a message that stands alone, so the habit decides.
     """
     near = [wait for wait in waits if odd in wait.absent or odd in wait.waiting]
     first = next((wait for wait in near if odd in wait.absent), waits[0])

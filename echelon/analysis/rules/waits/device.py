@@ -1,8 +1,8 @@
-"""A kernel that never started although it is at the head of its rank's queue.
+"""Detect a kernel that never started although it is at the head of its rank's queue.
 
-If starts are recorded, a rank that waits for its peers has started the operation that it waits in.
-A rank whose head is only scheduled while the other members' kernels run waits for its own device:
-something before the operation never ended there.
+If starts are recorded, a rank that waits for its peers has started the operation in which it waits.
+A rank whose head is only scheduled while the kernels of the other members run waits for its own
+device, where some earlier work never ended.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from echelon.recorder.format.schema import State
 
 
 def find_unstarted(picture: Picture) -> list[Finding]:
-    """Report the ranks whose kernels do not start while their peers' run."""
+    """Report the ranks whose kernels do not start while the kernels of their peers run."""
     streams = picture.streams
     if streams is None or not streams.has_starts or not picture.graph.waits:
         return []
@@ -27,7 +27,7 @@ def find_unstarted(picture: Picture) -> list[Finding]:
 
 
 def _peers_started(streams: Streams, head: Head) -> bool:
-    """Return whether all other members are in the same operation, and their kernels run."""
+    """Return whether all other members run kernels of the same operation."""
     others = [rank for rank in _members(streams, head) if rank != head.rank]
     there = [streams.heads.get(rank) for rank in others]
     if head.is_message:

@@ -1,9 +1,9 @@
-"""A hang inside a pipeline: which action is missing, from which rank, and what that rank does.
+"""Explain a hang in a pipeline: the missing action, its rank, and what that rank is doing.
 
-Receives are posted ahead in a pipeline, so pending messages do not show which rank waits for which.
+A pipeline posts receives ahead of time, so pending messages do not show which rank waits for which.
 Open spans do: a rank that waits has a `pipeline` span such as `2F3 waits in RECV_F for 1F3 of rank
-1`, and a rank that computes has a `compute` span with the action's text. Following the waits leads
-to the rank that all others wait for; its own signals show why.
+1`, and a rank that computes has a `compute` span with the text of its action. Following the waits
+leads to the rank that all others wait for; that rank's own signals show why.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ACTION = re.compile(r"\d{1,6}[FBIW]\d{1,6}")
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """A rank that waits for another inside a pipeline."""
+    """A wait of one rank for another inside a pipeline."""
 
     rank: int
     action: str  # its own action, which cannot continue
@@ -39,7 +39,7 @@ class _Wait:
 
 
 def find_pipeline(picture: Picture) -> list[Finding]:
-    """Report the ranks that pipelines wait for, the one with the longest wait first."""
+    """Report the ranks that pipelines wait for, sorted from the longest wait."""
     waits = {
         rank: wait
         for rank, facts in picture.evidence.ranks.items()

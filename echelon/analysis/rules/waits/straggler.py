@@ -1,10 +1,11 @@
-"""One rank, or one host, that is repeatedly last although nothing stalls.
+"""Detect a rank or a host that is repeatedly last although nothing stalls.
 
-It is a verdict only if it matters: last in at least 80 % of at least 50 collectives of a group, and
-at least 20 % of the time spent waiting for it. Below that, it is only noted.
+A straggler is a verdict only if it matters: last in at least 80 % of at least 50 collectives of a
+group, with at least 20 % of the time spent waiting for it. Below that, the straggler is only noted.
 
-Only meetings count: collectives in which a rank really waited. Of four consecutive buckets, the
-first absorbs the slow rank's delay, and which rank is last in the other three is chance.
+Only collectives in which a rank really waited are counted. Of four consecutive buckets, for
+example, the first absorbs the slow rank's delay, and which rank is last in the other three is
+chance.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ NOTED_COST_SHARE = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Laggards:
-    """The members that arrived last most often, and what that cost: one rank, a host, a few."""
+    """The members that arrived last most often (one rank, a host, a few ranks), and the cost."""
 
     group: str
     ranks: tuple[int, ...]
@@ -42,23 +43,23 @@ class Laggards:
 
     @property
     def is_straggler(self) -> bool:
-        """Whether it is a verdict."""
+        """Whether the delay is large enough for a verdict."""
         return self.last_share >= LAST_SHARE and self.cost_share >= COST_SHARE
 
     @property
     def is_noted(self) -> bool:
-        """Whether it is worth noting."""
+        """Whether the delay is large enough to be noted."""
         return self.last_share >= NOTED_LAST_SHARE and self.cost_share >= NOTED_COST_SHARE
 
 
 def laggards(found: Arrivals, hosts: list[str]) -> Laggards | None:
-    """Return the members that were last most often, None if there are too few collectives.
+    """Return the members that were last most often; None if there are too few collectives.
 
-    This is one rank if a single one is late; otherwise the ranks of a host, or a few that are
-    equally late, where chance decides which of them is the very last.
+    The result is one rank if a single rank is late. Otherwise, it is the ranks of a host, or a few
+    ranks that are equally late, where chance decides which of them is last.
 
     Args:
-        hosts: of each member. [num_members]
+        hosts: the host of each member: [num_members].
     """
     spread = found.lag_ns.max(axis=0)
     meeting = spread >= max(1.0, MEETING_SHARE * float(np.percentile(spread, 90)))
@@ -75,7 +76,7 @@ def laggards(found: Arrivals, hosts: list[str]) -> Laggards | None:
 
 
 def _sets(lag: npt.NDArray[np.int64], hosts: list[str]) -> Iterator[tuple[int, ...]]:
-    """Yield the sets of members that may be late together, at most half of them."""
+    """Yield the sets of members that may be late together, each at most half of the members."""
     size = len(hosts)
     median = np.median(lag, axis=1)
     by_host: dict[str, list[int]] = {}
@@ -96,7 +97,7 @@ def _sets(lag: npt.NDArray[np.int64], hosts: list[str]) -> Iterator[tuple[int, .
 def _judge(
     found: Arrivals, lag: npt.NDArray[np.int64], members: tuple[int, ...], hosts: list[str]
 ) -> Laggards:
-    """Measure what a set of members costs: how much later it arrived than all others."""
+    """Measure what a set of members costs: how much later than all others it arrived."""
     rest = np.delete(lag, members, axis=0)
     if not len(rest):
         rest = np.zeros_like(lag[:1])

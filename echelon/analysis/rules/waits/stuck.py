@@ -1,6 +1,6 @@
-"""Ranks that others wait for and that wait for no rank: these are where the cause is.
+"""Examine the ranks that others wait for and that wait for no rank, where the cause is.
 
-Each sink of the wait-for graph is read by its own signals (`one_rank/`); sinks with the same cause
+Each sink of the wait-for graph is read by its own signals (`one_rank/`). Sinks with the same cause
 make one finding.
 """
 
@@ -50,10 +50,10 @@ _ACTIONS = {
 
 
 def find_stuck(picture: Picture) -> list[Finding]:
-    """Report the sinks, the earliest wait first.
+    """Report the sinks, sorted from the earliest wait.
 
-    Sinks of one cause that the same operation waits for make one finding; sinks elsewhere with the
-    same cause make another.
+    Sinks with the same cause that the same operation waits for make one finding; sinks elsewhere
+    with that cause make another finding.
     """
     sinks = suspects(picture)
     readings = {rank: read_rank(picture, rank) for rank in sinks}
@@ -77,7 +77,7 @@ def find_stuck(picture: Picture) -> list[Finding]:
 
 
 def _bounded(alike: dict[tuple[Cause, int], list[int]]) -> dict[tuple[Cause, int], list[int]]:
-    """Merge, by cause, what thousands of ranks wait for, each in a group of its own."""
+    """Merge the sinks by cause if there are too many of them, each in a group of its own."""
     if len(alike) <= _MAX_FINDINGS:
         return alike
     merged: dict[tuple[Cause, int], list[int]] = {}
@@ -87,9 +87,9 @@ def _bounded(alike: dict[tuple[Cause, int], list[int]]) -> dict[tuple[Cause, int
 
 
 def find_all_busy(picture: Picture) -> list[Finding]:
-    """Report that all ranks compute although a stall was seen: none of them waits for another.
+    """Report that all ranks compute and none waits for another, although a stall was detected.
 
-    A long compilation, evaluation or preprocessing looks like this and is not a fault.
+    A long compilation, evaluation or preprocessing looks the same and is not a fault.
     """
     evidence = picture.evidence
     ranks = evidence.ranks
@@ -123,8 +123,8 @@ def find_all_busy(picture: Picture) -> list[Finding]:
 def find_lost(picture: Picture) -> list[Finding]:
     """Report the ranks whose node was lost, if that was the first failure.
 
-    The others may still have been at work when their snapshots were taken, each at a different
-    moment, so whatever seems to wait or to be stuck there is a coincidence.
+    The other ranks may still have been making progress when their snapshots were taken, each at a
+    different moment, so anything that seems to wait or to be stuck there is a coincidence.
     """
     incident, size = picture.evidence.incident, picture.evidence.world_size
     lost = tuple(rank for rank in incident.lost if rank < size)
@@ -136,12 +136,12 @@ def find_lost(picture: Picture) -> list[Finding]:
 
 
 def suspects(picture: Picture) -> tuple[int, ...]:
-    """Return the ranks to look at: the sinks, or in a silent stall every rank that runs.
+    """Return the ranks to examine: the sinks, or in a silent stall every rank that runs.
 
-    A rank that is inside an operation with all its members waits for the transport, but a rank in
-    no operation at all takes precedence. A rank that is inside an operation that its peers have
-    completed waits for its own device. Before there is a group, ranks meet at the store: those that
-    have arrived wait for the rest.
+    A rank that is inside an operation with all members waits for the transport, but a rank in no
+    operation at all takes precedence. A rank that is inside an operation that its peers have
+    completed waits for its own device. Before a group exists, ranks meet at the store, and the
+    ranks that have arrived wait for the rest.
     """
     sinks = picture.graph.sinks
     inside = {rank for wait in picture.graph.waits if not wait.absent for rank in wait.waiting}
@@ -174,9 +174,9 @@ def suspects(picture: Picture) -> tuple[int, ...]:
 
 
 def accused(picture: Picture) -> tuple[int, ...]:
-    """Return the ranks that others' timeouts name as missing and that did not end by themselves.
+    """Return the ranks that others' timeouts name as missing and that did not end on their own.
 
-    Before there is a group, no rank waits in an operation: only these errors name the ranks that
+    Before a group exists, no rank waits in an operation, and only these errors name the ranks that
     did not join.
     """
     named: set[int] = set()
@@ -198,12 +198,12 @@ def _is_at_store(facts: RankEvidence) -> bool:
 
 
 def is_left_behind(picture: Picture, wait: Wait) -> bool:
-    """Return whether the peers have completed what these ranks are inside, and not just now.
+    """Return whether the peers have completed, and not just now, what these ranks are inside.
 
     In foreign dumps, which do not record when they were made, a few ranks may simply have been
     dumped earlier. There, most peers must have completed the operation and already wait in a later
-    one, or the operation must have timed out. Over a dead link, one side may complete an operation
-    whose data the other never receives: that is the network's fault.
+    operation, or the operation must have timed out. Over a dead link, one side may complete an
+    operation whose data never reaches the other side, which is the fault of the network.
     """
     if wait.absent or not wait.completed or picture.is_cut_off(wait):
         return False
@@ -226,7 +226,7 @@ def _began(picture: Picture, ranks: Sequence[int]) -> int:
 def describe_sinks(
     picture: Picture, ranks: tuple[int, ...], reading: Reading, shown: int
 ) -> Finding:
-    """Make one finding of ranks that were found doing the same; `shown` is described first."""
+    """Make one finding of ranks found doing the same; `shown` is the rank described first."""
     wait = picture.wait_for(ranks)
     who = rank_list(ranks)
     summary = f"rank {shown} {reading.words}"
@@ -283,7 +283,7 @@ def describe_sinks(
 
 
 def _rest_words(reading: Reading, others: Mapping[int, Reading], rest: Sequence[int]) -> str:
-    """Describe the other ranks of a finding: all do the same, or each is somewhere else."""
+    """Describe the other ranks of a finding: all do the same, or each is at a different place."""
     apart = [r for r, other in others.items() if other.frame != reading.frame and other.frame]
     same = [rank for rank in rest if rank not in apart]
     text = f"; so {'does' if len(same) == 1 else 'do'} {rank_list(same)}" if same else ""
@@ -294,7 +294,7 @@ def _rest_words(reading: Reading, others: Mapping[int, Reading], rest: Sequence[
 
 
 def _has_contrast(picture: Picture, ranks: Sequence[int]) -> bool:
-    """Return whether any running rank is not among the culprits: `certain` requires one."""
+    """Return whether any running rank is not a culprit, which `certain` requires."""
     if picture.evidence.world_size == 1 or picture.wait_for(ranks) is not None:
         return True
     return any(rank not in ranks for rank in range(picture.evidence.world_size))
@@ -305,7 +305,7 @@ def _confidence(picture: Picture, ranks: Sequence[int], reading: Reading) -> Con
 
 
 def waiting_words(picture: Picture, ranks: Sequence[int], wait: Wait) -> str:
-    """Return how many ranks wait for `ranks`, where, and for how long."""
+    """Describe how many ranks wait for `ranks`, where, and for how long."""
     waiting = picture.graph.fallout(ranks)
     one = len(waiting) == 1
     number = f"rank {waiting[0]}" if one else f"{len(waiting)} ranks"

@@ -1,4 +1,4 @@
-"""All ranks are inside and none completes: the fault is in the transport or a device below it."""
+"""Detect operations that all ranks entered and none completes, due to transport or device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SETTLES = (
 
 
 def find_transport(picture: Picture) -> list[Finding]:
-    """Report operations that all members entered and none completed, else broken connections."""
+    """Report operations that all members entered and none completed, or else lost connections."""
     inside = [wait for wait in picture.graph.waits if _is_full(picture, wait)]
     if inside:
         return [_describe(picture, min(inside, key=lambda wait: wait.since_ns))]
@@ -65,7 +65,7 @@ def _describe(picture: Picture, wait: Wait) -> Finding:
 
 
 def _world(picture: Picture) -> tuple[str, ...]:
-    """Report that a rank may be missing if no record gives the number of ranks."""
+    """Report that a rank may be missing if no record states the number of ranks."""
     if not picture.evidence.is_world_inferred:
         return ()
     size = picture.evidence.world_size
@@ -88,7 +88,7 @@ def _whose(links: tuple[BrokenLink, ...], culprits: tuple[int, ...]) -> str:
 
 
 def _broken(picture: Picture) -> list[Finding]:
-    """Report lost connections if no rank hangs or died, naming the end that most pairs share."""
+    """Report lost connections if no rank hangs or died, and name the end that most pairs share."""
     texts = {rank: text for rank, text in _errors(picture).items() if text}
     if not texts:
         return []

@@ -1,1 +1,1 @@
-"""The ranks' log files as evidence, if nothing else is left."""
+"""Read the ranks' log files as evidence, if no other evidence exists."""

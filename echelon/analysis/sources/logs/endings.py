@@ -1,4 +1,4 @@
-"""How ranks ended, as launchers log it at the end of a job: torchrun, srun and mpirun."""
+"""Read how ranks ended from what torchrun, srun and mpirun log at the end of a job."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MAX_TASKS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a rank ended according to a launcher; `code` as in `subprocess`."""
+    """How a rank ended, according to a launcher; `code` is as in `subprocess`."""
 
     rank: int
     code: int
@@ -44,7 +44,7 @@ class Ending:
 
 
 def endings_in(text: str) -> tuple[list[Ending], int]:
-    """Return the logged ends of ranks, and the rank logged as the first to fail (-1: none)."""
+    """Return the logged ends of ranks, and the rank logged as the first to fail (-1 if none)."""
     found = [
         Ending(int(match["rank"]), int(match["code"]), int(match["pid"]))
         for match in _TORCHRUN.finditer(text)
@@ -78,7 +78,7 @@ def _code(how: str) -> int:
 
 
 def _numbers(tasks: str) -> list[int]:
-    """Parse `3`, `0,2` and `4-7`."""
+    """Parse numbers and ranges, such as `3`, `0,2` and `4-7`."""
     out: list[int] = []
     for part in tasks.split(","):
         first, _, last = part.partition("-")

@@ -1,8 +1,9 @@
-"""A folder of logs, or one merged log, as evidence: each rank's text and how it ended.
+"""Read a folder of logs, or one merged log, as evidence: each rank's text and how it ended.
 
-Supported layouts: this launcher's (`rank_3/attempt_0/stderr.log`), torchrun's `--log-dir`
-(`attempt_0/3/stderr.log`), a file per rank (`slurm-99-3.out`, `rank3.log`), and one file whose
-lines a launcher labelled. Of several attempts, the newest is read. Links are not followed.
+The supported layouts are this launcher's (`rank_3/attempt_0/stderr.log`), that of torchrun's
+`--log-dir` (`attempt_0/3/stderr.log`), one file per rank (`slurm-99-3.out`, `rank3.log`), and one
+file whose lines a launcher labelled. Of several attempts, the newest is read. Links are not
+followed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _NCCL_PID = re.compile(r"^[\w.-]{1,255}:(\d{1,10}):\d{1,10} \[\d{1,3}\] NCCL ", 
 
 @dataclass(slots=True)
 class _Logs:
-    """What has been read so far."""
+    """The logs that have been read so far."""
 
     texts: dict[int, str] = field(default_factory=dict)  # by rank; -1: of no rank
     attempts: dict[int, int] = field(default_factory=dict)
@@ -58,10 +59,10 @@ class _Logs:
 
 
 def load_logs(path: Path) -> Evidence | None:
-    """Load the logs below a folder, or one log; None if there is none.
+    """Load the logs below a folder, or a single log; None if there are no logs.
 
-    A folder of texts that name no rank and hold no known message does not belong to a job: it may
-    be notes.
+    If the texts in a folder name no rank and hold no known message, they do not belong to a job,
+    since they may be notes.
     """
     logs = _Logs()
     for file in _files(path):
@@ -125,9 +126,9 @@ def _take(logs: _Logs, top: Path, file: Path, text: str) -> None:
 
 
 def _rank_of(parts: tuple[str, ...], text: str) -> int:
-    """Return the rank that wrote a log file, -1 if no rank did.
+    """Return the rank that wrote a log file; -1 if no rank did.
 
-    The text takes precedence: torchrun numbers its folders by local rank.
+    The text takes precedence over the path, because torchrun numbers its folders by local rank.
     """
     said = {int(rank) for rank in _OWN_RANK.findall(text)}
     if len(said) == 1:

@@ -1,7 +1,7 @@
-"""Lines of logs: read within bounds, and stripped of the labels that launchers add.
+"""Read lines of logs within bounds, and strip the labels that launchers add.
 
 A launcher that merges the output of its ranks labels each line: torchrun with `[default3]:`, srun
-`--label` with `3: `, echelon with `3| `. torch itself puts `[rank3]:` before tracebacks and
+`--label` with `3: `, and echelon with `3| `. torch itself puts `[rank3]:` before tracebacks and
 warnings.
 """
 
@@ -22,7 +22,7 @@ _LABEL = re.compile(r"^(?:[\w.-]{1,64} )?(\d{1,7})(?:: |\| )")
 
 
 def read_text(path: Path) -> str | None:
-    """Read the first and the last part of a log; return None if it is not text.
+    """Read the first and the last part of a log; return None if the log is not text.
 
     Raises:
         OSError: the file cannot be read.
@@ -50,10 +50,11 @@ def _is_text(head: bytes) -> bool:
 
 
 def by_rank(text: str, *, labelled: bool = False) -> dict[int, str]:
-    """Divide a merged log by the ranks that its lines name; -1: lines that name none.
+    """Divide a merged log by the ranks that its lines name; -1 stands for lines without a rank.
 
     Args:
-        labelled: whether a number with a colon or a bar at the start of a line may be a rank.
+        labelled: whether a number followed by a colon or a bar at the start of a line may be a
+            rank.
     """
     parts: dict[int, list[str]] = {}
     for line in text.splitlines():
@@ -63,7 +64,7 @@ def by_rank(text: str, *, labelled: bool = False) -> dict[int, str]:
 
 
 def is_labelled(text: str) -> bool:
-    """Return whether most lines of a log begin with a label, as srun's and echelon's do."""
+    """Return whether most lines of a log begin with a label, as with srun and echelon."""
     lines = [line for line in text.splitlines() if line.strip()]
     labels = {match[1] for line in lines if (match := _LABEL.match(line))}
     return len(labels) > 1 and 2 * sum(bool(_LABEL.match(line)) for line in lines) > len(lines)

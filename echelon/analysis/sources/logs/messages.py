@@ -1,9 +1,9 @@
-"""Messages that libraries, drivers, kernels and schedulers write when a job fails.
+"""Recognise messages that libraries, drivers, kernels and schedulers write when a job fails.
 
-Each names a cause, whether it is a root or the consequence of something elsewhere, and what to do.
-The wording is that of PyTorch 2.0 to 2.13, NCCL 2.14 to 2.28, RCCL, oneCCL, Gloo, the NVIDIA driver
-(https://docs.nvidia.com/deploy/xid-errors), Linux and Slurm. If several messages match a line, the
-first in the table counts: narrower ones come before wider ones.
+Each entry names a cause, whether the message reports a root cause or the consequence of another
+failure, and a remedy. The wording is that of PyTorch 2.0 to 2.13, NCCL 2.14 to 2.28, RCCL, oneCCL,
+Gloo, the NVIDIA driver (https://docs.nvidia.com/deploy/xid-errors), Linux and Slurm. If several
+messages match a line, the first in the table wins; specific messages come before general ones.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A message in a log: its line, and how many lines follow."""
+    """A message found in a log: its line, and the number of lines that follow."""
 
     message: Message
     line: str
@@ -268,7 +268,7 @@ MESSAGES: tuple[Message, ...] = (
 
 
 def messages_in(text: str) -> Iterator[Said]:
-    """Yield the known messages of a log, by its lines."""
+    """Yield the known messages found in the lines of a log."""
     for start, end in _telling_lines(text):
         line = text[start : min(end, start + _MAX_LINE_CHARS)].strip()
         message = next((one for one in MESSAGES if one.pattern.search(line)), None)

@@ -1,1 +1,1 @@
-"""Readers of the dumps of torch's flight recorders, formats 2.x: `states.py` lists their kinds."""
+"""Read the dumps of torch's flight recorders, formats 2.x; `states.py` lists their kinds."""

@@ -1,8 +1,8 @@
-"""Dumps of torch's own recorder that lie beside echelon's black boxes of the same ranks.
+"""Read dumps of torch's own recorder that lie next to echelon's black boxes of the same ranks.
 
-An unmodified torch program opens no ring: the host records what it can see of the process, and
-torch's dump lists the operations that it called. If a rank has a ring, the ring holds more and the
-dump is ignored.
+An unmodified torch program opens no ring. The host records what it can observe of the process, and
+torch's dump lists the operations that the process called. If a rank has a ring, the ring holds
+more, and the dump is ignored.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from echelon.analysis.sources.torch.folder import TorchLoader
 
 
 def add_torch(builder: EvidenceBuilder, files: Sequence[tuple[int, Path]], world_size: int) -> None:
-    """Give the ranks that have no ring the operations from torch's dumps.
+    """Add the operations in torch's dumps to the ranks that have no ring.
 
-    A dump that is unreadable or empty causes a warning at most.
+    A dump that is unreadable or empty causes at most a warning.
     """
     loader = TorchLoader(builder.tables)
     with collector_off():

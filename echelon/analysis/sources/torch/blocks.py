@@ -1,11 +1,11 @@
-"""Parts of coalesced blocks whose closing entry is not in the dump.
+"""Determine the state of coalesced blocks whose closing entry is not in the dump.
 
-Parts never carry a state of their own. A block without its closing entry was either completed, and
-a dump of active entries left that entry out, or it was not closed yet when the dump was written.
-Whatever was enqueued after a block in its group, and the group's counters, distinguish the two
-cases. A single message that was sent on its own looks like a part. It is one if the group closes
-blocks; it is not if the group lists a message as completed, since a message on its own carries its
-state.
+The parts of a block never carry a state of their own. A block without its closing entry was either
+completed, and a dump of active entries left out the closing entry, or not yet closed when the dump
+was written. What was enqueued after the block in its group, and the counters of the group,
+distinguish the two cases. A single message that was sent on its own looks like a part. It is a part
+if the group closes blocks; it is not a part if the group lists a message as completed, because a
+message on its own carries its state.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def finish_unclosed(
     tops: Mapping[int, Tops],
     status: Mapping[int, tuple[int, int]],
 ) -> None:
-    """Mark the parts of completed blocks whose closing entry was left out as completed.
+    """Mark the parts of completed blocks as completed if their closing entry was left out.
 
     Args:
-        rows: a rank's rows, changed in place; `group` still holds pairs.
-        batched: pairs in which this rank closes blocks of messages.
+        rows: the rows of a rank, which are changed in place; `group` still holds pairs.
+        batched: the pairs in which this rank closes blocks of messages.
         tops: the highest counters of each pair.
-        status: (last enqueued, last completed) by local group number.
+        status: the (last enqueued, last completed) numbers, keyed by local group number.
     """
     is_message = (rows["flags"] & Flag.P2P) > 0
     numbers = np.where(is_message, rows["p2p_sequence"], rows["sequence"])
@@ -70,7 +70,7 @@ def _blocks(
     is_message: npt.NDArray[np.bool_],
     open_: npt.NDArray[np.bool_],
 ) -> Iterator[tuple[int, bool, int, list[int]]]:
-    """Yield (pair, whether messages, number, rows) of each open block."""
+    """Yield the (pair, whether messages, number, rows) of each open block."""
     blocks: dict[tuple[int, bool, int], list[int]] = {}
     for index in np.flatnonzero(open_).tolist():
         key = (int(rows["group"][index]), bool(is_message[index]), int(numbers[index]))

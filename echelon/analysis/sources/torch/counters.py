@@ -1,10 +1,10 @@
-"""torch's counters beside the entries: how far each rank is in each group.
+"""Read torch's counters, which show how far each rank is in each group, beside the entries.
 
-`pg_status` is keyed by local group numbers, which increase in the order in which the rank made its
-groups. Entries map the number to a name. If a group left no entry (its ring has wrapped, or only
-active entries were dumped), the numeric names in `pg_config`, sorted, are in that same order. Names
-that are hashes are mapped by the description that other ranks use under that number, and the last
-one by elimination.
+`pg_status` is keyed by local group numbers, which increase in the order in which the rank created
+its groups. Entries map the number to a name. If a group left no entry (its ring has wrapped around,
+or only active entries were dumped), the numeric names in `pg_config`, sorted, are in the same
+order. Names that are hashes are mapped by the description that other ranks use under that number,
+and the last remaining name is mapped by elimination.
 
 Each entry carries both counters of its group, for collectives and for messages. `pg_status` holds
 whichever of the two changed last, so it counts collectives only in a group that has no messages.
@@ -30,7 +30,7 @@ class Tops:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counters:
-    """One rank's counters: those in its entries, and `pg_status` by local group number."""
+    """The counters of one rank, from its entries and from `pg_status` by local group number."""
 
     tops: Mapping[Pair, Tops] = field(default_factory=dict)
     status: Mapping[int, tuple[int, int]] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Counters:
 def join_numbers(
     counters: Counters, described: Mapping[int, frozenset[str]], pairs: list[tuple[str, str]]
 ) -> dict[int, tuple[str, str]]:
-    """Map each local number in a rank's status to a group's name and description."""
+    """Map each local number in a rank's status to the name and description of a group."""
     found = {tops.local_number: pairs[pair] for pair, tops in counters.tops.items()}
     left = [number for number in sorted(counters.status) if number not in found]
     names = [one for one in counters.names if one not in set(found.values())]
@@ -65,7 +65,7 @@ def join_numbers(
 def _by_elimination(
     found: dict[int, tuple[str, str]], counters: Counters
 ) -> dict[int, tuple[str, str]]:
-    """Map the remaining numbers: the world's group is made first, and each number has one name."""
+    """Map the remaining numbers: the world's group is created first, and names are unique."""
     if len(counters.status) != len(counters.names):
         return found
     taken = set(found.values())

@@ -1,8 +1,8 @@
-"""One file of torch's flight recorder: pickle or JSON, checked into plain typed fields.
+"""Read one file of torch's flight recorder, pickle or JSON, into checked and typed fields.
 
-torch's formats 2.x are read. Unknown keys are skipped and missing ones get a default, so that minor
-versions may differ between ranks. A file does not contain its rank; the rank is the number in its
-name.
+torch's formats 2.x are supported. Unknown keys are skipped and missing keys get a default, so that
+minor versions may differ between ranks. A file does not contain its rank, which is the number in
+the file's name.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TorchFile:
 
 
 def rank_in_name(path: Path) -> int | None:
-    """Return the rank in a file's name: after "rank", else the number that it ends with."""
+    """Return the rank in a file's name: the number after "rank", else the number at the end."""
     match = _RANK_WORD.search(path.name)
     if match is None:
         match = _LAST_NUMBER.search(_EXTENSION.sub("", path.name))
@@ -55,7 +55,7 @@ def read_torch_file(path: Path, rank: int) -> TorchFile:
     """Read one dump.
 
     Raises:
-        DumpFormatError: the file is neither a plain pickle nor JSON, or not a flight recorder's
+        DumpFormatError: the file is neither a plain pickle nor JSON, or is not a flight recorder's
             dump.
     """
     top = _load(path)
@@ -117,7 +117,7 @@ def _version(path: Path, value: Any) -> tuple[int, int]:
 
 
 def _members(config: Any) -> dict[str, tuple[int, ...]]:
-    """Read `pg_config`. Its ranks are a string that looks like a list; it is never evaluated."""
+    """Read `pg_config`, whose ranks are a string that looks like a list and is never evaluated."""
     found: dict[str, tuple[int, ...]] = {}
     for name, value in config.items() if isinstance(config, dict) else ():
         if isinstance(name, str) and isinstance(value, dict):
@@ -135,7 +135,7 @@ def _names(config: Any) -> tuple[tuple[str, str], ...]:
 
 
 def _status(value: Any) -> dict[int, tuple[int, int]]:
-    """Read `pg_status`: numbers in pickles, strings in JSON, -1 for none."""
+    """Read `pg_status`, which has numbers in pickles, strings in JSON, and -1 for none."""
     found: dict[int, tuple[int, int]] = {}
     for key, counts in value.items() if isinstance(value, dict) else ():
         if isinstance(key, str) and _COUNT.match(key) and isinstance(counts, dict):
@@ -146,7 +146,7 @@ def _status(value: Any) -> dict[int, tuple[int, int]]:
 
 
 def ranks_in(value: Any) -> tuple[int, ...]:
-    """Read global ranks from "[0, 1]" or a list of numbers; () if there are none."""
+    """Read global ranks from "[0, 1]" or from a list of numbers; () if there are none."""
     if isinstance(value, str):
         numbers = [int(number) for number in _NUMBER.findall(value)]
     elif isinstance(value, list):

@@ -1,9 +1,9 @@
-"""A folder of torch's flight recorder dumps as evidence.
+"""Read a folder of torch's flight recorder dumps as evidence.
 
 Dumps are recognised by their first bytes, and their ranks by the number in the file name; they may
-lie in one folder per host. torch keys groups by a name that is unique only within a process, writes
-members as a string, and with Gloo often not at all. In that case, the members are the ranks that
-recorded something in the group, and the group is marked as inferred (`is_vague`).
+lie in one folder per host. torch identifies groups by a name that is unique only within a process.
+It writes the members as a string and, with Gloo, often not at all. In that case, the members are
+the ranks that recorded something in the group, and the group is marked as inferred (`is_vague`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def load_torch(path: Path) -> Evidence:
     """Load all dumps below a folder.
 
     Raises:
-        DumpFormatError: dumps exist, but none of them can be read.
-        ValueError: nothing there looks like a dump.
+        DumpFormatError: dumps exist, but none of the dumps can be read.
+        ValueError: nothing in the folder looks like a dump.
     """
     chosen, doubles = _choose(path)
     if not chosen:
@@ -101,7 +101,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _looks_like_dump(file: Path) -> bool:
-    """Return whether a file may be a rank's dump: it begins like one, is empty, or is truncated."""
+    """Return whether a file may be a rank's dump, which may also be empty or truncated."""
     try:
         with file.open("rb") as opened:
             head = opened.read(1)
@@ -122,7 +122,7 @@ class TorchLoader:
         self.warnings: list[str] = []
 
     def read(self, rank: int, path: Path) -> None:
-        """Read a rank's file; an unreadable one causes a warning."""
+        """Read the file of a rank; an unreadable file causes a warning."""
         try:
             file = read_torch_file(path, rank)
             read = self._rows.rows(str(path), file.entries, file.status)
@@ -137,7 +137,7 @@ class TorchLoader:
         self.files[rank] = TorchRank(rank, file.members, read.rows, counters, read.called_only)
 
     def settle(self, world_size: int = 0) -> TorchGroups:
-        """Assign ranks to groups: afterwards rows refer to groups, and peers are global ranks."""
+        """Assign ranks to groups; rows then refer to groups, and peers are global ranks."""
         groups = TorchGroups(self.files, self._rows.pairs, world_size)
         for read in self.files.values():
             groups.settle(read)
@@ -172,7 +172,7 @@ class TorchLoader:
 
 
 def _pairs_inside(rows: npt.NDArray[Any]) -> list[int]:
-    """Return the pairs in which a rank is inside an operation."""
+    """Return the pairs (name, description) in which a rank is inside an operation."""
     inside: list[int] = np.unique(rows["group"][rows["state"] != State.COMPLETED]).tolist()
     return inside
 
@@ -180,10 +180,11 @@ def _pairs_inside(rows: npt.NDArray[Any]) -> list[int]:
 def _regular_size(
     pairs: Sequence[tuple[str, str]], recorded: Mapping[int, Sequence[int]], inside: set[int]
 ) -> int:
-    """Return the number of ranks implied by the groups' sizes, 0 if they are regular or unclear.
+    """Return the number of ranks implied by group sizes; 0 if sizes are regular or unclear.
 
-    Gloo's dumps name no members, so nothing is known about a rank whose dump is missing. But groups
-    of one description divide the ranks evenly, so groups that are too small, and stuck, reveal it.
+    Gloo's dumps name no members, so nothing is known about a rank whose dump is missing. However,
+    groups with the same description divide the ranks evenly, so groups that are too small and stuck
+    reveal such a rank.
     """
     shapes: dict[str, dict[int, Sequence[int]]] = {}
     for pair, ranks in recorded.items():
@@ -204,7 +205,7 @@ def _regular_size(
 
 @dataclass(frozen=True, slots=True)
 class TorchRank:
-    """The parts of a file that are kept."""
+    """The parts of a rank's file that are kept."""
 
     rank: int
     members: Mapping[str, tuple[int, ...]]
@@ -214,7 +215,7 @@ class TorchRank:
 
 
 class TorchGroups:
-    """All groups of all files; a group is identified by its name, description and members."""
+    """The groups in all files, each identified by its name, description and members."""
 
     def __init__(
         self, files: Mapping[int, TorchRank], pairs: Sequence[tuple[str, str]], world_size: int = 0
@@ -243,7 +244,7 @@ class TorchGroups:
             self.world_size = max(self.world_size, _regular_size(pairs, self._recorded, inside))
 
     def settle(self, read: TorchRank) -> None:
-        """Replace a rank's pairs by groups, and ranks within groups by global ones."""
+        """Replace a rank's pairs with groups, and ranks within groups with global ranks."""
         rows = read.rows
         for pair in np.unique(rows["group"]).tolist():
             mine = rows["group"] == pair
@@ -256,7 +257,7 @@ class TorchGroups:
         rows["group"] = -2 - rows["group"]
 
     def count(self, files: Iterable[TorchRank]) -> None:
-        """Return how many collectives each rank has entered in each group, by all counters."""
+        """Determine by all counters how many collectives each rank has entered in each group."""
         files = list(files)
         pairs = list(self._pairs)
         described = descriptions((read.counters for read in files), pairs)
@@ -283,10 +284,10 @@ class TorchGroups:
                 self.completed.setdefault(read.rank, {})[found] = max(completed, 0)
 
     def reopen(self, files: Mapping[int, TorchRank]) -> None:
-        """Mark collectives as pending that some member has not called if completions are not known.
+        """If completions are unknown, mark collectives that some member has not called as pending.
 
-        They cannot have completed everywhere. Collectives that all members have called count as
-        complete.
+        Such collectives cannot have completed everywhere. Collectives that all members have called
+        count as complete.
         """
         for read in files.values():
             for number in {self._number(read, pair) for pair in read.called_only}:
@@ -310,10 +311,11 @@ class TorchGroups:
     def _counted(
         self, read: TorchRank, name: str, desc: str, with_messages: set[int]
     ) -> int | None:
-        """Return the group of a counter.
+        """Return the number of the group that a counter belongs to, or None.
 
-        A counter without entries may count messages, so only the world's group is added, and only
-        if the job is seen to exchange its messages elsewhere.
+        A counter whose group left no entries may be counting messages. Such a counter is therefore
+        trusted only for the world's group, and only if the job is known to exchange its messages in
+        other groups.
         """
         members = read.members.get(name, ())
         found = self._index.get((name, desc, members))

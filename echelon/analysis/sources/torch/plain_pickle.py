@@ -1,9 +1,9 @@
-"""Read a pickle that may hold plain data and nothing else.
+"""Read pickles that hold plain data and nothing else.
 
-Python's unpickler calls whatever the file asks for. So a file is first scanned opcode by opcode,
-and only opcodes that build dicts, lists, tuples, strings and numbers are accepted. GLOBAL, REDUCE,
-BUILD and similar ones are refused by name before anything is built. The C unpickler that then runs
-cannot look up a class either. Each of the two barriers is sufficient.
+Python's unpickler calls whatever the file asks for. Each file is therefore first scanned opcode by
+opcode, and only opcodes that build dicts, lists, tuples, strings and numbers are accepted. GLOBAL,
+REDUCE, BUILD and similar opcodes are refused by name before anything is built. The C unpickler that
+then runs cannot look up a class either. Each of the two barriers is sufficient.
 
 The scan also bounds how much memory the file can make this process allocate: strings must lie
 within the file, and memo numbers (the C unpickler's table grows to the largest one) may not exceed
@@ -42,7 +42,7 @@ _NAMES = {ord(op.code): op.name for op in pickletools.opcodes}
 
 
 class _NothingUnpickler(pickle.Unpickler):
-    """An unpickler that resolves no class and no function."""
+    """An unpickler that resolves no classes and no functions."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"refused: {module}.{name}")
@@ -55,7 +55,7 @@ def load_plain(path: Path) -> Any:
     """Read a pickle of plain data.
 
     Raises:
-        DumpFormatError: the file holds anything else, is damaged, or is too large.
+        DumpFormatError: the file holds anything other than plain data, is damaged, or is too large.
     """
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
@@ -75,7 +75,7 @@ def load_plain(path: Path) -> Any:
 
 
 def refuse(data: bytes) -> str:
-    """Return why a pickle is not plain data, "" if it is. Builds nothing and calls nothing."""
+    """Return why a pickle is not plain data, or "" if it is; build nothing and call nothing."""
     run = _RUN_SMALL if len(data) < _SMALL_FILE else _RUN_LARGE
     at, end = 0, len(data)
     while at < end:

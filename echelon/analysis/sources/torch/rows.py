@@ -1,4 +1,4 @@
-"""torch's entries as rows: the only module that handles the quirks of torch's format.
+"""Convert torch's entries to rows; no other module handles the quirks of torch's format.
 
 - Gloo's state is always "scheduled"; `retired` means finished *or* failed.
 - With NCCL, retired and not completed means that the watchdog's timeout expired.
@@ -118,7 +118,7 @@ class ReadRows:
 
     Attributes:
         tops: the highest counters of each pair.
-        called_only: pairs whose recorder does not know which operations completed.
+        called_only: the pairs whose recorder does not know which operations completed.
         counts_in_status: whether `pg_status` counts collectives as the entries do.
     """
 
@@ -129,7 +129,7 @@ class ReadRows:
 
 
 class TorchRows:
-    """Turns entries into rows over shared tables; one instance serves all files and caches."""
+    """Turns entries into rows over shared tables; one instance serves all files, and caches."""
 
     def __init__(self, tables: Tables) -> None:
         self.pairs: list[tuple[str, str]] = []
@@ -147,15 +147,15 @@ class TorchRows:
         entries: Sequence[Mapping[str, Any]],
         status: Mapping[int, tuple[int, int]],
     ) -> ReadRows:
-        """Return a rank's rows, oldest first, and what else its entries contain.
+        """Return a rank's rows, oldest first, and the other contents of its entries.
 
-        The members of a group are known only once all files have been read. Until then, `group` is
-        an index into `pairs`, the (name, description) that entries carry, and `peer` is a rank in
-        the group.
+        The members of a group are known only after all files have been read. Until then, `group` is
+        an index into `pairs`, the (name, description) of the entries, and `peer` is a rank in the
+        group.
 
         Raises:
             DumpFormatError: a field has a type that no version of the format has, or the numbers of
-                the operations cannot be compared with other ranks'.
+                the operations cannot be compared with those of other ranks.
         """
         try:
             return self._rows(entries, status)
@@ -246,7 +246,7 @@ class TorchRows:
         tops: Mapping[int, Tops],
         status: Mapping[int, tuple[int, int]],
     ) -> npt.NDArray[Any]:
-        """Give blocks the state of their closing entry, drop the closing entries, mark timeouts."""
+        """Give blocks the state of their closing entry, drop closing entries, and mark timeouts."""
         gave_up = retired & (rows["state"] != State.COMPLETED)
         if gave_up.any():
             rows["error"][gave_up] = self._tables.text(_GAVE_UP)
@@ -279,7 +279,7 @@ class TorchRows:
         return rows[keep]
 
     def _merged(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Merge collectives that share a sequence number, a coalesced block, into one row."""
+        """Merge the collectives of a coalesced block, which share a number, into one row."""
         collective = np.flatnonzero(rows["sequence"] >= 0)
         packed = (rows["group"][collective].astype(np.int64) << 44) | (
             rows["sequence"][collective] & ((1 << 44) - 1)
@@ -376,7 +376,7 @@ class TorchRows:
 
 
 def _tops(rows: npt.NDArray[Any], locals_: Mapping[int, Any]) -> dict[int, Tops]:
-    """Return the highest counters of each pair; both counters of a row are still as written."""
+    """Return the highest counters of each pair, from rows whose counters are still as written."""
     found: dict[int, Tops] = {}
     for pair, local in locals_.items():
         mine = rows["group"] == pair
@@ -389,7 +389,10 @@ def _tops(rows: npt.NDArray[Any], locals_: Mapping[int, Any]) -> dict[int, Tops]
 
 
 def parse_name(name: Any) -> tuple[str, str, int, int]:
-    """Return (operation, backend, 1 for a send and -1 for a receive else 0, local peer)."""
+    """Return (operation, backend, direction, local peer).
+
+    The direction is 1 for a send, -1 for a receive, and otherwise 0.
+    """
     if not isinstance(name, str):
         raise ValueError(f"an operation named {type(name).__name__}")
     backend, colon, rest = name.partition(":")
@@ -401,7 +404,7 @@ def parse_name(name: Any) -> tuple[str, str, int, int]:
 
 
 def _comparable(operation: str, dtype: str, total: int, out_total: int) -> object:
-    """Return what all members of a collective must agree on: numbers of elements, not shapes."""
+    """Return what all members of a collective must agree on: element counts, not shapes."""
     if operation in TRANSPOSED:
         return (operation, dtype)
     if operation in _BY_OUTPUT:

@@ -1,4 +1,4 @@
-"""How far each operation got, as far as its recorder can know.
+"""Determine how far each operation progressed, as far as its recorder can know.
 
 | recorder | state | retired |
 |---|---|---|
@@ -8,9 +8,10 @@
 | torchcomms (`torch.comms`) | always "scheduled" | completed |
 | a hook on a backend that reports none (`mpi`, `ucc`, others) | always "scheduled" | called |
 
-The entries show which one it is: an operation's name begins with its backend's, torchcomms
-describes a group by its backend, and a recorder that knows states has written one other than
-"scheduled". For the last kind, only the calls are known: `TorchGroups` compares them between ranks.
+The entries show which recorder wrote them. The name of an operation begins with that of its
+backend, torchcomms describes a group by its backend, and a recorder that knows states has written a
+state other than "scheduled". For the last kind, only the calls are known; `TorchGroups` compares
+these between ranks.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ class NotComparableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The recorder of an entry: the backend in its name, and whether it is torchcomms."""
+    """The recorder of an entry: the backend in the entry's name, and whether it is torchcomms."""
 
     backend: str
     is_comms: bool
 
     @property
     def counts_in_status(self) -> bool:
-        """Whether `pg_status` counts collectives of one group: hooks count those of all groups."""
+        """Whether `pg_status` counts the collectives of one group; hooks count over all groups."""
         return not self.is_comms and self.backend in (*_OWN_RECORDERS, _GLOO)
 
 
@@ -52,12 +53,12 @@ def settle_states(
     source: npt.NDArray[np.int64],
     sources: Sequence[Source],
 ) -> npt.NDArray[np.bool_]:
-    """Set the state of each row; return which rows show only that they were called.
+    """Set the state of each row; return which rows show only that operations were called.
 
     Args:
-        rows: a rank's rows, whose states are still as written; changed in place.
-        retired: per row, as written.
-        source: per row, an index of `sources`.
+        rows: the rows of a rank, whose states are still as written; changed in place.
+        retired: the `retired` field of each row, as written.
+        source: for each row, an index into `sources`.
     """
     called = np.zeros(len(rows), bool)
     states = rows["state"]
@@ -76,10 +77,11 @@ def settle_states(
 
 
 def number_by_group(rows: npt.NDArray[Any]) -> None:
-    """Number torchcomms' entries by group: torchcomms counts over all groups.
+    """Number torchcomms' entries by group, because torchcomms counts over all groups.
 
     Raises:
-        NotComparableError: the oldest entries are lost, and with them the groups they belonged to.
+        NotComparableError: the oldest entries are lost, and so the groups that they belonged to are
+            unknown.
     """
     is_message = (rows["flags"] & Flag.P2P) > 0
     pairs = np.unique(rows["group"])

@@ -1,8 +1,8 @@
-"""config.json: how `transformers` describes a model, and which of these features exist here.
+"""Read and write config.json, and refuse models with features that this package does not have.
 
-A setting that this package does not implement is an error, and so is an unknown key: a model that
-computes something other than what it was trained for would give wrong numbers without any error.
-The caller may name keys that do not matter (`ignore`).
+An unsupported setting is an error, and so is an unknown key, because a model that computes
+something different from what it was trained for would give wrong results without any error. The
+caller may name unknown keys that do not matter (`ignore`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
 
 
 class _Reader:
-    """The keys of a config.json; remembers which ones were read."""
+    """The keys of a config.json; records which of them have been read."""
 
     def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
         self.path = path
@@ -78,25 +78,25 @@ class _Reader:
         return key in self._content
 
     def get(self, key: str, default: Any) -> Any:
-        """Return a value, or the default of `transformers` if it is missing."""
+        """Return the value of a key, or the default of `transformers` if the key is missing."""
         self._seen.add(key)
         return self._content.get(key, default)
 
     def need(self, key: str) -> Any:
-        """Return a required value.
+        """Return the value of a required key.
 
         Raises:
-            CheckpointError: it is missing.
+            CheckpointError: the key is missing.
         """
         if key not in self._content:
             raise self.error(f"it has no {key}")
         return self.get(key, None)
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return a boolean value.
+        """Return the boolean value of a key.
 
         Raises:
-            CheckpointError: it is not a boolean.
+            CheckpointError: the value is not a boolean.
         """
         value = self.get(key, default)
         if not isinstance(value, bool):
@@ -104,10 +104,10 @@ class _Reader:
         return value
 
     def finish(self, ignore: Collection[str]) -> None:
-        """Check all keys that have not been read.
+        """Check all keys that have not been read so far.
 
         Raises:
-            CheckpointError: a feature that is not implemented, or an unknown key.
+            CheckpointError: a key stands for a feature that is not implemented, or is unknown.
         """
         left = set(self._content) - self._seen - _WITHOUT_EFFECT - set(ignore)
         for key in sorted(left & set(_MUST_BE)):
@@ -121,28 +121,28 @@ class _Reader:
             )
 
     def notes(self) -> list[str]:
-        """Return notes for the caller."""
+        """Return the notes about the config that the caller should show."""
         dropouts = [key for key in sorted(_DROPOUTS) if self._content.get(key, 0) != 0]
         if not dropouts:
             return []
         return [f"{self.path}: dropout is not implemented; ignored: {', '.join(dropouts)}"]
 
     def error(self, reason: str) -> CheckpointError:
-        """Return an error that names the file."""
+        """Return an error with the given reason that names the file."""
         return CheckpointError(f"{self.path}: {reason}", path=self.path)
 
 
 def read_config(folder: str | os.PathLike[str], *, ignore: Collection[str] = ()) -> ModelConfig:
-    """Read the config of the model that a folder's config.json describes.
+    """Read the config of the model described by a folder's config.json.
 
     Args:
-        folder: with the config.json of a GPT2LMHeadModel, or of a LlamaForCausalLM,
+        folder: a folder that contains the config.json of a GPT2LMHeadModel, LlamaForCausalLM,
             MistralForCausalLM or Qwen2ForCausalLM.
-        ignore: keys that are unknown here and do not change what the model computes.
+        ignore: keys that are unknown to echelon and do not affect what the model computes.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or describes a model that this package
-            does not implement; names the setting.
+        CheckpointError: the file is missing or damaged, or describes a model that this package does
+            not implement; the message names the setting.
 
     Warns if the model has dropout, which only matters in training and is not implemented.
     """
@@ -153,7 +153,7 @@ def read_config(folder: str | os.PathLike[str], *, ignore: Collection[str] = ())
 
 
 def read_with_notes(folder: Path, ignore: Collection[str]) -> tuple[ModelConfig, list[str]]:
-    """Return the result of `read_config` and its warnings."""
+    """Return the config that `read_config` returns, and the warnings about it."""
     reader = _Reader(folder / NAME, _load(folder / NAME))
     family = _family(reader)
     try:
@@ -165,7 +165,7 @@ def read_with_notes(folder: Path, ignore: Collection[str]) -> tuple[ModelConfig,
 
 
 def token_settings(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the ids of special tokens in a folder's config.json, as `extra` settings.
+    """Return the IDs of special tokens in a folder's config.json, for the `extra` argument.
 
     Raises:
         CheckpointError: the file is missing or damaged.
@@ -178,7 +178,7 @@ def family_of(config: ModelConfig) -> str:
     """Return the `transformers` model type that computes what a config describes.
 
     Raises:
-        ValueError: no model type does.
+        ValueError: no model type computes the same.
     """
     shape = (config.norm, config.mlp, config.positions)
     usual = config.kv_heads == config.heads and config.heads * config.head_width == config.width
@@ -194,10 +194,10 @@ def family_of(config: ModelConfig) -> str:
 
 
 def check_extra(extra: Mapping[str, Any]) -> None:
-    """Refuse keys that would change what `transformers` computes.
+    """Check that extra keys do not change what `transformers` computes.
 
     Raises:
-        ValueError: there are such keys, or keys that this package writes itself.
+        ValueError: a key would change the computation, or is one that this package writes itself.
     """
     refused = sorted(set(extra) - (_WITHOUT_EFFECT - _OWN))
     if refused:
@@ -213,7 +213,7 @@ def write_config(config: ModelConfig, dtype: str, extra: Mapping[str, Any]) -> b
         extra: further keys that do not affect what the model computes, such as `eos_token_id`.
 
     Raises:
-        ValueError: `transformers` has no such model, or an extra key is refused.
+        ValueError: `transformers` has no such model, or an extra key is not allowed.
     """
     family = family_of(config)
     check_extra(extra)

@@ -1,4 +1,4 @@
-"""A `transformers` folder as a source of a module's tensors, under echelon's names.
+"""Present a `transformers` folder as a source of a module's tensors, under echelon's names.
 
 Tensors are read on demand, from `model.safetensors` or from the files that
 `model.safetensors.index.json` lists. Transposed tensors are read whole, one at a time.
@@ -45,18 +45,18 @@ class HuggingFaceFolder:
     """The tensors of a folder, presented as a checkpoint of the model.
 
     Args:
-        folder: contains safetensors.
-        config: the config of the model in it.
-        compare: whether to compare a stored head with the embedding to which it is tied; one rank
-            suffices.
+        folder: a folder of safetensors files.
+        config: the config of the stored model.
+        compare: whether to compare a stored head with the embedding that it is tied to; it suffices
+            if one rank does so.
 
     Attributes:
         path: the folder.
-        manifest: echelon's names, shapes and dtypes.
+        manifest: the tensors' names in echelon, their shapes and their dtypes.
 
     Raises:
-        CheckpointError: a file is missing or damaged, tensors are missing, unexpected or of another
-            shape than the config says, or a head differs from the embedding to which it is tied.
+        CheckpointError: a file is missing or damaged; tensors are missing, unexpected or differ in
+            shape from the config; or a head differs from the embedding that it is tied to.
     """
 
     def __init__(self, folder: Path, config: ModelConfig, *, compare: bool = True) -> None:
@@ -84,10 +84,10 @@ class HuggingFaceFolder:
         )
 
     def read(self, path: str, start: int, out: Tensor, repeats: Repeats = ()) -> None:
-        """Fill `out` with a tensor's elements from `start` on; see `Source.read`.
+        """Fill `out` with a tensor's elements, beginning at element `start`; see `Source.read`.
 
         Raises:
-            CheckpointError: a file was cut short.
+            CheckpointError: a file is truncated.
         """
         whole, part = self._parts[self.manifest.aliases.get(path, path)]
         if not part.transposed and len(whole.parts) == 1:
@@ -98,7 +98,7 @@ class HuggingFaceFolder:
             piece.copy_(stored[first : first + piece.numel()])
 
     def close(self) -> None:
-        """Close the files. Safe to call twice."""
+        """Close the files. May be called more than once."""
         self._last = None
         while self._files:
             self._files.pop().close()
@@ -108,7 +108,7 @@ class HuggingFaceFolder:
         return columns.t() if part.transposed else columns
 
     def _read_whole(self, name: str) -> Tensor:
-        """Return one of the folder's tensors; the last one is cached for several uses."""
+        """Return one of the folder's tensors; the last one is cached because it may be reused."""
         if self._last is None or self._last[0] != name:
             self._last = None
             stored = self._stored(name)
@@ -120,7 +120,7 @@ class HuggingFaceFolder:
     # ---- contents ----
 
     def _open(self) -> dict[str, SafetensorsFile]:
-        """Open all files; return the file that holds each of the folder's tensors."""
+        """Open all files, and return the file that holds each of the folder's tensors."""
         listed = {} if (self.path / SINGLE).exists() else self._read_index()
         places: dict[str, SafetensorsFile] = {}
         for name in sorted(set(listed.values())) or [SINGLE]:
@@ -183,7 +183,7 @@ class HuggingFaceFolder:
             raise self._error("; ".join(problems))
 
     def _compare_head(self, expected: Iterable[Whole]) -> None:
-        """Check that a stored head equals the embedding if the config ties them."""
+        """Check that a stored head equals the embedding if the config ties the two."""
         head = "lm_head.weight"
         if head not in self._places:
             return
@@ -214,7 +214,7 @@ class HuggingFaceFolder:
 
 
 def _is_plain(name: Any) -> bool:
-    """Return whether something names a file in the folder itself."""
+    """Return whether a name is that of a file directly in the folder."""
     return isinstance(name, str) and Path(name).name == name
 
 

@@ -1,7 +1,8 @@
-"""`transformers`' names for a model's tensors, and how its tensors are made of echelon's.
+"""Map echelon's tensors to those of `transformers`, which differ in names and layout.
 
-Llama's tensors are echelon's under other names. GPT-2 stores its linear layers transposed, and
-queries, keys and values as one: theirs = cat([ours.T, ours.T, ours.T], dim=-1).
+Llama's tensors are the same as echelon's under different names. GPT-2 stores its linear layers
+transposed, and stores queries, keys and values as one tensor: theirs = cat([ours.T, ours.T,
+ours.T], dim=-1).
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ _DERIVED = re.compile(r"(h\.\d+\.attn\.(bias|masked_bias)|\.rotary_emb\.inv_freq
 
 @dataclass(frozen=True)
 class Part:
-    """One of echelon's tensors, and its place in a tensor of `transformers`.
+    """One of echelon's tensors, and its position within a tensor of `transformers`.
 
     Attributes:
-        ours: its name here.
-        shape: its shape here.
-        transposed: it is a transposed slice of the other tensor's last dim; otherwise it is the
-            whole tensor, unchanged.
-        start: where the slice begins.
+        ours: the tensor's name in echelon.
+        shape: the tensor's shape in echelon.
+        transposed: whether the tensor is a transposed slice along the other tensor's last dim.
+            Otherwise, it is the whole of the other tensor, unchanged.
+        start: the position at which the slice begins.
     """
 
     ours: str
@@ -69,27 +70,27 @@ class Part:
 
     @property
     def length(self) -> int:
-        """The length of the slice in the last dim of the other tensor."""
+        """The length of the slice along the last dim of the other tensor."""
         return self.shape[0] if self.transposed else self.shape[-1]
 
 
 @dataclass(frozen=True)
 class Whole:
-    """One tensor of `transformers`, and the echelon tensors that it is made of."""
+    """One tensor of `transformers`, and the echelon tensors that it consists of."""
 
     name: str
     parts: tuple[Part, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """The shape of the tensor."""
         first, length = self.parts[0], sum(part.length for part in self.parts)
         rows = first.shape[1:] if first.transposed else first.shape[:-1]
         return (*rows, length)
 
 
 def wholes(config: ModelConfig) -> list[Whole]:
-    """Return the tensors of a model in the form of `transformers`, without a tied head.
+    """Return a model's tensors in the form of `transformers`, without a tied head.
 
     Raises:
         ValueError: `transformers` has no such model.
@@ -105,12 +106,12 @@ def wholes(config: ModelConfig) -> list[Whole]:
 
 
 def is_derived(name: str) -> bool:
-    """Return whether a tensor in a file is computed from the config, not trained."""
+    """Return whether a stored tensor is computed from the config rather than trained."""
     return _DERIVED.search(name) is not None
 
 
 def lacks_prefix(names: Iterable[str]) -> bool:
-    """Return whether a file has GPT-2's names without their prefix, as published files do."""
+    """Return whether a file has GPT-2's names without their usual prefix, as in published files."""
     return "wte.weight" in names
 
 

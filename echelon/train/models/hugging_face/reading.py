@@ -1,4 +1,4 @@
-"""Load a `transformers` folder into a model here: whole, sharded, or a stage of a pipeline."""
+"""Load a `transformers` folder into an echelon model: whole, sharded, or a pipeline stage."""
 
 from __future__ import annotations
 
@@ -30,22 +30,24 @@ def load_pretrained(
     device: torch.device | str = "cpu",
     ignore: Collection[str] = (),
 ) -> Transformer:
-    """Return the whole model from a `transformers` folder. Collective in a world.
+    """Load the whole model from a `transformers` folder. Collective in a world.
 
-    If the whole model is too large, make it on the meta device and shard it; `load_weights` then
-    fills the shards.
+    If the whole model is too large for one rank, create it on the meta device and shard it;
+    `load_weights` then fills the shards.
 
     Args:
-        folder: contains config.json and safetensors; see `read_config` for the supported models.
-        context: the maximum number of tokens in a sequence; None: the folder's. Only for rotary
-            positions.
-        dtype: dtype of the weights; None: torch's default, whatever dtype is stored.
-        device: where to create the model.
-        ignore: keys of config.json that are unknown to echelon and do not matter.
+        folder: a folder that contains config.json and safetensors files; see `read_config` for the
+            supported models.
+        context: the maximum number of tokens in a sequence; None means the context in the folder's
+            config. Only models with rotary positions accept another context.
+        dtype: the dtype of the weights; None means torch's default dtype, whatever dtype is stored.
+        device: the device on which to create the model.
+        ignore: keys of config.json that are unknown to echelon and do not affect what the model
+            computes.
 
     Raises:
         CheckpointError: the folder cannot be read, or holds a model that is not implemented.
-        ValueError: a context for learned positions.
+        ValueError: a context was passed for a model with learned positions.
     """
     path, peers = Path(folder), find(to_write=False)
     found = together(peers, f"{path}: not loaded", lambda: _read_config(path, ignore, peers))
@@ -70,19 +72,21 @@ def load_weights(
 
     Every rank reads the part that it holds: the whole model, its shards (`fully_shard`, DTensors),
     or its stage. Data that several ranks need is read once and passed on, in windows of at most 64
-    MiB; GPT-2's matrices, which are stored transposed, are read whole, one at a time.
-    Floating-point types are converted. An error while tensors are read leaves the model partly
-    filled; all other errors are detected before. Ranks wait for each other, bounded by the world's
-    timeout.
+    MiB. GPT-2's matrices, which are stored transposed, are read whole, one at a time.
+    Floating-point values are converted to the model's dtype. An error during the reading of tensors
+    leaves the model partly filled; all other errors are detected earlier. Ranks wait for each
+    other, at most for the world's timeout.
 
     Args:
-        folder: contains config.json and safetensors; see `read_config` for the supported models.
-        model: a `Transformer` or a stage of one, wrapped or not.
-        ignore: keys of config.json that are unknown to echelon and do not matter.
+        folder: a folder that contains config.json and safetensors files; see `read_config` for the
+            supported models.
+        model: a `Transformer` or a stage of one, which may be wrapped.
+        ignore: keys of config.json that are unknown to echelon and do not affect what the model
+            computes.
 
     Raises:
-        CheckpointError: the folder cannot be read, or holds a model that is not implemented; also
-            if another rank failed.
+        CheckpointError: the folder cannot be read, holds a model that is not implemented, or
+            another rank failed.
         ValueError: the model does not match the folder's config.
     """
     path = Path(folder)
@@ -112,10 +116,10 @@ def _is_first(peers: Peers) -> bool:
 
 
 def config_of(model: nn.Module) -> ModelConfig:
-    """Return the config of a model, wrapped or not, or of a rank's stages.
+    """Return the config of a model, which may be wrapped, or of a rank's stages.
 
     Raises:
-        ValueError: it is not one of echelon's models.
+        ValueError: the module is not one of echelon's models.
     """
     parts = (getattr(one, "config", None) for one in model.modules())
     found = {config for config in parts if isinstance(config, ModelConfig)}
@@ -125,10 +129,10 @@ def config_of(model: nn.Module) -> ModelConfig:
 
 
 def _require_same(path: Path, found: ModelConfig, wanted: ModelConfig) -> None:
-    """Check that a model computes the same as the stored one: shapes alone would not show it.
+    """Check that a model computes the same as the stored one, which shapes alone cannot show.
 
     Raises:
-        ValueError: a setting differs.
+        ValueError: the two configs differ in a setting.
     """
     there, here = found.to_dict(), wanted.to_dict()
     free = _FREE if found.positions == "rotary" else ()

@@ -1,6 +1,7 @@
-"""Rotary frequencies in config.json, which has one of two forms, depending on its age.
+"""Read and write the rotary frequencies in config.json, which have an older and a newer form.
 
-`rope_theta` and `rope_scaling` up to `transformers` 4; `rope_parameters`, with both, from 5 on.
+Up to version 4, `transformers` writes `rope_theta` and `rope_scaling`; from version 5 on, it writes
+`rope_parameters`, which holds both.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ class Reader(Protocol):
     """The keys of a config.json."""
 
     def get(self, key: str, default: Any) -> Any:
-        """Return a value."""
+        """Return the value of a key."""
         ...
 
     def error(self, reason: str) -> CheckpointError:
-        """Return an error that names the file."""
+        """Return an error with the given reason that names the file."""
         ...
 
 
 def read_rope(reader: Reader) -> tuple[float, RotaryScaling | None]:
-    """Return the base of the frequencies, and how they are scaled.
+    """Return the base of the rotary frequencies and their scaling.
 
     Raises:
         CheckpointError: the kind of scaling is not implemented, one of its settings is unknown, or
@@ -56,7 +57,7 @@ def read_rope(reader: Reader) -> tuple[float, RotaryScaling | None]:
 
 
 def write_rope(config: ModelConfig) -> dict[str, Any]:
-    """Return the config.json keys for a model's frequencies; all releases read this form."""
+    """Return the config.json keys for a model's frequencies, in the form that all releases read."""
     scaling = config.rotary_scaling
     if scaling is None:
         return {"rope_theta": config.rotary_base, "rope_scaling": None}

@@ -1,7 +1,8 @@
-"""Write a model or a checkpoint to a folder that `transformers` loads, one tensor at a time.
+"""Write a model or checkpoint to a folder that `transformers` loads, one tensor at a time.
 
-If a folder already holds a model, its config.json is removed first and the new one is written last:
-a job that is killed leaves the old model, the new one, or a folder that does not load.
+If a folder already holds a model, its config.json is removed first, and the new config.json is
+written last. A job that is killed therefore leaves the old model, the new model, or a folder that
+does not load.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ _WEIGHT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class _How:
-    """Options of the caller.
+    """The caller's options for writing.
 
     Raises:
-        ValueError: a dtype or a size that no file can have, or keys that config.json may not have.
+        ValueError: a file cannot have this dtype or size, or a key is not allowed in config.json.
     """
 
     dtype: torch.dtype | None
@@ -70,23 +71,25 @@ def save_pretrained(
 ) -> None:
     """Write a model in the form of `transformers`: config.json and safetensors. Collective.
 
-    A model that is divided (by `fully_shard`, as DTensors, or in stages) is first saved as a
-    checkpoint inside the folder, which temporarily needs twice the space. Rank 0 then writes one
-    tensor at a time, and the others wait, bounded by the world's timeout. Other files in the
-    folder, such as a tokenizer's, stay.
+    A divided model (by `fully_shard`, as DTensors, or in stages) is first saved as a checkpoint
+    inside the folder, which temporarily needs twice the space. Rank 0 then writes one tensor at a
+    time, and the other ranks wait, at most for the world's timeout. Other files in the folder, such
+    as those of a tokenizer, are kept.
 
     Args:
-        model: a `Transformer` or this rank's stage of one, wrapped or not.
-        folder: created if it does not exist, on a file system that all hosts share.
-        dtype: the stored dtype; None: that of the weights.
-        max_piece_bytes: size limit of one file; a larger tensor gets a separate file.
+        model: a `Transformer` or this rank's stage of one, which may be wrapped.
+        folder: the folder to write, on a file system that all hosts share; created if it does not
+            exist.
+        dtype: the dtype in which the weights are stored; None means the dtype of the model's
+            weights.
+        max_piece_bytes: the size limit of one file in bytes; a larger tensor gets a separate file.
         extra: further keys of config.json that do not affect what the model computes, such as
             `eos_token_id`.
 
     Raises:
-        ValueError: `transformers` has no such model, or the arguments are wrong.
+        ValueError: `transformers` has no such model, or an argument is invalid.
         CheckpointError: another rank failed.
-        OSError: this rank could not write.
+        OSError: this rank could not write its files.
     """
     target, config = Path(folder), config_of(model)
     config_file.family_of(config)
@@ -120,21 +123,22 @@ def convert(
     max_piece_bytes: int = MAX_PIECE_BYTES,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint's model in the form of `transformers`; needs no other ranks.
+    """Write a checkpoint's model in the form of `transformers`, without other ranks.
 
     Args:
-        checkpoint: the checkpoint's folder, or one version in it; saved by any number of ranks.
-        folder: created if it does not exist.
+        checkpoint: the checkpoint's folder, or one version in that folder; it may have been saved
+            by any number of ranks.
+        folder: the folder to write; created if it does not exist.
         config: the model's config.
-        key: the module's entry; None: the only module in the checkpoint.
-        dtype: the stored dtype; None: that of the checkpoint.
-        max_piece_bytes: size limit of one file; a larger tensor gets a separate file.
+        key: the checkpoint's entry for the module; None means the only module in the checkpoint.
+        dtype: the dtype in which the weights are stored; None means the dtype in the checkpoint.
+        max_piece_bytes: the size limit of one file in bytes; a larger tensor gets a separate file.
         extra: further keys of config.json that do not affect what the model computes, such as
             `eos_token_id`.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
-        ValueError: it has no such module, or its model has a different config.
+        ValueError: the checkpoint has no such module, or its model has a different config.
         OSError: the folder cannot be written.
     """
     _convert(Path(checkpoint), Path(folder), config, key, _How(dtype, max_piece_bytes, extra or {}))
@@ -175,7 +179,7 @@ def _module_key(source: Version, key: str | None) -> str:
 
 
 def _untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors by the first of their names, because a tied one has two."""
+    """Return tensors keyed by their first name, because a tied tensor has two names."""
     names: dict[int, str] = {}
     for name, one in tensors.items():
         names.setdefault(id(one), name)
@@ -187,7 +191,7 @@ def _stored(tensor: Tensor) -> StoredTensor:
 
 
 class _Writer:
-    """Converts echelon's tensors to those of `transformers`, one at a time."""
+    """Converts echelon's tensors to tensors of `transformers`, one at a time."""
 
     def __init__(
         self,
@@ -245,10 +249,10 @@ def _check(
     expected: list[Whole],
     stored: Mapping[str, StoredTensor],
 ) -> None:
-    """Check that all weights of a model are present, and no others.
+    """Check that the tensors are exactly the weights of the model.
 
     Raises:
-        ValueError: a weight is missing, unexpected, or has another shape.
+        ValueError: a weight is missing, is unexpected, or has a different shape.
     """
     shapes = {part.ours: part.shape for one in expected for part in one.parts}
     there = set(stored)
@@ -270,7 +274,7 @@ def _check(
 
 
 def _pieces(expected: list[Whole], writer: _Writer, max_piece_bytes: int) -> dict[str, list[Whole]]:
-    """Distribute tensors, in their order, over files: members by file name."""
+    """Distribute tensors over files in order; return each file's tensors, keyed by file name."""
     groups: list[list[Whole]] = [[]]
     filled = 0
     for one in expected:
@@ -307,7 +311,7 @@ def _put_in_place(
     writer: _Writer,
     settings: bytes,
 ) -> None:
-    """Replace the model in a folder: remove its config first, and put the new one in place last."""
+    """Replace the model in a folder: remove the old config first, and add the new config last."""
     for name in (config_file.NAME, INDEX, SINGLE):
         (folder / name).unlink(missing_ok=True)
         if name not in unfinished:
@@ -338,6 +342,6 @@ def _num_bytes(stored: StoredTensor) -> int:
 
 
 def _clear(staging: Path) -> None:
-    """Remove a checkpoint that was only an intermediate step."""
+    """Remove the intermediate checkpoint."""
     if staging.exists():
         shutil.rmtree(staging)
