@@ -1,4 +1,4 @@
-"""Collectives: `init()` joins the world and returns the ProcessGroup that moves the data."""
+"""Collectives: `init()` joins the world and returns the `ProcessGroup` on which they are called."""
 
 from echelon.dist.agreement.stop import request_stop, should_stop, stop_on_signals, stop_reason
 from echelon.dist.group import ProcessGroup

@@ -1,8 +1,8 @@
-"""Channels: ordered connections between two ranks, independent of everything else in their group.
+"""Channels: ordered connections between two ranks, independent of all other calls in their group.
 
-A channel is a tag that user messages cannot have: below zero, and the same number at both ends. The
-two ends agree on it through the store, so that two names never share a tag, and neither end waits
-for the other to open the channel.
+A channel is implemented as a negative tag, which user messages cannot have. The two ends agree on
+the tag through the store, so that two names never share a tag, and neither end waits for the other
+to open the channel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ChannelTags:
     """The tags of one group's channels."""
 
     def __init__(self, store: Store, rank: int) -> None:
-        """Use `store`, a view of the store reserved for the channels of all members."""
+        """Create the tags; `store` is a view of the store reserved for all members' channels."""
         self._store = store
         self._rank = rank
         self._known: dict[tuple[int, str], int] = {}
@@ -50,11 +50,11 @@ class ChannelTags:
 class Channel:
     """One end of a channel to another rank. Created by `ProcessGroup.channel`, never directly.
 
-    Messages of one channel and direction arrive in order, separately for host and device arrays. A
+    Messages in one direction of a channel arrive in order, separately for host and device arrays. A
     channel on which nothing is received does not block any collective, tag or other channel.
 
     Attributes:
-        peer: rank within the group at the other end.
+        peer: the rank within the group at the other end.
         name: the channel's name.
     """
 
@@ -70,19 +70,19 @@ class Channel:
     def open(self, like: Array, async_op: bool = False, timeout_s: Timeout = None) -> Work | None:
         """Connect both directions for arrays on the device of `like` ahead of the first message.
 
-        Blocks until the other end also opens the channel, or sends and receives in both directions,
-        within the timeout. A rank with several channels should first open all of them with
-        `async_op`, so that the order at the other ends does not matter. For host arrays it returns
-        at once. Without `open`, the first message in each direction connects.
+        Blocks, at most for the timeout, until the other end also opens the channel, or sends and
+        receives in both directions. A rank with several channels should first open all of them with
+        `async_op`, so that the order at the other ends does not matter. For host arrays the call
+        returns at once. Without `open`, the first message in each direction connects.
 
         Args:
             like: an array on the device, which is neither read nor written.
             async_op: return a `Work` at once instead of blocking.
-            timeout_s: limit of this call; None: the group's.
+            timeout_s: timeout for this call; None means the group's timeout.
 
         Raises:
-            ValueError: the group does not have an engine for the device yet (its first collective
-                on the device creates one), or has too many tags and channels there.
+            ValueError: the group has no engine for the device yet (the first collective on the
+                device creates one), or has too many tags and channels on the device.
         """
         data = view(like, "like", writable=False)
         return self._message(
@@ -92,12 +92,13 @@ class Channel:
     def send(self, x: Array, async_op: bool = False, timeout_s: Timeout = None) -> Work | None:
         """Send `x` to the other end, which must receive it with the same dtype and size.
 
-        May return before the other end has called `recv`; after the return `x` may be changed.
+        The call may return before the other end has called `recv`. Once it returns, `x` may be
+        modified.
 
         Args:
             x: any shape.
             async_op: return a `Work` at once instead of blocking.
-            timeout_s: limit of this operation; None: the group's.
+            timeout_s: timeout for this operation; None means the group's timeout.
         """
         data = view(x, "x", writable=False)
         return self._message(
@@ -110,7 +111,7 @@ class Channel:
         Args:
             x: any shape; the dtype and the number of elements must match the sender's.
             async_op: return a `Work` at once instead of blocking.
-            timeout_s: limit of this operation; None: the group's.
+            timeout_s: timeout for this operation; None means the group's timeout.
         """
         data = view(x, "x", writable=True)
         return self._message(

@@ -1,4 +1,4 @@
-"""ProcessGroup: the interface of a group besides its calls on arrays, which are in `calls/`."""
+"""ProcessGroup: the interface of a group other than its calls on arrays, which are in `calls/`."""
 
 from __future__ import annotations
 
@@ -26,21 +26,20 @@ MakeGroup = Callable[[Sequence[int], str, str], "ProcessGroup | None"]
 class ProcessGroup(Collectives, PointToPoint):
     """A set of ranks that communicate. Created by `init`, `new_group` and `split`, never directly.
 
-    Every call is collective: all members must make the same calls in the same order; `send` and
-    `recv` involve only their two ends. Arrays are contiguous NumPy arrays, torch tensors, CuPy
-    arrays or other DLPack arrays; results are written in place. `root`, `to` and `source` are ranks
-    within the group. Calls raise
+    Every call except `send` and `recv` is collective: all members must make the same calls in the
+    same order. Arrays are contiguous NumPy arrays, torch tensors, CuPy arrays or other DLPack
+    arrays; results are written in place. `root`, `to` and `source` are ranks within the group.
+    Calls raise
 
-    * ValueError before anything is sent, if an argument is not supported;
-    * CollectiveMismatchError on every rank, if members made different calls;
-    * CollectiveTimeoutError, if members did not call within the timeout: the call's `timeout_s` or,
-      if that is None, the group's;
-    * PeerLostError, if a member died or left.
+    * ValueError before anything is sent, if an argument is not supported; * CollectiveMismatchError
+    on every rank, if members made different calls; * CollectiveTimeoutError, if some members did
+    not make the call within the timeout, which is the call's `timeout_s` or, if that is None, the
+    group's timeout; * PeerLostError, if a member died or left.
 
     After the last three errors the group can no longer be used: later calls raise an error that
-    names the first one. Several threads may call at once; collectives of one group run in the order
-    of the calls, which must be the same on all ranks. With `async_op=True` a call returns a `Work`
-    at once and raises from its `wait()`.
+    mentions the first error. Several threads may call at once; collectives of one group run in the
+    order of the calls, which must be the same on all ranks. With `async_op=True` a call returns a
+    `Work` at once and raises from its `wait()`.
 
     Example:
         >>> world = dist.init()  # on each of 2 ranks
@@ -69,7 +68,7 @@ class ProcessGroup(Collectives, PointToPoint):
 
     @property
     def backend(self) -> str:
-        """The backend's name."""
+        """The name of the group's backend."""
         return self._engine.name
 
     @property
@@ -83,7 +82,7 @@ class ProcessGroup(Collectives, PointToPoint):
 
     @property
     def num_collectives(self) -> int:
-        """The number of collectives called on this rank so far."""
+        """The number of collectives that this rank has called so far."""
         return self._state.num_collectives
 
     def __repr__(self) -> str:
@@ -92,18 +91,18 @@ class ProcessGroup(Collectives, PointToPoint):
     # ---- objects ----
 
     def broadcast_object(self, obj: Any, root: int, timeout_s: Timeout = None) -> Any:
-        """Return the object of `root` on every rank: plain data that msgpack supports.
+        """Return the object of `root` on every rank. It must be plain data that msgpack supports.
 
-        Supported are None, bool, numbers, str, bytes, lists and dicts; a tuple arrives as a list.
-        Blocks until the root has called it.
+        Supported values are None, bool, numbers, str, bytes, lists and dicts; a tuple arrives as a
+        list. The call blocks until the root has called it.
 
         Args:
-            obj: the object on `root`; ignored elsewhere.
+            obj: the object to send on `root`; ignored on other ranks.
             root: rank within this group.
-            timeout_s: limit of each of the two collectives; None: the group's.
+            timeout_s: timeout for each of the two collectives; None means the group's timeout.
 
         Raises:
-            TypeError: the object holds something else.
+            TypeError: the object holds a value of another type.
             ValueError: called inside `coalesce()`.
         """
         root = self._check_object_call("broadcast_object", root)
@@ -119,7 +118,7 @@ class ProcessGroup(Collectives, PointToPoint):
         return objects.all_gather(self, objects.encode(obj), timeout_s)
 
     def gather_object(self, obj: Any, root: int, timeout_s: Timeout = None) -> list[Any] | None:
-        """Return every rank's object on `root`, in rank order; None elsewhere.
+        """Return every rank's object on `root`, in rank order; None on other ranks.
 
         See `broadcast_object` for the supported objects and the errors.
         """
@@ -134,9 +133,9 @@ class ProcessGroup(Collectives, PointToPoint):
         See `broadcast_object` for the supported objects and the errors.
 
         Args:
-            objs: on `root`, one object per rank in rank order; ignored elsewhere.
+            objs: on `root`, one object per rank in rank order; ignored on other ranks.
             root: rank within this group.
-            timeout_s: limit of each of the two collectives; None: the group's.
+            timeout_s: timeout for each of the two collectives; None means the group's timeout.
         """
         root = self._check_object_call("scatter_object", root)
         parts = None
@@ -153,11 +152,11 @@ class ProcessGroup(Collectives, PointToPoint):
 
     @contextlib.contextmanager
     def coalesce(self) -> Iterator[None]:
-        """Launch the operations called inside the block together; all are done when it ends.
+        """Launch the operations called inside the block together; all are done when the block ends.
 
-        An exception from the block is propagated. In that case nothing is launched on a device, and
-        if the block had called an operation, the group ends, because other ranks may have launched
-        theirs.
+        An exception raised in the block is propagated. In that case nothing is launched on a
+        device. If the block had already called an operation, the group ends, because other ranks
+        may have launched their operations.
         """
         if self._batch() is not None:
             raise ValueError("coalesce() cannot be nested")
@@ -189,7 +188,8 @@ class ProcessGroup(Collectives, PointToPoint):
     ) -> ProcessGroup | None:
         """Divide the group: ranks of equal `color` form a new group, ordered by `key`, then rank.
 
-        Every member must call it. Returns this rank's new ProcessGroup, or None if `color` is None.
+        Every member must call this method, which returns this rank's new ProcessGroup, or None if
+        `color` is None.
 
         Raises:
             TypeError: `color` or `key` is not an integer.
@@ -211,17 +211,17 @@ class ProcessGroup(Collectives, PointToPoint):
     def channel(self, peer: int, name: str) -> Channel:
         """Return an ordered channel to another rank, independent of all other operations.
 
-        Both ends call this, in any order and at any time; neither waits for the other. The first
-        use of a name queries the store, within its timeout; the same name always gives the same
-        channel. A channel carries host and device arrays, each kind in its own order;
-        `Channel.open` connects it for a device ahead of the first message.
+        Both ends must call this, in any order and at any time; neither end waits for the other. The
+        first use of a name queries the store, within its timeout; the same name always gives the
+        same channel. A channel carries host and device arrays, each kind in its own order;
+        `Channel.open` connects a channel for a device ahead of the first message.
 
         Args:
-            peer: rank at the other end, within this group.
-            name: any non-empty string; the other end must use the same one.
+            peer: the rank within this group at the other end.
+            name: any non-empty string; the other end must use the same name.
 
         Raises:
-            ValueError: there is no such rank, it is this rank, or the name is empty.
+            ValueError: `peer` is not a rank of the group or is this rank, or the name is empty.
             StoreError: the store does not answer.
         """
         peer = self._check_peer(peer, "peer")
@@ -234,7 +234,7 @@ class ProcessGroup(Collectives, PointToPoint):
     # ---- the end ----
 
     def abort(self) -> None:
-        """End the group on all ranks: waiting operations raise CollectiveError.
+        """End the group on all ranks, where waiting operations raise CollectiveError.
 
         Callable from any thread and from a signal handler. Returns within 1 s without contacting
         other ranks.
@@ -245,15 +245,15 @@ class ProcessGroup(Collectives, PointToPoint):
     def close(self) -> None:
         """End the group on this rank and release its resources. Safe to call twice.
 
-        Takes at most 1 s and does not contact other ranks. Ranks that still need this one raise
-        PeerLostError. If a signal handler calls it during a call of this group, it ends that call,
-        which then releases the group.
+        The call takes at most 1 s and does not contact other ranks. Ranks that still need this rank
+        raise PeerLostError. If a signal handler closes the group during one of its calls, that call
+        ends and then releases the group.
         """
         self._state.close()
 
     @property
     def state(self) -> GroupState:
-        """The group's calls and how it ended; outlives the group if that is dropped."""
+        """The group's calls and how the group ended; outlives a group that is dropped."""
         return self._state
 
     def _check_object_call(self, call: str, root: int = 0) -> int:

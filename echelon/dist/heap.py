@@ -1,12 +1,12 @@
-"""The C library's heap, kept between steps instead of being released and faulted in again.
+"""Makes the C library keep its heap between steps instead of releasing and refaulting it.
 
 Training on the CPU allocates and frees the same few hundred megabytes of activations and gradients
 in every step. By default glibc maps large blocks one by one and returns the top of the heap to the
 system as soon as it is free. Every page is then faulted in and zeroed again, which for 85M
 parameters took a sixth of the step's processor time (measured beside FSDP2, see
 docs/benchmarks/sharding.md). So sharding and pipelines on the host ask glibc to keep its memory.
-Blocks of different sizes leave gaps in a heap: the resident peak is up to a third above the size of
-the tensors (docs/planner.md, "How far off it was"). A program to which memory matters more than
+Blocks of different sizes leave gaps in a heap, so the resident peak is up to a third above the size
+of the tensors (docs/planner.md, "How far off it was"). A program to which memory matters more than
 time can set MALLOC_MMAP_THRESHOLD_=131072 in its environment.
 """
 
@@ -25,9 +25,9 @@ _SET_BY_USER = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHO
 
 @functools.lru_cache(maxsize=1)
 def keep() -> bool:
-    """Ask glibc to keep freed memory, once; return whether it does.
+    """Ask glibc, at most once, to keep freed memory; return whether it does.
 
-    Settings in the program's environment take precedence; other C libraries are left alone.
+    Settings in the program's environment take precedence; other C libraries are not affected.
     """
     if any(name in os.environ for name in _SET_BY_USER):
         return False

@@ -1,4 +1,4 @@
-"""The only place where groups are created, for `init`, `new_group`, `split` and torch."""
+"""Creates all groups, for `init`, `new_group`, `split` and torch."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ Facts = list[dict[str, Any]]
 
 
 class GroupMaker:
-    """The maker of the groups of one world.
+    """Creates the groups of one world.
 
     Args:
         rank: this process's global rank.
         store: the world's view of the store.
-        backend: a backend's name; None means a choice by the hosts and the arrays' devices.
+        backend: a backend's name; None chooses it by the hosts and the arrays' devices.
         options: the options passed to `init`.
     """
 
@@ -55,19 +55,20 @@ class GroupMaker:
         timeout_s: float,
         facts: Facts | None = None,
     ) -> ProcessGroup:
-        """Create a group that contains this rank; all members call this and block until all have.
+        """Create a group that contains this rank; blocks until all members have called this.
 
         Args:
             ranks: global ranks, in group order.
             store: a view of the store reserved for the group.
-            timeout_s: limit of this call and of the group's operations.
-            facts: `process_identity` of each member, where they are known: then a member that dies
-                from now on is noticed. None: the members meet first, without that.
+            timeout_s: timeout for this call and for the group's operations.
+            facts: the `process_identity` of each member, if known, so that a member that dies from
+                now on is noticed. None makes the members meet first, during which deaths are not
+                noticed.
 
         Raises:
             ValueError: the backend cannot run here.
-            CollectiveTimeoutError: members did not join within `timeout_s`.
-            PeerLostError: a member has died while the group was made.
+            CollectiveTimeoutError: some members did not join within `timeout_s`.
+            PeerLostError: a member died while the group was being created.
         """
         deadline_s = time.monotonic() + timeout_s
         members = Members(
@@ -100,10 +101,10 @@ class GroupMaker:
         return group
 
     def _drop(self, state: GroupState) -> None:
-        """Schedule, on the watcher's thread, the close of a group that was dropped without closing.
+        """Close a group that was dropped without closing, later and on the watcher's thread.
 
-        Ranks drop a group at different moments, so a group whose library must close in step is
-        kept.
+        Ranks drop a group at different moments, so a group whose library requires all ranks to
+        close together is kept.
         """
         if state.is_closed or state.is_foreign:
             return
@@ -113,12 +114,12 @@ class GroupMaker:
             watcher().post(state.close)
 
     def first_error(self) -> CollectiveError | None:
-        """Return an error that has ended one of the groups; None if none has failed."""
+        """Return the error that has ended one of the groups, or None if none has failed."""
         errors = [group.state.error for group in self._groups if not group.state.is_closed]
         return next((error for error in errors if error is not None), None)
 
     def close(self) -> None:
-        """Close the groups that are still open, the latest first."""
+        """Close the groups that are still open, in reverse order of creation."""
         groups = sorted(self._groups, key=lambda group: group.created_mono_ns, reverse=True)
         for group in groups:
             group.close()
@@ -147,7 +148,7 @@ class GroupMaker:
 
 
 def _meet(members: Members, store: PrefixStore, deadline_s: float) -> Facts:
-    """Return every member's process and host, in group order."""
+    """Return the process and the host of every member, in group order."""
     mine = process_identity()
     return [mine] if members.size == 1 else gather(members, store, "members", mine, deadline_s)
 
@@ -158,7 +159,7 @@ def _host_backend(facts: Facts) -> str:
 
 
 def _address(store: Store) -> str:
-    """Return this host's address on its route to the store, at which others can reach it."""
+    """Return this host's address on the route to the store, by which other hosts can reach it."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return address_towards(store.host, store.port) if isinstance(store, TCPStore) else ""

@@ -1,4 +1,4 @@
-"""DeviceMesh: the world's ranks as a grid, with a group along each of its axes."""
+"""DeviceMesh: arranges the world's ranks as a grid, with a group along each axis."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from echelon.dist.runtime import new_group, world
 
 
 class DeviceMesh:
-    """The world's ranks in row-major order: the last axis holds neighbouring ranks.
+    """A grid of the world's ranks in row-major order: the last axis holds neighbouring ranks.
 
-    Every rank of the world must create the same meshes in the same order. Creating one blocks until
-    all ranks have joined, at most for the world's timeout. Sub-meshes share the groups of their
-    mesh, so taking one is a local operation.
+    Every rank of the world must create the same meshes in the same order. Creating a mesh blocks
+    until all ranks have joined, at most for the world's timeout. Sub-meshes share the groups of
+    their mesh, so creating a sub-mesh is a local operation.
 
         mesh = DeviceMesh((2, 4), ("pp", "dp"))
         mesh["dp"]                  # a sub-mesh: the axis "dp" alone, shape (4,)
@@ -32,7 +32,8 @@ class DeviceMesh:
         coordinate: this rank's index along each axis.
 
     Raises:
-        ValueError: shape and names do not match each other or the world.
+        ValueError: `shape` and `names` differ in length, or `shape` does not match the world's
+            size.
         CollectiveTimeoutError: a rank did not join within the world's timeout.
 
     Example:
@@ -57,7 +58,7 @@ class DeviceMesh:
         return math.prod(self.shape)
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
-        """Return the sub-mesh of one or several axes, in the requested order. Local.
+        """Return the sub-mesh of one or several axes, in the requested order. A local operation.
 
         Raises:
             ValueError: an axis is unknown or named twice, or no axis is named.
@@ -75,13 +76,13 @@ class DeviceMesh:
         return part
 
     def group(self, name: str | None = None) -> ProcessGroup:
-        """Return this rank's group along an axis. Local.
+        """Return this rank's group along an axis. A local operation.
 
         Args:
-            name: the axis; None means the only axis of a one-axis mesh.
+            name: the name of the axis; None means the only axis of a one-axis mesh.
 
         Raises:
-            ValueError: no axis has that name, or it is None and the mesh has several axes.
+            ValueError: no axis has that name, or `name` is None and the mesh has several axes.
         """
         if name is None:
             if len(self.names) != 1:
@@ -94,15 +95,16 @@ class DeviceMesh:
     get_group = group
 
     def completed(self, names: Sequence[str]) -> DeviceMesh:
-        """Return a mesh with these axes, adding missing axes with one rank each.
+        """Return a mesh with these axes; missing axes are added with one rank each.
 
-        Collective if an axis is missing: every rank of the world must call it with the same names.
+        Collective if an axis is missing: every rank of the world must make this call with the same
+        names.
 
         Args:
-            names: the axes of the result, in order, including all axes of this mesh.
+            names: the axes of the new mesh, in order, including all axes of this mesh.
 
         Raises:
-            ValueError: an axis of this mesh is not among the names, or one is named twice.
+            ValueError: an axis of this mesh is not among the names, or a name is listed twice.
             CollectiveTimeoutError: a rank did not join within the world's timeout.
         """
         _check_distinct(tuple(names))
@@ -172,7 +174,7 @@ def _make_axis(shape: tuple[int, ...], axis: int, name: str) -> ProcessGroup:
 
 
 def _make_alone(world_size: int) -> ProcessGroup:
-    """Create a group of each single rank; return this rank's group."""
+    """Create a group for each single rank; return this rank's group."""
     own: ProcessGroup | None = None
     for rank in range(world_size):
         own = new_group([rank], name="alone") or own

@@ -1,7 +1,7 @@
-"""Exchange of objects between ranks: plain data as msgpack, never as pickles.
+"""Exchanges objects between ranks as msgpack; nothing is ever pickled.
 
-Sizes are exchanged first, then the bytes, padded to the longest. So each call consists of two
-collectives, the second of which needs the result of the first.
+The ranks first exchange the sizes, then the bytes, padded to the longest object. So each call
+consists of two collectives, the second of which needs the result of the first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def encode(obj: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Decode bytes from `encode`."""
+    """Decode bytes that `encode` returned."""
     import msgpack
 
     return msgpack.unpackb(data, raw=False, strict_map_key=False)
@@ -62,7 +62,7 @@ def all_gather(group: ProcessGroup, data: bytes, timeout_s: float | None) -> lis
 def gather(
     group: ProcessGroup, data: bytes, root: int, timeout_s: float | None
 ) -> list[Any] | None:
-    """Return every rank's object on the root, in rank order; None elsewhere."""
+    """Return every rank's object on the root, in rank order; None on other ranks."""
     sizes = _sizes(group, data, timeout_s)
     rows = _rows(group.size, sizes) if group.rank == root else None
     group.gather(rows, _row(data, sizes), root, timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""Options: a group's settings as one object, such as torch's `pg_options`."""
+"""Options: holds a group's settings in one object, as torch's `pg_options` does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Options:
     reduction: str = "fast"
 
     def __post_init__(self) -> None:
-        """Check the values."""
+        """Check the settings."""
         if self.reduction not in REDUCTIONS:
             raise ValueError(
                 f"reduction {self.reduction!r} is unknown; use one of {', '.join(REDUCTIONS)}"

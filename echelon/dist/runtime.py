@@ -1,8 +1,8 @@
-"""The world of this process: `init`, `world`, `new_group`, `shutdown`.
+"""Manages the world of this process: `init`, `world`, `new_group`, `shutdown`.
 
 `init` meets the other ranks at the store that the launcher (or torchrun, or rank 0) hosts, creates
-the world group and connects the parts: the store's waits become `store` spans in the black box,
-and, across hosts, the black box gets its clock's offset to rank 0's.
+the world group and connects the parts: waits at the store become `store` spans in the black box,
+and across hosts the black box records this clock's offset to rank 0's clock.
 """
 
 from __future__ import annotations
@@ -69,21 +69,21 @@ class _World:
         return self.world
 
     def make(self, ranks: Sequence[int], name: str, path: str) -> ProcessGroup | None:
-        """Create a group under a path of the store; return None if this rank is not in it."""
+        """Create a group under a path of the store; return None if this rank is not a member."""
         if self.rendezvous.rank not in ranks:
             return None
         store = PrefixStore(path, self.store)
         return self.maker.make(ranks, name, store, self.timeout_s)
 
     def leave_groups(self) -> None:
-        """Close all groups and agreements; the connection to the store stays."""
+        """Close all groups and agreements, but keep the connection to the store."""
         self.is_between = True
         while self.agreements:
             self.agreements.pop().close()
         self.maker.close()
 
     def regroup(self, ranks: Sequence[int], epoch: int, facts: Facts) -> ProcessGroup:
-        """Make another world group, whose keys lie apart from those of all groups before."""
+        """Create another world group, whose keys are separate from those of all earlier groups."""
         self.store = PrefixStore(f"epoch_{epoch}", self._whole_store)
         self.num_made = 0
         self._num_named.clear()
@@ -109,7 +109,7 @@ class _World:
 
 
 class _Joining:
-    """A call of `init` that waits for the other ranks."""
+    """A call of `init` that is waiting for the other ranks."""
 
     def __init__(self) -> None:
         self.connection: TCPStore | MemoryStore | None = None
@@ -117,7 +117,7 @@ class _Joining:
         self.pid = os.getpid()
 
     def cancel(self) -> None:
-        """Make the call raise; from any thread, or from a signal handler that interrupts it."""
+        """Make the call raise; callable from any thread or an interrupting signal handler."""
         self.is_cancelled = True
         if self.connection is not None:
             self.connection.close()
@@ -140,21 +140,22 @@ def init(
 ) -> ProcessGroup:
     """Join the world and return its group. Blocks until all ranks have joined.
 
-    After `shutdown` a program may join again at the same store if every rank does so.
+    After `shutdown`, a program may call `init` again with the same store if every rank does so.
 
     Args:
         backend: "shm", "gloo", "shm+gloo", "xccl", "nccl" or a plug-in's name. None means "shm" if
-            all ranks are on one host, else "shm+gloo"; in addition, for arrays on a device, "nccl",
-            "xccl" or a plug-in, created in the first collective on such an array. "nccl", like any
-            device backend, uses the device that the program made current, or else that of
-            LOCAL_RANK.
-        timeout_s: limit of this call and of every operation of the groups created from it.
+            all ranks are on one host, and otherwise "shm+gloo". For arrays on a device, it adds
+            "nccl", "xccl" or a plug-in, which is created in the first collective on such an array.
+            "nccl", like any device backend, uses the device that the program made current, or else
+            the device given by LOCAL_RANK.
+        timeout_s: timeout for this call and for every operation of the groups created from the
+            world.
         reduction: "fast", or "rank_ordered" for sums in rank order on every backend ("shm" always
-            does that).
+            sums in rank order).
 
     Raises:
         ValueError: an argument or the environment is invalid, or `init` was already called.
-        CollectiveTimeoutError: ranks did not join within `timeout_s`; the error names them.
+        CollectiveTimeoutError: some ranks did not join within `timeout_s`; the error names them.
         StoreError: the store cannot be reached.
 
     Example:
@@ -198,9 +199,9 @@ def init(
 
 
 def is_initialized() -> bool:
-    """Return whether this process has a world from `init` that `shutdown` has not ended yet.
+    """Return whether `init` has created a world that `shutdown` has not ended yet.
 
-    False in a forked child of a rank: the world belongs to its parent.
+    The result is False in a forked child of a rank, because the world belongs to the parent.
 
     Example:
         >>> _ = dist.init()
@@ -226,17 +227,18 @@ def world() -> ProcessGroup:
 
 
 def new_group(ranks: Sequence[int], name: str | None = None) -> ProcessGroup | None:
-    """Create a group of some of the world's ranks; block until its members have joined.
+    """Create a group of some of the world's ranks; blocks until all its members have joined.
 
-    Every rank of the world must call this, in the same order; ranks outside the group get None.
+    Every rank of the world must make the same calls of this function in the same order; ranks
+    outside the group get None.
 
     Args:
-        ranks: ranks of the world; their order is the group's.
-        name: shown in verdicts; generated if None.
+        ranks: ranks of the world, in the order that they have in the group.
+        name: the name to show in verdicts; None generates a name.
 
     Raises:
         ValueError: the ranks are invalid, or `init` was not called.
-        CollectiveTimeoutError: members did not join within the world's timeout.
+        CollectiveTimeoutError: some members did not join within the world's timeout.
 
     Example:
         >>> world = dist.init()  # on each of 2 ranks
@@ -252,9 +254,9 @@ def new_group(ranks: Sequence[int], name: str | None = None) -> ProcessGroup | N
 
 
 def leave_groups() -> None:
-    """Close all groups and agreements of this process, in about 1 s at most; stay at the store.
+    """Close all groups and agreements, in at most about 1 s, but stay connected to the store.
 
-    Until `regroup` has made another one, the world is the closed group.
+    Until `regroup` creates another world, `world` returns the closed group.
 
     Raises:
         ValueError: there is no world.
@@ -263,18 +265,19 @@ def leave_groups() -> None:
 
 
 def regroup(ranks: Sequence[int], epoch: int, facts: Facts) -> ProcessGroup:
-    """Make the world of some of this world's ranks; they keep their numbers in errors and verdicts.
+    """Create a world of some of this world's ranks, which keep their numbers in messages.
 
-    Each of these ranks calls this; it blocks until all have joined.
+    Each of these ranks must call this function, which blocks until all have joined.
 
     Args:
-        ranks: as the launcher numbers them, in group order; this one is among them.
-        epoch: above that of any world that these ranks made before.
-        facts: `process_identity` of each of them.
+        ranks: the ranks of the new world as the launcher numbers them, in group order, including
+            this rank.
+        epoch: a number above the epoch of every world that these ranks created before.
+        facts: the `process_identity` of each of these ranks.
 
     Raises:
         ValueError: there is no world.
-        CollectiveTimeoutError: members did not join within the world's timeout.
+        CollectiveTimeoutError: some members did not join within the world's timeout.
         PeerLostError: a member has died.
     """
     return _need().regroup(ranks, epoch, facts)
@@ -290,7 +293,7 @@ def is_between_worlds() -> bool:
 
 
 def first_error() -> CollectiveError | None:
-    """Return an error that has ended an open group of this world; None if none has failed.
+    """Return the error that has ended an open group of this world, or None if none has failed.
 
     Raises:
         ValueError: there is no world.
@@ -299,7 +302,7 @@ def first_error() -> CollectiveError | None:
 
 
 def own_rank() -> int:
-    """Return this process's rank as the launcher numbers it, however the world has changed.
+    """Return this process's rank as the launcher numbers it, even if the world has changed.
 
     Raises:
         ValueError: there is no world.
@@ -317,11 +320,11 @@ def job_store() -> TCPStore | MemoryStore:
 
 
 def agree_on_calls(what: str) -> Agreement:
-    """Create an agreement of all ranks. Every rank must call this; it does not block.
+    """Create an agreement among all ranks, which must all call this. Does not block.
 
     Args:
-        what: the subject of the agreement, for errors and spans. The n-th calls with this text on
-            all ranks belong to one agreement.
+        what: the subject of the agreement, for errors and spans. The n-th call with this text on
+            each rank belongs to the same agreement.
 
     Raises:
         ValueError: `init` was not called.
@@ -333,19 +336,20 @@ _before_shutdown: list[Callable[[], None]] = []
 
 
 def before_shutdown(action: Callable[[], None]) -> Callable[[], None]:
-    """Make `shutdown` call `action` first and raise its exception at the end."""
+    """Make `shutdown` call `action` first, and raise any exception from it at the end."""
     _before_shutdown.append(action)
     return action
 
 
 def shutdown() -> None:
-    """Leave the world and release its resources. Safe to call if there is none.
+    """Leave the world and release its resources. Safe to call if there is no world.
 
-    Call it on every rank after the last operation. It does not wait for other ranks, but for a
-    checkpoint that this rank saves in the background.
+    Call this on every rank after the last operation. It does not wait for other ranks, but it waits
+    for a checkpoint that this rank is saving in the background.
 
     Raises:
-        CheckpointError, OSError: that checkpoint failed; the world has still been left.
+        CheckpointError, OSError: the background checkpoint failed; the world has been left
+            nevertheless.
 
     Example:
         >>> world = dist.init()
@@ -417,18 +421,18 @@ def _join(
 
 
 def _attempt(rendezvous: Rendezvous, connection: TCPStore | MemoryStore) -> PrefixStore:
-    """Return the attempt's view of the store, in which each of its worlds has a part."""
+    """Return the attempt's view of the store, in which each world has its own part."""
     return PrefixStore(rendezvous.namespace or "echelon/solo", connection)
 
 
 def _meet(
     joining: _Joining, rendezvous: Rendezvous, options: Options, timeout_s: float
 ) -> tuple[TCPStore | MemoryStore, int]:
-    """Connect to the store and agree with all ranks on the new world's number.
+    """Connect to the store, and agree with all ranks on the number of the new world.
 
     [Note: a store that ends with its world] If rank 0 hosts the store, its `shutdown` ends the
-    store. A rank that left earlier and joins again may have connected to that store; it then
-    connects to the next one, which rank 0 opens when it joins.
+    store. A rank that left earlier and joins again may have connected to that store. It then
+    connects to the next store, which rank 0 opens when it joins.
     """
     members = Members(
         name="world", rank=rendezvous.rank, ranks=range(rendezvous.world_size), options=options
@@ -455,7 +459,7 @@ def _meet(
 
 
 def _clock_offset(state: _World, rendezvous: Rendezvous) -> ClockOffset | None:
-    """Measure this rank's clock against rank 0's; None on one host or if that is impossible."""
+    """Measure this rank's clock offset to rank 0; None on one host or if this is impossible."""
     if rendezvous.local_world_size >= rendezvous.world_size:
         return None
     try:

@@ -17,10 +17,12 @@ class Work:
     """An operation in flight. `done` is True only once the result is in place.
 
     Attributes:
-        operation, pending, watch, record: the operation, the engine's handle for it, its limits,
-            and its number in the black box.
-        is_settled: whether its end was recorded.
-        failure: its error once it is settled; None if it succeeded.
+        operation: the operation that was called.
+        pending: the engine's handle for the operation.
+        watch: the limits of the operation.
+        record: the number of the operation in the black box.
+        is_settled: whether the end of the operation was recorded.
+        failure: the error of a settled operation; None if it succeeded.
 
     Example:
         >>> work = world.all_reduce(np.ones(1 << 20), async_op=True)
@@ -52,7 +54,7 @@ class Work:
     def error(self) -> BaseException | None:
         """The operation's error; None if it succeeded or has not ended.
 
-        May take up to 2 s to determine the rank at fault.
+        Reading the error may take up to 2 s, to determine the rank at fault.
         """
         if not self.is_settled and self.pending.done:
             self._state.settle(self)
@@ -60,7 +62,7 @@ class Work:
 
     @property
     def lane(self) -> object:
-        """Operations of one lane end in the order of their calls."""
+        """The lane of the operation; operations of one lane end in the order of their calls."""
         one = self.operation
         return (one.kind, one.peer, one.tag) if one.is_message else None
 
@@ -71,7 +73,7 @@ class Work:
     def exception(self) -> BaseException | None:
         """Return the operation's error; None if it succeeded or has not ended.
 
-        May take up to 2 s, like `error`.
+        The call may take up to 2 s, like `error`.
         """
         return self.error
 
@@ -84,11 +86,11 @@ class Work:
         """Block until the operation has ended.
 
         Args:
-            timeout_s: limit of this wait; None means the operation's own timeout.
+            timeout_s: how long to wait; None means the operation's own timeout.
 
         Raises:
-            CollectiveTimeoutError: it has not ended within `timeout_s`, but continues and can be
-                waited for again.
+            CollectiveTimeoutError: the operation has not ended within `timeout_s`, but continues
+                and can be waited for again.
             CollectiveError: the operation itself failed.
         """
         if not self.is_settled and not self._state.wait(self.operation, self.pending, timeout_s):

@@ -1,4 +1,4 @@
-"""The store: the meeting place of a job's processes, in torch's own protocol."""
+"""The store, at which a job's processes meet; it uses torch's own protocol."""
 
 from __future__ import annotations
 

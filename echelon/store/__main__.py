@@ -1,4 +1,4 @@
-"""`python -m echelon.store`: the same as `echelon store`."""
+"""`python -m echelon.store`, which is the same as `echelon store`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Checks of callers' arguments (keys, values, numbers, ranks) before anything is sent.
+"""Checks callers' arguments (keys, values, numbers, ranks) before anything is sent.
 
 Every function returns the argument in its wire form, or raises ValueError or TypeError with a
-one-line message. The limits are those of torch's protocol.
+one-line message. The limits are the same as in torch's protocol.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def key(text: Any) -> bytes:
 
 
 def fitting(raw: bytes) -> bytes:
-    """Return a key, including its prefix, if it is not too long."""
+    """Return a key, including its prefix, after checking that it is not too long."""
     if len(raw) > MAX_KEY_BYTES:
         raise ValueError(f"key of {len(raw)} bytes, limit {MAX_KEY_BYTES}: {raw[:40]!r}...")
     return raw
@@ -39,7 +39,7 @@ def keys(texts: Sequence[str]) -> list[bytes]:
 
 
 def together(keys: Sequence[bytes], values: Sequence[bytes] = ()) -> None:
-    """Check that keys and values fit in one command."""
+    """Check that keys and values fit into one command."""
     size = sum(map(len, keys)) + sum(map(len, values)) + 9 * len(keys) + 8 * len(values)
     if size > MAX_COMMAND_BYTES:
         raise ValueError(f"{size} bytes in one call, limit {MAX_COMMAND_BYTES}")
@@ -61,14 +61,14 @@ def value(given: Any) -> bytes:
 
 
 def int64(number: int) -> int:
-    """Return an integer that fits in 64 bits."""
+    """Return an integer after checking that it fits in 64 bits."""
     if not -(1 << 63) <= number < 1 << 63:
         raise ValueError(f"{number} does not fit in 64 bits")
     return int(number)
 
 
 def check_place(rank: int | None, world_size: int) -> None:
-    """Check a rank against its world size."""
+    """Check that a rank is valid for its world size."""
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     if rank is not None and not 0 <= rank < world_size:

@@ -1,4 +1,4 @@
-"""The interface of every store: torch's Store API, plus `gather`.
+"""Defines the interface of every store: torch's Store API plus `gather`, among other additions.
 
 `Store` checks arguments, turns text into bytes, gives every call a deadline, and notifies the
 observer of calls that may block. Each store implements the `_do_*` primitives. For stores without
@@ -46,7 +46,7 @@ class Store(ABC):
     """Keys, counters, queues, barriers and gathers that several processes share.
 
     Values are bytes; text is encoded as UTF-8. Every call is bounded by its own timeout or, if it
-    has none, by the store's. All methods are thread-safe.
+    has none, by the store's timeout. All methods are thread-safe.
 
     All calls may raise:
         StoreTimeoutError: the timeout expired; `.missing` lists the missing keys or ranks.
@@ -62,7 +62,7 @@ class Store(ABC):
 
     @property
     def observer(self) -> Observer | None:
-        """Returns a context manager, entered around each call that may block."""
+        """A function that returns a context manager, entered around each call that may block."""
         return self._observer
 
     @observer.setter
@@ -71,11 +71,11 @@ class Store(ABC):
 
     @property
     def timeout(self) -> timedelta:
-        """The timeout of calls that do not specify one."""
+        """The timeout of calls that do not specify their own."""
         return timedelta(seconds=self._timeout_s)
 
     def set_timeout(self, timeout: Timeout) -> None:
-        """Set the timeout of calls that do not specify one."""
+        """Set the timeout of calls that do not specify their own."""
         self._timeout_s = seconds(timeout)
 
     @property
@@ -84,7 +84,7 @@ class Store(ABC):
         return type(self).__name__
 
     def has_extended_api(self) -> bool:
-        """Return True: append, multi_get and multi_set always work."""
+        """Return True, because append, multi_get and multi_set always work."""
         return True
 
     @abstractmethod
@@ -107,17 +107,17 @@ class Store(ABC):
         self._do_set(arguments.key(key), arguments.value(value))
 
     def get(self, key: str, timeout: Timeout | None = None) -> bytes:
-        """Return the value of a key, blocking until it has one."""
+        """Return the value of a key, blocking until the key has a value."""
         raw = arguments.key(key)
         with self._observed("get", key):
             return self._do_get(raw, self._deadline(timeout))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a decimal counter (0 if missing) and return the new value."""
+        """Add to a decimal counter, which is 0 if missing, and return the new value."""
         return self._do_add(arguments.key(key), arguments.int64(amount))
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Append to the value of a key; a missing key counts as empty."""
+        """Append to the value of a key; a missing key is treated as empty."""
         self._do_append(arguments.key(key), arguments.value(value))
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -147,7 +147,8 @@ class Store(ABC):
         """Wait until every key has a value or names a queue that holds an item.
 
         Args:
-            check: called about once per second during the wait; an exception from it ends the wait.
+            check: called about once per second during the wait; an exception that it raises ends
+                the wait.
         """
         raw = arguments.keys(keys)
         if not raw:
@@ -170,7 +171,7 @@ class Store(ABC):
         return [key.decode("utf-8", "surrogateescape") for key in self._do_list_keys()]
 
     def multi_get(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
-        """Return the values of several keys, blocking until all have one."""
+        """Return the values of several keys, blocking until all keys have values."""
         raw = arguments.keys(keys)
         if not raw:
             return []
@@ -194,7 +195,7 @@ class Store(ABC):
         self._do_queue_push(arguments.key(key), arguments.value(value))
 
     def queue_pop(self, key: str, block: bool = True, timeout: Timeout | None = None) -> bytes:
-        """Remove and return the oldest item of a queue; wait for one unless `block` is False.
+        """Remove and return the oldest item of a queue; wait for an item unless `block` is False.
 
         Raises:
             StoreError: the queue is empty and `block` is False.
@@ -226,10 +227,10 @@ class Store(ABC):
         *,
         rank: int | None = None,
     ) -> None:
-        """Wait until `world_size` callers have joined this barrier; its key can be reused at once.
+        """Wait until `world_size` callers have joined; the key can be reused at once.
 
         If `rank` is given, a timeout error names the missing ranks. Either all callers of a round
-        pass it or none does.
+        must pass `rank`, or none.
         """
         raw = arguments.key(key)
         arguments.check_place(rank, world_size)
@@ -247,7 +248,8 @@ class Store(ABC):
         """Publish this rank's value and return the values of all ranks in rank order.
 
         Blocks until all ranks have arrived. The key can be reused for the next round at once. On a
-        timeout, `.missing` lists the missing ranks, and this rank's arrival is withdrawn.
+        timeout, the error's `.missing` lists the missing ranks, and this rank's arrival is
+        withdrawn.
         """
         raw = arguments.key(key)
         arguments.check_place(rank, world_size)
@@ -259,7 +261,7 @@ class Store(ABC):
     # Beyond torch's API. On our server each is one round trip; elsewhere plain operations stand in.
 
     def set_confirmed(self, key: str, value: str | bytes) -> None:
-        """Store a value and return once the store has received it; `set` may return earlier."""
+        """Store a value, and return once the store has received it. (`set` may return earlier.)"""
         self._do_set_confirmed(arguments.key(key), arguments.value(value))
 
     def pipeline(self) -> Pipeline:
@@ -267,16 +269,16 @@ class Store(ABC):
         return Pipeline(self._do_pipeline)
 
     def watch(self, keys: Sequence[str]) -> Watch:
-        """Return a watch on all changes of these keys from now on; the caller closes it."""
+        """Return a watch on all later changes of these keys, which the caller must close."""
         return self._do_watch(arguments.keys(keys))
 
     def presence(self, key: str, value: str | bytes = b"", *, lease: Timeout = LEASE_S) -> Presence:
-        """Store a key that exists until the result is closed or this process disappears.
+        """Store a key that exists until the returned object is closed or this process disappears.
 
         On echelon's server the key has a lease, which a thread of this client renews. The key is
-        removed 2 s after the process dies, and `lease` seconds after its host vanishes or the
-        process is stopped. On other stores it is an ordinary key, which a killed process leaves
-        behind.
+        removed 2 s after the process dies, or `lease` seconds after the host vanishes or the
+        process is stopped. On other stores the key is an ordinary key, which a killed process
+        leaves behind.
 
         Raises:
             ValueError: the lease is not between 0.1 s and 600 s.
@@ -398,7 +400,7 @@ class Store(ABC):
     def _do_gather(
         self, key: bytes, rank: int, world_size: int, value: bytes, deadline: Deadline
     ) -> list[bytes]:
-        """Gather with plain operations (see the note above)."""
+        """Gather with plain operations (see the module's note)."""
         counter = b"%s/rounds/%d" % (key, rank)
         number = self._do_add(counter, 1)
         names = [b"%s/round/%d/%d" % (key, number, r) for r in range(world_size)]
@@ -430,7 +432,7 @@ class Store(ABC):
     def _raise_wait_timeout(
         self, operation: str, keys: list[bytes], missing: list[bytes], deadline: Deadline
     ) -> NoReturn:
-        """Raise the error for a wait whose keys did not all appear."""
+        """Raise the timeout error for a wait in which not all keys appeared."""
         names = [key.decode("utf-8", "replace") for key in missing]
         first = keys[0].decode("utf-8", "replace")
         story = (
@@ -455,7 +457,7 @@ class Store(ABC):
         missing: Sequence[int],
         deadline: Deadline,
     ) -> NoReturn:
-        """Raise the error for a barrier or gather that not all ranks joined."""
+        """Raise the timeout error for a barrier or gather that not all ranks joined."""
         name = key.decode("utf-8", "replace")
         who = f" (missing: {_few([str(rank) for rank in missing])})" if missing else ""
         raise StoreTimeoutError(
@@ -468,6 +470,6 @@ class Store(ABC):
 
 
 def _few(names: Sequence[str], most: int = 16) -> str:
-    """Join names for a message, cutting a long list."""
+    """Join names for a message, shortening a long list."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown}, and {len(names) - most} more"

@@ -1,4 +1,4 @@
-"""Timeouts as users give them, and deadlines as calls use them."""
+"""Converts timeouts, as users give them, into the deadlines that calls use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def seconds(timeout: Timeout) -> float:
     """Return a timeout in seconds.
 
     Raises:
-        ValueError: the timeout is not positive and finite; every wait has a deadline.
+        ValueError: the timeout is not positive and finite, because every wait must have a deadline.
     """
     value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if not 0 < value < math.inf:
@@ -25,8 +25,8 @@ class Deadline:
     """A point in time by which a call must be done.
 
     Attributes:
-        timeout_s: the timeout it was created with.
-        at: the `time.monotonic()` value at which it expires.
+        timeout_s: the timeout from which the deadline was created.
+        at: the `time.monotonic()` value at which the deadline expires.
     """
 
     __slots__ = ("at", "timeout_s")
@@ -37,5 +37,5 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds until it expires, at least 0."""
+        """The number of seconds until the deadline expires, at least 0."""
         return max(0.0, self.at - time.monotonic())

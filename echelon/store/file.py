@@ -1,13 +1,13 @@
-"""A store in one file of a folder that all processes share.
+"""FileStore: a store in one file, in a folder that all processes share.
 
 The file is a log: a header, then records of changes, each with a length, checksums and a command in
 the store's own encoding. A writer locks the file, reads the records that others appended, decides,
 and appends one record in one write, so counters and compare_set are exact with any number of
 writers. The lock of a dead writer is released, and the next writer truncates a half-written record.
 
-It is meant for hosts that share a folder but cannot connect to each other, and for tests. A wait
-polls the file (every 1 ms at first, every 50 ms later), and the log only grows. Dead processes are
-not detected.
+This store is meant for hosts that share a folder but cannot connect to each other, and for tests. A
+wait polls the file (every 1 ms at first, every 50 ms later), and the log only grows. Dead processes
+are not detected.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class FileStore(Store):
     """A store that shares its keys through a file.
 
     Args:
-        file_name: the file; if it does not exist, it is created, readable only by its owner. The
-            folder must exist, and its file system must support locks.
-        world_size: accepted for compatibility with torch; without effect.
-        timeout: the timeout of calls that do not specify one.
+        file_name: the path of the file. If the file does not exist, it is created, readable only by
+            its owner. The folder must exist, and its file system must support locks.
+        world_size: accepted for compatibility with torch; has no effect.
+        timeout: the timeout of calls that do not specify their own.
         observer: see `Store.observer`.
 
     Raises:
@@ -84,7 +84,7 @@ class FileStore(Store):
 
     @property
     def endpoint(self) -> str:
-        """The file's path."""
+        """The path of the file."""
         return str(self.path)
 
     def clone(self) -> FileStore:
@@ -104,7 +104,7 @@ class FileStore(Store):
     # The file.
 
     def _open(self) -> None:
-        """Reopen the file and discard what was read from it."""
+        """Reopen the file and discard everything that was read from it."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             self._descriptor = os.open(self.path, flags, 0o600)
@@ -120,7 +120,7 @@ class FileStore(Store):
         self._read_to = 0
 
     def _check_owner(self, status: os.stat_result) -> None:
-        """Refuse a file that processes of other users may write."""
+        """Refuse a file that processes of other users could write."""
         if not stat.S_ISREG(status.st_mode):
             raise self._error("not a regular file")
         if status.st_uid != os.geteuid():
@@ -129,7 +129,7 @@ class FileStore(Store):
             raise self._error("other users can write to the file; run chmod 600 on it")
 
     def descriptors(self) -> list[int]:
-        """Return the file's descriptor, whose lock a forked child must not hold."""
+        """Return the descriptor of the file, whose lock a forked child must not hold."""
         return [self._descriptor]
 
     def _error(self, text: str) -> StoreError:
@@ -137,7 +137,7 @@ class FileStore(Store):
 
     @contextmanager
     def _locked(self, deadline: Deadline) -> Iterator[StoreState]:
-        """Hold the file's lock with the state brought up to date."""
+        """Hold the file lock; on entry, bring the in-memory state up to date."""
         import fcntl
 
         if not self._lock.acquire(timeout=deadline.left_s):
@@ -174,7 +174,7 @@ class FileStore(Store):
         )
 
     def _catch_up(self) -> None:
-        """Read what was appended since, and truncate a half-written last record."""
+        """Read the records appended since the last read; truncate a half-written last record."""
         size = os.fstat(self._descriptor).st_size
         if self._read_to == 0:
             self._check_header(size)
@@ -204,7 +204,7 @@ class FileStore(Store):
             os.ftruncate(self._descriptor, self._read_to)
 
     def _read(self, size: int) -> bytes:
-        """Return the file's bytes from where this store has read to `size`; reads may be short."""
+        """Return the file's unread bytes up to offset `size`; single reads may be short."""
         pieces: list[bytes] = []
         at = self._read_to
         while at < size:
@@ -239,7 +239,7 @@ class FileStore(Store):
         act(self._state, *operands)
 
     def _append(self, query: int, *fields: bytes | list[bytes]) -> None:
-        """Append a change and apply it at once; the caller holds the lock."""
+        """Append a change to the file and apply it at once; the caller holds the lock."""
         command = p.encode(query, *fields)
         self._append_record(command)
         self._replay(command)
@@ -267,7 +267,7 @@ class FileStore(Store):
             self._append(query, *fields)
 
     def _await(self, read: Callable[[StoreState], T | object], deadline: Deadline) -> T | object:
-        """Poll until `read` returns something other than _MISSING."""
+        """Poll until `read` returns a value other than _MISSING."""
         delay_s = _FIRST_LOOK_S
         while True:
             found = self._look(read, Deadline(max(deadline.left_s, _LAST_LOOK_S)))

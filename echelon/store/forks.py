@@ -1,10 +1,11 @@
-"""The sockets and files of stores, which a forked child must not keep open.
+"""Keeps forked children from holding the sockets and files of stores open.
 
 A descriptor outlives its process as long as a child has a copy. Close-on-exec does not help for a
-child that does not call exec (a data loader's worker): after its parent was killed, it would keep
-open the parent's connections, and with them waits, arrivals and presences, a listener's port, and a
-file's lock. Therefore every owner is registered here, and a child replaces the owner's descriptors
-with the null device. Their numbers stay in use because the owner's objects still close them.
+child that does not call exec, such as a data loader's worker. After its parent was killed, such a
+child would keep the parent's connections open, and with them waits, arrivals and presences, a
+listener's port, and a file's lock. Therefore every owner is registered here, and a child replaces
+the owner's descriptors with the null device. The descriptors' numbers stay in use, because the
+owner's objects still close them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Protocol
 
 
 class Owner(Protocol):
-    """An object with descriptors that no child may share."""
+    """An object with descriptors that forked children must not share."""
 
     def descriptors(self) -> Iterable[int]:
         """Return the open descriptors."""
@@ -28,7 +29,7 @@ _owners: weakref.WeakSet[Owner] = weakref.WeakSet()
 
 
 def keep_from_children(owner: Owner) -> None:
-    """Make forked children release the owner's descriptors; keeps only a weak reference to it."""
+    """Make forked children release the owner's descriptors; only a weak reference to it is kept."""
     _owners.add(owner)
 
 

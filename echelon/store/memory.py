@@ -1,7 +1,7 @@
-"""A store inside one process: the server's state without a server.
+"""MemoryStore: a store inside one process, which uses the server's state without a server.
 
-It is meant for tests and for worlds of one rank. Threads may share it; each wait sleeps on its own
-lock, so a wake-up reaches exactly the callers that the server would have answered.
+The store is meant for tests and for worlds of one rank. Threads may share it. Each wait sleeps on
+its own lock, so that a wake-up reaches exactly the callers that the server would have answered.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class _Caller:
-    """One blocked call: the owner of its waiter."""
+    """A blocked call, which owns its waiter."""
 
     def __init__(self) -> None:
         self._is_awake = threading.Event()
@@ -36,7 +36,7 @@ class MemoryStore(Store):
     """A store that the threads of one process share.
 
     Args:
-        timeout: the timeout of calls that do not specify one.
+        timeout: the timeout of calls that do not specify their own.
         observer: see `Store.observer`.
 
     Example:
@@ -63,7 +63,7 @@ class MemoryStore(Store):
         return twin
 
     def _run(self, act: Callable[[StoreState], T]) -> T:
-        """Act on the state and wake the callers that this satisfies."""
+        """Carry out an operation on the state, and wake the callers whose waits it satisfies."""
         with self._lock:
             result = act(self._state)
             self._wake()
@@ -77,7 +77,7 @@ class MemoryStore(Store):
         woken.clear()
 
     def _sleep(self, caller: _Caller, waiter: Waiter, deadline: Deadline) -> RoundStory | None:
-        """Sleep until the waiter is woken and return None, or withdraw it at the deadline."""
+        """Sleep until the waiter is woken and return None; at the deadline, withdraw the waiter."""
         if caller.sleep(deadline):
             return None
         with self._lock:

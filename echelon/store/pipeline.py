@@ -1,8 +1,9 @@
-"""Several operations in one packet.
+"""Sends several store operations in one packet.
 
 Answers arrive in order, so a pipeline costs one round trip however many operations it holds, and
 all answers have arrived when its `with` block ends. No operation in it blocks: a `get` of a missing
-key returns None. On stores without a connection it works in the same way but saves nothing.
+key returns None. On stores without a connection, a pipeline works in the same way but saves
+nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 
 class Reply(Generic[T]):
-    """The future answer of an operation in a pipeline."""
+    """The answer to an operation in a pipeline, available once the pipeline has been sent."""
 
     __slots__ = ("_answer", "_is_there")
 
@@ -31,7 +32,7 @@ class Reply(Generic[T]):
 
     @property
     def value(self) -> T:
-        """The answer.
+        """The answer to the operation.
 
         Raises:
             StoreError: the operation is not valid for the stored value.
@@ -44,7 +45,7 @@ class Reply(Generic[T]):
         return cast(T, self._answer)
 
     def settle(self, answer: object) -> None:
-        """Set the answer, or the error in its place."""
+        """Set the answer, or the error that takes its place."""
         self._answer = answer
         self._is_there = True
 
@@ -54,10 +55,10 @@ class Step:
     """One operation of a pipeline.
 
     Attributes:
-        operation: its name in the Store API.
+        operation: the name of the operation in the Store API.
         key: the key, as bytes.
-        operands: its other arguments, already checked.
-        reply: the object that receives its answer.
+        operands: the other arguments, which have been checked.
+        reply: the object that receives the answer.
     """
 
     operation: str
@@ -82,7 +83,7 @@ class Pipeline:
             self._send(steps)
 
     def set(self, key: str, value: str | bytes) -> Reply[None]:
-        """Store a value."""
+        """Store a value under a key."""
         return self._step("set", key, arguments.value(value))
 
     def get(self, key: str) -> Reply[bytes | None]:
@@ -90,11 +91,11 @@ class Pipeline:
         return self._step("get", key)
 
     def add(self, key: str, amount: int) -> Reply[int]:
-        """Add to a counter."""
+        """Add to a decimal counter."""
         return self._step("add", key, arguments.int64(amount))
 
     def append(self, key: str, value: str | bytes) -> Reply[None]:
-        """Append to a value."""
+        """Append to the value of a key."""
         return self._step("append", key, arguments.value(value))
 
     def check(self, key: str) -> Reply[bool]:
@@ -102,7 +103,7 @@ class Pipeline:
         return self._step("check", key)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> Reply[bytes]:
-        """Store `desired` if the key holds `expected`."""
+        """Store `desired` if the key holds `expected`; see `Store.compare_set`."""
         return self._step("compare_set", key, arguments.value(expected), arguments.value(desired))
 
     def delete_key(self, key: str) -> Reply[bool]:

@@ -1,4 +1,4 @@
-"""A view of a store in which every key carries a prefix.
+"""PrefixStore: a view of a store in which every key carries a prefix.
 
 Every operation, including gather and barrier, goes to the underlying store under "prefix/key", so
 no feature is lost, and torch's PrefixStore sees the same keys.
@@ -21,9 +21,9 @@ from echelon.store.watch import Change, Watch
 class PrefixStore(Store):
     """A view of another store that prepends a prefix to every key.
 
-    The timeout and the observer are those of the underlying store; setting them here sets them
-    there. `num_keys` counts all keys of that store; `list_keys` returns those under the prefix,
-    without it.
+    The view uses the timeout and the observer of the underlying store, and setting them on the view
+    sets them on that store. `num_keys` counts all keys of the underlying store. `list_keys` returns
+    only the keys under the prefix, with the prefix removed.
 
     Example:
         >>> store = MemoryStore()
@@ -43,12 +43,12 @@ class PrefixStore(Store):
 
     @property
     def underlying_store(self) -> Store:
-        """The store that this one is a view of."""
+        """The store of which this store is a view."""
         return self._store
 
     @property
     def observer(self) -> Observer | None:
-        """The observer of the underlying store; it receives keys with the prefix."""
+        """The observer of the underlying store, which receives keys with the prefix."""
         return self._store.observer
 
     @observer.setter
@@ -163,7 +163,7 @@ class PrefixStore(Store):
 
 
 class _StrippedWatch(Watch):
-    """A watch of the underlying store that removes the prefix from keys."""
+    """A watch of the underlying store that removes the prefix from the keys."""
 
     def __init__(self, watch: Watch, num_prefix_chars: int) -> None:
         self._watch = watch

@@ -1,8 +1,8 @@
-"""A key that exists as long as its owner does.
+"""Presence: a key that exists as long as its owner does.
 
 On echelon's server the key has a lease, which the client renews from a thread, over its current
-connection (see `leases`). On every other store it is an ordinary key that `close` deletes and a
-killed process leaves behind.
+connection (see `leases`). On every other store, the key is an ordinary key that `close` deletes and
+a killed process leaves behind.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Presence:
-    """A key that stays in the store until closed.
+    """A key that stays in the store until `close` is called.
 
     Args:
-        take_back: ends the presence; called once.
+        take_back: a function that ends the presence; called once.
     """
 
     def __init__(self, take_back: Callable[[], object]) -> None:

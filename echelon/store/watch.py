@@ -1,4 +1,4 @@
-"""Watches: the changes of some keys.
+"""Watches report the changes of some keys.
 
 Echelon's server pushes every change in order. On every other store a watch polls every 20 ms and
 sees only the latest value of a key, not each value in between.
@@ -24,11 +24,11 @@ _LOOK_S = 0.02
 
 @dataclass(frozen=True)
 class Change:
-    """A watched key has a new value.
+    """The change of a watched key's value.
 
     Attributes:
-        key: the key.
-        value: what it holds now, None when it was deleted.
+        key: the key that changed.
+        value: the key's new value, or None if it was deleted.
     """
 
     key: str
@@ -36,7 +36,7 @@ class Change:
 
 
 class Watch(ABC):
-    """The changes of some keys, from the creation of the watch until it is closed."""
+    """Reports the changes of some keys, from its creation until it is closed."""
 
     def next(self, timeout: Timeout) -> Change:
         """Wait for the next change and return it.
@@ -69,7 +69,7 @@ class LookingWatch(Watch):
     """A watch that polls its keys.
 
     Args:
-        look: returns the value of a key without blocking, or None if it is missing.
+        look: a function that returns the value of a key without blocking, or None if it is missing.
     """
 
     def __init__(self, keys: list[bytes], look: Callable[[bytes], bytes | None]) -> None:

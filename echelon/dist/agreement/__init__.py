@@ -1,1 +1,1 @@
-"""Decisions of one rank that take effect on all ranks at the same call: stops and timed saves."""
+"""Lets one rank request a stop or a timed save, which all ranks then carry out at the same call."""

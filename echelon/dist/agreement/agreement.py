@@ -1,4 +1,4 @@
-"""Agreement: one rank's request takes effect on every rank at the same call.
+"""Makes one rank's request take effect on every rank at the same call.
 
 Ranks call `reached` once per step. Until a rank makes a request, a call costs a lock and a
 comparison and needs no communication: each rank has a thread that waits at the store for the first
@@ -41,7 +41,7 @@ _ANSWERED = "answered"
 
 
 class Agreement:
-    """One rank's end of an agreement. Made by `runtime.agree_on_calls`.
+    """One rank's part in an agreement. Created by `runtime.agree_on_calls`.
 
     Attributes:
         reason: the reason given by the first rank to ask, set once the call is agreed on.
@@ -54,7 +54,7 @@ class Agreement:
 
         Args:
             members: the participating ranks.
-            state: the state of their group; the agreement ends with it.
+            state: the state of the members' group; the agreement ends when the group ends.
             store: a view of the store reserved for this agreement.
             timeout_s: how long a call waits for the threads of other ranks.
             what: the subject of the agreement, for errors and spans.
@@ -85,12 +85,13 @@ class Agreement:
         self._wish = reason
 
     def reached(self) -> bool:
-        """Count a call; return True at the agreed call. Blocks only while the ranks agree.
+        """Count a call and return whether it is the agreed one. Blocks only while the ranks agree.
 
-        Every rank must call this equally often. The first call after `ask` publishes the request.
+        Every rank must call this method the same number of times. The first call after `ask`
+        publishes the request.
 
         Raises:
-            CollectiveTimeoutError: ranks did not take part within the timeout; the error names
+            CollectiveTimeoutError: some ranks did not take part within the timeout; the error names
                 them.
             PeerLostError: a rank has died.
             StoreError: the request cannot be published.
@@ -212,7 +213,7 @@ class Agreement:
             self._is_passed.clear()
 
     def _decide(self, client: Store, wish: str) -> bool:
-        """Hold this rank, exchange the numbers of answered calls, and choose the call."""
+        """Hold this rank, exchange the numbers of answered calls with the others, and choose."""
         with self._lock:
             if self._is_closed:
                 return False

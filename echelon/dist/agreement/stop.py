@@ -1,4 +1,4 @@
-"""Stopping: a signal to one rank, or a rank's own request, ends all training loops at one step.
+"""Stops all training loops at the same step after a signal to one rank or a request by a rank.
 
     while step < steps:
         train()
@@ -7,8 +7,8 @@
             break
 
 The signal handler only records the signal; the next call of `should_stop` publishes it (see
-`agreement.py`). A program that never calls it keeps the signal's default action, which ends the
-process.
+`agreement.py`). A program that never calls `should_stop` keeps the signal's default
+action, which ends the process.
 
 [Note: a stop and a loss] Ranks that continue without a lost one count their calls from zero, in an
 agreement of their new world. Some may have known of the stop and others not, so each asks there
@@ -92,13 +92,13 @@ _current: _Stop | None = None
 
 
 def stop_on_signals(*signals: int) -> None:
-    """Let these signals, sent to any rank, stop all ranks instead of their default action.
+    """Make these signals stop all ranks when any rank receives one.
 
-    Every rank must call this, on its main thread, before its first `should_stop`. `shutdown`
-    restores the previous handlers.
+    The signals' default action is disabled. Every rank must call this function on its main thread,
+    before its first `should_stop`. `shutdown` restores the previous handlers.
 
     Args:
-        signals: SIGTERM if none are given. A scheduler may use another one as a warning
+        signals: SIGTERM if none are given. Some schedulers send a different signal as a warning
             (`--signal=USR1@120`).
 
     Raises:
@@ -118,21 +118,22 @@ def stop_on_signals(*signals: int) -> None:
 
 
 def should_stop() -> bool:
-    """Return whether to stop: True on all ranks at the same call, and at every later call.
+    """Return whether to stop: True on all ranks from the same call on.
 
     Where ranks continue after a loss (`echelon.dist.resilient`), they agree on the stop again.
 
     Every rank must call this once per step. The first call installs a handler for SIGTERM, unless
-    `stop_on_signals` named other signals. After a rank received a signal and called this, the ranks
-    agree on a stop at most one step later; calls before that need no communication.
+    `stop_on_signals` named other signals. After a rank has received a signal and called
+    `should_stop`, the ranks agree on a stop at most one step later; calls before that need no
+    communication.
 
     Returns:
-        True once a rank received a signal or called `request_stop` and the ranks agreed.
+        True once a rank has received a signal or called `request_stop` and the ranks have agreed.
 
     Raises:
         ValueError: there is no world; or the first call is not on the main thread.
-        CollectiveTimeoutError: ranks did not call it within the world's timeout; the error names
-            them.
+        CollectiveTimeoutError: some ranks did not call `should_stop` within the world's timeout;
+            the error names them.
         PeerLostError: a rank died while the ranks agreed.
         StoreError: the job's store does not answer.
 
@@ -171,7 +172,7 @@ def request_stop(reason: str = "request_stop") -> None:
 
 
 def stop_reason() -> str:
-    """Return the rank that requested the stop and why, e.g. "rank 2: SIGTERM"; "" before that.
+    """Return the rank that requested the stop and why, e.g. "rank 2: SIGTERM"; "" if none has.
 
     Example:
         >>> stop_reason()
@@ -201,7 +202,7 @@ def _forget() -> None:
 
 
 def _forget_in_child() -> None:
-    """Restore the handlers in a forked child: SIGTERM must end a data loader's worker."""
+    """Restore the handlers in a forked child, so that SIGTERM ends a data loader's worker."""
     global _current
     stop, _current = _current, None
     if stop is not None:

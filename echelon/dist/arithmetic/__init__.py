@@ -1,1 +1,1 @@
-"""Reductions on the host, and small operations that are carried by the comparison of calls."""
+"""Reductions on the host, and small operations whose data travels with the comparison of calls."""

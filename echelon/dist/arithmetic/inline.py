@@ -1,4 +1,4 @@
-"""Small operations: a rank's data travels with the description of its call.
+"""Carries out small operations by sending a rank's data with the description of its call.
 
 Backends over connections compare the ranks' calls before every collective, which takes an exchange.
 That exchange also carries up to 256 bytes of data, from which each rank computes the result, so a
@@ -18,7 +18,7 @@ _KINDS = frozenset({"all_reduce", "reduce", "reduce_scatter", "all_gather", "bro
 
 
 def pack(operation: Operation) -> Flat:
-    """Return the bytes this rank sends: the operation's number, its call, and its data if small.
+    """Return the bytes that this rank sends: the operation's number, its call, and any small data.
 
     The length is the same for every operation, so that differing calls can be compared.
     """
@@ -31,17 +31,21 @@ def pack(operation: Operation) -> Flat:
 
 
 def are_equal(rows: Flat, mine: Flat) -> bool:
-    """Return whether all ranks made the same call as this rank; rows: [num_ranks, packed bytes]."""
+    """Return whether all ranks made the same call as this rank.
+
+    Args:
+        rows: the packed bytes of each rank, [num_ranks, packed bytes].
+    """
     return bool((rows[:, :HEAD_BYTES] == mine[:HEAD_BYTES]).all())
 
 
 def calls(rows: Flat) -> list[bytes]:
-    """Return the number and the call of each rank's operation."""
+    """Return the operation number and the call that each rank sent."""
     return [row[:HEAD_BYTES].tobytes() for row in rows]
 
 
 def is_small(operation: Operation) -> bool:
-    """Return whether the data was carried along; ranks with equal calls agree on that."""
+    """Return whether the data was sent with the call; ranks with equal calls agree on this."""
     data = operation.target if operation.source is None else operation.source
     if operation.input_splits or operation.output_splits:
         return False  # sizes differ between the ranks
@@ -49,7 +53,7 @@ def is_small(operation: Operation) -> bool:
 
 
 def finish(operation: Operation, rows: Flat, rank: int) -> None:
-    """Write a small operation's result from all ranks' rows, in rank order."""
+    """Compute a small operation's result from all ranks' rows, in rank order, and write it."""
     source, target = operation.source, operation.target
     if target is None:
         return

@@ -1,4 +1,4 @@
-"""Reduction of parts in rank order: in C if it was built, else with NumPy."""
+"""Reduces the ranks' parts in rank order: in C if the extension was built, otherwise with NumPy."""
 
 from __future__ import annotations
 

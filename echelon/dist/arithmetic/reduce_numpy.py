@@ -2,8 +2,8 @@
 
 The fixed order makes the result bitwise identical on every rank and in every run. 16-bit floats are
 accumulated in float32 and rounded once, to nearest even. Sums of integers wrap around in their own
-width. The average of integers is that sum divided by the number of parts and truncated toward zero,
-as in NCCL, so it is wrong if the sum wraps.
+width. To average integers, their sum is divided by the number of parts and truncated toward zero,
+as in NCCL, so the average is wrong if the sum wraps around.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _BLOCK = 1 << 16  # elements; the widened block of each part stays in the second
 
 
 def reduce_into(target: Flat, parts: Sequence[Flat], reduce_op: str, dtype: str) -> None:
-    """Write the reduction of `parts` over ranks into `target`, all of one length and dtype.
+    """Write the reduction of `parts` over ranks into `target`; all have one length and dtype.
 
-    `target` may be the same memory as one of the parts.
+    `target` may share its memory with one of the parts.
     """
     if dtype in HALVES and reduce_op not in ("band", "bor", "bxor"):
         for start in range(0, len(target), _BLOCK):
@@ -58,8 +58,8 @@ def divide(data: Flat, count: int, dtype: str) -> None:
     """Divide sums by the number of parts, in place; integers are truncated toward zero.
 
     Args:
-        data: [numel] of any dtype that can be averaged, except 16-bit floats, whose totals are
-            divided before rounding.
+        data: [numel], of any dtype that can be averaged except 16-bit floats, whose totals are
+            divided before they are rounded.
     """
     if dtype in ("float32", "float64"):
         np.divide(data, data.dtype.type(count), out=data)

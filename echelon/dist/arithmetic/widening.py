@@ -1,4 +1,4 @@
-"""The dtype in which the levels of an engine accumulate, and the memory they need for it.
+"""Chooses the dtype in which an engine's levels accumulate, and provides memory for that.
 
 16-bit floats are passed between the levels as float32, so that they are rounded only once, at the
 end.
@@ -18,30 +18,30 @@ _MOST_KEPT_BYTES = 4 << 20
 
 
 def array_of(data: Flat | None) -> Flat:
-    """Return an operation's array, which must not be None."""
+    """Return an array of an operation, which must not be None."""
     assert data is not None
     return data
 
 
 def summing_of(operation: Operation) -> str:
-    """Return the reduction of each step: averages are divided once, at the end."""
+    """Return the reduction of each level: a sum for averages, which are divided at the end."""
     return "sum" if operation.reduce_op == "avg" else operation.reduce_op
 
 
 def wide_of(operation: Operation) -> str:
-    """Return the dtype in which levels accumulate: float32 for 16-bit floats."""
+    """Return the dtype in which levels accumulate: float32 for 16-bit floats, else `dtype`."""
     rounds = operation.dtype in HALVES and operation.reduce_op in ("sum", "avg", "prod")
     return "float32" if rounds else operation.dtype
 
 
 def carried_of(operation: Operation) -> np.dtype[Any]:
-    """Return the NumPy dtype for `wide_of`."""
+    """Return the NumPy dtype that corresponds to `wide_of`."""
     data = array_of(operation.source if operation.target is None else operation.target)
     return np.dtype(np.float32) if wide_of(operation) != operation.dtype else data.dtype
 
 
 def convert(dtype: str, out: Flat, data: Flat) -> None:
-    """Copy between an array of `dtype` and one of the dtype in which levels accumulate it."""
+    """Copy between an array of `dtype` and an array of the dtype in which levels accumulate it."""
     if out is data:
         return
     if out.dtype == data.dtype:
@@ -53,17 +53,16 @@ def convert(dtype: str, out: Flat, data: Flat) -> None:
 
 
 class Scratch:
-    """Reusable memory for an operation's steps.
+    """Reusable memory for the steps of an operation.
 
-    Fresh pages cost as much as the exchange of their contents. Large buffers are not kept.
-
+    Allocating fresh pages takes as long as exchanging their contents. Large buffers are not kept.
     """
 
     def __init__(self) -> None:
         self._kept: dict[str, Flat] = {}
 
     def take(self, name: str, length: int, dtype: Any) -> Flat:
-        """Return memory of [length]; earlier contents under that name are lost."""
+        """Return memory of [length] under a name; the earlier contents under that name are lost."""
         num_bytes = length * np.dtype(dtype).itemsize
         if num_bytes > _MOST_KEPT_BYTES:
             return np.empty(length, dtype)

@@ -1,1 +1,1 @@
-"""The engines that move the data, one folder or file each, behind `interface.Engine`."""
+"""The engines that move the data, each in its own folder or file, behind `interface.Engine`."""

@@ -1,4 +1,4 @@
-"""`python -m echelon.dist.backends [--json]`: list which backends run here."""
+"""`python -m echelon.dist.backends [--json]`: lists the backends that can run on this machine."""
 
 from __future__ import annotations
 

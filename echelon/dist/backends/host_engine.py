@@ -1,8 +1,9 @@
-"""HostEngine: the common part of the Python engine and gloo.
+"""HostEngine: the parts that the Python engine and the gloo engine share.
 
-Collectives run one after the other on one thread (progress/serial.py), messages on another
-(messages/driver.py), both started on demand. So any number of operations under any number of tags
-needs only two threads, callers only wait, and a signal handler may call any operation.
+Collectives run one after the other on one thread (progress/serial.py), and messages run on another
+thread (messages/driver.py). Both threads are started on demand. So any number of operations under
+any number of tags needs only two threads, callers only wait, and a signal handler may call any
+operation.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ CLOSE_S = 1.0
 
 
 class HostEngine(ABC):
-    """Base of engines whose collectives block and whose messages are streams of bytes."""
+    """Base class of engines whose collectives block and whose messages are streams of bytes."""
 
     name = ""
     device = "cpu"
@@ -41,7 +42,7 @@ class HostEngine(ABC):
         self._driver: Driver | None = None
 
     def carry_messages(self, streams: Streams) -> None:
-        """Set the streams of the group's messages."""
+        """Set the byte streams that carry the group's messages."""
         protocol = Protocol(self._size, self._mismatch)
         self._driver = Driver(f"echelon-{self.name}-messages", protocol, streams, self._lost)
 
@@ -54,7 +55,7 @@ class HostEngine(ABC):
         return ""
 
     def prepare(self, operation: Operation) -> None:  # noqa: B027 -- most have nothing to add
-        """Do nothing: no further checks are needed."""
+        """Do nothing, because no further checks are needed."""
 
     def execute(self, operation: Operation, watch: Watch) -> None:
         """Carry out one operation; block until it is done on this rank."""
@@ -86,11 +87,11 @@ class HostEngine(ABC):
         return self._post(transfer)
 
     def batch(self) -> AbstractContextManager[object]:
-        """Do nothing special: submitted operations run at once."""
+        """Do nothing special, because submitted operations start at once."""
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """End all waits for messages; collectives end in their next check."""
+        """End all waits for messages; collectives end at their next check."""
         if self._driver is not None:
             self._driver.cut(reason or build.closed(self._members, Operation("close", 0)))
 

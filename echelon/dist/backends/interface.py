@@ -41,7 +41,8 @@ class ConnectionBroken(Exception):  # noqa: N818 -- not an error that a user see
     """A connection of the engine broke, or another rank closed its end.
 
     Attributes:
-        peer: group rank at the other end; None if the engine's library does not report it.
+        peer: rank within the group at the other end; None if the engine's library does not report
+            it.
     """
 
     def __init__(self, text: str, peer: int | None = None) -> None:
@@ -53,7 +54,7 @@ class EndedElsewhere(Exception):  # noqa: N818 -- not an error that a user sees
     """Another rank's operation timed out, which ended this one.
 
     Attributes:
-        error: the error to report if that rank has no better one.
+        error: the error to report if that rank has no more precise error.
     """
 
     def __init__(self, error: CollectiveError) -> None:
@@ -62,7 +63,7 @@ class EndedElsewhere(Exception):  # noqa: N818 -- not an error that a user sees
 
 
 class Refused(ValueError):  # noqa: N818 -- to a user it is a ValueError
-    """All ranks' engines refused an operation after it got its number; the group continues."""
+    """All ranks' engines refused an operation after it was numbered; the group remains usable."""
 
 
 def _keep_waiting() -> None:
@@ -71,16 +72,16 @@ def _keep_waiting() -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Members:
-    """The group for which an engine is created.
+    """Describes the group for which an engine is created.
 
     Attributes:
         name: the group's name, as errors show it.
         rank: this rank within the group.
         ranks: global ranks, in group order.
         options: the options passed to `init`.
-        device: kind of device whose arrays are to be carried, if the caller knows it: "cuda",
-            "xpu", ...; "" means the engine's own.
-        device_index: index of this rank's device among its kind.
+        device: the kind of device whose arrays the engine must carry, such as "cuda" or "xpu"; ""
+            means the engine's own kind.
+        device_index: the index of this rank's device among the devices of that kind.
         address: this host's address for other hosts; "" if the store does not provide it.
         check: raises `PeerLostError` if a member is known to have died while the group is being
             created; engines call it while they wait in their constructors.
@@ -102,7 +103,7 @@ class Members:
 
 
 class Watch(Protocol):
-    """The limits of one operation, passed to the engine together with it.
+    """The limits of one operation, passed to the engine together with the operation.
 
     Attributes:
         deadline_s: when the operation times out, on the monotonic clock; counted from the call.
@@ -113,13 +114,13 @@ class Watch(Protocol):
     def check(self, needed: Callable[[], Sequence[int]] | None = None) -> None:
         """Raise if this operation must end; called in wait loops, at least every `CHECK_EVERY_S`.
 
-        Does only local work, except after the deadline or a death, when it may take up to 2 s to
-        determine the ranks at fault. Safe on any thread.
+        The check does only local work, except after the deadline or a death, when it may take up to
+        2 s to determine the ranks at fault. Safe on any thread.
 
         Args:
             needed: returns the group ranks without which the operation cannot complete, if the
-                engine knows them: only their deaths end it, and a timeout names them. None means
-                all other ranks.
+                engine knows them. Then only the deaths of these ranks end the operation, and a
+                timeout names them. None means all other ranks.
 
         Raises:
             CollectiveTimeoutError: `deadline_s` has passed.
@@ -129,24 +130,24 @@ class Watch(Protocol):
 
 
 class Pending(Protocol):
-    """An operation that was submitted."""
+    """An operation that was submitted and may still be running."""
 
     @property
     def done(self) -> bool:
-        """Whether it has succeeded or failed. Never blocks."""
+        """Whether the operation has succeeded or failed. Never blocks."""
 
     @property
     def ended_mono_ns(self) -> int:
-        """When it ended; 0 until then."""
+        """When the operation ended, on the monotonic clock; 0 until then."""
 
     @property
     def error(self) -> BaseException | None:
-        """The error it raised, as listed in this module; None if it succeeded or has not ended."""
+        """The error that the operation raised, as listed in this module; None without a failure."""
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Block until it has ended or the time has expired; return whether it has ended.
+        """Block until the operation ends or the timeout expires; return whether it has ended.
 
-        On a device, order the current stream behind it and return True at once.
+        On a device, make the current stream wait for the operation and return True at once.
         """
 
 
@@ -155,13 +156,13 @@ class Engine(Protocol):
 
     Attributes:
         name: the backend's name for users and in verdicts.
-        device: the device of its arrays: "cpu", "cuda", "xpu".
+        device: the kind of device whose arrays the engine carries: "cpu", "cuda" or "xpu".
         nests: whether a submitted operation can end while `execute` is suspended by a signal
             handler on the thread that called it. If False, a collective that a handler calls during
             a collective of the same group is refused.
 
-    For operations on the host the engine calls `watch.check()`, on its own threads too. For
-    operations on a device the process's watcher thread does.
+    The engine itself calls `watch.check()` for operations on the host, on its own threads too. For
+    operations on a device, the process's watcher thread calls it.
     """
 
     @property
@@ -170,19 +171,19 @@ class Engine(Protocol):
 
     @property
     def device(self) -> str:
-        """The device of its arrays (see the class)."""
+        """The kind of device whose arrays the engine carries (see the class)."""
 
     @property
     def nests(self) -> bool:
         """Whether operations may nest (see the class)."""
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
-        """Return why the engine cannot carry such operations, or "". Local, does not block."""
+        """Return why the engine cannot carry such operations, or "" if it can. Never blocks."""
 
     def prepare(self, operation: Operation) -> None:
-        """Check what `refuses` cannot, such as the arrays' device index, before numbering.
+        """Check what `refuses` cannot check, such as the device index of the arrays.
 
-        The operation's sequence number is not final yet. Does no I/O.
+        Called before the operation gets its final sequence number. Does no I/O.
 
         Raises:
             ValueError: the engine cannot carry this operation.
@@ -205,7 +206,7 @@ class Engine(Protocol):
         """
 
     def batch(self) -> AbstractContextManager[object]:
-        """Launch the operations submitted inside together if the library can."""
+        """Launch the operations submitted inside the block together if the library can."""
 
     def cut(self, reason: CollectiveError | None) -> None:
         """End all local progress: every wait in the engine raises, on any thread.
@@ -221,7 +222,7 @@ class Engine(Protocol):
         """
 
     def close(self) -> None:
-        """Release everything. Local work only, at most 1 s; safe to call twice.
+        """Release everything. Does only local work, takes at most 1 s, and is safe to call twice.
 
         The group calls it after `cut`, when no thread is inside the engine.
         """

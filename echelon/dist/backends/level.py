@@ -1,4 +1,4 @@
-"""Level: a subgroup on which a two-level engine takes its steps, and its watch."""
+"""Level: a subgroup on which a two-level engine carries out its steps, with the watch for them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from echelon.dist.operation.operation import Operation, encode_call
 
 
 class LevelWatch:
-    """The limits of an operation of the whole group, for an engine of a subgroup."""
+    """The limits of an operation on the whole group, translated for the engine of a subgroup."""
 
     __slots__ = ("_places", "_watch", "deadline_s")
 
     def __init__(self, watch: Watch, places: Sequence[int]) -> None:
-        """Map ranks of the subgroup to ranks of the whole group with `places`."""
+        """Map the ranks of the subgroup to ranks of the whole group according to `places`."""
         self._watch = watch
         self._places = places
         self.deadline_s = watch.deadline_s
@@ -31,7 +31,7 @@ class LevelWatch:
 
 
 class Level:
-    """A subgroup on one level, with its own operation numbers.
+    """A subgroup on one of the two levels, with its own operation numbers.
 
     Args:
         members: the members of the subgroup.
@@ -57,7 +57,7 @@ class Level:
         reduce_op: str = "",
         root: int = -1,
     ) -> None:
-        """Carry out one step of `like` among the members of this level, in its dtype or another."""
+        """Carry out one step of `like` among this level's members, in its dtype or in another."""
         shown = source if source is not None else target
         shape = None if shown is None else (len(shown),)
         dtype = dtype or like.dtype

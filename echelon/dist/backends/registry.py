@@ -1,9 +1,9 @@
-"""The available backends, and the creation of one for a group.
+"""Lists the available backends and creates a backend's engine for a group.
 
 A backend is listed in `_OWN`, or provided by an installed package through the entry point group
-`echelon.backends`: the entry point's object is a function like `echelon.dist.backends.shm.backend.
-create`, with optional attributes: `not_ready`, a function that returns why it cannot run here, and
-`device`, the kind of device whose arrays it carries.
+`echelon.backends`: the entry point's object is a function like `create` in
+`echelon.dist.backends.shm.backend`, with two optional attributes: `not_ready`, a function that
+returns why it cannot run here, and `device`, the kind of device whose arrays it carries.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Create = Callable[[Members, PrefixStore, float], Engine]
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Whether a backend can run here, and if not, the `reason`."""
+    """Whether a backend can run here, and otherwise the `reason` why not."""
 
     name: str
     ready: bool
@@ -49,7 +49,7 @@ def create(name: str, members: Members, store: PrefixStore, timeout_s: float) ->
 
     Raises:
         ValueError: the backend does not exist or cannot run here.
-        CollectiveTimeoutError: members did not join within `timeout_s`.
+        CollectiveTimeoutError: some members did not join within `timeout_s`.
     """
     found, not_ready, _ = _find(name)
     try:
@@ -65,13 +65,13 @@ def check_name(name: str) -> None:
     """Check that a backend of this name exists.
 
     Raises:
-        ValueError: there is none; the error lists the known ones.
+        ValueError: there is no such backend; the error lists the known backends.
     """
     _find(name)
 
 
 def for_device(device: str) -> tuple[str, str]:
-    """Return the backend for arrays on a device, echelon's own first; else "" and the reason."""
+    """Return the backend for a device's arrays, preferring echelon's; or "" and the reason."""
     reason = f"no backend carries arrays on {device}"
     names = [_DEVICES[device]] if device in _DEVICES else []
     for name in (*names, *sorted(_plugins())):
@@ -95,7 +95,7 @@ def needs_own_device(name: str) -> bool:
 
 
 def runtime(device: str) -> Callable[[str], Any] | None:
-    """Return a plug-in's replacement for torch's runtime of a kind of device, if there is one."""
+    """Return a plug-in's replacement for torch's runtime on a kind of device, or None."""
     for name in sorted(_plugins()):
         with contextlib.suppress(Exception):  # a broken plug-in is not in the way
             made = _find(name)[0]
@@ -106,7 +106,7 @@ def runtime(device: str) -> Callable[[str], Any] | None:
 
 
 def statuses() -> list[Status]:
-    """Return every known backend, echelon's own first."""
+    """Return the status of every known backend, echelon's own first."""
     found = []
     for name in (*_OWN, *sorted(_plugins())):
         try:

@@ -1,6 +1,6 @@
-"""The choice of a group's engine for an operation: by its device, and separately for messages.
+"""Chooses a group's engine for each operation, by its device and separately for messages.
 
-Three cases need more than one engine:
+A group has more than one engine in three cases:
 
 * a host engine from the start, and a device engine once the first array on that device is passed to
   a collective, in which all ranks take part: the device's library in groups of `init(None)` (see
@@ -73,19 +73,19 @@ class Router:
 
     @property
     def nests(self) -> bool:
-        """Whether collectives on the host may be nested."""
+        """Whether collectives on the host may be nested (see `Engine`)."""
         return self._host.nests
 
     @property
     def closes_together(self) -> bool:
-        """Whether releasing an engine waits for the other members, as in device libraries."""
+        """Whether releasing an engine waits for the other members, as device libraries do."""
         return any(
             engine.device != "cpu" or getattr(engine, "closes_together", False)
             for engine in self._all()
         )
 
     def engine_for(self, device: str) -> Engine | None:
-        """Return the engine for a device's arrays, or None if there is none yet."""
+        """Return the engine for a device's arrays, or None if it has not been created."""
         return self._engines.get(device)
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
@@ -135,7 +135,7 @@ class Router:
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Launch operations together in each engine that can."""
+        """Launch operations together in each engine that supports this."""
         with contextlib.ExitStack() as stack:
             for engine in self._all():
                 stack.enter_context(engine.batch())
@@ -217,7 +217,7 @@ class Router:
             raise
 
     def _rename(self, error: CollectiveError, meeting: Operation, operation: Operation) -> None:
-        """Make an error of the comparison name the user's operation."""
+        """Make an error from the comparison name the user's operation."""
         before, now = (build.place(self._members, one) for one in (meeting, operation))
         error.args = (str(error).replace(before, now, 1),)
         error.operation = operation.kind

@@ -1,4 +1,4 @@
-"""shm+gloo: shared memory inside a host, one Gloo ring per local rank between hosts.
+"""The shm+gloo backend: shared memory inside a host, one Gloo ring per local rank between hosts.
 
 With L ranks on each of H hosts and n bytes per array:
 
@@ -7,15 +7,16 @@ With L ranks on each of H hosts and n bytes per array:
     all_gather       all_gather across, all_gather inside
     broadcast        across from the root, then inside on each host
     messages         inside by shared memory, across by Gloo; a receive from any rank runs on both
-                     levels, one of which gets the message (see messages/either.py)
+        levels, and one level gets the message (see messages/either.py)
 
 So each byte crosses the network once per host and not once per rank. One flat Gloo mesh is used for
-operations without such a form (all_to_all, gather, scatter, parts of unequal size), for sums in
-rank order, and for groups with one rank per host or unequal numbers of ranks per host.
+operations that have no such decomposition (all_to_all, gather, scatter, parts of unequal size), for
+sums in rank order, and for groups with one rank per host or unequal numbers of ranks per host.
 
 The calls of all ranks are compared over both levels, so that a mismatch names ranks of any host on
-every rank: inside first, then across, overlapped with the first step inside. Between two hosts
-whole shares are swapped and summed, which moves as much data as a ring in half the steps.
+every rank. They are compared inside the host first, then between hosts while the first step inside
+runs. Between two hosts whole shares are swapped and summed, which moves as much data as a ring in
+half the steps.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> Engine:
     """Create the engine of a group; every member must call this.
 
     Raises:
-        CollectiveTimeoutError: members did not join within `timeout_s`.
+        CollectiveTimeoutError: some members did not join within `timeout_s`.
     """
     return TwoLevelEngine(members, store, timeout_s)
 
@@ -77,7 +78,7 @@ _Agree = Callable[[], Flat]  # returns every rank's call and small data, in rank
 
 
 class TwoLevelEngine(HostEngine):
-    """An engine that carries out operations on two levels."""
+    """An engine that carries out operations on two levels: inside a host and between hosts."""
 
     name = "shm+gloo"
 
@@ -151,10 +152,10 @@ class TwoLevelEngine(HostEngine):
         return super().submit(operation, watch)
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """End all progress on both levels; orderly only if no collective is in progress.
+        """End all progress on both levels, in an orderly way only if no collective is in progress.
 
         The levels' own threads are idle while this engine's thread drives them, so they cannot
-        determine that.
+        determine whether a collective is in progress.
         """
         if reason is None and not self._serial.is_idle:
             reason = build.closed(self._members, Operation("close", 0))
@@ -202,7 +203,7 @@ class TwoLevelEngine(HostEngine):
         return bool(ordered) or is_uneven or operation.kind not in self._run
 
     def _retold(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return an error that names the user's call instead of a step of it."""
+        """Return an error that names the user's call instead of one of its steps."""
         told = str(error).startswith(build.place(self._members, operation))
         if told or isinstance(error, CollectiveMismatchError):
             return error
@@ -215,10 +216,11 @@ class TwoLevelEngine(HostEngine):
         return build.peer_lost(self._members, operation, ranks)
 
     def _start_comparing(self, operation: Operation, watch: Watch) -> _Agree:
-        """Compare calls inside, start to compare them across; return a function to finish it.
+        """Compare calls inside the host and start comparing them between hosts.
 
-        It returns early only if all calls on this host are equal, so that the host's ranks may take
-        a step inside; the caller's memory must not be written before the comparison is finished.
+        The returned function completes the comparison. If all calls on this host are equal, the
+        host's ranks may already take a step inside, but the caller's memory must not be written
+        before the comparison is complete.
         """
         assert self._across is not None
         plain = Operation("all_gather", 0, dtype="uint8")
@@ -312,7 +314,7 @@ class TwoLevelEngine(HostEngine):
         return total
 
     def _gather_inside(self, operation: Operation, watch: Watch, total: Flat, data: Flat) -> None:
-        """Collect this host's shares of the result in `data`."""
+        """Collect this host's shares of the result into `data`."""
         share = total
         if total.dtype != data.dtype:
             share = self._scratch.take("share", len(total), data.dtype)
@@ -326,7 +328,7 @@ class TwoLevelEngine(HostEngine):
             np.copyto(data, whole[: len(data)])
 
     def _conclude(self, operation: Operation, out: Flat, total: Flat) -> None:
-        """Turn totals over all ranks into the result: average and round to the array's dtype."""
+        """Turn totals over all ranks into the result: average, and round to the array's dtype."""
         if operation.reduce_op == "avg":
             divide(total, self._size, wide_of(operation))
         convert(operation.dtype, out, total)
@@ -385,11 +387,11 @@ class TwoLevelEngine(HostEngine):
     # ---- messages ----
 
     def _spans_levels(self, operation: Operation) -> bool:
-        """Return whether the receive can be answered both by this host's ranks and by others."""
+        """Return whether ranks on this host and on other hosts can both answer the receive."""
         return operation.peer == ANY_SOURCE and 1 < len(self._hosts[self._mine]) < self._size
 
     def _submit_to_both(self, operation: Operation, watch: Watch) -> Pending:
-        """Start a receive on both levels; the level between hosts watches its deadline."""
+        """Start a receive on both levels; the level between hosts watches the deadline."""
         engine: Any = self._inside.engine
         longer = dataclasses.replace(operation, timeout_s=operation.timeout_s + _LATER_S)
         inside = engine.submit_shared(longer, self._watch_inside(watch))

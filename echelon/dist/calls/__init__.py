@@ -1,1 +1,1 @@
-"""The calls of a group: each checks its arguments and starts one operation."""
+"""The calls of a group, each of which checks its arguments and starts one operation."""

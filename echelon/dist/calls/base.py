@@ -1,8 +1,8 @@
-"""The base of a group's calls: the one place through which every operation passes.
+"""The base of a group's calls, through which every operation passes.
 
-Only here does an operation get its number in the group, is it recorded, and is it passed to the
-engine. The callers check their arguments first, so an engine never gets invalid ones, and the black
-box never misses an operation.
+Only here is an operation numbered, recorded and passed to the engine. The callers check their
+arguments first, so an engine never receives invalid arguments, and the black box never misses an
+operation.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class Calls:
     def _admit(
         self, operation: Operation, shown: View | None, async_op: bool, *, is_nested: bool = False
     ) -> int:
-        """Assign a number to an operation and record it, unless it is refused."""
+        """Number and record an operation, unless it is refused."""
         try:
             self._state.admit(operation, is_nested=is_nested)
         except CollectiveError as err:
@@ -207,7 +207,7 @@ class Calls:
         return self._record(operation, shown, async_op)
 
     def _raise_failure(self, err: BaseException, record: int) -> NoReturn:
-        """Record a failure and raise it; a group's error also names the caller's line."""
+        """Record a failure and raise it; an error of the group also names the caller's line."""
         recorder = None if record == NOT_RECORDED else black_box.current()
         if recorder is not None:
             recorder.failed(record, err)
@@ -293,7 +293,7 @@ class Calls:
         raise ValueError(f"group {self.name!r} is shut down")
 
     def _new_call(self, key: tuple[Any, ...], shown: View | None) -> tuple[bytes, Any]:
-        """Encode and prepare a collective that the engine accepts; cached up to a limit."""
+        """Encode and prepare a collective that the engine accepts; cache results up to a limit."""
         kind, reduce_op, dtype, root = key[:4]
         self._check_use(kind, shown, reduce_op)
         if len(self._calls) >= _MAX_CALLS:

@@ -1,8 +1,9 @@
-"""The collectives of a group: each checks its arguments and passes one operation on.
+"""The collectives of a group, each of which checks its arguments and starts one operation.
 
 Every call has two forms. By default it blocks and returns once the operation has ended on this
 rank. With `async_op=True` it returns a `Work` at once. The docstring of `ProcessGroup` describes
-what all calls have in common: which ranks make them, which arrays they accept, and what they raise.
+what all calls have in common: which ranks must make a call, which arrays a call accepts, and what
+it raises.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from echelon.dist.work import Work
 
 
 class Collectives(Calls):
-    """Calls that all members must make in the same order."""
+    """The calls that all members must make in the same order."""
 
     @overload
     def all_reduce(
@@ -51,7 +52,7 @@ class Collectives(Calls):
                 integers is their sum, which wraps around in the array's own width, truncated toward
                 zero. On bool, sum is "or", prod is "and", and there is no avg.
             async_op: return a `Work` at once instead of blocking.
-            timeout_s: limit of this operation; None: the group's.
+            timeout_s: timeout for this operation; None means the group's timeout.
 
         Returns:
             None once this rank's `x` holds the result; a `Work` if asynchronous.
@@ -103,7 +104,7 @@ class Collectives(Calls):
             root: rank within this group that receives the result.
             op: as for `all_reduce`.
             async_op: return a `Work` at once instead of blocking.
-            timeout_s: limit of this operation; None: the group's.
+            timeout_s: timeout for this operation; None means the group's timeout.
         """
         root = self._check_rank(root, "root")
         data = view(x, "x", writable=root == self.rank)
@@ -158,13 +159,15 @@ class Collectives(Calls):
         """Collect every rank's `x` into `out`, in rank order.
 
         Args:
-            out: [size * n, ...], dtype of `x`; with `output_splits` [sum(output_splits), ...].
+            out: [size * n, ...], with the dtype of `x`; with `output_splits` [sum(output_splits),
+                ...].
             x: [n, ...], the same shape on all ranks; with `output_splits`
                 [output_splits[rank], ...]. May be exactly this rank's part of `out`, but must not
                 overlap it otherwise.
             async_op: return a `Work` at once instead of blocking.
-            timeout_s: limit of this operation; None: the group's.
-            output_splits: rows (dim 0) of each rank, the same on all ranks; None: equal parts.
+            timeout_s: timeout for this operation; None means the group's timeout.
+            output_splits: number of rows (dim 0) of each rank, the same on all ranks; None means
+                equal parts.
         """
         source = view(x, "x", writable=False)
         target = view(out, "out", writable=True)
@@ -231,15 +234,15 @@ class Collectives(Calls):
         """Reduce `x` over all ranks and store this rank's part of the result in `out`.
 
         Args:
-            out: [n, ...], dtype of `x`; with `input_splits` [input_splits[rank], ...]. May be
-                exactly this rank's part of `x`, but must not overlap it otherwise.
+            out: [n, ...], with the dtype of `x`; with `input_splits` [input_splits[rank], ...]. May
+                be exactly this rank's part of `x`, but must not overlap it otherwise.
             x: [size * n, ...], the same shape on all ranks; with `input_splits`
                 [sum(input_splits), ...].
             op: as for `all_reduce`.
             async_op: return a `Work` at once instead of blocking.
-            timeout_s: limit of this operation; None: the group's.
-            input_splits: rows (dim 0) that go to each rank, the same on all ranks; None: equal
-                parts.
+            timeout_s: timeout for this operation; None means the group's timeout.
+            input_splits: number of rows (dim 0) that each rank receives, the same on all ranks;
+                None means equal parts.
         """
         source = view(x, "x", writable=False)
         target = view(out, "out", writable=True)
@@ -279,10 +282,10 @@ class Collectives(Calls):
         """Copy the `x` of `root` into every rank's `x`.
 
         Args:
-            x: any shape; the same dtype and number of elements on all ranks.
+            x: any shape, with the same dtype and number of elements on all ranks.
             root: rank within this group whose array is copied.
             async_op: return a `Work` at once instead of blocking.
-            timeout_s: limit of this operation; None: the group's.
+            timeout_s: timeout for this operation; None means the group's timeout.
         """
         root = self._check_rank(root, "root")
         data = view(x, "x", writable=root != self.rank)
@@ -339,10 +342,10 @@ class Collectives(Calls):
         Args:
             out: the rows (dim 0) that this rank receives.
             x: the rows to send, of the same dtype and shape; must not share memory with `out`.
-            output_splits: rows that each rank sends here; None: equal parts.
-            input_splits: rows that go to each rank; None: equal parts.
+            output_splits: number of rows that each rank sends to this rank; None means equal parts.
+            input_splits: number of rows to send to each rank; None means equal parts.
             async_op: return a `Work` at once instead of blocking.
-            timeout_s: limit of this operation; None: the group's.
+            timeout_s: timeout for this operation; None means the group's timeout.
         """
         source = view(x, "x", writable=False)
         target = view(out, "out", writable=True)
@@ -394,11 +397,11 @@ class Collectives(Calls):
         """Collect every rank's `x` into the `out` of `root`, in rank order.
 
         Args:
-            out: on `root` [size * n, ...], dtype of `x`; None on the others.
+            out: on `root`, [size * n, ...] with the dtype of `x`; None on the other ranks.
             x: [n, ...], the same shape on all ranks.
             root: rank within this group that receives the arrays.
             async_op: return a `Work` at once instead of blocking.
-            timeout_s: limit of this operation; None: the group's.
+            timeout_s: timeout for this operation; None means the group's timeout.
         """
         root = self._check_rank(root, "root")
         source = view(x, "x", writable=False)
@@ -446,10 +449,10 @@ class Collectives(Calls):
 
         Args:
             out: [n, ...], the same shape on all ranks.
-            x: on `root` [size * n, ...], dtype of `out`; None on the others.
+            x: on `root`, [size * n, ...] with the dtype of `out`; None on the other ranks.
             root: rank within this group that has the parts.
             async_op: return a `Work` at once instead of blocking.
-            timeout_s: limit of this operation; None: the group's.
+            timeout_s: timeout for this operation; None means the group's timeout.
         """
         root = self._check_rank(root, "root")
         target = view(out, "out", writable=True)
@@ -470,25 +473,26 @@ class Collectives(Calls):
     def barrier(self, async_op: bool = ..., timeout_s: Timeout = ...) -> Work | None: ...
 
     def barrier(self, async_op: bool = False, timeout_s: Timeout = None) -> Work | None:
-        """Block until every rank of the group has called it.
+        """Block until every rank of the group has called `barrier`.
 
         Args:
             async_op: return a `Work` at once instead of blocking.
-            timeout_s: limit of this operation; None: the group's.
+            timeout_s: timeout for this operation; None means the group's timeout.
         """
         return self._collective("barrier", None, None, timeout_s=timeout_s, async_op=async_op)
 
     def monitored_barrier(self, timeout_s: Timeout = None) -> None:
-        """Block until every rank has called it; a timeout names all ranks that have not.
+        """Block until every rank has called this method; a timeout error names missing ranks.
 
-        A rank that has called it is not named, even if its process has been stopped since. Over
-        connections this takes two exchanges with the store.
+        A rank that has made the call is not named, even if its process has been stopped since. On
+        backends that use connections, the call takes two exchanges with the store.
 
         Args:
-            timeout_s: limit of this call; None: the group's.
+            timeout_s: timeout for this call; None means the group's timeout.
 
         Raises:
-            CollectiveTimeoutError: its `ranks` are the global ranks that did not arrive.
+            CollectiveTimeoutError: some ranks did not make the call; `ranks` of the error holds
+                their global ranks.
         """
         with self._state.evidence.arriving():
             self._collective("barrier", None, None, timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""Send and receive: each checks its arguments and passes one operation on."""
+"""Send and receive, each of which checks its arguments and starts one operation."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class PointToPoint(Calls):
     ) -> Work | None:
         """Send `x` to a rank, which receives it with the same tag, dtype and size.
 
-        May return before the receiver has called `recv`; after the return `x` may be changed.
-        Messages of one pair and tag arrive in order.
+        The call may return before the receiver has called `recv`. Once it returns, `x` may be
+        modified. Messages between the same two ranks with the same tag arrive in order.
 
         Args:
             x: any shape.
-            to: rank within this group; not this rank.
+            to: the receiver's rank within this group; must not be this rank.
             tag: a number from 0 to 2^31 - 3 that the receiver also uses.
             async_op: return a `Work` at once instead of blocking.
-            timeout_s: limit of this operation; None: the group's.
+            timeout_s: timeout for this operation; None means the group's timeout.
         """
         to = self._check_peer(to, "to")
         source = view(x, "x", writable=False)
@@ -104,11 +104,11 @@ class PointToPoint(Calls):
 
         Args:
             x: any shape; the dtype and the number of elements must match the sender's.
-            source: rank within this group; None accepts the first message with the tag from any
-                rank.
+            source: the sender's rank within this group; None accepts the first message with the tag
+                from any rank.
             tag: the sender's tag.
             async_op: return a `Work` at once instead of blocking.
-            timeout_s: limit of this operation; None: the group's.
+            timeout_s: timeout for this operation; None means the group's timeout.
 
         Returns:
             The sender's rank within this group; if asynchronous, a `Work` that has it as `source`.

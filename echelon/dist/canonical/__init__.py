@@ -1,4 +1,4 @@
-"""Sums over numbered micro-batches that are bitwise identical on any number of ranks."""
+"""Computes sums over numbered micro-batches that are bitwise identical on any number of ranks."""
 
 from echelon.dist.canonical.collective import agree_runs, all_reduce, reduce_scatter
 from echelon.dist.canonical.sums import TreeSums, sum_dtype

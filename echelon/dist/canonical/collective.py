@@ -1,4 +1,4 @@
-"""Sums over ranks in the order of the canonical tree, on any backend.
+"""Computes sums over ranks in the order of the canonical tree, on any backend.
 
     reduce_scatter    all_to_all: each rank sends every other rank's block of elements of each of
                       its nodes; each then adds the nodes of its block in the tree's order.
@@ -6,7 +6,8 @@
 
 A rank sends (size - 1) / size of its vector per node. With one node per rank, as when all ranks
 have the same power of two of micro-batches, this is the traffic of an ordinary reduce-scatter. The
-backends copy the values, which are added here, so the sums do not depend on how a backend reduces.
+backends only copy the values, and this module adds them, so the sums do not depend on how a backend
+reduces.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from echelon.errors import CollectiveMismatchError
 
 
 def agree_runs(group: ProcessGroup, run: Run) -> tuple[Run, ...]:
-    """Return every rank's run. Collective: blocks until all ranks have called it, or times out.
+    """Return every rank's run. Collective: blocks until all ranks have called it or it times out.
 
     Raises:
         CollectiveMismatchError: the runs have different totals, or a rank's run does not begin
@@ -53,10 +54,11 @@ def reduce_scatter(
     Collective: blocks until all ranks have called it or the group's timeout expires.
 
     Args:
-        group: its ranks have adjacent runs, in rank order.
+        group: a group whose ranks have adjacent runs, in rank order.
         sums: complete sums, whose vectors have the same length on all ranks.
         runs: the runs of all ranks, from `agree_runs`.
-        splits: elements of each rank's block, in order; None means as even as possible.
+        splits: number of elements in each rank's block, in rank order; None means as even as
+            possible.
 
     Returns:
         The sums of this rank's block. `total()` is the result if the union covers all numbers;
@@ -95,7 +97,7 @@ def all_reduce(group: ProcessGroup, sums: TreeSums, runs: Sequence[Run]) -> torc
     Collective: blocks until all ranks have called it or the group's timeout expires.
 
     Args:
-        group: its ranks have adjacent runs that together cover all numbers.
+        group: a group whose ranks have adjacent runs that together cover all numbers.
         sums: complete sums, whose vectors have the same length on all ranks.
         runs: the runs of all ranks, from `agree_runs`.
 
@@ -115,7 +117,7 @@ def all_reduce(group: ProcessGroup, sums: TreeSums, runs: Sequence[Run]) -> torc
 
 
 def even_splits(numel: int, size: int) -> list[int]:
-    """Divide elements among ranks in multiples of 16, which suits vector instructions."""
+    """Divide elements evenly among ranks, in multiples of 16, which suit vector instructions."""
     grains = -(-numel // 16)
     ends = [min(numel, (grains * (rank + 1) // size) * 16) for rank in range(size)]
     return [end - start for start, end in itertools.pairwise([0, *ends])]

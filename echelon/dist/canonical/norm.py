@@ -1,9 +1,9 @@
-"""Sums of squares in fixed blocks of elements, independent of shard boundaries.
+"""Computes sums of squares in fixed blocks of elements, independent of shard boundaries.
 
 A parameter is divided into blocks of 1024 elements, counted from its first element. The squares
-within a block are added pairwise by halving, in float64, and the blocks of a parameter in the order
-of the canonical tree. A block that spans several shards is assembled first: each rank fills in its
-own elements.
+within a block are added pairwise by halving, in float64, and the blocks of a parameter are added in
+the order of the canonical tree. A block that spans several shards is first assembled from the
+elements of each rank.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def tree_total(sums: torch.Tensor) -> torch.Tensor:
 class PartialBlocks:
     """Block sums of one parameter that is split across ranks.
 
-    Each rank's message is zero in the places of other ranks' values, so a sum over the ranks
-    assembles it exactly, in any order.
+    Each rank's message is zero where other ranks have values, so the sum of the messages over the
+    ranks, in any order, contains all values exactly.
 
     Args:
         numel: number of elements of the whole parameter.
@@ -68,16 +68,16 @@ class PartialBlocks:
 
     @property
     def message_numel(self) -> int:
-        """Number of elements of the message: one sum per block, plus split blocks' elements."""
+        """The number of elements of a message: one per block, plus the split blocks' elements."""
         return self._num_blocks + len(self._cut) * BLOCK
 
     def write(self, message: torch.Tensor, values: torch.Tensor, start: int) -> None:
-        """Fill in this rank's values.
+        """Write this rank's values into its message.
 
         Args:
             message: [message_numel], float64, zeros.
-            values: [n], this rank's part.
-            start: index in the parameter of the part's first element.
+            values: [n], this rank's part of the parameter.
+            start: index within the parameter of the first element of `values`.
         """
         stop = start + values.numel()
         first, last = -(-start // BLOCK), stop // BLOCK
@@ -93,7 +93,7 @@ class PartialBlocks:
                 message[at + begin : at + end] = values[begin - start : end - start]
 
     def read(self, message: torch.Tensor) -> torch.Tensor:
-        """Return the sum of squares of the whole parameter from the sum of all messages."""
+        """Return the sum of squares of the whole parameter, given the sum of all messages."""
         sums = message[: self._num_blocks].clone()
         for row, block in enumerate(self._cut):
             at = self._num_blocks + row * BLOCK

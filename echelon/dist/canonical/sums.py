@@ -1,8 +1,8 @@
-"""TreeSums: sums of one rank's micro-batches in the order of the canonical tree.
+"""TreeSums: adds one rank's micro-batches in the order of the canonical tree.
 
-It works like a binary counter: a value that completes a node is added to its left neighbour at
-once. At most log2(numbers) + 1 vectors are alive for a run that begins at a multiple of its length,
-and twice as many for any other run.
+The algorithm is that of a binary counter: a value that completes a node is added to its left
+neighbour at once. At most log2(numbers) + 1 vectors are alive for a run that begins at a multiple
+of its length, and twice as many for any other run.
 """
 
 from __future__ import annotations
@@ -65,12 +65,13 @@ class TreeSums:
         """Add the next micro-batch's vector.
 
         Args:
-            number: the micro-batch's number; each number of the run once, ascending.
+            number: the micro-batch's number. Each number of the run must be added once, in
+                ascending order.
             vector: [numel], converted to the dtype of the sums. The caller must not use it
                 afterwards: its memory may be reused for a sum.
 
         Raises:
-            ValueError: a different number is next, or the vector has the wrong length or device.
+            ValueError: another number is next, or the vector has the wrong length or device.
         """
         if number != self._next or number not in self.run:
             done = self._next == self.run.stop
@@ -86,7 +87,7 @@ class TreeSums:
         self._nodes = combine([*self._nodes, leaf], self.run, _add)
 
     def nodes(self) -> list[tuple[Node, torch.Tensor]]:
-        """Return the sums of `maximal_nodes(run)`, ascending.
+        """Return the sums of `maximal_nodes(run)`, in ascending order.
 
         Raises:
             ValueError: micro-batches of the run are missing.
@@ -112,7 +113,7 @@ class TreeSums:
     def joined(
         cls, run: Run, numel: int, like: TreeSums, nodes: list[tuple[Node, torch.Tensor]]
     ) -> TreeSums:
-        """Return sums over `run` made from adjacent ranks' nodes, whose memory they take over."""
+        """Return sums over `run` made from the nodes of adjacent ranks, whose memory is reused."""
         found = cls(run, numel, like.dtype, like.device)
         found._nodes = combine(nodes, run, _add)
         found._next = run.stop

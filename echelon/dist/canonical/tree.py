@@ -1,4 +1,4 @@
-"""The canonical tree: the order in which the values of numbered micro-batches are added.
+"""Defines the canonical tree: the order in which values of numbered micro-batches are added.
 
     number        0   1   2   3   4   5   6
     height 1      [0  1]  [2  3]  [4  5]  6
@@ -7,10 +7,10 @@
 
 The leaves are the micro-batches of one step, 0 to `total` - 1. Node (height, index) covers the
 numbers from index * 2^height up to the next multiple, or up to `total`: the last node of a height
-may be incomplete. A node is its left child plus its right child; without a right child it is its
-left child, unchanged. So the order depends only on `total`. A rank that has a run of numbers adds
-the part of the tree within its run, which leaves at most 2 log2 sums; these are then added across
-ranks in the same tree. This module is pure arithmetic, without tensors.
+may be incomplete. The value of a node is the sum of its left and right children, or the left
+child's value if there is no right child. So the order depends only on `total`. A rank that has a
+run of numbers adds the part of the tree within its run, which leaves at most 2 log2 sums; these are
+then added across ranks in the same tree. This module is pure arithmetic, without tensors.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Node:
-    """One node of the tree: the sum of the numbers that it covers."""
+    """A node of the tree, which stands for the sum of the numbers that it covers."""
 
     height: int
     index: int
 
     @property
     def start(self) -> int:
-        """First number covered."""
+        """The first number that the node covers."""
         return self.index << self.height
 
     @property
     def parent(self) -> Node:
-        """The parent node."""
+        """The parent of this node."""
         return Node(self.height + 1, self.index >> 1)
 
     def stop(self, total: int) -> int:
-        """Return one past the last number covered, in a tree over `total` numbers."""
+        """Return one past the last number that the node covers, in a tree over `total` numbers."""
         return min((self.index + 1) << self.height, total)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The numbers of one rank: `start` to `stop` - 1, out of 0 to `total` - 1; may be empty.
+    """The numbers of one rank: `start` to `stop` - 1, out of 0 to `total` - 1. A run may be empty.
 
     Raises:
         ValueError: the numbers are not in order.
@@ -57,7 +57,7 @@ class Run:
     total: int
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
+        """Check that the numbers are in order."""
         if not 0 <= self.start <= self.stop <= self.total or self.total < 1:
             raise ValueError(f"{self}: expected 0 <= start <= stop <= total and total >= 1")
 
@@ -69,16 +69,16 @@ class Run:
 
     @property
     def numbers(self) -> range:
-        """The numbers, ascending."""
+        """The numbers of the run, in ascending order."""
         return range(self.start, self.stop)
 
     def covers(self, node: Node) -> bool:
-        """Return whether all numbers of a non-empty node are in the run."""
+        """Return whether the run contains all numbers of a non-empty node."""
         return self.start <= node.start and node.stop(self.total) <= self.stop
 
 
 def even_runs(total: int, size: int) -> tuple[Run, ...]:
-    """Divide `total` numbers among `size` ranks as evenly as possible; the first ranks get more.
+    """Divide `total` numbers among `size` ranks as evenly as possible; larger runs come first.
 
     Raises:
         ValueError: `total` or `size` is below 1.
@@ -96,10 +96,10 @@ def root(total: int) -> Node:
 
 
 def maximal_nodes(run: Run) -> tuple[Node, ...]:
-    """Return the largest nodes within a run, ascending: together they cover it exactly once.
+    """Return the largest nodes within a run, which together cover the run exactly once.
 
-    There are at most 2 log2(len(run)) of them, or 1. For all numbers the result is one node, the
-    root.
+    The nodes are in ascending order; there are at most 2 log2(len(run)) of them, or 1. If the run
+    contains all numbers, the only node is the root.
     """
     nodes = []
     at = run.start
@@ -118,7 +118,8 @@ def combine(
     """Add neighbouring nodes as far as the tree allows within a run.
 
     Args:
-        nodes: nodes with their values, ascending, without gaps from the run's start.
+        nodes: nodes with their values, in ascending order and without gaps, from the run's start
+            on.
         run: the numbers that the nodes may cover.
         add: adds two values, the left one first.
 
@@ -133,7 +134,7 @@ def combine(
 
 
 def _fold(stack: list[tuple[Node, T]], run: Run, add: Callable[[T, T], T]) -> None:
-    """Replace the last node by its parent as long as the whole parent is available."""
+    """Replace the last node by its parent for as long as all of the parent is available."""
     while stack:
         node, value = stack[-1]
         parent = node.parent

@@ -1,4 +1,4 @@
-"""Checkpoints: saved by any number of ranks, loaded by any other number."""
+"""Checkpoints that are saved by any number of ranks and loaded by any other number."""
 
 from echelon.dist.checkpoint.export import export
 from echelon.dist.checkpoint.life.keeper import Keeper

@@ -1,4 +1,4 @@
-"""Show, verify and export checkpoints.
+"""The command line that shows, verifies and exports checkpoints.
 
     python -m echelon.dist.checkpoint show FOLDER
     python -m echelon.dist.checkpoint verify FOLDER
@@ -68,7 +68,7 @@ def show(path: Path) -> int:
 
 
 def verify(path: Path) -> int:
-    """Read every version, the oldest first, and print a line each; return 1 if one is damaged."""
+    """Read every version, oldest first, and print a line for each; return 1 if any is damaged."""
     code = 0
     for version in _all_versions(path):
         try:
@@ -89,7 +89,7 @@ def _all_versions(path: Path) -> list[Path]:
 
 
 def describe(source: Version) -> list[str]:
-    """Return one line per entry."""
+    """Return one line per entry of a checkpoint."""
     manifest = source.manifest
     num_bytes = sum(file.num_bytes for file in manifest.files.values())
     lines = [f"{source.path}: {num_bytes:,} bytes of tensors, saved by {manifest.world_size} ranks"]

@@ -1,4 +1,4 @@
-"""Export of a checkpoint to one plain file that other programs can read."""
+"""Exports a checkpoint to a single file that other programs can read."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from echelon.dist.checkpoint.state.plain import TensorAt, unpack
 def export(
     path: str | os.PathLike[str], file: str | os.PathLike[str], key: str | None = None
 ) -> None:
-    """Write the contents of a checkpoint to one file; does not need other ranks.
+    """Write the contents of a checkpoint to one file. Other ranks need not call this.
 
-    A .safetensors file gets the tensors of one module. Any other file is written in the format of
-    `torch.save` and can be read by `torch.load(..., weights_only=True)`: a module's state_dict if
-    `key` names a module, else a dict of all entries in torch's own forms, without random states.
+    A .safetensors file receives the tensors of one module. Any other file is written in the format
+    of `torch.save` and can be read by `torch.load(..., weights_only=True)`: a module's state_dict
+    if `key` names a module, else a dict of all entries in torch's own forms, without random states.
     The file appears atomically.
 
     Args:
-        path: the checkpoint, or one version of it.
+        path: the path of the checkpoint, or of one version of it.
         file: the file to write; replaced if it exists.
         key: the entry to write; None means the only module (safetensors) or everything.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
-        ValueError: there is no such entry, or there are several modules for a file that holds one.
+        ValueError: there is no entry `key`, or there are several modules but the file can hold only
+            one.
 
     Example:
         >>> save("runs/gpt", {"model": model, "step": 7})
@@ -83,7 +84,7 @@ def _write_safetensors(source: Version, path: Path, key: str) -> None:
 
 
 def _one_per_name(paths: Iterable[str], prefix: str) -> dict[str, str]:
-    """Return the path for each name under a prefix; the lowest rank's if each rank has its own."""
+    """Return the path for each name under a prefix; the lowest rank's path if each rank has one."""
     chosen: dict[str, tuple[int, str]] = {}
     for path in paths:
         if path.startswith(prefix):
@@ -128,7 +129,7 @@ def _module(source: Version, prefix: str) -> dict[str, Any]:
 
 
 def _optimizer(source: Version, prefix: str) -> dict[str, Any]:
-    """Return an optimizer's state with numbered parameters, as in torch."""
+    """Return an optimizer's state with numbered parameters, as torch does."""
     values = {
         path.removeprefix(prefix): _resolve(source, unpack(value))
         for path, value in source.manifest.values.items()

@@ -1,4 +1,4 @@
-"""Loading a state into any number of ranks, whatever number saved it."""
+"""Loads a state into any number of ranks, regardless of how many ranks saved it."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def load(path: str | os.PathLike[str], state: dict[str, Any]) -> dict[str, Any]:
 
     Modules, optimizers, `RandomState`s, objects and tensors in `state` are filled with the saved
     state; plain values are replaced, and saved plain values missing from `state` are added. Data
-    that all ranks hold is read once, a share by each rank; shards are read by the ranks that hold
-    them. Every block read is verified. If the newest version is damaged, the next older one is
-    loaded on all ranks, with a RuntimeWarning on rank 0. If `path` names a single version, only
-    that one is tried. An error during reading leaves the state partly filled; a mismatch with the
-    state is detected before anything is changed.
+    that all ranks hold is read only once, with each rank reading a share; shards are read by the
+    ranks that hold them. Every block read is verified. If the newest version is damaged, the next
+    older one is loaded on all ranks, with a RuntimeWarning on rank 0. If `path` names a single
+    version, only that version is tried. An error during reading leaves the state partly filled; a
+    mismatch with the state is detected before anything is changed.
 
     Args:
-        path: the path or address passed to `save`, or one version in it; a file written by
-            `torch.save` with a state_dict, alone or in a dict (read without unpickling objects); or
-            a .safetensors file.
+        path: the path or address passed to `save`, or the path of one version in it; a file written
+            by `torch.save` with a state_dict, alone or in a dict (read without unpickling objects);
+            or a .safetensors file.
         state: a state of the same structure as the saved one, or a part of it.
 
     Raises:
-        CheckpointError: there is no complete checkpoint, all are damaged (the error names the
-            file), or another rank failed.
+        CheckpointError: there is no complete checkpoint, all checkpoints are damaged (the error
+            names a file), or another rank failed.
         ValueError: the checkpoint does not match the state.
         TypeError: `state` is not a dict of entries.
 
@@ -89,8 +89,9 @@ def load_source(
     """Fill `state` as `load` does, from a source of another format. Collective.
 
     Args:
-        path: the path named in errors and in the black box.
-        open_source: returns the source; called on every rank with the loading ranks.
+        path: the path to show in errors and in the black box.
+        open_source: returns the source; called on every rank, with the loading ranks as its
+            argument.
         state: the state to fill.
 
     Raises:
@@ -122,10 +123,10 @@ def _fill(
 
 
 def peek(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the plain values of the newest checkpoint under `path`; does not need other ranks.
+    """Return the plain values of the newest checkpoint under `path`. Not collective.
 
-    This identifies a checkpoint before anything is built or loaded. Values that hold tensors are
-    omitted.
+    This makes it possible to identify a checkpoint before anything is built or loaded. Values that
+    hold tensors are omitted.
 
     Raises:
         CheckpointError: there is no complete checkpoint, or its manifest is damaged.
@@ -155,8 +156,9 @@ def _choose(path: Path | Remote, *, is_again: bool) -> list[str]:
     """Return the candidates for loading, the best first.
 
     Args:
-        path: the path given by the caller.
-        is_again: whether all earlier candidates were damaged or gone, so that there may be none.
+        path: the path that the caller passed.
+        is_again: whether all earlier candidates were damaged or gone, so that no candidate may be
+            left.
     """
     try:
         if isinstance(path, Remote):
@@ -183,10 +185,10 @@ def _open(path: Path | Remote, state: dict[str, Any]) -> Source:
 
 
 def _require_use(restore: Restore, source: Source, peers: Peers) -> None:
-    """Check that some rank wants each stored tensor of the modules.
+    """Check that each stored tensor of the modules is requested by some rank.
 
     Raises:
-        ValueError: no rank wants a tensor, so the model is a different one.
+        ValueError: no rank requests some tensor, so the model differs from the saved one.
     """
     everyones = [set(unused) for unused in peers.all_gather(restore.unused)]
     left = sorted(set.intersection(*everyones))

@@ -1,4 +1,4 @@
-"""Saving a state: every rank writes its share, and the last step commits the version."""
+"""Saves a state: every rank writes its share, and the last step commits the version."""
 
 from __future__ import annotations
 
@@ -44,16 +44,17 @@ def save(
 
     A state is a dict, possibly nested, of modules, optimizers, `RandomState`s, objects with
     `state_dict` and `load_state_dict`, tensors and plain values. Ranks that hold the same tensor
-    verify that their copies are equal; each then writes a share. Of sharded modules each rank
-    writes its shards. Buffers, extra state and states of objects are saved once if they are equal
-    on all ranks, else for each rank. Plain values are those of rank 0; random states are saved for
-    each rank. Parameters of an optimizer are named after the modules in the same state.
+    verify that their copies are equal; each rank then writes a share. For sharded modules, each
+    rank writes its shards. Buffers, extra state and states of objects are saved once if they are
+    equal on all ranks, and otherwise once per rank. Plain values are taken from rank 0, and random
+    states are saved for each rank. Parameters of an optimizer are named after the modules in the
+    same state.
 
     The previous checkpoint remains loadable until this one is complete, whatever happens. Ranks
     wait for each other for at most the group's timeout or, in the background, `timeout_s`.
 
     Args:
-        path: a folder, created if it does not exist; or the address of one in an object store,
+        path: a folder, created if it does not exist; or the address of a folder in an object store,
             such as `s3://bucket/run`, through `fsspec`.
         state: the state to save.
         async_op: copy the state, return at once and write in the background. Errors are raised by
@@ -63,15 +64,17 @@ def save(
             timeout.
 
     Returns:
-        With `async_op` the save in progress, else None.
+        The save in progress if `async_op` is set, otherwise None.
 
     Raises:
         TypeError: the state holds something that cannot be saved.
-        ValueError: a tensor cannot be saved, or differs between ranks that hold it under one name.
+        ValueError: a tensor cannot be saved, or differs between ranks that hold it under the same
+            name.
         CheckpointError: another rank failed or did not arrive, or the previous save is still
             running.
-        OSError: this rank could not write. The previous version still exists; if the disk failed
-            after the new version's commit mark was written, the new one counts as well.
+        OSError: this rank could not write its part. The previous version still exists; if the disk
+            failed after the new version's commit mark was written, the new version is valid as
+            well.
 
     Example:
         >>> save("runs/gpt", {"model": model, "optimizer": optimizer, "step": 7})
@@ -99,9 +102,9 @@ def begin(
     timeout_s: float | None,
     then: Callable[[], None] | None = None,
 ) -> PendingSave | None:
-    """Save like `save`; `then` is called on rank 0 once the version is committed.
+    """Save as `save` does, and call `then` on rank 0 once the version is committed.
 
-    Exceptions from `then` are ignored: the checkpoint is safe.
+    Exceptions raised by `then` are ignored, because the checkpoint is already safe.
     """
     limit_s = peers.timeout_s if timeout_s is None else timeout_s
     with span("checkpoint", f"save {root}"):
@@ -162,7 +165,7 @@ def _require_shared(unfinished: Unfinished | RemoteUnfinished) -> None:
 
 @dataclass(kw_only=True)
 class _Job:
-    """One rank's part of one save."""
+    """One rank's share of the work of a save."""
 
     unfinished: Unfinished | RemoteUnfinished
     contents: Contents
@@ -174,7 +177,7 @@ class _Job:
     step: int | None = None  # at which it was begun
 
     def snapshot(self) -> None:
-        """Copy the data that this rank writes, so that training can continue and change it."""
+        """Copy the data that this rank writes, so that training can continue to modify it."""
         held = self.mine
         self.mine = [_copy(one) for one in held]
         self.contents.held = []
@@ -182,7 +185,7 @@ class _Job:
             torch.cuda.current_stream(device).synchronize()  # of the copies: other streams continue
 
     def run_together(self) -> None:
-        """Write and commit; the ranks exchange their results."""
+        """Write and commit, exchanging results with the other ranks."""
         doing = f"{self.unfinished.final.parent}: not saved"
         is_first = self.peers.rank == 0
         try:
@@ -194,9 +197,9 @@ class _Job:
             raise
 
     def run_apart(self, deadline_s: float) -> None:
-        """Write and commit without communication: the ranks watch for each other's files.
+        """Write and commit without communication, by watching for the other ranks' files.
 
-        The group's operations are reserved for the training, which continues at the same time.
+        Communication is left to the training, which continues at the same time.
         """
         try:
             self._write()

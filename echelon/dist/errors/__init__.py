@@ -1,1 +1,1 @@
-"""The construction and wording of the errors of a group's operations."""
+"""Builds the errors of a group's operations and their messages."""

@@ -1,4 +1,4 @@
-"""The errors of a group's operations, built in one place so that all engines report them alike."""
+"""Builds the errors of a group's operations in one place, so that all engines report alike."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def timed_out(
 
     Args:
         late: group ranks that had not arrived; empty if unknown.
-        silent: those of them that also did not answer the liveness check.
-        between: group ranks that had not arrived because they wait for `late` themselves.
-        after_s: the elapsed time; None means the operation's timeout.
+        silent: the ranks in `late` that also did not answer the liveness check.
+        between: group ranks that had not arrived because they are themselves waiting for `late`.
+        after_s: the elapsed time in seconds; None means the operation's timeout.
     """
     ranks = [members.ranks[r] for r in late]
     passed_s = operation.timeout_s if after_s is None else after_s
@@ -72,8 +72,7 @@ def peer_lost(
 ) -> PeerLostError:
     """Build the error for an operation in which the group ranks `gone` cannot take part.
 
-    Args:
-        silent: other group ranks that did not answer the liveness check.
+    Args: silent: other group ranks that did not answer the liveness check.
     """
     ranks = [members.ranks[r] for r in gone]
     said = f"{named(ranks) or 'a rank'} died or left and did not take part"
@@ -105,7 +104,7 @@ def closed(members: Members, operation: Operation) -> CollectiveError:
 
 
 def nested(members: Members, operation: Operation) -> CollectiveError:
-    """Build the error for a collective called in a signal handler during another of its group."""
+    """Build the error for a collective that a signal handler calls during another of its group."""
     return _of_this_rank(
         members,
         operation,
@@ -130,7 +129,7 @@ def reported(
     """Build the error for a group that ended for a reason published by another rank.
 
     Args:
-        ranks: global ranks; some may be outside this group.
+        ranks: the global ranks at fault, some of which may be outside this group.
     """
     return make(
         f"{place(members, operation)}: {text}",
@@ -162,7 +161,7 @@ def out_of_reach(
 def connection_broken(
     members: Members, operation: Operation, raised: BaseException, ranks: Sequence[int] = ()
 ) -> CollectiveError:
-    """Build the error for a broken connection without a rank that is known to be at fault."""
+    """Build the error for a broken connection when no rank is known to be at fault."""
     return CollectiveError(
         f"{place(members, operation)}: a connection broke although no rank is known to have "
         f"died: {raised}",

@@ -1,7 +1,7 @@
-"""Finding the ranks that made a different call, by a vote over the calls of a group's members.
+"""Finds the ranks that made a different call, by a vote over the calls of a group's members.
 
-Every rank sees the same calls, so every rank raises the same error. It names the minority or, if
-there is no majority, both sides.
+Every rank sees the same calls, so every rank raises the same error. The error names the minority
+or, if there is no majority, both sides.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _MAX_SIDES = 3
 def mismatch_error(
     members: Members, operation: Operation, heads: Sequence[bytes]
 ) -> CollectiveMismatchError:
-    """Build the error for collectives that differ.
+    """Build the error for ranks that called different collectives.
 
     Args:
-        heads: the number and the call of each group rank (`Operation.head`).
+        heads: the operation number and the call of each group rank (see `Operation.head`).
     """
     votes = Counter(heads).most_common()
     tied = len(votes) > 1 and votes[0][1] == votes[1][1]
@@ -63,7 +63,7 @@ def split_error(
 def message_error(
     members: Members, operation: Operation, ranks: Sequence[int]
 ) -> CollectiveMismatchError:
-    """Build the error for a send and a receive that differ in dtype or size."""
+    """Build the error for a send and a receive whose dtypes or sizes differ."""
     who = [members.ranks[rank] for rank in ranks]
     said = f"the two ends, {named(who)}, differ in dtype or size; this one called {operation}"
     return _error(members, operation, said, who)

@@ -1,4 +1,4 @@
-"""fully_shard: parameters, gradients and optimizer state divided among ranks."""
+"""fully_shard: divides parameters, gradients and optimizer state among ranks."""
 
 from echelon.dist.fsdp.control import (
     gradient_sync,

@@ -1,4 +1,4 @@
-"""Manual control of sharding, for schedules that split or reorder the backward pass."""
+"""Controls sharding manually, for schedules that split or reorder the backward pass."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from echelon.dist.fsdp.uncompiled import uncompiled_call
 def gradient_sync(module: nn.Module, *, enabled: bool) -> Iterator[None]:
     """Set whether backward passes inside the block reduce gradients.
 
-    If disabled, gradients accumulate on this rank, and the next backward with reduction reduces the
-    accumulated ones. Until then, gradients of whole parameters are kept in memory.
+    If `enabled` is False, gradients accumulate on this rank, and the next backward that reduces
+    also reduces the accumulated gradients. Until then, gradients of whole parameters are kept in
+    memory.
 
     Example:
         >>> _ = fully_shard(model)
@@ -52,11 +53,11 @@ def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool) 
 
 @uncompiled_call
 def unshard(module: nn.Module) -> None:
-    """Gather all units in a module and hold them; nothing is released or reduced until requested.
+    """Gather all units in a module, and release or reduce nothing until requested. Collective.
 
-    While they are held, `module.parameters()` returns whole parameters: any number of forward and
+    Until then, `module.parameters()` returns whole parameters: any number of forward and
     backward passes may run, in any order and with any autograd calls, and gradients accumulate in
-    `.grad`. Afterwards call `reduce_gradients` and `reshard`. Collective.
+    `.grad`. Afterwards call `reduce_gradients` and `reshard`.
 
     Raises:
         CollectiveError: a rank was lost or did not join.
@@ -77,7 +78,7 @@ def unshard(module: nn.Module) -> None:
 
 @uncompiled_call
 def reshard(module: nn.Module) -> None:
-    """Release all units in a module. Units that a backward still needs are gathered again.
+    """Release all units in a module. Units that a backward still needs are gathered again later.
 
     Example:
         >>> _ = fully_shard(model, reshard_after_forward=False)

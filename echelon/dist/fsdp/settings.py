@@ -1,4 +1,4 @@
-"""Settings of `fully_shard`."""
+"""The settings of `fully_shard`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixedPrecisionPolicy:
-    """The dtypes in which a unit computes and communicates. Its shards keep their dtype.
+    """The dtypes in which a unit computes and communicates; the shards keep their own dtype.
 
     Attributes:
-        param_dtype: dtype of the gathered parameters, and therefore of the computation and its
+        param_dtype: the dtype of the gathered parameters, and therefore of the computation and its
             gradients. None means the dtype of the shards.
-        reduce_dtype: dtype in which gradients are summed. None means that of the gathered
+        reduce_dtype: dtype in which gradients are summed. None means the dtype of the gathered
             parameters.
         output_dtype: dtype to which the unit's floating-point outputs are cast. None leaves them
             unchanged.
@@ -32,7 +32,7 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
 
     def __post_init__(self) -> None:
-        """Check the values."""
+        """Check the dtypes."""
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (
@@ -43,7 +43,7 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CPUOffloadPolicy:
-    """Keep shards, their gradients and the optimizer state in host memory; for device models.
+    """The policy that keeps a device model's shards, gradients and optimizer state in host memory.
 
     Attributes:
         pin_memory: whether to use page-locked memory, which is copied to the device asynchronously.

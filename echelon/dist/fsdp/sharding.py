@@ -43,37 +43,38 @@ def fully_shard(
 ) -> M:
     """Divide a module's parameters among ranks, and gather them while the module computes.
 
-    Call it on the blocks first and on the whole model last: each call makes one unit of all
-    parameters that no earlier call has taken. Every rank of the group must make the same calls in
-    the same order; each call blocks until all ranks have joined. All ranks start from group rank
+    Call this function on the blocks first and on the whole model last. Each call makes one unit of
+    all parameters that no earlier call has taken. Every rank of the group must make the same calls
+    in the same order; each call blocks until all ranks have joined. All ranks start from group rank
     0's values. Deleting a model also frees its shards, hooks and memory; call `gc.collect()` if
     that must happen at once.
 
     Args:
-        module: a module, or several that form one unit and run one after the other.
-        group: the ranks; None means the world.
-        mesh: instead of `group`, a mesh with one axis, or with two axes (replicate, shard), which
-            divides along the second and keeps equal copies along the first.
-        reshard_after_forward: True releases the parameters after forward and gathers them again
-            for backward; False keeps them; a number k that divides the group size keeps 1/k of
-            them, so that k neighbouring ranks gather among themselves. The outermost module always
-            keeps them if a backward follows, because it would need them at once.
-        mp_policy: dtypes of computation and communication.
+        module: a module, or several modules that form one unit and run one after the other.
+        group: the ranks to divide parameters among; None means the world.
+        mesh: used instead of `group`; a mesh with one axis, or with two axes (replicate, shard).
+            Parameters are divided along the last axis, and equal copies are kept along the first of
+            two.
+        reshard_after_forward: True releases the parameters after forward and gathers them again for
+            backward. False keeps them. A number k that divides the group size keeps 1/k of the
+            parameters, so that k neighbouring ranks gather among themselves. The outermost module
+            always keeps its parameters if a backward follows, because it would need them at once.
+        mp_policy: the dtypes of computation and communication.
         ignored_params: parameters that are not sharded; the caller must keep them equal on all
             ranks.
-        offload_policy: keep shards, their gradients and thus the optimizer state in host memory.
-            Warns if the parameters are there anyway.
-        prefetch: how many units to gather ahead while this one computes.
+        offload_policy: keeps shards, their gradients and thus the optimizer state in host memory. A
+            warning is issued if the parameters are in host memory anyway.
+        prefetch: how many units to gather ahead while this unit computes.
         memory_budget_bytes: memory that sharding may use on a rank in addition to the unit that
             computes, for all units of the group: a third each for units gathered ahead, for
             gradients being reduced, and for memory between two gathers. One unit ahead and one
-            reduction are always allowed. The last call that passes a number sets it, until all
-            units of the group are deleted. None means six times the largest unit that contains no
-            other, and more if `prefetch` is above 2.
+            reduction are always allowed. The last call that passes a number sets the budget until
+            all units of the group are deleted. None means six times the largest unit that contains
+            no other unit, or more if `prefetch` is above 2.
         device: where to allocate parameters that are on the meta device; None means the CPU.
         init: called with each module that has parameters on the meta device, after their
-            allocation; None means only its `reset_parameters()`. Only one unit at a time is ever
-            whole.
+            allocation; None means only the module's `reset_parameters()`. At most one unit at a
+            time is whole.
 
     Returns:
         The module itself.
@@ -201,7 +202,7 @@ def _driver(group: ProcessGroup | None, mesh: DeviceMesh | None) -> Driver:
 def _groups_of(
     group: ProcessGroup | None, mesh: DeviceMesh
 ) -> tuple[ProcessGroup, ProcessGroup | None]:
-    """Return the sharding group, and the replicating group if there is more than one copy."""
+    """Return the sharding group, and the replicating group or None if there is only one copy."""
     if group is not None:
         raise ValueError("group= and mesh= are mutually exclusive")
     if not isinstance(mesh, DeviceMesh) or len(mesh.names) not in (1, 2):
@@ -214,7 +215,7 @@ def _groups_of(
 
 
 def _check_reshard(reshard: bool | int, group: ProcessGroup) -> int:
-    """Return how many near ranks jointly keep the parameters, or 0 if that is not requested."""
+    """Return how many near ranks jointly keep the parameters, or 0 if this is not requested."""
     if isinstance(reshard, bool):
         return 0
     if not isinstance(reshard, int) or reshard < 1 or group.size % reshard:
@@ -226,7 +227,7 @@ def _check_reshard(reshard: bool | int, group: ProcessGroup) -> int:
 
 
 def _sources(modules: tuple[nn.Module, ...], ignored: set[int]) -> tuple[list[Source], list[Unit]]:
-    """Find the parameters that no unit owns yet, and the units that own others used here."""
+    """Return the parameters that no unit owns yet, and the units that own the other parameters."""
     sources: dict[int, Source] = {}
     within = {module for _, module in _parts(modules)}
     borrowed: dict[Unit, None] = {}
@@ -276,7 +277,7 @@ def _parts(modules: tuple[nn.Module, ...]) -> list[tuple[str, nn.Module]]:
 
 
 def _alike(sources: list[Source]) -> list[list[Source]]:
-    """Group parameters by dtype, by device, and by whether they are trained."""
+    """Group parameters by dtype, by device, and by whether they require gradients."""
     groups: dict[Any, list[Source]] = {}
     for source in sources:
         parameter = source.parameter

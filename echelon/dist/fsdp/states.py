@@ -1,7 +1,7 @@
-"""The state of a sharded model: this rank's part of each parameter, and the whole model.
+"""Provides the state of a sharded model: this rank's part of each parameter, or the whole model.
 
-`model.state_dict()` has the shards, without any communication; `load_state_dict` takes shards or
-whole parameters. `shards` describes each shard's place in its parameter, for checkpoints;
+`model.state_dict()` returns the shards, without any communication; `load_state_dict` takes shards
+or whole parameters. `shards` describes each shard's place in its parameter, for checkpoints;
 `full_state_dict` assembles the whole model, one unit at a time.
 """
 
@@ -26,16 +26,18 @@ class Shard:
     """This rank's part of one parameter.
 
     Attributes:
-        name: the parameter's name in the model; for a tied parameter, the first one.
-        aliases: its other names.
+        name: the parameter's name in the model; the first name of a tied parameter.
+        aliases: the other names of a tied parameter.
         shape: the whole parameter's shape.
-        dtype: dtype of the whole and of the part.
-        start: this rank's first element, counted in the flattened parameter.
+        dtype: the dtype of the parameter and of its shards.
+        start: the index of this rank's first element in the flattened parameter.
         length: number of this rank's elements; may be 0.
         data: [length], a view of the shard's memory; writing to it changes the model.
-        parameter: the optimizer's parameter: `[length, 1, ...]`, the key into `optimizer.state`.
+        parameter: the parameter that the optimizer uses, `[length, 1, ...]`; the key in
+            `optimizer.state`.
         ranks: the global ranks among which the parameter is divided, in order.
-        copies: the ranks that hold the same part, including this one; the first should save it.
+        copies: the ranks that hold the same part, including this one; the first of them should save
+            it.
 
     Example:
         >>> shard = shards(fully_shard(model))["token.weight"]
@@ -56,9 +58,9 @@ class Shard:
 
 
 def shards(module: nn.Module) -> dict[str, Shard]:
-    """Return this rank's part of each sharded parameter in a module, by the parameter's name.
+    """Return this rank's part of each sharded parameter in a module, keyed by parameter name.
 
-    Parameters that are not sharded (`ignored`, or in no unit) are not included. Not collective.
+    Parameters that are not sharded (ignored, or in no unit) are not included. Not collective.
 
     Example:
         >>> _ = fully_shard(model)
@@ -96,7 +98,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer, shard: Shard) -> dict[str,
     """Return an optimizer's state for one shard.
 
     Tensors with the shard's shape are divided like the parameter and are returned as views
-    [length]; everything else (step counts) is the same on all ranks and is returned unchanged.
+    [length]; everything else, such as step counts, is the same on all ranks and is returned
+    unchanged.
 
     Example:
         >>> _ = fully_shard(model)
@@ -131,13 +134,13 @@ def is_part(value: Any, shard: Shard) -> bool:
 
 @uncompiled_call
 def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-    """Return the whole model's state on the host, like the unsharded model's `state_dict()`.
+    """Return the whole model's state on the host, as the unsharded model's `state_dict()` would.
 
     Gathers one unit at a time. Collective.
 
     Args:
-        rank0_only: whether only rank 0 of each group gets the parameters, and the others an empty
-            dict.
+        rank0_only: whether only rank 0 of each group gets the parameters, while the other ranks get
+            an empty dict.
 
     Raises:
         CollectiveError: a rank was lost or did not join.
@@ -213,7 +216,7 @@ def _show_shards(unit: Unit) -> None:
 def _before_load(
     unit: Unit, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """Cut whole parameters down to this rank's part."""
+    """Reduce whole parameters in a state dict to this rank's part before it is loaded."""
     _show_shards(unit)
     if metadata.get("assign_to_params_buffers"):
         raise ValueError("load_state_dict(assign=True) would put other parameters in the shards'")

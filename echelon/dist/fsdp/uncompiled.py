@@ -1,7 +1,7 @@
-"""Functions that torch.compile does not trace: hooks, guards and public calls run outside graphs.
+"""Keeps torch.compile from tracing hooks, guards and public calls, which run outside graphs.
 
-They start collectives, inspect attributes of tensors and keep state, none of which belongs in a
-compiled graph. A graph that reaches one of them is split there.
+These functions start collectives, inspect attributes of tensors and keep state, none of which
+belongs in a compiled graph. A graph that reaches one of these functions is split there.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def uncompiled(function: _Function) -> _Function:
-    """Return a function that is never traced, including its callees. Loads torch._dynamo."""
+    """Wrap a function so that it and its callees are never traced. Loads torch._dynamo."""
     disabled: _Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return disabled
 
 
 def uncompiled_call(function: _Function) -> _Function:
-    """Return the same for a module's public function, loading torch._dynamo at its first call.
+    """Wrap a module's public function like `uncompiled`, loading torch._dynamo at its first call.
 
-    It must not be used for closures and methods: torch stores the result as an attribute of
-    `function`.
+    This must not be used for closures and methods, because torch stores the result as an attribute
+    of `function`.
     """
     disabled: _Function = _disable_dynamo(function)  # type: ignore[assignment]
     return disabled

@@ -1,1 +1,1 @@
-"""Membership: meeting the other ranks, and their hosts, processes and clocks."""
+"""Membership: meets the other ranks, and tracks their hosts, processes and clocks."""

@@ -1,4 +1,4 @@
-"""The address at which the other hosts of a job reach this one."""
+"""Finds the address at which the other hosts of a job reach this host."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import socket
 
 
 def own_address(endpoint: str) -> str:
-    """Return this host's address on its route to the store, at which others can reach it.
+    """Return this host's address on the route to the store, by which other hosts can reach it.
 
     Args:
-        endpoint: "host:port" of the store at which the members meet. For a store without one (a
-            file), the address of this host's own name is used, as in torch.
+        endpoint: "host:port" of the store at which the members meet. For a store without an
+            endpoint (a file), the address of this host's own name is used, as in torch.
 
     Raises:
         OSError: the store's name cannot be resolved, or there is no route to it.

@@ -1,7 +1,7 @@
-"""Answer: a rank's answer in a liveness check, and the ranks at fault according to all answers.
+"""Answer: a rank's answer in a liveness check, and how the ranks at fault follow from answers.
 
 A message that times out shows only that its peer did not send. The peer may itself be waiting, for
-another message or in a collective; then the rank at the end of that chain must be named.
+another message or in a collective. In that case the rank at the end of that chain must be named.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A rank's calls so far, and what its threads currently wait for.
+    """The calls that a rank has made so far, and what its threads are waiting for.
 
     Attributes:
-        num_called: number of collectives of the group that it has called.
-        peers: group ranks for whose messages it waits.
-        collectives: numbers of the collectives in which it waits.
+        num_called: number of the group's collectives that the rank has called.
+        peers: group ranks whose messages it is waiting for.
+        collectives: numbers of the collectives in which it is waiting.
     """
 
     num_called: int
@@ -43,7 +43,7 @@ def answer_of(state: GroupState) -> str:
 
 
 def read(text: str | bytes) -> Answer:
-    """Decode an answer encoded by `answer_of`."""
+    """Decode an answer that `answer_of` encoded."""
     told = json.loads(text)
     return Answer(told["called"], told["peers"], told["collectives"])
 
@@ -51,17 +51,17 @@ def read(text: str | bytes) -> Answer:
 def origins(
     me: int, late: Sequence[int], answers: Mapping[int, Answer], silent: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Follow the chains of waiting ranks, beginning with the ranks that did not send.
+    """Follow the chains of waiting ranks, starting from the ranks that did not send.
 
     Args:
-        me: the group rank that asks and waits for `late`.
+        me: this group rank, which asks and is waiting for `late`.
         late: the group ranks that did not send.
-        answers: the answers by group rank, including this rank's.
+        answers: the answers, keyed by group rank, including this rank's answer.
         silent: group ranks that did not answer; chains end there.
 
     Returns:
-        The group ranks at the ends of the chains, and those in between. For a cycle, which has no
-        end, `late` and no ranks.
+        The group ranks at the ends of the chains, and the group ranks in between. For a cycle,
+            which has no end, these are `late` and no ranks.
     """
     ends: list[int] = []
     between: list[int] = []
@@ -82,7 +82,7 @@ def origins(
 
 
 def _needed(rank: int, answers: Mapping[int, Answer], silent: Sequence[int]) -> list[int]:
-    """Return the ranks for which a rank waits, as far as the answers show."""
+    """Return the ranks that a rank is waiting for, as far as the answers show."""
     if rank not in answers:
         return []
     mine = answers[rank]

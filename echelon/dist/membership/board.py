@@ -1,4 +1,4 @@
-"""The board: short notices through the store that every rank of a world reads at once.
+"""Posts short notices on a board in the store, which every rank of a world reads at once.
 
 A rank whose group failed posts a verdict; a rank that must find out which ranks are dead posts a
 question, which every member's process answers, whatever its main thread is doing. Notices are
@@ -29,7 +29,7 @@ Take = Callable[[dict[str, Any]], None]
 
 
 def quick(store: Store) -> Store:
-    """Return a view of a store on a separate connection, with calls that take at most `QUICK_S`.
+    """Return a view of a store with its own connection, whose calls take at most `QUICK_S`.
 
     Raises:
         StoreError: the store cannot be reached.
@@ -40,14 +40,14 @@ def quick(store: Store) -> Store:
 
 
 def path_of(store: Store) -> str:
-    """Return the prefix of all keys of a view."""
+    """Return the prefix of all keys in a view of a store."""
     if isinstance(store, PrefixStore):
         return f"{path_of(store.underlying_store)}{store.prefix}/"
     return ""
 
 
 class Board:
-    """This process's reader and writer of one board, which listens while a group is attached."""
+    """This process's reader and writer of a board, which listens while a group is attached."""
 
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore("board", store)
@@ -81,7 +81,7 @@ class Board:
                 self._thread.start()
 
     def detach(self, path: str) -> None:
-        """Stop passing on notices for a group; after the last group the board stops listening."""
+        """Stop passing on notices for a group; the board stops listening after the last group."""
         with self._lock:
             self._takers.pop(path, None)
             if self._takers or self._thread is None:
@@ -98,7 +98,7 @@ class Board:
         """Post a notice for one group.
 
         Raises:
-            StoreError: the store did not accept it within `QUICK_S` per attempt.
+            StoreError: the store did not accept the notice within `QUICK_S` per attempt.
         """
         text = json.dumps(notice | {"group": path})
         with contextlib.closing(quick(self._store)) as client:

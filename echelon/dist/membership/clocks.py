@@ -1,9 +1,9 @@
-"""Alignment of the hosts' clocks, once at `init`: the offset of each rank's clock to rank 0's.
+"""Aligns the hosts' clocks once, at `init`: finds each clock's offset to rank 0's clock.
 
 Ranks that share rank 0's clock (all of them, on one host) do not need this. On every other host one
 rank asks rank 0 for the time, by round trips through the store's queues, and passes the result to
-the others on its host. Rank 0 answers exactly the expected number of questions, so it finishes with
-the last one.
+the other ranks on its host. Rank 0 answers exactly the expected number of questions and finishes
+with the last.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def agree(
     """Return this rank's offset to rank 0's clock; every rank of the world must call this.
 
     Args:
-        timeout_s: limit of each wait for another rank.
-        my_clock: identifies this rank's clock; None means this process's own.
+        timeout_s: how long to wait each time for another rank.
+        my_clock: identifies this rank's clock; None means this process's own clock.
         now: returns that clock's time in ns.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The environment variables read by this package: torchrun's worker variables, and a few more.
+"""Reads the environment variables of this package: torchrun's worker variables and a few more.
 
 | variable | meaning |
 |---|---|
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendezvous:
-    """This process's place in the world, and the store at which the ranks meet."""
+    """This process's rank in the world, and the store at which the ranks meet."""
 
     rank: int = 0
     world_size: int = 1
@@ -33,10 +33,10 @@ class Rendezvous:
 
     @classmethod
     def from_environment(cls) -> Rendezvous:
-        """Read the worker's variables.
+        """Read the worker's environment variables.
 
         Raises:
-            ValueError: some are set, but related ones are missing or not numbers.
+            ValueError: some variables are set, but related variables are missing or not numbers.
         """
         if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
             return cls()
@@ -68,7 +68,7 @@ def num_ranks_here(at_least: int) -> int:
 
 
 def local_rank() -> int:
-    """Return this rank's number within its node, or its rank if the launcher does not set it.
+    """Return this rank's number within its node, or its rank if the launcher does not set one.
 
     Raises:
         ValueError: the variable is not a number.
@@ -77,7 +77,7 @@ def local_rank() -> int:
 
 
 def on_loss() -> str:
-    """Return what the launcher does when a rank dies: "shrink", or "" for the attempt's end."""
+    """Return what the launcher does when a rank dies: "shrink", or "" if the attempt ends."""
     return os.environ.get("ECHELON_ON_LOSS", "")
 
 

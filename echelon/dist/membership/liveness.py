@@ -1,20 +1,20 @@
-"""Determining the members of a group at fault: dead, closed, late, or blamed by another rank.
+"""Determines which members of a group are at fault: dead, closed, late, or blamed by a rank.
 
 Evidence, strongest first:
 
 1. the end of a process on this host, detected directly (`peers`);
-2. a verdict published by another rank: the first one counts, and all ranks report it;
+2. a verdict published by another rank; the first verdict is final, and all ranks report it;
 3. the mark of a rank that closed the group properly;
 4. a rank that does not answer the liveness check. Every rank's process answers on a separate thread
-  with the number of collectives it has called, so a rank that is computing counts as late, never as
-  dead. It also reports what it waits for, so that a rank that is itself waiting is not blamed for
-  another one.
+  with the number of collectives it has called, so a rank that is computing is considered late,
+      never dead. It also reports what it is waiting for, so that a rank that is itself waiting is
+      not blamed for the fault of another rank.
 
 Neither a connection nor a lease of the store is evidence: a stopped rank keeps its connection, a
-live one may lose it, and a lease shows only what was true up to its length ago (the store's default
-is 10 s). The liveness check asks now, and a rank answers over its current connection.
+live rank may lose it, and a lease may be out of date by its length (10 s by default). The liveness
+check asks for an answer now, and a rank answers over its current connection.
 
-A rank that merely does not answer is named as such, and is blamed only if no rank is proven to be
+A rank that merely does not answer is reported as such, and is blamed only if no rank is known to be
 dead. When the store does not answer, the error says so and does not blame any rank. Every store
 call here has its own limit (`board.QUICK_S`).
 """
@@ -64,16 +64,16 @@ _CLASSES: dict[str, type[CollectiveError]] = {
 
 
 class Liveness:
-    """The evidence of one group on this rank; see `progress.evidence.Evidence`."""
+    """The evidence that this rank has about a group; see `progress.evidence.Evidence`."""
 
     def __init__(
         self, members: Members, store: PrefixStore, board: Board, facts: list[dict[str, Any]]
     ) -> None:
-        """Watch the members.
+        """Start watching the members.
 
         Args:
             store: the group's view of the store.
-            board: the world's board, used if a member cannot be watched directly.
+            board: the world's board, which is used if a member cannot be watched directly.
             facts: the `process_identity` of each group rank's process.
         """
         self._members = members
@@ -90,7 +90,7 @@ class Liveness:
         self._is_closed = False
 
     def use_board(self) -> None:
-        """Use the world's board even if every member is watched; call this before `serve`.
+        """Use the world's board even if every member is watched directly; call this before `serve`.
 
         A broken connection shows that a rank left or failed, but not which rank or why.
         """
@@ -98,7 +98,7 @@ class Liveness:
             self._board = self._world_board
 
     def serve(self, state: GroupState) -> None:
-        """Start answering other ranks' liveness checks and failing `state` on their verdicts."""
+        """Start answering other ranks' liveness checks, and let their verdicts fail `state`."""
         self._state = state
         if self._board is not None:
             self._board.attach(self._path, self._take)
@@ -178,7 +178,7 @@ class Liveness:
             return error
 
     def _is_of_a_part(self, operation: Operation, error: CollectiveError) -> bool:
-        """Return whether a message timed out in an engine that covers only a part of the group."""
+        """Return whether a message timed out in an engine that covers only part of the group."""
         return (
             isinstance(error, CollectiveTimeoutError)
             and self._board is not None
@@ -190,8 +190,8 @@ class Liveness:
     def arriving(self) -> Iterator[None]:
         """Mark in the store, during the block, that this rank is in a monitored barrier.
 
-        A liveness check needs a live process; the mark also counts for a rank that can no longer
-        answer. If ranks share a host and memory, that memory shows which have arrived.
+        A liveness check needs a live process, while the mark remains valid for a rank that can no
+        longer answer. If ranks share a host and memory, that memory shows which ranks have arrived.
         """
         if self._board is None:
             yield
@@ -208,18 +208,18 @@ class Liveness:
         self._try(lambda store: store.delete_key(mark))  # after a failure others may read it
 
     def _try(self, ask: Callable[[Store], object]) -> None:
-        """Call the store within a short limit; if it does not answer, there is no mark."""
+        """Call the store with a short limit; if the store does not answer, no mark is set."""
         with contextlib.suppress(StoreError), contextlib.closing(quick(self._store)) as store:
             ask(store)
 
     def publish(self, error: CollectiveError) -> None:
-        """Publish, on the watcher's thread, why the group ended on this rank."""
+        """Publish why the group ended on this rank; runs on the watcher's thread."""
         if self._others and not self._has_heard:
             note = self._note(error)
             watcher().post(lambda: self._publish(note))
 
     def leave(self) -> None:
-        """Mark, on the watcher's thread, that this rank closed the group."""
+        """Mark that this rank closed the group; runs on the watcher's thread."""
         if self._board is not None:
             watcher().post(self._mark_left)
 
@@ -274,7 +274,7 @@ class Liveness:
         return build.connection_broken(members, operation, broken, seen)
 
     def _is_late_here(self, operation: Operation, error: CollectiveError) -> bool:
-        """Return whether a message timed out whose ranks are all on this host."""
+        """Return whether a message between ranks that are all on this host timed out."""
         return (
             isinstance(error, CollectiveTimeoutError)
             and self._board is None
@@ -283,11 +283,11 @@ class Liveness:
         )
 
     def _late_here(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return the rank of this host at the end of the chain of waiting ranks.
+        """Return the rank on this host that is at the end of the chain of waiting ranks.
 
-        This does not ask other ranks. But ranks in a chain time out at nearly the same moment, and
-        each then publishes what it waited for. Without a store the peer itself is named, as in
-        `error`.
+        This does not query other ranks. Instead it relies on ranks in a chain timing out at nearly
+        the same moment and publishing what they were waiting for. Without a store, the peer itself
+        is named, as in `error`.
         """
         if self._state is None:
             return error
@@ -330,7 +330,7 @@ class Liveness:
         return [rank for rank in late if not store.check([f"{self._arrivals}/{rank}"])]
 
     def _ask(self, operation: Operation, store: Store) -> tuple[dict[int, Answer], list[int]]:
-        """Return the other ranks' calls and waits, and the ranks that did not answer."""
+        """Return the other ranks' calls and waits, and the ranks that did not answer the check."""
         if self._board is None:
             return {}, []
         question = f"{operation.kind}-{operation.peer}-{operation.sequence}"
@@ -347,7 +347,7 @@ class Liveness:
         return {rank: read(value) for rank, value in zip(heard, values, strict=True)}, silent
 
     def _silent(self, question: str, store: Store, wait_s: float) -> list[int]:
-        """Return the other ranks that have not answered in time."""
+        """Return the other ranks that have not answered the liveness check in time."""
         keys = {self._answer_key(question, rank): rank for rank in self._others}
         try:
             store.wait(list(keys), timeout=wait_s)
@@ -364,7 +364,7 @@ class Liveness:
     # ---- verdicts and answers ----
 
     def _take(self, notice: dict[str, Any]) -> None:
-        """Answer a question or pass on a verdict. Runs on the board's thread."""
+        """Answer a question or pass on a verdict from the board. Runs on the board's thread."""
         state = self._state
         if state is None:
             return
@@ -399,7 +399,7 @@ class Liveness:
             store.set_confirmed(f"left/{self._members.rank}", b"1")
 
     def _verdict(self, operation: Operation, store: Store, wait_s: float) -> CollectiveError | None:
-        """Return the verdict published by another rank, waiting briefly for it.
+        """Return the verdict that another rank published, after waiting briefly for it.
 
         Raises:
             StoreError: the store does not answer.

@@ -1,4 +1,4 @@
-"""The exchange of one value per member through the store, with which every group begins."""
+"""Exchanges one value per member through the store, which is how every group begins."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def gather(
 ) -> list[Any]:
     """Exchange one value per member through the store; the key may be reused.
 
-    The first rank to time out withdraws its arrival, so the next one to time out would also miss
-    it. A mark that outlives the withdrawal shows which ranks had arrived.
+    The first rank to time out withdraws its arrival, so the next rank to time out would report it
+    as missing too. A mark that outlives the withdrawal shows which ranks had arrived.
 
     Raises:
-        CollectiveTimeoutError: members did not arrive by `deadline_s`; the error names those that
-            never did.
+        CollectiveTimeoutError: some members did not arrive by `deadline_s`; the error names the
+            members that never did.
     """
     value = json.dumps(mine).encode()
     left = max(0.001, deadline_s - time.monotonic())
@@ -39,13 +39,13 @@ def gather(
 def next_round(members: Members, store: PrefixStore, deadline_s: float) -> int:
     """Agree on the number of the world that these ranks are about to create.
 
-    Every key of a world has its number as a prefix, so a process that leaves and rejoins never
-    reads keys of an earlier world. The store keeps the count, not the ranks, because a restarted
-    process does not know how many worlds it was in. Rank 0 draws the number, and all ranks receive
-    it in one gather, which completes only when every rank is joining.
+    Every key of a world has the world's number as a prefix, so a process that leaves and rejoins
+    never reads keys of an earlier world. The store and not the ranks keeps the count, because a
+    restarted process does not know how many worlds it was in. Rank 0 draws the number, and all
+    ranks receive it in one gather, which completes only when every rank is joining.
 
     Raises:
-        CollectiveTimeoutError: members did not join by `deadline_s`; the error names them.
+        CollectiveTimeoutError: some members did not join by `deadline_s`; the error names them.
     """
     if members.size == 1:
         return 0
@@ -60,14 +60,14 @@ def exchange(
 ) -> list[Any]:
     """Exchange one value per member through the store while watching for members' deaths.
 
-    The last rank to arrive sets a gate key, so that all ranks wait for one key, however many there
-    are.
+    The last rank to arrive sets a gate key, so that each rank waits for only one key, however many
+    ranks there are.
 
     Args:
         key: a key used only for this exchange.
 
     Raises:
-        CollectiveTimeoutError: members did not arrive by `deadline_s`; the error names them.
+        CollectiveTimeoutError: some members did not arrive by `deadline_s`; the error names them.
         PeerLostError: `members.check` found within about a second that a member has died.
     """
     began_s = time.monotonic()
@@ -85,7 +85,7 @@ def exchange(
 
 
 def arrive(members: Members, store: Store, key: str, mine: Any) -> None:
-    """Do this rank's part of an `exchange` without waiting for the others."""
+    """Do this rank's part of an `exchange` without waiting for the other ranks."""
     store.set(f"{key}/{members.rank}", json.dumps(mine))
     if store.add(f"{key}/arrived", 1) == members.size:
         store.set(f"{key}/gate", b"1")

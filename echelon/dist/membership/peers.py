@@ -1,10 +1,11 @@
-"""Detection of other ranks' processes that have ended.
+"""Detects other ranks' processes that have ended.
 
-It uses pidfds, which cannot be fooled by a reused pid and report a zombie as dead; if the kernel or
-a sandbox denies them, it uses the pid and the start time in /proc. A pid is meaningless in another
-PID namespace, such as another container's: such a process passes its own pidfd (see
-`shm/handover.py`) and is not watched until then. One descriptor per process serves all groups, and
-one epoll watches them all, so checking hundreds of peers takes one system call.
+Processes are watched through pidfds, which are not affected by reused pids and report a zombie as
+dead. If the kernel or a sandbox denies pidfds, the pid and the start time in /proc are used. A pid
+is meaningless in another PID namespace, such as another container. A process in such a namespace
+passes its own pidfd (see `shm/handover.py`) and is not watched until then. One descriptor per
+process serves all groups, and one epoll watches all descriptors, so checking hundreds of peers
+takes one system call.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from echelon.host.identity import Process, pid_namespace, start_ticks
 
 
 class _Descriptors:
-    """The pidfds held by this process, each shared by all groups that watch the same process."""
+    """The pidfds of this process, each shared by all groups that watch the same process."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -27,7 +28,7 @@ class _Descriptors:
         self._ended: set[int] = set()  # pidfds
 
     def adopt(self, process: Process, fd: int) -> None:
-        """Keep a pidfd received from a process in another namespace."""
+        """Keep a pidfd that a process in another namespace sent."""
         with self._lock:
             if process in self._open:
                 os.close(fd)
@@ -61,7 +62,7 @@ class _Descriptors:
             return self._ended
 
     def release(self, process: Process) -> None:
-        """Release a pidfd; close it with its last user."""
+        """Release a use of a pidfd; the last release closes it."""
         with self._lock:
             fd, users = self._open.pop(process)
             if users > 1:
@@ -86,7 +87,7 @@ _descriptors = _Descriptors()
 
 
 def _forget() -> None:
-    """Reset in a forked child, where the lock may be held by a thread that does not exist."""
+    """Reset the descriptors in a forked child, where a missing thread may hold the lock."""
     global _descriptors
     _descriptors = _Descriptors()
 
@@ -95,12 +96,12 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def adopt(process: Process, fd: int) -> None:
-    """Watch a process of another PID namespace through the pidfd that it sent."""
+    """Watch a process in another PID namespace through the pidfd that it sent."""
     _descriptors.adopt(process, fd)
 
 
 class Peers:
-    """The processes of other members on this host, by group rank."""
+    """The processes of the other members on this host, keyed by group rank."""
 
     def __init__(self, processes: Mapping[int, Process]) -> None:
         self._processes = dict(processes)
@@ -128,7 +129,7 @@ class Peers:
         return [rank for rank in ranks if rank in self._processes and self._is_dead(rank, ended)]
 
     def table(self, size: int) -> list[tuple[int, int, int]]:
-        """Return (pid, pidfd or -1, start ticks) per group rank; zeros for ranks not watched."""
+        """Return (pid, pidfd or -1, start ticks) for each group rank; zeros for unwatched ranks."""
         rows = []
         for rank in range(size):
             _, pid, ticks = self._processes.get(rank, (0, 0, 0))

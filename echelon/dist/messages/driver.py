@@ -1,8 +1,8 @@
-"""The thread of a group that moves the bytes of its messages.
+"""Runs a group's thread that moves the bytes of its messages.
 
 Callers only append to a queue and wake the thread. So a call may come from any thread, from a
-signal handler that interrupted another call, or from a process that is about to fork: only the
-thread itself holds locks. It starts with the first message.
+signal handler that interrupted another call, or from a process that is about to fork, because only
+the thread itself holds locks. The thread starts with the first message.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ class StreamBroken(Exception):  # noqa: N818 -- an event for the protocol, not a
 
 
 class Streams(Interface):
-    """Ordered byte streams to and from each peer; only `wait` blocks."""
+    """Ordered byte streams to and from each peer. Only `wait` blocks."""
 
     slice_s: float  # the longest `wait`, where `broken` has to be asked now and then
 
     def open(self, peer: int) -> None:
-        """Prepare the streams of a peer that will be needed."""
+        """Prepare the streams to and from a peer, which will be needed."""
 
     def drop(self, peer: int) -> None:
-        """Close the streams of a peer."""
+        """Close the streams to and from a peer."""
 
     def wait(self, timeout_s: float) -> list[int]:
-        """Block until there is work, `wake` was called, or the time has expired.
+        """Block until there is work, `wake` was called, or the timeout expires.
 
         Returns:
-            The peers that may have sent something.
+            The peers that may have sent bytes.
         """
 
     def writable(self) -> list[int]:
-        """Return the peers for which a `write` did not have room but may have room now."""
+        """Return the peers to which a `write` was refused for lack of room and may now succeed."""
 
     def read(self, peer: int, view: memoryview) -> int:
-        """Read into `view`; return the number of bytes, which may be 0.
+        """Read a peer's bytes into `view`; return the number of bytes, which may be 0.
 
         Raises:
             StreamBroken: the stream has ended.
@@ -59,30 +59,30 @@ class Streams(Interface):
         """Return whether unread bytes of a peer have arrived; callable from any thread."""
 
     def write(self, peer: int, views: list[memoryview]) -> int:
-        """Write as much as there is room for; return the number of bytes.
+        """Write as many bytes as there is room for; return their number.
 
         Raises:
-            StreamBroken: the peer will not read them.
+            StreamBroken: the peer will not read the bytes.
         """
 
     def broken(self) -> list[tuple[int, str]]:
-        """Return the peers whose streams have ended since the last call, with the reason."""
+        """Return the peers whose streams have ended since the last call, each with its reason."""
 
     def wake(self) -> None:
         """Wake another thread's current `wait`, or its next one."""
 
     def close(self) -> None:
-        """Release all resources. Called by the driver's thread, or if there is none."""
+        """Release all resources. Called by the driver's thread, or by its closer if not started."""
 
 
 Lost = Callable[[int, str], BaseException]
 
 
 class Driver:
-    """The driver of a group's message protocol over its streams."""
+    """Runs a group's message protocol over its streams."""
 
     def __init__(self, name: str, protocol: Protocol, streams: Streams, lost: Lost) -> None:
-        """Use `lost(peer, why)` to create the error for transfers that a broken stream ends."""
+        """Create the driver; `lost(peer, why)` creates the error for a transfer that is cut off."""
         self._name = name
         self._protocol = protocol
         self._streams = streams
@@ -117,7 +117,7 @@ class Driver:
         self._streams.wake()
 
     def close(self, timeout_s: float, error: BaseException | None = None) -> bool:
-        """Wait for the thread, which `cut` has asked to stop, and release the streams.
+        """Wait for the thread, which `cut` has told to stop, and release the streams.
 
         Returns:
             Whether the thread ended in time.
@@ -134,8 +134,9 @@ class Driver:
     def _may_have_unread(self, peer: int) -> bool:
         """Return whether a peer's bytes may be in transit to a receive; callable from any thread.
 
-        That is so if they have arrived, and possibly while the driver's thread is working: it may
-        have read them without passing them to the receive yet, or may not have seen the receive.
+        The result is True if bytes have arrived, and while the driver's thread is working. That
+        thread may have read bytes without having passed them to the receive yet, or may not have
+        seen the receive.
         """
         if self._streams.has_unread(peer):
             return True

@@ -1,9 +1,9 @@
-"""EitherPending: a receive from any rank on two engines, of which one gets the message.
+"""EitherPending: runs a receive from any rank on two engines, of which one gets the message.
 
 [Note: one message for two receives] The receive is started on both levels, into the same array. The
-claim of the receive inside the host decides: its engine sets the claim when a message matches, and
-the other level withdraws that receive (`withdraw`) before it matches a message; both are atomic. So
-a message is never lost or taken twice.
+receive inside the host decides: its engine claims it when a message matches, and the level between
+hosts must cancel it (`withdraw`) before matching a message itself. Both steps are atomic. So a
+message is never lost or taken twice.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from echelon.dist.messages.transfer import Transfer
 
 
 class Inside(Pending, Protocol):
-    """A receive inside the host that can be withdrawn."""
+    """A receive inside the host that can be cancelled."""
 
     def withdraw(self) -> bool:
-        """Withdraw the receive; see `messages.transfer.Withdrawable`."""
+        """Cancel the receive; see `messages.transfer.Withdrawable`."""
 
     @property
     def source(self) -> int:
-        """The rank, in its own group, whose message it got; -1 until then."""
+        """The rank, within its own group, whose message the receive got; -1 until then."""
 
 
 class EitherPending:
-    """A receive that ranks of this host and of others may answer.
+    """A receive that ranks on this host and on other hosts may answer.
 
     Args:
-        inside: the receive inside the host; it ends without a source if it was withdrawn.
+        inside: the receive inside the host, which ends without a source if it was cancelled.
         across: the receive between hosts, whose rival is `inside`.
-        near: group ranks of this host, in the order of their group.
+        near: the group ranks on this host, in the order of the host's group.
     """
 
     def __init__(self, inside: Inside, across: Transfer, near: list[int]) -> None:
@@ -41,7 +41,7 @@ class EitherPending:
         self._near = near
 
     def _ended(self) -> Pending | None:
-        """Return the receive whose end decides, or None until there is one."""
+        """Return the receive whose end decides the outcome, or None until it is known."""
         across, inside = self._across, self._inside
         if across.done and (across.error is not None or across.source >= 0):
             return across
@@ -51,29 +51,29 @@ class EitherPending:
 
     @property
     def done(self) -> bool:
-        """Whether it has succeeded or failed."""
+        """Whether the receive has succeeded or failed."""
         return self._ended() is not None
 
     @property
     def error(self) -> BaseException | None:
-        """The error with which it failed; None if it succeeded or has not ended."""
+        """The error with which the receive failed; None if it succeeded or has not ended."""
         ended = self._ended()
         return None if ended is None else ended.error
 
     @property
     def ended_mono_ns(self) -> int:
-        """When it ended; 0 until then."""
+        """When the receive ended; 0 until then."""
         ended = self._ended()
         return 0 if ended is None else ended.ended_mono_ns
 
     @property
     def source(self) -> int:
-        """The group rank whose message it got; -1 until then."""
+        """The group rank whose message the receive got; -1 until then."""
         inside = self._inside.source if self._inside.done else -1
         return self._near[inside] if inside >= 0 else self._across.source
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Block until it has ended or the time has expired; return whether it has ended."""
+        """Block until the operation ends or the timeout expires; return whether it has ended."""
         limit_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.done:
             left_s = CHECK_EVERY_S

@@ -1,4 +1,4 @@
-"""The frames of a message stream: each a 64-byte header, some followed by a payload.
+"""Encodes the frames of a message stream, each a 64-byte header with or without a payload.
 
     EAGER   a whole message: header (tag, dtype, size), then its bytes
     OFFER   a message that waits at the sender: header only; `number` identifies it
@@ -6,8 +6,8 @@
     DATA    the next `size` bytes of offer `number`
     CREDIT  the receiver has taken `size` bytes of eager messages out of its memory
 
-Each ordered pair of ranks has one stream, so frames of one rank arrive in the order in which it
-wrote them; grants and credits travel in the stream of the other direction.
+Each ordered pair of ranks has one stream, so frames of one rank arrive in the order in which that
+rank wrote them; grants and credits travel in the stream of the other direction.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class FrameError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of one frame.
+    """The header of a frame.
 
     Attributes:
-        tag: the tag, in EAGER and OFFER; negative for channels.
+        tag: in EAGER and OFFER, the message's tag; negative for channels.
         number: in OFFER, GRANT and DATA, the sender's number of the offered message.
         size: size of the payload in bytes; in OFFER, of the whole message.
         dtype: in EAGER and OFFER, the key of the dtype's name (see `dtype_key`).
@@ -63,7 +63,7 @@ def pack(
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Header:
-    """Decode a header.
+    """Decode a frame's header.
 
     Raises:
         FrameError: the kind of frame is unknown.
@@ -76,7 +76,7 @@ def unpack(data: bytes | bytearray | memoryview) -> Header:
 
 
 def dtype_key(name: str) -> bytes:
-    """Return the key of a dtype in a header: its name, or a digest of a long name."""
+    """Return the key that represents a dtype in a header: its name, or a digest of a long name."""
     raw = name.encode()
     if len(raw) <= _DTYPE_CHARS:
         return raw
@@ -84,5 +84,5 @@ def dtype_key(name: str) -> bytes:
 
 
 def dtype_name(key: bytes) -> str:
-    """Return a dtype's name for an error message."""
+    """Return the name of a dtype, given its key, for an error message."""
     return key.decode("utf-8", "replace")

@@ -1,8 +1,8 @@
-"""Matching of receives and messages: by sender and tag, in order within each pair and tag.
+"""Matches receives and messages by sender and tag, in order within each pair and tag.
 
-A receive that does not name a sender takes part in both orders: of all receives that match a
-message the one posted first gets it, and of all messages that match a receive the one that arrived
-first is taken.
+A receive that does not name a sender competes with all others. Of all receives that match a
+message, the one that was posted first gets the message. Of all messages that match a receive, the
+one that arrived first is taken.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ class Arrival:
     Attributes:
         peer: group rank of the sender.
         size: size of the message in bytes.
-        number: the sender's number of an offered message; -1 if the bytes are here or in transit.
+        number: the sender's number of an offered message; -1 if the bytes have arrived or are in
+            transit.
         body: the bytes of an eager message.
         is_complete: whether all of the bytes have arrived.
-        taker: the receive that gets them once they have arrived.
-        order: number among the arrivals; lower numbers arrived first.
+        taker: the receive that gets the bytes once they have arrived.
+        order: the position among the arrivals; lower positions arrived first.
     """
 
     peer: int
@@ -41,7 +42,7 @@ class Arrival:
 
 
 class Matcher:
-    """The posted receives and the early messages of one rank. Not thread-safe by itself."""
+    """The posted receives and the early messages of one rank. Not thread-safe."""
 
     def __init__(self) -> None:
         self._posted: dict[tuple[int, int], deque[Transfer]] = {}
@@ -50,7 +51,7 @@ class Matcher:
         self._num_early = 0
 
     def post(self, receive: Transfer) -> Arrival | None:
-        """Return the message for a receive, or None and keep the receive until one arrives."""
+        """Return the message for a receive; without one, keep the receive and return None."""
         operation = receive.operation
         by_peer = self._early.get(operation.tag)
         if by_peer and operation.peer == ANY_SOURCE and not receive.take():
@@ -78,7 +79,7 @@ class Matcher:
         return self._pop_posted((peer, tag), named) if named else None
 
     def keep(self, arrival: Arrival) -> None:
-        """Set aside a message for which no receive is posted yet."""
+        """Keep a message for which no receive has been posted yet."""
         self._num_early += 1
         arrival.order = self._num_early
         by_peer = self._early.setdefault(arrival.tag, {})
@@ -91,7 +92,7 @@ class Matcher:
             self._set_early(tag, by_peer, peer, kept)
 
     def take_receives(self, peer: int) -> list[Transfer]:
-        """Remove and return the receives that name `peer`, except those that others may answer."""
+        """Remove and return the receives that only `peer` can answer."""
         found = []
         for key in [key for key in self._posted if key[0] == peer]:
             waiting = self._posted.pop(key)
@@ -110,7 +111,7 @@ class Matcher:
                 del self._posted[key]
 
     def posted(self) -> Iterator[Transfer]:
-        """Iterate over the receives that are waiting for a message."""
+        """Iterate over the receives that are still waiting for a message."""
         for waiting in self._posted.values():
             yield from waiting
 
@@ -129,7 +130,7 @@ class Matcher:
     def _set_early(
         self, tag: int, by_peer: dict[int, deque[Arrival]], peer: int, waiting: deque[Arrival]
     ) -> None:
-        """Set a queue, dropping empty ones: a program may use a new tag in every step."""
+        """Set a queue, dropping an empty one because a program may use new tags in every step."""
         if waiting:
             by_peer[peer] = waiting
         else:

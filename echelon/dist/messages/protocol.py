@@ -1,4 +1,4 @@
-"""The message protocol between two ranks, as a state machine without I/O.
+"""Implements the message protocol between two ranks, as a state machine without I/O.
 
 A small message is sent at once (EAGER). A large message, or one that would use more of the
 receiver's memory than granted, is offered first and sent directly into the receiver's array once a
@@ -6,11 +6,11 @@ receive has claimed it. So sends with several tags complete in the order in whic
 them, and early messages use at most `WINDOW_BYTES` of a rank's memory per sending peer, plus a
 64-byte header for each message that waits at its sender.
 
-The bytes of a stream are always read, whatever receives are posted, so messages cannot block each
-other. Payloads of offered messages take turns, `CHUNK_BYTES` each, so that a small message never
-waits for a whole large one.
+The bytes of a stream are always read, regardless of the posted receives, so messages cannot block
+each other. Payloads of offered messages take turns, `CHUNK_BYTES` each, so that a small message
+never waits for a whole large one.
 
-A single thread drives it (driver.py), so it needs no locks.
+A single thread (driver.py) drives the state machine, so it needs no locks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Mismatch = Callable[[Transfer, str], BaseException]
 
 @dataclass(slots=True)
 class _Frame:
-    """An outgoing frame; `ends` is called once it has been written."""
+    """An outgoing frame; `ends` is called once the frame has been written."""
 
     views: list[memoryview]
     ends: Transfer | None = None
@@ -45,7 +45,7 @@ class _Frame:
 
 @dataclass(slots=True)
 class _Outbox:
-    """The outgoing frames to one peer."""
+    """The frames that are waiting to be written to one peer."""
 
     credit: int = WINDOW_BYTES
     queued: deque[_Frame] = field(default_factory=deque)
@@ -55,7 +55,7 @@ class _Outbox:
 
 @dataclass(slots=True)
 class _Inbox:
-    """The incoming frame from one peer."""
+    """The frame that is being read from one peer."""
 
     header: bytearray = field(default_factory=bytearray)
     body: memoryview | None = None  # where the rest of the payload goes
@@ -65,14 +65,14 @@ class _Inbox:
 
 
 class Protocol:
-    """The messages between one rank and its peers.
+    """The state of the messages between one rank and its peers.
 
     Attributes:
         dirty: peers with new data to write.
     """
 
     def __init__(self, size: int, mismatch: Mismatch) -> None:
-        """Use `mismatch(receive, sent)` to create the error for a receive that got `sent`."""
+        """Create the state; `mismatch(receive, sent)` creates the error for unequal messages."""
         self._num_peers = size - 1
         self._mismatch = mismatch
         self._matcher = Matcher()
@@ -127,7 +127,7 @@ class Protocol:
             self._end_receives(peer, gone)
 
     def _deliver(self, receive: Transfer, arrival: Arrival) -> None:
-        """Deliver a message to a receive that was posted after its arrival or offer."""
+        """Deliver a message to a receive that was posted after the message came or was offered."""
         if arrival.number < 0:
             self._credit(arrival.peer, arrival.size)
         if not self._fits(receive, arrival.peer, arrival.dtype, arrival.size):
@@ -142,7 +142,7 @@ class Protocol:
     # ---- what goes out ----
 
     def outgoing(self, peer: int) -> list[memoryview]:
-        """Return the next bytes for a peer, which are the same until `wrote` is called."""
+        """Return the next bytes to write to a peer, which stay the same until `wrote` is called."""
         out = self._outboxes.get(peer)
         if out is None:
             return []
@@ -154,7 +154,7 @@ class Protocol:
         return [view for frame in out.writing for view in frame.views]
 
     def wrote(self, peer: int, num_bytes: int) -> None:
-        """Record that the first `num_bytes` of `outgoing` have been written."""
+        """Record that the first `num_bytes` bytes of `outgoing` have been written."""
         out = self._outboxes[peer]
         while out.writing:
             frame = out.writing[0]
@@ -180,12 +180,12 @@ class Protocol:
     # ---- what comes in ----
 
     def incoming(self, peer: int) -> memoryview:
-        """Return the buffer for the next bytes from a peer; call `read` once they are in it."""
+        """Return the buffer for the next bytes from a peer; call `read` once it has been filled."""
         body = self._inbox(peer).body
         return self._block if body is None or len(body) < _BLOCK_BYTES // 4 else body
 
     def read(self, peer: int, view: memoryview, num_bytes: int) -> None:
-        """Process the bytes that were put into `view`, which `incoming` returned.
+        """Process the bytes that were read into `view`, which is from `incoming`.
 
         Raises:
             FrameError: the bytes violate the protocol.
@@ -287,7 +287,7 @@ class Protocol:
         self._advance(inbox, body)
 
     def _fits(self, receive: Transfer, peer: int, dtype: bytes, size: int) -> bool:
-        """Record the sender, and end a receive with a different dtype or size."""
+        """Record the sender, and end a receive whose dtype or size differs."""
         receive.source = peer
         if (dtype, size) == (receive.dtype, len(receive.data)):
             return True
@@ -315,7 +315,7 @@ class Protocol:
     # ---- the end ----
 
     def lost(self, peer: int, error: BaseException) -> None:
-        """End transfers that need a peer whose streams have ended; its earlier messages remain."""
+        """End transfers that need a peer whose streams have ended; earlier messages remain."""
         if peer in self._gone:
             return
         self._gone[peer] = error
@@ -345,11 +345,11 @@ class Protocol:
         self._matcher = Matcher()
 
     def forget(self, transfer: Transfer) -> None:
-        """Withdraw a receive without a message, because its caller stopped waiting."""
+        """Cancel a receive that has no message, because its caller stopped waiting."""
         self._matcher.withdraw(transfer)
 
     def pending(self) -> list[Transfer]:
-        """Return the transfers that have not ended."""
+        """Return the transfers that have not ended yet."""
         found = [*self._offered.values(), *self._claimed.values(), *self._matcher.posted()]
         for out in self._outboxes.values():
             found += self._sends(out)

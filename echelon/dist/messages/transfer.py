@@ -1,4 +1,4 @@
-"""Transfer: one posted send or receive, from the call to its end."""
+"""Transfer: a posted send or receive, from the call until it ends."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Watch(Protocol):
     """The limits of a transfer.
 
     Attributes:
-        deadline_s: when it times out, on the monotonic clock.
+        deadline_s: when the transfer times out, on the monotonic clock.
     """
 
     deadline_s: float
 
     def check(self, needed: Callable[[], Sequence[int]] | None = None) -> None:
-        """Raise if the transfer must end: at its deadline, or if a `needed` rank has died."""
+        """Raise if the deadline has passed or a `needed` rank has died."""
 
 
 def _has_none(peer: int) -> bool:  # noqa: ARG001
@@ -31,14 +31,14 @@ def _has_none(peer: int) -> bool:  # noqa: ARG001
 
 
 class Withdrawable(Protocol):
-    """A receive from any rank in another engine that competes with one here for a message."""
+    """A receive from any rank in another engine, competing with a receive here for a message."""
 
     def withdraw(self) -> bool:
-        """Withdraw it; return False if it has a message or has ended."""
+        """Cancel the receive; return False if it already has a message or has ended."""
 
     @property
     def source(self) -> int:
-        """The group rank whose message it got; -1 until then."""
+        """The group rank whose message the receive got; -1 until then."""
 
 
 class Transfer(Outcome):
@@ -46,15 +46,16 @@ class Transfer(Outcome):
 
     Attributes:
         operation: the caller's operation.
-        dtype: the key of its dtype's name.
+        dtype: the key of the dtype's name.
         data: [num_bytes], a view of the caller's array that keeps it alive.
         source: the group rank that sent a receive's message; -1 until known.
-        order: number among the posted receives of the group; lower numbers were posted first.
+        order: the position among the posted receives of the group; lower positions were posted
+            first.
         moved: number of bytes that have been sent or received so far.
-        watch: its limits; None if the calling thread checks them.
-        rival: a receive in another engine that gets the message if this one does not.
+        watch: the limits of the transfer; None if the calling thread checks them.
+        rival: a receive in another engine that competes with this receive for one message.
         has_unread: returns whether unread bytes of a rank have arrived; callable from any thread.
-        is_shared: whether ranks outside this engine may also answer it.
+        is_shared: whether ranks outside this engine may also answer the receive.
     """
 
     __slots__ = (
@@ -80,17 +81,18 @@ class Transfer(Outcome):
         self._claims: dict[str, bool] = {}  # empty, or whether it gets a message: see `take`
 
     def take(self) -> bool:
-        """Claim a message for a receive from any rank.
+        """Claim a message for a receive that accepts any rank.
 
         Returns:
-            False if it was withdrawn or its rival has got a message.
+            False if the receive was cancelled, or its rival, the receive that competes with it,
+                already has a message.
         """
         if self.rival is not None and not self.rival.withdraw():
             return False
         return self._claims.setdefault("message", True)
 
     def withdraw(self) -> bool:
-        """Withdraw and end a receive from any rank; return False if it has a message."""
+        """Cancel and end a receive from any rank; return False if it already has a message."""
         if self.done or self._claims.setdefault("message", False):
             return False
         self.finish()
@@ -98,25 +100,25 @@ class Transfer(Outcome):
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, or no longer waits because its rival has got a message."""
+        """Whether the transfer has ended, or stopped waiting because its rival got a message."""
         return self.done or (self.rival is not None and self.rival.source >= 0)
 
     def needed(self) -> list[int]:
-        """Return the group ranks without which it cannot complete."""
+        """Return the group ranks without which the transfer cannot complete."""
         return [] if self.done else [self.operation.peer]
 
     def needed_alive(self) -> list[int]:
-        """Return the ranks whose deaths end it, excluding one whose message may have arrived."""
+        """Return the ranks whose deaths end the transfer, except one that may have sent already."""
         ranks = [rank for rank in self.needed() if not self.has_unread(rank)]
         return [] if self.done else ranks  # it may have arrived while we looked
 
     def check(self) -> None:
-        """Check its watch and raise its error; see `Watch.check`."""
+        """Check the transfer's watch, and raise the watch's error; see `Watch.check`."""
         if self.watch is not None:
             self.check_with(self.watch)
 
     def check_with(self, watch: Watch) -> None:
-        """Check a watch, considering that a rank may send and exit before its message is read."""
+        """Check a watch, but allow for a rank that sent a message and exited before it was read."""
         if self.operation.peer == ANY_SOURCE:
             watch.check(None)
         else:

@@ -1,1 +1,1 @@
-"""Operations: checked calls with flat views of their arrays."""
+"""Operations: calls whose arguments have been checked, with flat views of their arrays."""

@@ -1,10 +1,10 @@
-"""Zero-copy views of users' arrays: NumPy, torch, CuPy, and anything with DLPack.
+"""Views users' arrays without copying them: NumPy, torch, CuPy, and anything with DLPack.
 
 A view is one flat NumPy array over the caller's own memory, plus the name of the true dtype: NumPy
 does not have bfloat16, so such data is carried as uint16 and named "bfloat16"; a dtype that can be
 moved but not summed (complex64, float8, ...) is carried as bytes. An array in device memory is
 carried as its address. Arrays that cannot be viewed without a copy are refused here, before
-anything is sent. torch is never imported: if a tensor was passed, torch is already loaded.
+anything is sent. torch is never imported, because it is already loaded if a tensor was passed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Flat = npt.NDArray[Any]
 class Array(Protocol):
     """An array that a group's calls accept: NumPy, torch, CuPy, or another DLPack array.
 
-    Its memory must be contiguous, and writable if a result is stored in it. JAX arrays are
+    The array's memory must be contiguous, and writable if a result is stored in it. JAX arrays are
     read-only, so they can only be inputs.
 
     Example:
@@ -66,14 +66,14 @@ _TYPES = {name: "<u2" if name == "bfloat16" else np.dtype(name).str for name in 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFlat:
-    """Contiguous device memory, the counterpart of a NumPy array on the host.
+    """Contiguous memory on a device, the counterpart of a flat NumPy array on the host.
 
     Attributes:
-        pointer: its address on the device.
+        pointer: the address of the memory on the device.
         length: number of elements.
         itemsize: size of one element in bytes.
-        index: index of the device among its kind.
-        owner: the caller's array, kept alive.
+        index: the index of the device among the devices of its kind.
+        owner: the caller's array, which is kept alive.
     """
 
     pointer: int
@@ -88,7 +88,7 @@ class DeviceFlat:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """The size of the memory in bytes."""
         return self.length * self.itemsize
 
 
@@ -96,8 +96,10 @@ class DeviceFlat:
 class View:
     """A view of an array for the backends.
 
-    `data`: [numel], over the caller's memory; with dtype uint16 if `dtype` is "bfloat16", and uint8
-    ([numel * itemsize]) if it is not one of `DTYPES`; a `DeviceFlat` if `device` is not "cpu".
+    Attributes:
+        data: [numel], over the caller's memory. Its dtype is uint16 if `dtype` is "bfloat16". It is
+            uint8 of shape [numel * itemsize] if `dtype` is not one of `DTYPES`. It is a
+            `DeviceFlat` if `device` is not "cpu".
     """
 
     data: Flat
@@ -107,11 +109,11 @@ class View:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the data in bytes."""
+        """The size of the data in bytes."""
         return int(self.data.nbytes)
 
     def __str__(self) -> str:
-        """Return the readable form: `float32[1024, 4096]`."""
+        """Return a readable form of the view: `float32[1024, 4096]`."""
         return f"{self.dtype}{list(self.shape)}"
 
 
@@ -130,11 +132,11 @@ def view(array: Any, name: str, *, writable: bool) -> View:
 
     Args:
         array: the caller's array, of any shape.
-        name: the argument's name, for the error.
-        writable: whether the result of an operation is stored in it.
+        name: the name of the argument, for the error.
+        writable: whether the result of an operation is stored in the array.
 
     Raises:
-        ValueError: the array is not an array, is masked, not contiguous or not writable, or its
+        ValueError: `array` is not an array, or is masked, not contiguous or not writable, or its
             elements are not plain bytes.
     """
     if type(array) is np.ndarray:
@@ -218,7 +220,7 @@ class _HostMemory:
 
 
 def _view_cuda(array: Any, name: str, *, writable: bool) -> View:
-    """View CuPy and similar arrays through the interface defined by Numba."""
+    """View arrays of CuPy and similar libraries through the interface that Numba defined."""
     facts = array.__cuda_array_interface__
     dtype, shape = np.dtype(facts["typestr"]), tuple(facts["shape"])
     pointer, read_only = facts["data"]
@@ -233,7 +235,7 @@ def _view_cuda(array: Any, name: str, *, writable: bool) -> View:
 
 
 def _device_index(device: Any) -> int:
-    """Return a device's number on this host; JAX's `id` counts across all processes."""
+    """Return a device's number on this host, because JAX's `id` counts across all processes."""
     local = getattr(device, "local_hardware_id", None)
     return int(getattr(device, "id", 0) if local is None else local)
 
@@ -250,7 +252,7 @@ def _are_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: 
 
 
 def _from_other_library(array: Any, name: str, *, writable: bool) -> Flat:
-    """View an array through DLPack or, if NumPy's DLPack does not support it, `__array__`."""
+    """View an array through DLPack or, where NumPy's DLPack does not suffice, `__array__`."""
     kind = f"{type(array).__module__.partition('.')[0]}.{type(array).__name__}"
     if not hasattr(array, "__dlpack__"):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Checks of the caller's arguments: each raises a ValueError that quotes the argument."""
+"""Checks the caller's arguments; each check raises a ValueError that quotes the argument."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def check_reduce_op(op: str, dtype: str) -> str:
 def check_pair(
     call: str, large_name: str, large: View, small_name: str, small: View, size: int, rank: int
 ) -> None:
-    """Check that one array holds `size` parts like the other, and that they overlap only in place.
+    """Check that an array holds `size` parts like another, and that they overlap only in place.
 
-    The small array may be exactly part `rank` of the large one; the operation is then in place.
+    The small array may be exactly part `rank` of the large array; the operation is then in place.
 
     Raises:
         ValueError: dtypes, devices or sizes do not match, or the arrays overlap in another way.
@@ -64,7 +64,7 @@ def check_pair(
 
 
 def check_rows(call: str, out: View, x: View) -> None:
-    """Check that two arrays hold rows (dim 0) of equal dtype and shape on one device.
+    """Check that the rows (dim 0) of two arrays match in dtype and shape, on one device.
 
     Raises:
         ValueError: the rows do not match.
@@ -90,14 +90,14 @@ def _place(data: View) -> str:
 def check_overlap(
     call: str, large_name: str, large: View, small_name: str, small: View, offset: int = -1
 ) -> None:
-    """Check by address that two arrays do not share memory, whichever library made the views.
+    """Check by address that two arrays do not share memory, whatever library they come from.
 
     Args:
-        offset: the only position allowed for the small array, in bytes from the start of the large
-            one; -1 if none is.
+        offset: the only allowed position of the small array, in bytes from the start of the large
+            array; -1 if no overlap is allowed.
 
     Raises:
-        ValueError: they overlap.
+        ValueError: the arrays overlap elsewhere.
     """
     starts = _shared_starts(large, small)
     if starts is None or starts[1] - starts[0] == offset >= 0:
@@ -109,7 +109,7 @@ def check_overlap(
 
 
 def _shared_starts(a: View, b: View) -> tuple[int, int] | None:
-    """Return both start addresses if the arrays share memory, else None."""
+    """Return the start addresses of both arrays if they share memory, else None."""
     if a.device == "cpu" and not np.may_share_memory(a.data, b.data):  # bounds only: it is fast
         return None
     starts = [_address(a), _address(b)]
@@ -129,11 +129,12 @@ def check_splits(name: str, splits: Sequence[int] | None, data: View, size: int)
     """Return the number of elements of `data.data` for each rank.
 
     Args:
-        name: the argument's name, for the error.
-        splits: rows (dim 0) per rank; None means equal parts.
+        name: the name of the argument, for the error.
+        splits: number of rows (dim 0) for each rank; None means equal parts.
 
     Raises:
-        ValueError: `splits` is not one integer >= 0 per rank, or does not add up to the rows.
+        ValueError: `splits` is not one integer >= 0 per rank, or does not add up to the number of
+            rows.
     """
     rows = data.shape[0] if data.shape else 1
     if splits is None:
@@ -159,13 +160,13 @@ def check_uneven(
     size: int,
     rank: int,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Check an array of unequal parts together with this rank's part.
+    """Check an array that consists of unequal parts, together with this rank's part.
 
     Args:
-        whole, part, splits: each with the argument's name.
+        whole, part, splits: the arguments, each with its name.
 
     Returns:
-        The rows per rank and the elements per rank.
+        The number of rows of each rank, and the number of elements of each rank.
 
     Raises:
         ValueError: the splits do not add up to the whole, the part does not hold this rank's rows,
@@ -188,7 +189,7 @@ def check_uneven(
 
 
 def check_index(value: Any, name: str) -> int:
-    """Return an integer as a Python int; NumPy's and other integers are accepted.
+    """Return an integer as a Python int; integers of NumPy and other libraries are accepted.
 
     Raises:
         ValueError: the value is not an integer but a float, a string or a bool.
@@ -242,7 +243,8 @@ def check_ranks(ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
     """Return the members of a new group.
 
     Raises:
-        ValueError: there are none, one is listed twice, or one is not a rank of the world.
+        ValueError: the list is empty, a rank is listed twice, or a number is not a rank of the
+            world.
     """
     members = tuple(check_index(rank, "ranks") for rank in ranks)
     if not members:

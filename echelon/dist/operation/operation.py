@@ -1,7 +1,7 @@
-"""One checked operation, with flat views instead of the caller's arrays.
+"""Describes one checked operation, with flat views instead of the caller's arrays.
 
-Everything that must be equal on all ranks is packed into `call`, fixed-size bytes that any engine
-can compare without interpreting them; `describe_call` decodes them for error messages.
+Everything that must be equal on all ranks is packed into `call`, a fixed number of bytes that any
+engine can compare without interpreting them; `describe_call` decodes them for error messages.
 """
 
 from __future__ import annotations
@@ -50,25 +50,26 @@ class Operation:
 
     Attributes:
         kind: one of `OPERATIONS`, or `OPEN`.
-        sequence: a collective's number in the group, from 0; a send's or receive's number among
-            those with this peer in this direction.
+        sequence: the number of a collective in the group, from 0; or the number of a send or
+            receive among the messages with this peer in this direction.
         dtype: the data's true dtype ("bfloat16" is carried as uint16); "" for a barrier.
         device: the device of the data: "cpu", "cuda", "xpu", ...; "cpu" for a barrier.
-        reduce_op: one of `REDUCE_OPS`, or "" if it does not reduce.
-        root: group rank of the root, or -1 if it has none.
+        reduce_op: one of `REDUCE_OPS`, or "" if the operation does not reduce.
+        root: group rank of the root, or -1 if the operation has no root.
         peer: group rank at the other end of a send or receive; `ANY_SOURCE` for a receive from any
-            rank, whose `Pending.source` then is the sender's group rank; else -1.
+            rank, whose `Pending.source` becomes the sender's group rank; -1 for a collective.
         source, target: [numel] each, or None if this rank sends or receives nothing; the same array
             for an in-place operation. The target of all_gather and gather and the source of
             reduce_scatter and scatter are [group_size * n].
-        input_splits, output_splits: elements to and from each rank. all_to_all has both. An
-            uneven all_gather has the latter (rank r's `source` holds `output_splits[r]`), an uneven
-            reduce_scatter the former (rank r's `target` holds `input_splits[r]`): the same on all
-            ranks; () if all parts are equal.
+        input_splits, output_splits: number of elements sent to and received from each rank; () if
+            all parts are equal. all_to_all has both. An uneven all_gather has only `output_splits`
+            (the `source` of rank r holds `output_splits[r]` elements), and an uneven reduce_scatter
+            has only `input_splits` (the `target` of rank r holds `input_splits[r]` elements); these
+            are the same on all ranks.
         shape: the shape that the caller passed, for messages.
         call: the data that must be equal on all ranks; b"" for a send or receive.
-        is_detached: whether it is a send on a device for which the caller does not wait: its array
-            may be overwritten as soon as the call returns.
+        is_detached: whether the operation is a send on a device that the caller does not wait for,
+            so that its array may be overwritten as soon as the call returns.
     """
 
     kind: str
@@ -90,25 +91,25 @@ class Operation:
 
     @property
     def is_message(self) -> bool:
-        """Whether it involves two ranks: a send, a receive, or the opening of a channel."""
+        """Whether the operation is between two ranks: a send, a receive, or opening a channel."""
         return self.peer != -1
 
     @property
     def head(self) -> bytes:
-        """The bytes that a collective's ranks compare: its number (8 bytes) and its call."""
+        """The bytes that the ranks of a collective compare: its number (8 bytes) and its call."""
         return self.sequence.to_bytes(8, "little") + self.call
 
     def __str__(self) -> str:
-        """Return the readable form: `all_reduce(sum) float32[3, 4]`."""
+        """Return a readable form of the operation: `all_reduce(sum) float32[3, 4]`."""
         if self.is_message:
             return f"{self.kind}(tag {self.tag}) {self.dtype}{list(self.shape)}"
         return describe_call(self.call)
 
 
 def encode_dtype(dtype: str, num_bytes: int) -> bytes:
-    """Encode a dtype's name in at most `num_bytes`; a longer name ends in a checksum.
+    """Encode a dtype's name in at most `num_bytes` bytes; a longer name ends in a checksum.
 
-    Different names therefore never become equal by truncation.
+    The checksum keeps different names from becoming equal by truncation.
     """
     name = dtype.encode()
     if len(name) <= num_bytes:
@@ -131,7 +132,7 @@ def encode_call(
 
     Args:
         shape: the array's shape; None if there is no array.
-        splits: rows per rank if all ranks must pass the same ones.
+        splits: the number of rows for each rank, if all ranks must pass the same splits.
     """
     dims = list(shape or ())
     if kind == "all_to_all" and dims:

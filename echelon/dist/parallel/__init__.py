@@ -1,4 +1,4 @@
-"""One mesh, one call: replicas, shards, pipeline stages and tensor parallelism of one model.
+"""Divides a model over one mesh: replicas, shards, pipeline stages and tensor parallelism.
 
 Plans do not need torch; `parallelize` and `Parallel` load it when first used.
 """

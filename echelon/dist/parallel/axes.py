@@ -1,4 +1,4 @@
-"""Axes: the groups of a mesh by the purpose of each axis."""
+"""Axes: provides the groups of a mesh by the purpose of each axis."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ NAMES = ("pp", "replicate", "shard", "tp")
 
 @dataclass(frozen=True)
 class Axes:
-    """A mesh with the axis names of `parallelize`.
+    """A mesh whose axes have the names that `parallelize` uses.
 
     Attributes:
-        mesh: a mesh with all four axes; axes missing from the caller's mesh have one rank.
+        mesh: a mesh with all four axes, where axes missing from the caller's mesh have one rank.
         stages: the ranks that hold the model's stages.
         tensor: the ranks among which layers are divided.
     """
@@ -34,21 +34,21 @@ class Axes:
 
     @property
     def data(self) -> DeviceMesh:
-        """The ranks among which batches are divided: (replicate, shard)."""
+        """The groups of ranks among which batches are divided: (replicate, shard)."""
         return self.mesh["replicate", "shard"]
 
     @property
     def data_place(self) -> tuple[int, int]:
-        """This rank's share of a batch: its number and how many there are."""
+        """This rank's share of a batch, as its index and the number of shares."""
         data = self.data
         return data.coordinate[0] * data.shape[1] + data.coordinate[1], data.size
 
 
 def axes_of(mesh: DeviceMesh) -> Axes:
-    """Return a mesh's axes with missing ones added. Collective if any is added.
+    """Return the axes of a mesh, with missing axes added. Collective if an axis is added.
 
     Raises:
-        ValueError: the argument is not a mesh, or has unknown axes or axes in the wrong order.
+        ValueError: the argument is not a mesh, or its axes are unknown or in the wrong order.
         CollectiveTimeoutError: a rank did not join within the world's timeout.
     """
     if not isinstance(mesh, DeviceMesh):

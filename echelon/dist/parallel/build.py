@@ -1,4 +1,4 @@
-"""parallelize: divides a model that every rank has into the ranks' parts."""
+"""parallelize: divides a model, which every rank has, into the parts of the ranks."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ def parallelize(
         parallel.clip_grad_norm_(1.0)
         optimizer.step()
 
-    A mesh may have any of these axes, in this order: "pp", stages of a pipeline; "replicate", equal
-    copies trained on different data; "shard", `fully_shard`; "tp", layers divided by heads and
-    features, which needs the fastest links, so its ranks are neighbours. Every rank of the world
-    must call this with the same arguments and an equal model, which is divided in place; the call
-    blocks until all ranks have made it, within the groups' timeouts. Values are those of the first
-    rank along each axis except "pp".
+    A mesh may have any of these axes, in this order: "pp" for the stages of a pipeline; "replicate"
+    for equal copies trained on different data; "shard" for `fully_shard`; and "tp" for layers
+    divided by heads and features. The last needs the fastest links, so its ranks are neighbours.
+    Every rank of the world must call this with the same arguments and an equal model, which is
+    divided in place; the call blocks until all ranks have made it, within the groups' timeouts.
+    Initial values are taken from the first rank along each axis except "pp".
 
     Args:
         model: the model, on the host, on a device, or on the meta device.
-        mesh: the ranks.
+        mesh: the mesh of ranks to divide the model over.
         plan: how to divide this kind of model; None means `model.plan()`.
-        loss_fn: called with the model's output and the targets, returns the mean loss over them;
+        loss_fn: called with the model's output and the targets; returns the mean loss over them.
             None if the model's output is the loss.
         num_microbatches: the number of parts into which a rank's batch is split along dim 0, with
-            or without a pipeline; gradients are averaged over them and reduced once.
+            or without a pipeline; gradients are averaged over these parts and reduced once.
         schedule: the name of the pipeline's schedule.
         num_chunks: the number of pipeline stages per rank.
         sequence: whether to use sequence parallelism: norms and residuals hold an even part of each
@@ -159,7 +159,7 @@ def _shard(
     axes: Axes,
     settings: dict[str, Any],
 ) -> None:
-    """Make units of the blocks in each top module and of its remaining parameters, if needed.
+    """If needed, make units of the blocks in each top module and of its remaining parameters.
 
     A rank that does not share its parameters with others has nothing to gather; it needs units only
     to compute in another dtype or to allocate a model on the meta device.
@@ -179,7 +179,7 @@ def _shard(
 
 @contextlib.contextmanager
 def _own_seed(axes: Axes) -> Iterator[None]:
-    """Use a different seed on each rank of axis tp: slices are parts of one random matrix."""
+    """Use a different seed on each rank of axis tp, as slices are parts of one random matrix."""
     if axes.tensor.size == 1:
         yield
         return
@@ -189,7 +189,7 @@ def _own_seed(axes: Axes) -> Iterator[None]:
 
 
 def _make_copies_equal(tops: Sequence[nn.Module], undivided: Undivided, axes: Axes) -> None:
-    """Copy the first rank's values of undivided parameters to every rank of axis tp."""
+    """Copy the values of undivided parameters from the first rank of axis tp to its other ranks."""
     whole = {id(one) for one in (*undivided.partial, *undivided.equal)}
     if axes.tensor.size == 1:
         return

@@ -1,4 +1,4 @@
-"""Parallel: one rank's part of a model divided by `parallelize`."""
+"""Parallel: one rank's part of a model that `parallelize` has divided."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ class Parallel:
     """One rank's part of a model, and the calls that train it; created by `parallelize`.
 
     Attributes:
-        model: this rank's module, under the whole model's names; in a pipeline, its stages as one
-            module. Use it in a checkpoint's state: `{"model": parallel.model, ...}`.
+        model: this rank's module, with the whole model's names; in a pipeline, a module of this
+            rank's stages. Use it in a checkpoint's state: `{"model": parallel.model, ...}`.
         mesh: the mesh with all four axes.
-        data: (rank, size) by which the batch is divided. Ranks with equal `data` get the same data.
+        data: the index of this rank's share of the batch and the number of shares. Ranks with equal
+            `data` must get the same data.
         pipeline: the pipeline that runs the stages; None without axis "pp".
 
     Example:
@@ -75,7 +76,7 @@ class Parallel:
 
     @property
     def has_loss(self) -> bool:
-        """Whether this rank computes losses, that is, holds the last stage."""
+        """Whether this rank computes losses, which is the case if it holds the last stage."""
         return self.pipeline is None or self.pipeline.has_last
 
     def step(self, inputs: Any, targets: Any = None, *, loss_scale: float = 1.0) -> Tensor:
@@ -85,18 +86,19 @@ class Parallel:
         all ranks; each operation blocks at most for its group's timeout.
 
         Args:
-            inputs: a tensor or a tuple of them, [batch_size, ...]: the same on all ranks that share
-                `data[0]`. Stages after the first ignore them.
+            inputs: a tensor or a tuple of tensors, [batch_size, ...], the same on all ranks with
+                equal `data`. Stages after the first ignore them.
             targets: the targets for the loss, in the same form; stages before the last ignore them.
-            loss_scale: the scale of a gradient scaler, the same on all ranks. Gradients are
-                multiplied by it, losses are not.
+            loss_scale: the scale of a gradient scaler, the same on all ranks. It multiplies the
+                gradients but not the losses.
 
         Returns:
-            This rank's term of the mean loss, a scalar without a graph; the sum over all ranks of
-            the world is the mean. It is 0 on ranks without a loss (`has_loss`).
+            This rank's term of the mean loss, a scalar without a graph; the sum of these terms over
+                all ranks of the world is the mean loss. The term is 0 on ranks without a loss
+                (`has_loss`).
 
         Raises:
-            ValueError: an argument is invalid, or ranks of axis "tp" got different data.
+            ValueError: an argument is invalid, or ranks of axis "tp" received different data.
             CollectiveError: a rank was lost or did not join.
         """
         if not (loss_scale > 0 and math.isfinite(loss_scale)):
@@ -116,7 +118,7 @@ class Parallel:
         return self._term(losses)
 
     def evaluate(self, inputs: Any, targets: Any = None) -> Tensor:
-        """Run only the forward, without gradients.
+        """Run only the forward on this rank's share of a batch, without gradients.
 
         Args:
             inputs: as in `step`.
@@ -140,7 +142,8 @@ class Parallel:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scale all gradients so that their total norm is at most `max_norm`.
 
-        Each element of the whole model counts once, wherever it is. Collective among all ranks.
+        Each element of the whole model is counted once, on whichever rank it is. Collective among
+        all ranks.
 
         Returns:
             The norm before scaling, bitwise identical on every rank.
@@ -210,9 +213,10 @@ class Parallel:
         return torch.device("cpu") if first is None else first.device
 
     def _compare(self, inputs: Any, targets: Any) -> None:
-        """Check before the first step that the ranks of axis tp were given the same data.
+        """Check before the first step that all ranks of axis tp received the same data.
 
-        Otherwise each would silently train on its own data with the others' parts of the layers.
+        Otherwise each rank would silently combine its own data with the other ranks' parts of the
+        layers.
         """
         group = self._axes.tensor
         if self._has_compared or group.size == 1:
@@ -227,7 +231,7 @@ class Parallel:
             )
 
     def _ending_on_failure(self, call: str) -> contextlib.AbstractContextManager[None]:
-        """End groups if a pipeline's step fails: other ranks may also wait in axis tp."""
+        """End the groups if a pipeline's step fails, as other ranks may be waiting in axis tp."""
         group = self._axes.tensor
         rank = group.ranks[group.rank]
         return ending_on_failure(call, next(self._numbers), rank, lambda: [group])

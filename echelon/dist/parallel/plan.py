@@ -1,4 +1,4 @@
-"""Plan: the units, the divided modules and the stages of a model."""
+"""Plan: describes the units, the divided modules and the stages of a model."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ _STYLES = get_args(TensorStyle)
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How to divide a kind of model. Names are patterns: `*` matches one part of a name.
+    """Describes how to divide a kind of model. In names, `*` matches one part of a dotted name.
 
     Attributes:
-        blocks: modules that are units of `fully_shard`, in the order of the model. The rest of the
-            model, or of a stage, is one more unit.
+        blocks: the modules that become units of `fully_shard`, in the order of the model. The rest
+            of the model, or of a stage, is one more unit.
         tensor: the modules that tensor parallelism changes, and how:
 
             * "region": a module whose first argument enters the divided part of the model, and
               which contains "column" and "row" modules: attention, a feed-forward network.
             * "column": an `nn.Linear` divided by its outputs.
             * "row": an `nn.Linear` divided by its inputs; its outputs are summed over the ranks.
-            * "vocabulary": an `nn.Embedding` divided by its rows if that is possible evenly;
-              otherwise like "embedding".
+            * "vocabulary": an `nn.Embedding` divided evenly by its rows if possible; otherwise
+                treated like "embedding".
             * "embedding": an `nn.Embedding` that every rank holds.
-            * "head": an `nn.Linear` whose outputs are divided if that is possible evenly, and
-              gathered again.
+            * "head": an `nn.Linear` whose outputs are divided evenly if possible, and gathered
+                again.
 
-        stages: called with the model, the number of a stage and the number of stages, returns the
-            stage's module under the model's names. None if the model cannot be a pipeline.
-        divisors: attributes that the number of ranks must divide, by their names in messages:
-            heads.
+        stages: called with the model, the index of a stage and the number of stages; returns the
+            stage's module, with the model's names. None if the model cannot be a pipeline.
+        divisors: attributes whose values must be multiples of the number of ranks, such as the
+            number of heads, keyed by their names in messages.
 
     Example:
         >>> plan = Plan(
@@ -53,7 +53,7 @@ class Plan:
     divisors: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check the styles.
+        """Check that all styles are known.
 
         Raises:
             ValueError: a style is unknown.

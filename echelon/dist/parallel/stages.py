@@ -1,4 +1,4 @@
-"""Cutting a model into this rank's stages, and finding the parameters that stages share."""
+"""Cuts a model into this rank's stages, and finds the parameters that stages share."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from echelon.dist.pipeline.plan.plan import Plan as Schedule
 
 
 def cut(model: nn.Module, plan: Plan, schedule: Schedule, group: ProcessGroup) -> list[Stage]:
-    """Return this rank's stages of a model, as placed by the schedule.
+    """Return this rank's stages of a model, according to the schedule's placement.
 
     Raises:
-        ValueError: the plan does not define stages, or the model cannot be cut into so many.
+        ValueError: the plan does not define stages, or the model cannot be cut into that many
+            stages.
     """
     if plan.stages is None:
         raise ValueError(
@@ -31,7 +32,7 @@ def cut(model: nn.Module, plan: Plan, schedule: Schedule, group: ProcessGroup) -
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """Return, for each name of a parameter, the first name of the same parameter."""
+    """Return a dict from every name of a parameter to the first name of the same parameter."""
     first: dict[int, str] = {}
     return {
         name: first.setdefault(id(parameter), name)
@@ -46,7 +47,7 @@ def find_ties(
 
     Args:
         stages: this rank's stages.
-        first: the whole model's `first_names`, the same on all ranks.
+        first: the result of `first_names` for the whole model, the same on all ranks.
         group: the pipeline's ranks.
 
     Raises:
@@ -69,7 +70,7 @@ def find_ties(
 
 
 def copies(stages: Sequence[Stage], ties: Sequence[Sequence[str]]) -> list[nn.Parameter]:
-    """Return this rank's copies of parameters that an earlier stage counts."""
+    """Return this rank's copies of parameters that are counted in an earlier stage."""
     by_index = {
         stage.index: dict(stage.module.named_parameters(remove_duplicate=False)) for stage in stages
     }

@@ -1,4 +1,4 @@
-"""Assembly of the whole model from all ranks' parts: shards, then slices, then stages."""
+"""Assembles the whole model from all ranks' parts: first shards, then slices, then stages."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from echelon.dist.parallel.axes import Axes
 
 
 def full_state_dict(model: nn.Module, axes: Axes, names: dict[str, str]) -> dict[str, Tensor]:
-    """Return the whole model's state on the host, like its `state_dict()`. Collective.
+    """Return the state of the whole model on the host, as `state_dict()` would. Collective.
 
     Args:
-        model: this rank's part, under the whole model's names.
-        axes: the ranks.
-        names: the first name of each parameter of the whole model, by name.
+        model: this rank's part of the model, with the whole model's names.
+        axes: the mesh axes that the model is divided over.
+        names: maps every name of a parameter in the whole model to its first name; the two differ
+            for tied parameters.
 
     Raises:
         CollectiveError: a rank was lost or did not join.
@@ -47,7 +48,7 @@ def _joined(value: Tensor, part: Slice, group: ProcessGroup) -> Tensor:
 
 
 def _from_all_stages(mine: dict[str, Tensor], group: ProcessGroup) -> dict[str, Tensor]:
-    """Collect each stage's entries from the first rank that has them."""
+    """Collect the entries of each stage from the first rank that has them."""
     forms = {name: [list(value.shape), str(value.dtype)] for name, value in mine.items()}
     every = group.all_gather_object(forms)
     found: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: schedules as data, a simulator, and one executor for all of them.
+"""Pipeline parallelism: schedules as data, a simulator, and one executor for all schedules.
 
 Plans and their simulation do not need torch; `Pipeline`, `Stage` and `split` load it when first
 used.

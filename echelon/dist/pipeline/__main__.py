@@ -1,4 +1,4 @@
-"""`python -m echelon.dist.pipeline`: show, check and search schedules. Does not need torch."""
+"""`python -m echelon.dist.pipeline`: shows, checks and searches schedules. Does not need torch."""
 
 from __future__ import annotations
 

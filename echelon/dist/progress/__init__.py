@@ -1,1 +1,1 @@
-"""Operations in progress: their waiters, their execution and their ends."""
+"""Operations in progress: how they are waited for and executed, and how they end."""

@@ -1,4 +1,4 @@
-"""A job on a separate thread that can be abandoned if it blocks in a library."""
+"""Runs a job on a separate thread that can be abandoned if the job blocks in a library."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ _LOOK_S = 0.1
 def make_aside(
     make: Callable[[], _Made], drop: Callable[[_Made], object], check: Callable[[], None]
 ) -> _Made:
-    """Run `make` on a separate thread; block until it ends and return its result.
+    """Run `make` on a separate thread, block until it ends, and return its result.
 
     Args:
         make: a function that may block in a library without being interruptible.
-        drop: releases the result if the caller has stopped waiting; called on either thread.
+        drop: called with the result, on either thread, to release it if the caller has stopped
+            waiting.
         check: called every 0.1 s during the wait; an exception from it is raised here, and `make`
             is abandoned on its thread.
 
     Raises:
-        Exception: `make` or `check` raised it.
+        Exception: an exception that `make` or `check` raised.
     """
     made: list[_Made] = []
     lock = threading.Lock()
@@ -61,7 +62,7 @@ class _Aside:
         """Wait for the job; return whether it has ended.
 
         Raises:
-            BaseException: the job raised it.
+            BaseException: an exception that the job raised.
         """
         if not self._has_ended.wait(timeout_s):
             return False

@@ -1,4 +1,4 @@
-"""Evidence: the interface through which a group learns about other ranks from outside the engine.
+"""Evidence: the interface that gives a group information about other ranks beyond the engine's.
 
 `membership/liveness.py` implements it for groups of several ranks.
 """
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class Evidence(Protocol):
-    """The information about other members that does not come from the engine."""
+    """Information about the other members that does not come from the engine."""
 
     def serve(self, state: GroupState) -> None:
-        """Start answering other ranks' liveness checks and failing `state` on their verdicts."""
+        """Start answering other ranks' liveness checks, and let their verdicts fail `state`."""
 
     def dead(self, ranks: Sequence[int]) -> list[int]:
-        """Return the given group ranks whose processes are known to have ended. Local."""
+        """Return the given group ranks whose processes are known to have ended. Local work only."""
 
     def find(
         self,
@@ -46,16 +46,16 @@ class Evidence(Protocol):
         """
 
     def explain(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return a better explanation of the engine's error if other ranks published one."""
+        """Return a better explanation of the engine's error if another rank has published one."""
 
     def hear(self, operation: Operation, error: CollectiveError) -> CollectiveError:
         """Return the verdict of the rank whose failure ended an operation here, else `error`.
 
-        Blocks while that rank determines which rank is at fault, for at most 3 s.
+        Blocks for at most 3 s, while that rank determines which rank is at fault.
         """
 
     def arriving(self) -> AbstractContextManager[object]:
-        """Notify the other members during the block that this rank is in a monitored barrier."""
+        """During the block, notify the other members that this rank is in a monitored barrier."""
 
     def publish(self, error: CollectiveError) -> None:
         """Notify the other members why the group ended on this rank. Returns at once."""
@@ -67,7 +67,7 @@ class Evidence(Protocol):
         """Release everything. Safe to call twice.
 
         Args:
-            timeout_s: limit for publishing pending notices.
+            timeout_s: how long publishing pending notices may take.
         """
 
 
@@ -81,7 +81,7 @@ class NoEvidence:
         """Do nothing."""
 
     def dead(self, ranks: Sequence[int]) -> list[int]:  # noqa: ARG002
-        """Return none."""
+        """Return no ranks, because there are no others."""
         return []
 
     def find(
@@ -91,21 +91,21 @@ class NoEvidence:
         needed: Sequence[int] | None,
         dead: Sequence[int] = (),  # noqa: ARG002
     ) -> CollectiveError:
-        """Report the engine's observation."""
+        """Return what the engine observed."""
         if broken is not None:
             return build.connection_broken(self._members, operation, broken)
         return build.timed_out(self._members, operation, needed or [])
 
     def explain(self, operation: Operation, error: CollectiveError) -> CollectiveError:  # noqa: ARG002
-        """Return the error."""
+        """Return the error unchanged."""
         return error
 
     def hear(self, operation: Operation, error: CollectiveError) -> CollectiveError:  # noqa: ARG002
-        """Return the error."""
+        """Return the error unchanged."""
         return error
 
     def arriving(self) -> AbstractContextManager[object]:
-        """Do nothing."""
+        """Do nothing in the block but run it."""
         return contextlib.nullcontext()
 
     def publish(self, error: CollectiveError) -> None:

@@ -1,7 +1,7 @@
-"""The lane of a library that allows only one call at a time per process: oneCCL on host memory.
+"""The lane for a library that allows only one call at a time per process (oneCCL on the host).
 
-Groups share it, so a collective may be called on any thread and waits for its turn. A blocking call
-runs on the caller's thread if the lane is idle.
+All groups share the lane, so a collective may be called on any thread and waits for its turn. A
+blocking call runs on the caller's thread if the lane is idle.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class LanePending(Outcome):
     __slots__ = ()
 
     def join(self) -> None:
-        """Block until it has ended; raise its error if it failed."""
+        """Block until the operation has ended; raise its error if it failed."""
         while not self.wait(0.1):
             pass  # in slices: a signal's handler runs between them
         if self.error is not None:
             raise self.error
 
     def run(self, job: Callable[[], None]) -> None:
-        """Carry it out on this thread."""
+        """Carry out the operation on this thread."""
         try:
             job()
         except BaseException as err:  # noqa: BLE001 -- it belongs to the one that waits for it
@@ -37,7 +37,7 @@ class LanePending(Outcome):
 
 
 class Lane:
-    """Jobs that run one after the other."""
+    """A queue of jobs that run one after the other."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -80,7 +80,7 @@ class Lane:
                 self._changed.notify_all()
 
     def close(self, *, wait: bool = True) -> None:
-        """Stop the thread after the queued jobs, which the caller has made fail."""
+        """Stop the thread after the queued jobs, which the caller has already made fail."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,8 +1,8 @@
-"""GroupState: a group's calls, its operations in progress, and how the group ended.
+"""GroupState: tracks a group's calls, its operations in progress, and how the group ended.
 
 This is the only place that records whether a group is broken, aborted or closed. Engines raise what
-they observed (see `backends/interface.py`); here that becomes the group's first error, which every
-later call reports, on this rank and, through `Evidence`, on the others.
+they observed (see `backends/interface.py`). This module turns that into the group's first error,
+which every later call reports, on this rank and, through `Evidence`, on the other ranks.
 
 [Note: the end of a group] The first of a failure, an abort and a close wins, decided by one atomic
 `dict.setdefault`, so that no lock is needed: `abort` may be called by a signal handler on a thread
@@ -62,7 +62,7 @@ if hasattr(os, "register_at_fork"):
 class Turn:
     """A lock that records its owner, because a signal handler may request it on the same thread.
 
-    Used as `with turn as is_nested`: a nested block runs within the owner's block.
+    Used as `with turn as is_nested`, where a nested block runs within the owner's block.
     """
 
     __slots__ = ("_depth", "_lock", "_owner")
@@ -89,14 +89,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """How a group ended on this rank: with an error, by an abort (no error), or by a close."""
+    """How a group ended on this rank: by an error, an abort (without an error), or a close."""
 
     error: CollectiveError | None = None
     is_abort: bool = False
 
 
 class GroupState:
-    """The operations of one group on this rank, from their numbering to the group's end."""
+    """The operations of one group on this rank, from their numbering until the group ends."""
 
     def __init__(self, members: Members, engine: Engine, evidence: Evidence | None = None) -> None:
         self.members = members
@@ -120,12 +120,12 @@ class GroupState:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether this process is a fork of the group's owner."""
+        """Whether this process was forked from the process that owns the group."""
         return self._num_forks != _num_forks
 
     @property
     def error(self) -> CollectiveError | None:
-        """The error that ended the group; None if it has not ended, or ended without one."""
+        """The error that ended the group; None if it has not ended, or ended without an error."""
         end = self._ends.get("end")
         return None if end is None else end.error
 
@@ -136,10 +136,10 @@ class GroupState:
         return self._message_numbers.get((kind, peer), 0)
 
     def admit(self, operation: Operation, *, is_nested: bool = False) -> None:
-        """Assign an operation its final number, unless it is refused; the caller holds its turn.
+        """Assign an operation its final number, unless it is refused; the caller holds the turn.
 
         Raises:
-            ValueError: the engine refuses it; no number was assigned.
+            ValueError: the engine refuses the operation; no number was assigned.
             CollectiveError: the group has ended, or a nested collective cannot run.
         """
         if self._works:
@@ -160,7 +160,7 @@ class GroupState:
         """Carry out one admitted operation on this thread.
 
         Raises:
-            CollectiveError: it failed; the group has ended.
+            CollectiveError: the operation failed, and the group has ended.
         """
         before_s, began_s = spent.collectives_s, time.monotonic()
         me = (threading.get_ident(), operation)
@@ -182,7 +182,7 @@ class GroupState:
         """Start one admitted operation.
 
         Raises:
-            CollectiveError: it failed at once; the group has ended.
+            CollectiveError: the operation failed at once, and the group has ended.
         """
         watch = OperationWatch(self, operation)
         me = (threading.get_ident(), operation)
@@ -213,7 +213,7 @@ class GroupState:
             spent.collectives_s = before_s + time.monotonic() - began_s
 
     def _leave(self, thread: tuple[int, Operation]) -> None:
-        """Record that a thread left the engine; the last one releases it if the group is closed."""
+        """Record that a thread left the engine; the last one releases a closed group's engine."""
         self._inside.remove(thread)
         if self.is_closed and not self._inside:
             self._release(time.monotonic() + _CLOSE_S)
@@ -228,9 +228,10 @@ class GroupState:
                     self._settle(work)
 
     def settle(self, work: Work) -> None:
-        """Record the end of an operation after those of earlier ones: the first error is the cause.
+        """Record that an operation ended, after earlier ones, so that the first error is the cause.
 
-        An operation on a device may still be running after a wait; its end is recorded later.
+        An operation on a device may still be running after a wait. In that case its end is recorded
+        later.
         """
         with self._lock:
             for earlier in self._ended():
@@ -239,7 +240,7 @@ class GroupState:
                 self._settle(work)
 
     def tick(self) -> bool:
-        """Settle and check operations in progress, on the watcher's thread; False if none."""
+        """Settle and check operations on the watcher's thread; return False if none is left."""
         self.sweep()
         with self._lock:
             works = list(self._works)
@@ -256,7 +257,7 @@ class GroupState:
         return bool(works)
 
     def _ended(self) -> list[Work]:
-        """Return the operations that have ended, in the order of their calls."""
+        """Return the operations that have ended, in the order in which they were called."""
         ended: list[Work] = []
         busy: set[object] = set()
         for work in self._works:
@@ -330,7 +331,7 @@ class GroupState:
         return error
 
     def waits(self) -> list[Operation]:
-        """Return the operations for which threads of this rank wait; callable from any thread."""
+        """Return the operations that this rank's threads wait for; callable from any thread."""
         return [operation for _, operation in list(self._inside)] + list(self._explained)
 
     def fail(self, error: CollectiveError) -> CollectiveError | None:
@@ -345,8 +346,9 @@ class GroupState:
     def hear(self, error: CollectiveError) -> None:
         """End the group with the verdict of another rank; never blocks.
 
-        A rank that failed in a collective has finished the earlier ones, so all ranks took part in
-        them. If such a collective is in progress here, it gets a moment to end by itself.
+        A rank that failed in a collective has finished all earlier collectives, so all ranks took
+        part in those. If one of them is still in progress on this rank, it gets a moment to end by
+        itself.
         """
         number = error.sequence
         if error.operation in COLLECTIVES and self._is_before(number):
@@ -361,7 +363,7 @@ class GroupState:
         self.fail(error)
 
     def _is_before(self, number: int) -> bool:
-        """Return whether a collective before a given number is in progress."""
+        """Return whether a collective with a number below a given one is in progress."""
         if 0 <= self._running < number:
             return True
         return any(
@@ -378,10 +380,10 @@ class GroupState:
             self.evidence.publish(error)
 
     def end_of(self, operation: Operation, raised: BaseException | None = None) -> CollectiveError:
-        """Return the error for an operation of a group that has ended.
+        """Return the error to raise for an operation of a group that has ended.
 
         Args:
-            raised: the engine's error for this operation, if it was in progress.
+            raised: the engine's error for this operation, if the operation was in progress.
         """
         end = self._ends["end"]
         if end.error is not None:
@@ -410,10 +412,10 @@ class GroupState:
     # ---- the end ----
 
     def close(self) -> None:
-        """End the group on this rank and release its resources. Local work only, at most 1 s.
+        """End the group on this rank and release its resources. Does local work for at most 1 s.
 
-        Within that second it waits for a pending verdict to be published; if the store does not
-        answer in time, the watcher continues after the return.
+        Within that second, the method waits for a pending verdict to be published. If the store
+        does not answer in time, the watcher continues publishing after the return.
         """
         if self.is_closed or self.is_foreign:
             return
@@ -445,7 +447,7 @@ class GroupState:
 
 
 class OperationWatch:
-    """The limits of one operation; see `interface.Watch`."""
+    """The limits of one operation of a group; see `interface.Watch`."""
 
     __slots__ = ("_operation", "_state", "deadline_s")
 

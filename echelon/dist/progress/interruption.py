@@ -1,4 +1,4 @@
-"""Distinguishing exceptions of signal handlers from those of libraries."""
+"""Distinguishes exceptions raised by signal handlers from those raised by libraries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def is_from_handler(raised: BaseException) -> bool:
     """Return whether a Python signal handler raised this exception.
 
     Handlers run on the main thread inside the call that they interrupt, and that call propagates
-    their exceptions. Their frames in the traceback distinguish them.
+    their exceptions. A handler's frame in the traceback identifies such an exception.
     """
     if threading.current_thread() is not threading.main_thread():
         return False

@@ -1,4 +1,4 @@
-"""Outcome: how an operation ended, for its waiters; the base of `Pending` on the host."""
+"""Outcome: records how an operation ended, for its waiters; the base of `Pending` on the host."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 
 class Outcome:
-    """The outcome of an operation: not ended, then its error or success. Thread-safe."""
+    """The outcome of an operation: not ended, failed with an error, or succeeded. Thread-safe."""
 
     __slots__ = ("_ended_mono_ns", "_error", "_finished")
 
@@ -18,25 +18,25 @@ class Outcome:
 
     @property
     def done(self) -> bool:
-        """Whether it has succeeded or failed."""
+        """Whether the operation has succeeded or failed."""
         return self._finished.is_set()
 
     @property
     def error(self) -> BaseException | None:
-        """The error with which it failed; None if it succeeded or has not ended."""
+        """The error with which the operation failed; None if it succeeded or has not ended."""
         return self._error
 
     @property
     def ended_mono_ns(self) -> int:
-        """When it ended; 0 until then."""
+        """When the operation ended; 0 until then."""
         return self._ended_mono_ns
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Block until it has ended or the time has expired; return whether it has ended."""
+        """Block until the operation ends or the timeout expires; return whether it ended."""
         return self._finished.wait(timeout_s)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """End it; only the first call counts."""
+        """Record the end of the operation; only the first call has an effect."""
         if not self._finished.is_set():
             self._error = error
             self._ended_mono_ns = time.monotonic_ns()

@@ -1,9 +1,9 @@
 """Serial: runs the collectives of a blocking engine one after the other on one thread.
 
 Every collective runs on that thread, even one for which the caller waits. So a Python signal
-handler never interrupts a collective halfway: it runs on the caller's thread, which only waits, and
-the handler's calls are queued behind. Callers do not take locks: the queue is reentrant for
-handlers (`queue.SimpleQueue`).
+handler never interrupts a collective halfway, because the handler runs on the caller's thread,
+which only waits. Collectives that the handler calls are queued after the current one. Callers do
+not take locks, because the queue (`queue.SimpleQueue`) is reentrant for handlers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CarryOut = Callable[[Operation, Watch], None]
 
 
 class Job(Outcome):
-    """A queued collective; the `Pending` of its operation."""
+    """A queued collective, which is the `Pending` of its operation."""
 
     __slots__ = ("has_begun", "operation", "watch")
 
@@ -34,7 +34,7 @@ class Job(Outcome):
 
 
 class Serial:
-    """The runner of one engine's collectives, in the order of their calls."""
+    """Runs one engine's collectives in the order in which they were called."""
 
     def __init__(self, name: str, carry_out: CarryOut) -> None:
         self._name = name
@@ -66,7 +66,7 @@ class Serial:
         """Carry out a collective when its turn comes; block until it has ended.
 
         Raises:
-            Exception: the collective raised it, or it ended the collective before its turn.
+            Exception: an exception that the collective raised, or that ended it before its turn.
         """
         job = self.submit(operation, watch)
         while not job.wait(CHECK_EVERY_S):
@@ -76,7 +76,7 @@ class Serial:
             raise job.error
 
     def close(self, timeout_s: float) -> bool:
-        """Stop the thread after its current job; return whether it has ended in time."""
+        """Stop the thread after its current job; return whether the thread has ended in time."""
         self._is_closing = True
         self._inbox.put(None)
         thread = self._thread.get("serial")
@@ -113,7 +113,7 @@ class Serial:
         job.finish(error)
 
     def _check_waiting(self) -> None:
-        """End the queued jobs past their deadline, because the running one may take long."""
+        """End queued jobs whose deadline has passed, because the running job may take long."""
         self._take(block=False)
         now = time.monotonic()
         for job in [one for one in self._waiting if now >= one.watch.deadline_s]:
@@ -126,7 +126,7 @@ class Serial:
 
 
 class _Turn:
-    """The watch of the running job, which also checks the jobs queued behind it."""
+    """The watch of the running job, which also checks the jobs that are queued after it."""
 
     def __init__(self, watch: Watch, check_waiting: Callable[[], None]) -> None:
         self._watch = watch

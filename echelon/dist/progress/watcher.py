@@ -1,9 +1,9 @@
-"""The process's watcher: one thread that monitors the operations of all groups.
+"""The process's watcher, which is one thread that monitors the operations of all groups.
 
-It settles operations for which no caller waits, so that the black box has their ends; it checks
-deadlines and deaths for engines without their own thread; and it runs jobs that must not delay a
-failing call, such as publishing a verdict. It is idle while there is nothing to watch. A forked
-child has its own watcher.
+The watcher settles operations that no caller waits for, so that the black box records their ends.
+It checks deadlines and deaths for engines without a thread of their own. It also runs jobs that
+must not delay a failing call, such as publishing a verdict. The thread ends while there is nothing
+to watch. A forked child has its own watcher.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Watched(Protocol):
     """An object that the watcher checks periodically."""
 
     def tick(self) -> bool:
-        """Check it; return False if it no longer needs watching."""
+        """Check the object; return False if it no longer needs to be watched."""
 
 
 class Watcher:
-    """One thread; `add`, `remove` and `post` never block."""
+    """The watcher's thread. `add`, `remove` and `post` never block."""
 
     def __init__(self) -> None:
         self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
@@ -52,7 +52,7 @@ class Watcher:
         self._start()
 
     def remove(self, watched: Watched) -> None:
-        """Stop watching an object; after the last one the thread ends."""
+        """Stop watching an object; the thread ends when no object is left."""
         with self._guard:
             self._watched.discard(watched)
             thread = self._thread
@@ -64,16 +64,17 @@ class Watcher:
             thread.join(_JOIN_S)
 
     def post(self, job: Callable[[], None]) -> None:
-        """Run a job on the watcher's thread; it must bound its own time to about a second."""
+        """Run a job on the watcher's thread. The job must bound its own time to about a second."""
         self._jobs.append(job)
         self._start()
         self._wake.set()
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until the jobs posted so far have run or the time has expired.
+        """Wait until the jobs posted so far have run or the timeout expires.
 
-        Jobs that outlasted one flush are not waited for again, so that closing many groups costs
-        only one timeout in total. They still run, unless the process exits first.
+        Jobs that did not finish within one flush are not waited for again, so that closing many
+        groups costs only one timeout in total. These jobs still run, unless the process exits
+        first.
         """
         if threading.current_thread() is self._thread or self._is_behind:
             return

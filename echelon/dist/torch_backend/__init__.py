@@ -1,4 +1,5 @@
-"""The c10d backend `echelon`: echelon's groups under unmodified torch programs.
+"""The c10d backend `echelon`, which runs unmodified torch programs on echelon's groups.
 
-`init_process_group("echelon")` needs no import of this package: see `echelon_torch_autoload`.
+`init_process_group("echelon")` does not need an import of this package; see
+`echelon_torch_autoload`.
 """

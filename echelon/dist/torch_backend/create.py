@@ -1,7 +1,7 @@
-"""Creation of the echelon group behind a torch group.
+"""Creates the echelon group behind a torch group.
 
-Torch passes its store, a rank and a size; the members meet there, so a second rendezvous is not
-needed, and echelon's own `init` may be used in the same program.
+Torch passes its store, a rank and a size; the members meet at that store, so a second rendezvous is
+not needed, and echelon's own `init` may be used in the same program.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _world_options = Options()
 
 
 def create(torch_options: Any, group_options: Any) -> TorchGroup:
-    """Create the backend of one torch group; every member calls this and blocks until all join.
+    """Create the backend of a torch group; blocks until all members have called this.
 
     Args:
         torch_options: torch's `_DistributedBackendOptions`.
-        group_options: the user's `pg_options`: echelon's `Options`, or None for those of the
+        group_options: the user's `pg_options`: echelon's `Options`, or None for the options of the
             default group.
 
     Raises:
-        TypeError: `pg_options` is something else.
-        CollectiveTimeoutError: members did not join within the group's timeout.
+        TypeError: `pg_options` is of another type.
+        CollectiveTimeoutError: some members did not join within the group's timeout.
     """
     global _world_options
     if group_options is not None and not isinstance(group_options, Options):
@@ -54,7 +54,7 @@ def create(torch_options: Any, group_options: Any) -> TorchGroup:
 
 
 class Maker:
-    """The maker of one torch group's echelon group."""
+    """Creates the echelon group of one torch group."""
 
     def __init__(self, torch_options: Any, options: Options, is_world: bool) -> None:
         self.rank = int(torch_options.group_rank)
@@ -68,7 +68,7 @@ class Maker:
         self._meeting: Meeting | None = None
 
     def make(self, description: str) -> ProcessGroup:
-        """Create the group; every member calls this and blocks until all have joined.
+        """Create the group; every member must call this, which blocks until all have joined.
 
         Args:
             description: torch's `group_desc`, such as "mesh_dp", which names the group in verdicts.
@@ -96,7 +96,7 @@ class Maker:
         return group
 
     def close(self) -> None:
-        """Disconnect from the store; to be called when the group is closed."""
+        """Disconnect from the store. Must be called when the group is closed."""
         if self._meeting is not None:
             self._meeting.close()
 
@@ -129,7 +129,7 @@ class Maker:
 
 
 def seconds(timeout: Any) -> float:
-    """Return torch's timeout in seconds; a very long one means no timeout."""
+    """Return torch's timeout in seconds; a very long timeout means no timeout."""
     value = float(timeout.total_seconds())
     return min(value, _LONGEST_TIMEOUT_S) if value > 0 and math.isfinite(value) else 0.001
 

@@ -1,4 +1,4 @@
-"""The adapter: a torch process group that passes every operation to an echelon ProcessGroup.
+"""The adapter, a torch process group that passes every operation to an echelon ProcessGroup.
 
 Torch's C++ and Python code call the methods below by these names; older names are aliases. The
 arguments of an operation are converted to contiguous arrays (tensors.py), the ProcessGroup checks,
@@ -7,7 +7,7 @@ records and carries out the operation, and torch gets a `TorchWork` (work.py). A
 
 The subclass replaces torch's whole group, whatever devices were named: tensors on the host and on
 devices all use one ProcessGroup, which has an engine for each kind. Ranks are ranks within the
-group: torch translates `src` and `dst`, and passes on `group_src` and `group_dst`.
+group, because torch translates `src` and `dst` and passes on `group_src` and `group_dst`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _open_groups: weakref.WeakSet[TorchGroup] = weakref.WeakSet()
 
 
 class TorchGroup(Identity):
-    """One torch group: the methods of an echelon ProcessGroup under torch's names."""
+    """A torch group, with the methods of an echelon ProcessGroup under torch's names."""
 
     def __init__(self, maker: Maker, store: Any) -> None:
         super().__init__(maker.rank, maker.size, store)
@@ -114,7 +114,7 @@ class TorchGroup(Identity):
     # ---- many tensors a rank ----
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        """Collect every rank's tensor into a list of tensors, which may differ in size."""
+        """Collect every rank's tensor into a list of tensors, whose sizes may differ."""
         outs, x = tensors.only_list(outputs, "allgather"), tensors.only(inputs, "allgather")
         self._check_list(outs, x, "all_gather")
         out, finish = tensors.flat_target(outs)
@@ -123,14 +123,14 @@ class TorchGroup(Identity):
         return self._run(opts, start, list(outs), finish)
 
     def all_gather_single(self, output: Tensor, data: Tensor, opts: Any = None) -> TorchWork:
-        """Collect every rank's tensor into one."""
+        """Collect every rank's tensor into a single tensor."""
         out, finish = tensors.target(output)
         return self._run(opts, self._gathering(out, data), [output], finish)
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> TorchWork:
-        """Collect several tensors, each into one."""
+        """Collect several tensors from every rank, each into a single tensor."""
         calls = []
         for output, data in zip(outputs, inputs, strict=True):
             out, finish = tensors.target(output)
@@ -140,7 +140,7 @@ class TorchGroup(Identity):
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> TorchWork:
-        """Collect several tensors, each into one tensor of every list."""
+        """Collect several tensors from every rank, each into one tensor of every output list."""
         calls = []
         for number, data in enumerate(inputs):
             out, finish = tensors.flat_target([of_rank[number] for of_rank in outputs])
@@ -151,7 +151,7 @@ class TorchGroup(Identity):
         return partial(self._group.all_gather, out, tensors.source(data))
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        """Reduce lists of tensors, which may differ in size, and keep this rank's part."""
+        """Reduce lists of tensors, whose sizes may differ, and keep this rank's part."""
         name = "reduce_scatter"
         output, parts = tensors.only(outputs, name), tensors.only_list(inputs, name)
         self._check_list(parts, output, name)
@@ -236,7 +236,7 @@ class TorchGroup(Identity):
     def alltoall(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> TorchWork:
-        """Send a tensor to each rank and receive one from each."""
+        """Send a tensor to each rank, and receive a tensor from each rank."""
         group, x = self._group, tensors.flat_source(inputs)
         out, finish = tensors.flat_target(outputs)
         splits = [one.numel() for one in outputs], [one.numel() for one in inputs]
@@ -272,7 +272,7 @@ class TorchGroup(Identity):
         return self._started([part], [tensor], finish, f"recv from {source}")
 
     def barrier(self, opts: Any = None) -> TorchWork:
-        """Block until every rank of the group has called it."""
+        """Block until every rank of the group has called `barrier`."""
         return self._run(opts, self._group.barrier, [], None)
 
     def monitored_barrier(
@@ -280,9 +280,9 @@ class TorchGroup(Identity):
         timeout: timedelta | None = None,
         wait_all_ranks: bool = False,  # noqa: ARG002 -- the error always names all of them
     ) -> None:
-        """Block until every rank has called it; a timeout names all ranks that have not.
+        """Block until every rank has called this method; a timeout error names all that have not.
 
-        With a timeout of 0 it checks once which ranks have called it, like Gloo's.
+        With a timeout of 0, the method checks only once which ranks have called it, as Gloo does.
         """
         limit_s = None if timeout is None else max(timeout.total_seconds(), _MOMENT_S)
         self._group.monitored_barrier(limit_s)
@@ -315,7 +315,7 @@ class TorchGroup(Identity):
     _set_default_timeout = set_timeout
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: the group numbers its operations from the start."""
+        """Do nothing, because the group numbers its operations from the start."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self._group.num_collectives
@@ -324,7 +324,7 @@ class TorchGroup(Identity):
         return False
 
     def abort(self) -> None:
-        """End the group on all ranks, from any thread, within 1 s; waiting operations raise."""
+        """End the group on all ranks within 1 s, from any thread; waiting operations raise."""
         if self._made is not None:
             self._made.abort()
 
@@ -343,11 +343,11 @@ class TorchGroup(Identity):
 
     @property
     def _group(self) -> ProcessGroup:
-        """The underlying group, created by its first use, in which all members take part."""
+        """The underlying group; the first use, in which all members must take part, creates it."""
         return self._made or self._meet()
 
     def _meet(self) -> ProcessGroup:
-        """Create the underlying group unless it exists. Blocks until all members have joined."""
+        """Create the underlying group if necessary. Blocks until all members have joined."""
         with self._making:
             if self._closed:
                 raise ValueError(f"group {self._description!r} is shut down")
@@ -395,7 +395,7 @@ class TorchGroup(Identity):
 
 
 def _limit(timeout: timedelta | None) -> float | None:
-    """Return torch's timeout of one call in seconds; 0 and -1 ms mean the group's timeout."""
+    """Return torch's timeout of a call in seconds; 0 and -1 ms mean the group's timeout."""
     seconds = 0.0 if timeout is None else timeout.total_seconds()
     return seconds if seconds > 0 else None
 
@@ -405,7 +405,7 @@ def _now(job: Job) -> None:
 
 
 def _close_all() -> None:
-    """End the groups left open: a thread that still waits would abort the exiting process."""
+    """End groups left open, because a thread that still waits would abort the exiting process."""
     for group in sorted(_open_groups, key=lambda one: one.group_name, reverse=True):
         group.shutdown()
 

@@ -1,4 +1,4 @@
-"""Identity: the name, rank and size of a group, which torch reads in C++ and in Python."""
+"""Identity: provides a group's name, rank and size, which torch reads in C++ and in Python."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _core: Any = torch._C._distributed_c10d
 class Identity(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class, untyped
     """The part of a torch group that describes it.
 
-    Torch's own methods need a backend under the group; a subclass replaces both.
+    Torch's own methods need a backend below the group. A subclass of this class replaces both the
+    methods and the backend.
     """
 
     supports_splitting = False
@@ -64,7 +65,7 @@ class Identity(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class, 
         self._torch_name = name
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """Set the description. Torch calls this last, so the members join here."""
+        """Set the description. Torch calls this method last, so the members join here."""
         self._description = description
         self._meet()
 

@@ -1,4 +1,4 @@
-"""Torch's reduce operations under echelon's names."""
+"""Translates torch's reduce operations into echelon's names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LINEAR = ("sum", "avg")
 
 
 class Reduction:
-    """A reduce operation, read from torch's options while they are alive.
+    """A reduce operation, which is read from torch's options while they exist.
 
     `opts.reduceOp` refers to a C++ struct that is freed when the call returns.
 
@@ -37,7 +37,7 @@ class Reduction:
 
     @classmethod
     def of(cls, options: Any) -> Reduction:
-        """Return the operation from torch's options, a bare operation, or the default, a sum."""
+        """Return the operation in torch's options, a bare operation, or the default, a sum."""
         if options is None:
             return _PLAIN[torch_dist.ReduceOp.SUM]
         kind = getattr(options, "reduceOp", options)
@@ -51,7 +51,7 @@ class Reduction:
         return _PLAIN[kind]
 
     def real(self, tensor: Any) -> Any:
-        """Return a view as real numbers, on which a sum of complex numbers can be computed."""
+        """View a complex tensor as real numbers, on which its sum can be computed."""
         if not tensor.is_complex():
             return tensor
         if self.name not in _LINEAR:

@@ -1,7 +1,8 @@
-"""Sums of sparse tensors: each rank gets all non-zeros and adds them in rank order.
+"""Sums sparse tensors: each rank gets all non-zeros and adds them in rank order.
 
-DDP uses this for embeddings with sparse gradients. It makes three gathers on the host: each rank's
-number of non-zeros, their indices, and their values, padded to the longest. Blocks until done.
+DDP uses this for embeddings with sparse gradients. The sum takes three gathers on the host: the
+number of non-zeros of each rank, their indices, and their values, padded to the longest. The call
+blocks until the sum is done.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Meeting: the place in torch's own store at which the members of a torch group join.
+"""Meeting: lets the members of a torch group join at torch's own store.
 
-Torch passes the store of its rendezvous to a backend, so a second one is not needed. If it is a
-TCPStore, echelon's or torch's, echelon's client connects to the same server: its waits do not log,
-can be interrupted by signals, and take one round trip on echelon's server. One client serves all
-groups of a process. Any other kind of store, a FileStore or the program's own, is used through
-torch.
+Torch passes the store of its rendezvous to a backend, so a second store is not needed. If it is a
+TCPStore, echelon's or torch's, echelon's client connects to the same server. The client's waits do
+not log, can be interrupted by signals, and take one round trip on echelon's server. One client
+serves all groups of a process. Any other store, such as a FileStore or the program's own, is used
+through torch.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _users: Counter[tuple[int, str, int]] = Counter()
 
 
 class Meeting:
-    """One torch group's place in a store. Close it when the group is closed."""
+    """The part of a store that one torch group uses. Close it when the group is closed."""
 
     def __init__(self, torch_store: Any, rank: int, timeout_s: float) -> None:
-        """Agree on a prefix that no other group uses; blocks until group rank 0 has chosen it.
+        """Agree on a prefix that no other group uses; blocks until group rank 0 has chosen one.
 
         Raises:
             StoreTimeoutError: group rank 0 did not join within `timeout_s`.
@@ -59,7 +59,7 @@ class Meeting:
         self.store = PrefixStore(f"echelon/torch/{place}", below)
 
     def withdraw(self) -> None:
-        """Undo this rank's joining, so that creating the group can be retried after a failure."""
+        """Withdraw this rank's arrival, so that creating the group can be retried."""
         with contextlib.suppress(StoreError):
             self._through_torch.add(f"echelon/uses/{self._rank}", -1)
             if self._rank == 0:
@@ -67,7 +67,7 @@ class Meeting:
         self.close()
 
     def close(self) -> None:
-        """Disconnect, unless another group of this process uses the connection."""
+        """Disconnect from the store, unless another group of this process uses the connection."""
         client, self._client = self._client, None
         if client is None or client[0] != os.getpid():
             return
@@ -95,7 +95,7 @@ def _observed(operation: str, key: str) -> span:
 
 
 class TorchStore(Store):
-    """An adapter from a torch store to echelon's interface; keys and values are unchanged."""
+    """Adapts a torch store to echelon's interface; keys and values are unchanged."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -103,7 +103,7 @@ class TorchStore(Store):
 
     @property
     def endpoint(self) -> str:
-        """The address of torch's store, as far as known."""
+        """The address of torch's store, as far as it is known."""
         root = _root(self._store)
         host, port = getattr(root, "host", None), getattr(root, "port", None)
         return f"{host}:{port}" if host else f"torch's {type(root).__name__}"
@@ -160,7 +160,7 @@ class TorchStore(Store):
             self._do_set(key, value)
 
     def _do_queue_push(self, key: bytes, value: bytes) -> None:
-        """Implement a queue with numbered keys, as torch has queues only on its TCPStore."""
+        """Implement a queue with numbered keys, because torch has queues only on its TCPStore."""
         self._do_set(b"%s/item/%d" % (key, self._do_add(key + b"/pushed", 1)), value)
 
     def _do_queue_pop(self, key: bytes) -> bytes | None:

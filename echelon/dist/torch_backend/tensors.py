@@ -1,7 +1,8 @@
-"""Torch's tensors in the form that groups accept: one contiguous input, one contiguous output.
+"""Converts torch's tensors to what groups accept: one contiguous input and one contiguous output.
 
-Torch passes lists of tensors, tensors with gaps, and complex ones. Tensors that are already one
-piece of memory are used in place; others go through a buffer, and `finish` copies the result back.
+Torch passes lists of tensors, tensors with gaps, and complex tensors. Tensors that already are one
+piece of memory are used in place. Other tensors go through a buffer, and `finish` copies the result
+back.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Finish = Callable[[], None]
 
 
 def only(data: Any, call: str) -> Tensor:
-    """Return the only tensor of torch's list, or the tensor itself."""
+    """Return the only tensor of torch's list, or the argument itself if it is a tensor."""
     if isinstance(data, torch.Tensor):
         return data
     if len(data) != 1:
@@ -25,7 +26,7 @@ def only(data: Any, call: str) -> Tensor:
 
 
 def only_list(data: Any, call: str) -> Sequence[Tensor]:
-    """Return the only list of torch's list of lists, or the list itself."""
+    """Return the only list of torch's list of lists, or the argument if it is a flat list."""
     if data and isinstance(data[0], torch.Tensor):
         return list(data)
     if len(data) != 1:
@@ -34,7 +35,7 @@ def only_list(data: Any, call: str) -> Sequence[Tensor]:
 
 
 def flat_source(tensors: Sequence[Tensor]) -> Tensor:
-    """Return tensors concatenated as one: a view if their memory allows, else a copy."""
+    """Concatenate tensors into one: a view if their memory allows it, otherwise a copy."""
     whole = _as_one_piece(tensors)
     if whole is not None:
         return whole
@@ -42,7 +43,7 @@ def flat_source(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def flat_target(tensors: Sequence[Tensor]) -> tuple[Tensor, Finish | None]:
-    """Return one target for several results, and a function that copies them there if needed."""
+    """Return one target for several results, and a function that copies it to them if necessary."""
     whole = _as_one_piece(tensors)
     if whole is not None:
         return whole, None
@@ -57,12 +58,12 @@ def flat_target(tensors: Sequence[Tensor]) -> tuple[Tensor, Finish | None]:
 
 
 def source(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor: itself, or a copy."""
+    """Return a contiguous tensor: the argument itself, or a copy."""
     return tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous()
 
 
 def target(tensor: Tensor) -> tuple[Tensor, Finish | None]:
-    """Return a contiguous target for a result, and a function that copies it back if needed."""
+    """Return a contiguous target for a result, and a function that copies it back if necessary."""
     if tensor.is_contiguous():
         return tensor.detach(), None
     buffer = tensor.detach().contiguous()
@@ -70,7 +71,7 @@ def target(tensor: Tensor) -> tuple[Tensor, Finish | None]:
 
 
 def both(finishes: Sequence[Finish | None]) -> Finish | None:
-    """Return one finish function that runs several."""
+    """Return a single finish function that runs several finish functions."""
     some = [finish for finish in finishes if finish is not None]
     if not some:
         return None
@@ -83,10 +84,10 @@ def both(finishes: Sequence[Finish | None]) -> Finish | None:
 
 
 def check_own(tensors: Sequence[Tensor], own: Tensor, rank: int, what: str) -> None:
-    """Check that a list with one tensor per rank has the right size for this rank's own tensor.
+    """Check that a list's tensor for this rank has the same size as the rank's own tensor.
 
     Raises:
-        ValueError: it does not have that size.
+        ValueError: the sizes differ.
     """
     if tensors[rank].numel() != own.numel():
         raise ValueError(
@@ -96,7 +97,7 @@ def check_own(tensors: Sequence[Tensor], own: Tensor, rank: int, what: str) -> N
 
 
 def splits(tensors: Sequence[Tensor]) -> list[int] | None:
-    """Return the number of elements of each tensor of a list, or None if all are equal."""
+    """Return the number of elements of each tensor in a list, or None if all are equal."""
     numels = [tensor.numel() for tensor in tensors]
     return numels if len(set(numels)) > 1 else None
 
@@ -105,7 +106,7 @@ def same_sizes(tensors: Sequence[Tensor], what: str) -> None:
     """Check that all tensors of a list have the same number of elements.
 
     Raises:
-        ValueError: they do not.
+        ValueError: the numbers of elements differ.
     """
     numels = {tensor.numel() for tensor in tensors}
     if len(numels) > 1:

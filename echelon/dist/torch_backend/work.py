@@ -1,8 +1,8 @@
-"""TorchWork: echelon's works as torch works, returned for `async_op=True` and awaited by DDP.
+"""TorchWork: wraps echelon's works as torch works, for `async_op=True` and for DDP.
 
-[Note: errors and futures] A torch future for a work is completed by a thread that waits for it.
-Torch turns a Python exception into a wrong result in one place (`_create_work_from_future`) and
-into a crash in another (`Future.set_exception` under DDP). So `wait()` of this class raises the
+[Note: errors and futures] A torch future for a work is completed by a thread that waits for the
+work. Torch turns a Python exception into a wrong result in one place (`_create_work_from_future`)
+and into a crash in another (`Future.set_exception` under DDP). So `wait()` of this class raises the
 error itself, and a future is always a child created by `then`, whose callback raises: C++ then sees
 a RuntimeError with the error's name and text.
 """
@@ -26,13 +26,13 @@ CompleteLater = Callable[[Job], object]
 
 
 class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
-    """One or several echelon operations as one torch work.
+    """One or several echelon operations, wrapped as one torch work.
 
     Args:
-        parts: the underlying works; empty if everything is done.
+        parts: the underlying works; empty if the operation is already done.
         result: the tensors that the operation fills.
-        finish: copies results from a buffer into the caller's tensors; run once, by the first
-            thread that sees the operation done.
+        finish: copies results from a buffer into the caller's tensors; runs once, on the first
+            thread that finds the operation done.
         complete_later: passes a job to the thread that completes futures.
     """
 
@@ -66,8 +66,8 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
         """Block until the operation has ended; return True.
 
         Raises:
-            CollectiveTimeoutError: it has not ended within `timeout` and continues. (Without a
-                `timeout`, the operation's own timeout bounds the wait.)
+            CollectiveTimeoutError: the operation has not ended within `timeout` and continues.
+                (Without a `timeout`, the operation's own timeout bounds the wait.)
             CollectiveError: the operation itself failed.
         """
         limit_s = None if timeout is None else timeout.total_seconds()
@@ -83,11 +83,11 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
         return True
 
     def synchronize(self) -> None:
-        """Wait."""
+        """Wait for the operation."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Order the current stream behind the operation; on the host, wait."""
+        """Make the current stream wait for the operation; on the host, block until it has ended."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -118,7 +118,7 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """Return a torch future of the tensors; see the note above for its errors."""
+        """Return a torch future of the tensors; see the module's note for its errors."""
         with self._lock:
             if self._future is None:
                 devices = sorted(
@@ -149,7 +149,7 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
 
 
 def joined(works: Sequence[TorchWork], complete_later: CompleteLater) -> TorchWork:
-    """Return one work for several."""
+    """Combine several works into one."""
     parts = [part for work in works for part in work.parts]
     result = [tensor for work in works for tensor in work.result()]
     return TorchWork(parts, result, both([work.take_finish() for work in works]), complete_later)

@@ -1,4 +1,4 @@
-"""Readers for the answers to torch's commands."""
+"""Functions that read the answers to torch's commands."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def take_if_present(channel: Channel, deadline: Deadline) -> bytes | None:
 
 
 def take_if_still_present(channel: Channel, deadline: Deadline) -> bytes | None:
-    """Read the answers to CHECK, GET and CHECK; a key deleted in between counts as missing."""
+    """Read the answers to CHECK, GET and CHECK; a key deleted in between is missing."""
     value = take_if_present(channel, deadline)
     return value if take_check(channel, deadline) else None
 
@@ -38,7 +38,7 @@ def take_pong(channel: Channel, deadline: Deadline) -> None:
 
 
 def take_nothing(_: Channel, __: Deadline) -> None:
-    """Read nothing: the command has no answer."""
+    """Read nothing, because the command has no answer."""
 
 
 def take_bool(channel: Channel, deadline: Deadline) -> bool:
@@ -47,13 +47,13 @@ def take_bool(channel: Channel, deadline: Deadline) -> bool:
 
 
 def take_item(channel: Channel, deadline: Deadline) -> bytes | None:
-    """Read the answer to QUEUE_POP: None if the queue was empty."""
+    """Read the answer to QUEUE_POP; return None if the queue was empty."""
     count = channel.take_int(deadline)
     return channel.take_string(deadline) if count > 0 else None
 
 
 def take_wait(channel: Channel, deadline: Deadline) -> bool:
-    """Read the answer to WAIT or BARRIER; cancel at the deadline and return False."""
+    """Read the answer to WAIT or BARRIER; at the deadline, cancel the wait and return False."""
     try:
         channel.take(1, deadline)
     except TimeoutError:

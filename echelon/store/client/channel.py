@@ -1,8 +1,8 @@
-"""One connection of a client: sends bytes and reads replies, each call bounded by a deadline.
+"""Sends bytes and reads replies on one connection of a client, each call within a deadline.
 
-At most one thread reads and one writes; the owners ensure that. A receive sleeps in the kernel for
-at most one second before it checks the deadline again, which saves a poll per answer. Close to the
-deadline, and for sending, the channel polls.
+At most one thread reads and at most one writes, which the owners of the channel ensure. A receive
+sleeps in the kernel for at most one second before it checks the deadline again, which saves a poll
+per answer. Close to the deadline, and for sending, the channel polls.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class Channel:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the server understands echelon's extensions."""
+        """Whether the server supports echelon's extensions."""
         return bool(self.instance)
 
     def seal(self, to_server: bytes, to_client: bytes) -> None:
-        """Send and accept only sealed records from now on (see `seal`).
+        """From now on, send and accept only sealed records (see `seal`).
 
         Raises:
             StoreConnectionError: unread bytes precede the sealed stream.
@@ -88,7 +88,7 @@ class Channel:
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Close the socket; the server withdraws this connection's waits."""
+        """Close the socket, so that the server withdraws this connection's waits."""
         self._socket.close()
 
     @property
@@ -97,7 +97,7 @@ class Channel:
         return self._socket.family, self._socket.getpeername()
 
     def interrupt(self) -> None:
-        """Make any thread that waits on this channel fail; callable from any thread."""
+        """Make any thread that is waiting on this channel fail; callable from any thread."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -133,7 +133,7 @@ class Channel:
         """Return the next `size` bytes of the reply.
 
         Raises:
-            TimeoutError: they did not arrive in time; those that did are kept.
+            TimeoutError: the bytes did not all arrive in time; the bytes that did are kept.
             ConnectionError: the server closed the connection.
         """
         end = self._at + size
@@ -145,7 +145,7 @@ class Channel:
         return data
 
     def _fill(self, size: int, deadline: Deadline) -> None:
-        """Receive until the buffer begins with `size` bytes."""
+        """Receive bytes until the buffer holds at least `size` bytes."""
         pieces = [self._buffer[self._at :]]
         have = len(pieces[0])
         self._at = 0
@@ -187,7 +187,7 @@ class Channel:
     def take_frame(self, deadline: Deadline) -> tuple[int, int, bytes]:
         """Return (status, tag, payload) of an answer to one of echelon's queries.
 
-        After a TimeoutError a further call continues where this one stopped.
+        After a TimeoutError, the next call continues where this call stopped.
         """
         if self._header is None:
             self._header = p.unpack_frame_header(self.take(p.FRAME_HEADER_BYTES, deadline))
@@ -197,9 +197,9 @@ class Channel:
         return status, tag, payload
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """Wait for the server to close the connection; return whether it did in time.
+        """Wait for the server to close the connection; return whether it did so in time.
 
-        For a thread that neither reads nor writes.
+        To be called by a thread that neither reads nor writes.
         """
         ended = select.poll()
         ended.register(self._socket, getattr(select, "POLLRDHUP", 0))
@@ -211,7 +211,7 @@ class Place:
     """The address of a store, and the identity of the client that connects to it.
 
     Attributes:
-        host, port: the server.
+        host, port: the address of the server.
         secret: the shared secret, or None for an open server.
         session: identifies the client to echelon's server across connections.
     """
@@ -226,7 +226,7 @@ def connect(place: Place, known: tuple[Address, ...], deadline: Deadline) -> Cha
     """Connect to a store server, trying every address of the host, and perform the handshake.
 
     Args:
-        known: addresses to try before the name is resolved, which may take long.
+        known: addresses to try before the host's name is resolved, because resolving may take long.
 
     Raises:
         OSError: no address could be reached, or the server closed the connection; a retry may
@@ -246,7 +246,7 @@ Address = tuple[int, "tuple[Any, ...]"]  # family, and what connect() takes
 
 
 def _dial(place: Place, known: tuple[Address, ...], deadline: Deadline) -> socket.socket:
-    """Return a connected socket."""
+    """Return a socket that is connected to the server."""
     problem: OSError = ConnectionRefusedError(f"{place.host} has no address")
     for family, address in known:
         try:
@@ -289,7 +289,7 @@ def _dial_one(family: int, address: tuple[Any, ...], timeout_s: float) -> socket
 
 
 def _shake_hands(channel: Channel, place: Place, deadline: Deadline) -> None:
-    """Announce this client, detect which server it is, and prove the secret if there is one."""
+    """Announce this client, detect the kind of server, and prove the secret if there is one."""
     secret = place.secret
     opening = p.encode(p.VALIDATE, p.VALIDATE_MAGIC) + p.encode(p.PING, p.OUR_NONCE)
     channel.send(opening, deadline)
@@ -320,7 +320,7 @@ def _shake_hands(channel: Channel, place: Place, deadline: Deadline) -> None:
 
 
 def _take_ok(channel: Channel, deadline: Deadline) -> bytes:
-    """Return the payload of the handshake's next answer.
+    """Return the payload of the next answer in the handshake.
 
     Raises:
         StoreConnectionError: the server refuses this client.

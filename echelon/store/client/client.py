@@ -1,11 +1,12 @@
 """The client: torch's Store API over a connection to echelon's server or torch's.
 
-Calls block, are thread-safe, and are each bounded by a deadline. The handshake reveals which server
-it is; after that, `our_calls` or `torch_calls` implements the calls. On echelon's server every call
-is one round trip, and gather, barrier, get and queue_pop wait inside the server.
+Calls block, are thread-safe, and are each bounded by a deadline. The handshake reveals the kind of
+server, for which either `our_calls` or `torch_calls` implements the calls. On echelon's server
+every call is one round trip, and gather, barrier, get and queue_pop wait inside the server.
 
-After a broken connection, calls that are safe to repeat (reads and waits) are repeated. Others
-(add, append, compare_set, queue operations, rounds) fail with an error that says so.
+After a broken connection, calls that are safe to repeat (reads and waits) are repeated. All other
+calls (add, append, compare_set, queue operations, rounds) fail with an error that reports the
+broken connection.
 """
 
 from __future__ import annotations
@@ -36,21 +37,23 @@ _INIT_WIRE: Final = b"init/"
 
 
 class TCPStore(Store):
-    """A client of the store server at an address, which it can also host.
+    """A client of the store server at an address. The client can also host the server.
 
     Args:
-        host_name: the server's host; the master binds it.
-        port: the server's port; the master binds it, and 0 means any free port.
+        host_name: the server's host name or address, which the master binds.
+        port: the server's port, which the master binds; 0 means any free port.
         world_size: how many clients to expect; None if unknown.
-        is_master: host the server in this process as well.
-        timeout: limit for connecting, and for each call that does not specify its own.
-        wait_for_workers: make the master's constructor wait until `world_size` clients have joined.
-        multi_tenant: let several masters of this process share one server at the port.
+        is_master: whether to host the server in this process as well.
+        timeout: the timeout for connecting, and for each call that does not specify its own.
+        wait_for_workers: whether the master's constructor waits until `world_size` clients have
+            joined.
+        multi_tenant: whether several masters of this process may share one server at the port.
         master_listen_fd: descriptor of a listening socket for the master to take over.
-        use_libuv: accepted for compatibility with torch; without effect.
+        use_libuv: accepted for compatibility with torch; has no effect.
         observer: see `Store.observer`; in a job's worker it defaults to the black box.
         secret: the secret shared by clients and server, at least 16 bytes. None means the job's
-            secret if this process is a worker and this is its job's store, else an open store.
+            secret if this process is a worker and the address is its job's store; otherwise the
+            store is open.
 
     Raises:
         StoreTimeoutError: no server came up, or not all workers joined, within the timeout.
@@ -107,7 +110,7 @@ class TCPStore(Store):
 
     @property
     def host(self) -> str:
-        """The server's name or address, as given."""
+        """The server's name or address, as the caller gave it."""
         return self._dialer.place.host
 
     @property
@@ -117,20 +120,20 @@ class TCPStore(Store):
 
     @property
     def endpoint(self) -> str:
-        """The server as "host:port"."""
+        """The server's address as "host:port"."""
         return self._dialer.endpoint
 
     @property
     def has_extensions(self) -> bool:
-        """Whether the server is echelon's; if so, operations such as gather take one round trip."""
+        """Whether the server is echelon's, where operations such as gather take one round trip."""
         return isinstance(self._calls, OurCalls)
 
     def clone(self, timeout: Timeout | None = None) -> TCPStore:
         """Return another client of the same server.
 
         Args:
-            timeout: limit for connecting, and for calls that do not specify one; None means this
-                client's timeout.
+            timeout: the timeout for connecting, and for calls that do not specify their own; None
+                means this client's timeout.
         """
         return TCPStore(
             self.host,
@@ -141,7 +144,7 @@ class TCPStore(Store):
         )
 
     def close(self) -> None:
-        """Disconnect; stop a server hosted here once no store of this process uses it."""
+        """Disconnect; a server hosted in this process stops once none of its stores uses it."""
         hosted = self._leave()
         if hosted is not None:
             hosted.leave()
@@ -161,7 +164,7 @@ class TCPStore(Store):
                 hosted.leave_soon()  # a finalizer waits for no thread
 
     def _join(self, world_size: int, is_master: bool, deadline: Deadline) -> None:
-        """Count this client as joined; the master waits for all clients."""
+        """Count this client as joined; the master also waits for all clients."""
         joined = self._open_calls.add_wire(_INIT_WIRE, 1, _INIT_WIRE)
         pause = threading.Event()
         while is_master and joined < world_size:
@@ -181,7 +184,7 @@ class TCPStore(Store):
         return self._calls
 
     def statistics(self) -> StoreStatistics:
-        """Return what echelon's server holds and which connections wait.
+        """Return statistics about echelon's server: its contents and the connections that wait.
 
         Raises:
             StoreError: the server is torch's, which does not keep statistics.

@@ -1,8 +1,9 @@
-"""Connecting and reconnecting to one store server, with errors that explain failures.
+"""Connects and reconnects to one store server, with errors that explain failures.
 
-A client first connects when it is created, and waits up to its timeout for the server to start. It
-reconnects when a connection breaks: for 10 s, or 1 s if the server's machine refuses the
-connection. A server with a different instance has lost the keys, so the client refuses it.
+A client first connects when it is created, and waits up to its timeout for the server to start.
+When a connection breaks, the client tries to reconnect for 10 s, or for 1 s if the server's machine
+refuses the connection. A server with a different instance has lost the keys, so the client does not
+accept it.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ _REFUSED_S = 1.0  # ... when its machine answers that nothing listens: the proce
 
 
 class Dialer:
-    """The connector of one client to one server.
+    """Connects one client to one server.
 
     Attributes:
-        place: the server.
+        place: the address of the server.
         is_closed: whether the client was closed.
     """
 
@@ -40,19 +41,19 @@ class Dialer:
 
     @property
     def endpoint(self) -> str:
-        """The server as "host:port"."""
+        """The server's address as "host:port"."""
         return f"{self.place.host}:{self.place.port}"
 
     @property
     def is_in_its_process(self) -> bool:
-        """Whether this is the process that made the client, not a forked child."""
+        """Whether this is the process that created the client, and not a forked child."""
         return self._pid == os.getpid()
 
     def check_usable(self, operation: str, key: str) -> None:
         """Raise unless the client can be used in this process.
 
         Raises:
-            StoreError: it was closed, or another process created it.
+            StoreError: the client was closed, or another process created it.
         """
         if self.is_closed:
             why = "the store is closed"
@@ -67,10 +68,10 @@ class Dialer:
         )
 
     def connect(self, operation: str, key: str, deadline: Deadline) -> Channel:
-        """Connect, retrying with growing, jittered delays until the window closes.
+        """Connect to the server, retrying with growing, jittered delays until the time window ends.
 
         Raises:
-            StoreTimeoutError: no server came up in time.
+            StoreTimeoutError: no server was reached in time.
             StoreConnectionError: the server is gone, was replaced, or does not accept this client.
         """
         self.check_usable(operation, key)
@@ -132,7 +133,7 @@ class Dialer:
     def lost(
         self, operation: str, key: str, why: str, num_unconfirmed: int
     ) -> StoreConnectionError:
-        """Return the error for a call whose connection broke."""
+        """Return the error for a call during which the connection broke."""
         if self.is_closed:
             why = "the store was closed during the call"
         if num_unconfirmed:
@@ -146,5 +147,5 @@ class Dialer:
 
 
 def call(operation: str, key: str) -> str:
-    """Format a call for messages."""
+    """Format a call for error messages."""
     return f"{operation}({key!r})" if key else operation

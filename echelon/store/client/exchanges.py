@@ -1,9 +1,9 @@
-"""Request and answer: the three kinds of exchange between a client and torch's server.
+"""Implements the three kinds of exchange between a client and torch's server.
 
-`ask` sends a request that is answered at once, on the shared connection. `tell` sends one that has
-no answer. `hold` runs an exchange that may block for long, on its own connection. Each turns a
-failure into an error that names the operation, key and server, and closes any connection on which a
-late answer could still arrive.
+`ask` sends a request that is answered at once, on the shared connection. `tell` sends a request
+that has no answer. `hold` runs an exchange that may block for long, on its own connection. Each
+method turns a failure into an error that names the operation, key and server, and closes any
+connection on which a late answer could still arrive.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Exchanges:
     """The exchanges over the connections of one client.
 
     A call that is safe to repeat is marked `can_repeat` and is retried over a new connection when
-    one breaks, unless unanswered writes may have been lost with it. torch's server closes the
-    connection when it refuses a request, so no request is repeated more than twice.
+    the old one breaks, unless unanswered writes may have been lost with the old one. torch's server
+    closes the connection when it refuses a request, so no request is repeated more than twice.
     """
 
     def __init__(self, pool: Pool) -> None:

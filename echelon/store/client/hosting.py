@@ -1,7 +1,7 @@
-"""Servers that are hosted and shared by the stores of this process.
+"""Manages servers that stores in this process host and share.
 
-torch lets several masters in one process share a server on one port (`multi_tenant`); the last one
-to close stops it.
+torch lets several masters in one process share a server on one port (`multi_tenant`); the last
+master to close stops the server.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Hosted:
     """A server in this process, and the number of stores that share it.
 
     Attributes:
-        port: the port on which it listens.
-        pid: the process ID of its host.
+        port: the port on which the server listens.
+        pid: the ID of the process that hosts the server.
     """
 
     def __init__(self, host: str, port: int, secret: bytes | None, listen_fd: int | None) -> None:
@@ -32,17 +32,17 @@ class Hosted:
         self._num_stores = 1
 
     def share(self) -> Hosted:
-        """Count one more store."""
+        """Add a store to those that share the server."""
         self._num_stores += 1
         return self
 
     def leave(self) -> None:
-        """Count one store fewer; the last one stops the server and waits until it has stopped."""
+        """Remove a store; the last store stops the server and waits until it has stopped."""
         if self._is_last():
             self._server.close()
 
     def leave_soon(self) -> None:
-        """Count one store fewer without waiting; safe in a finalizer."""
+        """Remove a store without waiting for the server to stop; safe in a finalizer."""
         if self._is_last():
             self._server.stop_soon()
 
@@ -62,7 +62,7 @@ _shared_lock = threading.RLock()
 def host(
     address: str, port: int, secret: bytes | None, multi_tenant: bool, listen_fd: int | None
 ) -> Hosted:
-    """Start a server, or share the one that this process already hosts on the port."""
+    """Start a server, or share the server that this process already hosts on the port."""
     shared = _share(port) if multi_tenant else None
     if shared is not None:
         return shared

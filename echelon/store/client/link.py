@@ -1,9 +1,9 @@
-"""One connection to echelon's server, shared by all threads of a client.
+"""Manages one connection to echelon's server, which all threads of a client share.
 
 Every query carries a tag, which its answer repeats, so waits, watches and short calls share the
-connection, and answers may arrive in any order. There is no reader thread: one of the waiting
-callers reads and hands over the others' answers; once its own answer has arrived, another caller
-takes over.
+connection, and answers may arrive in any order. There is no reader thread. Instead, one of the
+waiting callers reads and hands over the other callers' answers. Once its own answer has arrived,
+another caller takes over.
 
 [Note: quiet writes] `set` and similar queries carry tag 0 and are answered only if they are
 refused. The server executes the queries of a connection in order, so the answer to any later query
@@ -30,10 +30,10 @@ class Call:
     """A query in progress.
 
     Attributes:
-        tag: its number on the link.
-        status: the status of its answer, None until it arrives.
-        payload: the payload of its answer.
-        frames: for a watch, the frames that have arrived but were not taken.
+        tag: the number of the query on its link.
+        status: the status of the answer; None until the answer arrives.
+        payload: the payload of the answer.
+        frames: for a watch, the frames that have arrived but have not been taken yet.
     """
 
     __slots__ = ("_num_quiet", "event", "frames", "payload", "status", "tag")
@@ -48,16 +48,17 @@ class Call:
 
     @property
     def is_ready(self) -> bool:
-        """Whether an answer or a frame has arrived and was not taken."""
+        """Whether an answer or a frame has arrived that has not been taken yet."""
         return self.status is not None or bool(self.frames)
 
 
 class Link:
-    """The owner of a channel; all methods may be called from any thread.
+    """The owner of a channel. All methods may be called from any thread.
 
     Attributes:
-        problem: why the link can no longer be used.
-        refusal: the server's text when it closed the connection or refused a quiet write.
+        problem: why the link can no longer be used, if it cannot.
+        refusal: the reason that the server gave for closing the connection or refusing a quiet
+            write.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -77,25 +78,25 @@ class Link:
 
     @property
     def num_unconfirmed(self) -> int:
-        """The number of quiet writes that are not confirmed."""
+        """The number of quiet writes that have not been confirmed."""
         return self._num_quiet - self._num_confirmed
 
     def take_unconfirmed(self) -> int:
-        """Return `num_unconfirmed` and reset it, so that only one error reports them."""
+        """Return `num_unconfirmed` and reset it, so that these writes are reported only once."""
         number, self._num_confirmed = self.num_unconfirmed, self._num_quiet
         return number
 
     @property
     def is_idle(self) -> bool:
-        """Whether no answer is outstanding."""
+        """Whether no answers are outstanding."""
         return not self._calls
 
     def start(self, query: int, body: bytes, deadline: Deadline, *, is_watch: bool = False) -> Call:
         """Send a query.
 
         Raises:
-            TimeoutError: the server did not accept it in time; if it accepted a part, the link is
-                broken.
+            TimeoutError: the server did not accept the query in time; if it accepted a part of the
+                query, the link is broken.
             OSError: the link is broken.
         """
         if not self._writing.acquire(timeout=deadline.left_s):
@@ -111,7 +112,7 @@ class Link:
         return call
 
     def send_all(self, queries: list[tuple[int, bytes]], deadline: Deadline) -> list[Call]:
-        """Send several queries in one packet; raises like `start`."""
+        """Send several queries in one packet; raises the same errors as `start`."""
         if not self._writing.acquire(timeout=deadline.left_s):
             raise TimeoutError("another thread's call is being sent")
         try:
@@ -130,7 +131,7 @@ class Link:
         return calls
 
     def write(self, query: int, body: bytes, deadline: Deadline) -> None:
-        """Send a query that is answered only if it is refused; raises like `start`."""
+        """Send a query that is answered only if it is refused; raises as `start` does."""
         if not self._writing.acquire(timeout=deadline.left_s):
             raise TimeoutError("another thread's call is being sent")
         try:
@@ -151,7 +152,7 @@ class Link:
     def cancel(self, call: Call, deadline: Deadline) -> None:
         """Ask the server to withdraw a wait or watch.
 
-        The answer to the query or to the withdrawal still arrives.
+        An answer to the query or to the withdrawal still arrives.
         """
         if not self._writing.acquire(timeout=deadline.left_s):
             raise TimeoutError("another thread's call is being sent")
@@ -163,14 +164,14 @@ class Link:
             self._close_if_unused()
 
     def forget(self, call: Call) -> None:
-        """Discard answers that still arrive for a call."""
+        """Discard the answers to a call that are still to arrive."""
         self._calls.pop(call.tag, None)
 
     def finish(self, call: Call, deadline: Deadline) -> None:
-        """Wait until the call is ready.
+        """Wait until an answer or a frame of the call is ready.
 
         Raises:
-            TimeoutError: it was not ready in time; it can be waited for again.
+            TimeoutError: the call was not ready in time; it can be waited for again.
             OSError: the link broke.
         """
         while not call.is_ready:
@@ -186,7 +187,7 @@ class Link:
                 self._follow(call, deadline)
 
     def _follow(self, call: Call, deadline: Deadline) -> None:
-        """Sleep until another thread has read the answer, or stops reading."""
+        """Sleep until another thread has read this call's answer, or has stopped reading."""
         event = call.event = threading.Event()
         self._followers[call] = None
         try:
@@ -199,7 +200,7 @@ class Link:
                 self._promote()  # this thread may have been asked to read on
 
     def _promote(self) -> None:
-        """Make one of the followers the reader."""
+        """Make one of the waiting callers the reader."""
         if self._followers and not self._reading.locked():
             for call in list(self._followers):
                 if call.event is not None:
@@ -253,7 +254,7 @@ class Link:
     def _close_if_unused(self) -> None:
         """Close the socket of a link that has failed once no thread is inside it.
 
-        A thread that takes a lock later finds the problem and does not touch the socket.
+        A thread that takes a lock later finds the link's `problem` and does not use the socket.
         """
         if self.problem is not None and not (self._reading.locked() or self._writing.locked()):
             self.channel.close()

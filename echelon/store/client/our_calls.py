@@ -1,4 +1,4 @@
-"""The Store API on echelon's server: one tagged query for nearly every call."""
+"""Implements the Store API on echelon's server, with one tagged query for nearly every call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _STEPS: Final = {
 
 
 def _body(*fields: bytes | int | list[bytes]) -> bytes:
-    """Encode the fields of a query."""
+    """Encode the fields of a query as its body."""
     return p.encode(0xFF, *fields)[1:]
 
 
@@ -52,12 +52,12 @@ class OurCalls(Store):
         self._leases = _Leases(session)
 
     def clone(self) -> Store:
-        """Raise NotImplementedError: `TCPStore` implements it."""
+        """Raise NotImplementedError, because `TCPStore` implements this method."""
         raise NotImplementedError
 
     @property
     def endpoint(self) -> str:
-        """The server as "host:port"."""
+        """The server's address as "host:port"."""
         return self._session.dialer.endpoint
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class OurCalls(Store):
         return self.add_wire(b"/" + key, amount, key)
 
     def add_wire(self, wire: bytes, amount: int, key: bytes) -> int:
-        """Add to a key in its wire form; `key` is its name in messages."""
+        """Add to a counter whose key is in wire form; `key` is its name for messages."""
         return p.unpack_i64(self._sure("add", key, p.ACK_ADD, _body(wire, amount)))
 
     def _do_append(self, key: bytes, value: bytes) -> None:
@@ -203,7 +203,7 @@ class OurCalls(Store):
     # Beyond torch's API.
 
     def statistics(self) -> StoreStatistics:
-        """Return what the server holds and which connections wait for which keys."""
+        """Return statistics: the server's contents, and which connections wait for which keys."""
         return StoreStatistics.from_json(self._sure("statistics", b"", p.STATISTICS, b""))
 
     def _do_pipeline(self, steps: list[Step]) -> None:
@@ -226,7 +226,7 @@ class OurCalls(Store):
             steps = steps[len(queries) :]
 
     def _outcome(self, step: Step, status: int, payload: bytes) -> object:
-        """Return the answer of a pipeline's step, or the error in its place."""
+        """Return the answer to a pipeline's step, or the error that takes its place."""
         if status == p.ERROR:
             text = payload.decode("utf-8", "replace")
             name = show(step.key)
@@ -271,7 +271,7 @@ class OurCalls(Store):
 
 
 class _PushedWatch(Watch):
-    """A watch whose changes echelon's server pushes."""
+    """A watch to which echelon's server pushes changes."""
 
     def __init__(self, link: Link, watching: Call) -> None:
         self._link = link
@@ -306,7 +306,7 @@ class _PushedWatch(Watch):
 
 
 class _Leases:
-    """The presences of one client, renewed by a thread as long as there are any."""
+    """The presences of one client, which a thread renews for as long as there are any."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -317,7 +317,7 @@ class _Leases:
         self._is_closed = False
 
     def add(self, key: bytes, lease_s: float) -> None:
-        """Renew this key's lease until it is released."""
+        """Keep renewing this key's lease until it is released."""
         with self._lock:
             self._lease_s[key] = lease_s
             if self._thread is None:
@@ -328,7 +328,7 @@ class _Leases:
                 self._thread.start()
 
     def release(self, key: bytes) -> None:
-        """End a presence; if the server cannot be reached, its lease expires."""
+        """End a presence. If the server cannot be reached, the lease expires by itself."""
         with self._lock:
             known = self._lease_s.pop(key, None)
         if known is not None and self._session.dialer.is_in_its_process:
@@ -354,7 +354,7 @@ class _Leases:
                 return
 
     def _renew(self) -> None:
-        """Renew until no presence is left; reconnect at once when the connection closes."""
+        """Keep renewing presences until none is left; reconnect if the connection closes."""
         while True:
             with self._lock:
                 if not self._lease_s or self._is_closed:

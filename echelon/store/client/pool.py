@@ -1,11 +1,12 @@
-"""The connections of a client of torch's server.
+"""Manages the connections of a client to torch's server.
 
-[Note: one connection for answers, others for waits] Replies carry no IDs, so a connection serves
-one exchange at a time. Exchanges that the server answers at once share the main connection under a
-lock. A call that may block for long takes the main connection for itself, and the next call opens
-or reuses another. So a program with one thread has one connection, and a blocked thread does not
-block the others. Before the connection is taken, a PING confirms any outstanding commands without a
-reply (`set`), so that a thread's next call sees its own writes, whichever connection carries it.
+[Note: one connection for answers, others for waits] Replies do not carry IDs, so a connection
+serves only one exchange at a time. Exchanges that the server answers at once share the main
+connection under a lock. A call that may block for long takes the main connection for itself, and
+the next call opens or reuses another connection. So a program with one thread has one connection,
+and a blocked thread does not block other threads. Before the main connection is taken, a PING
+confirms any outstanding commands without a reply (`set`), so that a thread's next call sees the
+thread's own writes on any connection.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Pool:
 
     @property
     def endpoint(self) -> str:
-        """The server as "host:port"."""
+        """The server's address as "host:port"."""
         return self._dialer.endpoint
 
     @property
@@ -54,10 +55,10 @@ class Pool:
         return self._dialer.is_closed
 
     def turn(self, operation: str, key: str, deadline: Deadline) -> threading.Lock:
-        """Take the main connection's lock and return it; the caller releases it.
+        """Acquire and return the lock of the main connection, which the caller must release.
 
         Raises:
-            StoreTimeoutError: calls of other threads held it for too long.
+            StoreTimeoutError: calls of other threads held the lock for too long.
             StoreError: the store is closed, or belongs to another process.
         """
         self._dialer.check_usable(operation, key)
@@ -66,7 +67,7 @@ class Pool:
         return self._lock
 
     def main(self, operation: str, key: str, deadline: Deadline) -> Channel:
-        """Return the main connection, connecting if there is none; the caller holds the lock."""
+        """Return the main connection, connecting if necessary; the caller holds the lock."""
         if self._main is not None and not self._main.num_unconfirmed and self._main.is_stale():
             self.drop(self._main)  # cut while nothing was asked: nothing can be lost
         if self._main is None:
@@ -80,7 +81,7 @@ class Pool:
         return self._main
 
     def take_away(self, operation: str, key: str, deadline: Deadline) -> Channel:
-        """Take the main connection for a call that blocks; no exchange is in progress on it."""
+        """Take the main connection, on which no exchange is in progress, for a call that blocks."""
         lock = self.turn(operation, key, deadline)
         try:
             channel = self.main(operation, key, deadline)
@@ -93,7 +94,7 @@ class Pool:
         return channel
 
     def give_back(self, channel: Channel) -> None:
-        """Return a connection whose exchange is complete, without waiting for other calls."""
+        """Return a connection to the pool after its exchange, without waiting for other calls."""
         self._taken.discard(channel)
         if not self._lock.acquire(blocking=False):
             channel.close()
@@ -111,14 +112,14 @@ class Pool:
             self._lock.release()
 
     def drop(self, channel: Channel) -> None:
-        """Close a connection whose exchange has failed."""
+        """Close a connection on which an exchange has failed."""
         self._taken.discard(channel)
         if self._main is channel:
             self._main = None
         channel.close()
 
     def close(self) -> None:
-        """Close all connections; calls that wait in other threads fail."""
+        """Close all connections, so that calls waiting in other threads fail."""
         self._dialer.is_closed = True
         forked = not self._dialer.is_in_its_process
         for channel in (*self._taken, *self._idle, self._main):
@@ -145,7 +146,7 @@ class Pool:
         return self._dialer.lost(operation, key, why, num_unconfirmed)
 
     def _confirm(self, channel: Channel, operation: str, key: str, deadline: Deadline) -> None:
-        """Make sure that the server has received everything sent."""
+        """Make sure that the server has received everything that was sent."""
         try:
             channel.send(p.encode(p.PING, 0), deadline)
             channel.take(4, deadline)

@@ -1,10 +1,10 @@
-"""A client's session with echelon's server: calls over one link, which is replaced when it breaks.
+"""A client's session with echelon's server, over one link that is replaced when it breaks.
 
-`ask` sends a query that is answered at once, `wait` one that may block and is cancelled at the
-deadline, and `write` one that is answered only if it is refused. A query that is safe to repeat is
-marked `can_repeat` and is retried over a new link, unless quiet writes may have been lost with the
-old one. If the server closes the connection twice without answering, the query is not sent a third
-time.
+`ask` sends a query that is answered at once. `wait` sends a query that may block and is cancelled
+at the deadline. `write` sends a query that is answered only if it is refused. A query that is safe
+to repeat is marked `can_repeat` and is retried over a new link, unless quiet writes may have been
+lost with the old link. If the server closes the connection twice without answering, the query is
+not sent a third time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class WaitCancelledError(Exception):
     """A wait was cancelled at its deadline.
 
     Attributes:
-        payload: the server's information about the round that was waited for.
+        payload: the server's information about the barrier or gather that was waited for.
     """
 
     def __init__(self, payload: bytes) -> None:
@@ -57,7 +57,7 @@ class Session:
         return [] if link is None else [link.channel.descriptor]
 
     def close(self) -> None:
-        """Close the link; calls that wait in other threads fail."""
+        """Close the link, so that calls waiting in other threads fail."""
         self.dialer.is_closed = True
         link, self._link = self._link, None
         if link is not None and self.dialer.is_in_its_process:
@@ -66,7 +66,7 @@ class Session:
             link.channel.close()
 
     def link(self, operation: str, key: bytes, deadline: Deadline) -> Link:
-        """Return a link that was usable a moment ago, connecting if there is none.
+        """Return a link that was usable a moment ago, connecting if there is no link.
 
         Raises:
             StoreError: the store is closed, or belongs to another process.
@@ -105,11 +105,11 @@ class Session:
         *,
         can_repeat: bool = False,
     ) -> bytes | None:
-        """Send a query that is answered at once; return the answer's payload, or None for NOTHING.
+        """Send a query that is answered at once; return the payload, or None for status NOTHING.
 
         Raises:
-            StoreError: the server refuses it.
-            StoreTimeoutError, StoreConnectionError: it was not answered.
+            StoreError: the server refuses the query.
+            StoreTimeoutError, StoreConnectionError: the query was not answered.
         """
         for is_last in (not can_repeat, True):
             link = self.link(operation, key, deadline)
@@ -138,7 +138,7 @@ class Session:
         """Send queries in one packet; return the status and payload of each answer.
 
         Raises:
-            StoreTimeoutError, StoreConnectionError: they were not all answered.
+            StoreTimeoutError, StoreConnectionError: not all queries were answered.
         """
         link = self.link(operation, key, deadline)
         calls: list[Call] = []
@@ -159,7 +159,7 @@ class Session:
     def write(
         self, operation: str, key: bytes, query: int, body: bytes, deadline: Deadline
     ) -> None:
-        """Send a query that gets no answer; a refusal is raised by the next call."""
+        """Send a query that is answered only if it is refused; the next call raises the refusal."""
         link = self.link(operation, key, deadline)
         try:
             link.write(query, body, deadline)
@@ -182,7 +182,7 @@ class Session:
 
         Raises:
             WaitCancelledError: the deadline passed and the server withdrew the wait.
-            StoreError: as `ask`.
+            StoreError: as for `ask`.
         """
         for is_last in (not can_repeat, False, True):
             link = self.link(operation, key, deadline)
@@ -252,5 +252,5 @@ _U64 = struct.Struct("<Q")
 
 
 def one_key(wire: bytes) -> bytes:
-    """Return the body of a query about one key."""
+    """Return the body of a query that concerns a single key."""
     return _U64.pack(len(wire)) + wire

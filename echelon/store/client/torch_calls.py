@@ -1,10 +1,11 @@
-"""The Store API on torch's server, with torch's own commands.
+"""Implements the Store API on torch's server, with torch's own commands.
 
-Replies carry no IDs, so a connection serves one exchange at a time (see the note in `pool`).
+Replies do not carry IDs, so a connection serves one exchange at a time (see the note in `pool`).
 Gathers are built from plain commands (see the note in `base`).
 
-After a broken connection, calls that are safe to repeat (reads and waits) are repeated once. Others
-(add, append, compare_set, queue operations, rounds) fail with an error that says so.
+After a broken connection, calls that are safe to repeat (reads and waits) are repeated once. All
+other calls (add, append, compare_set, queue operations, rounds) fail with an error that reports the
+broken connection.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ class TorchCalls(Store):
         self._default_s = timeout_s
 
     def clone(self) -> Store:
-        """Raise NotImplementedError: `TCPStore` implements it."""
+        """Raise NotImplementedError, because `TCPStore` implements this method."""
         raise NotImplementedError
 
     @property
     def endpoint(self) -> str:
-        """The server as "host:port"."""
+        """The server's address as "host:port"."""
         return self._pool.endpoint
 
     def close(self) -> None:
@@ -104,7 +105,7 @@ class TorchCalls(Store):
         return self.add_wire(_wire(key), amount, key)
 
     def add_wire(self, wire: bytes, amount: int, key: bytes) -> int:
-        """Add to a key in its wire form; `key` is its name in messages."""
+        """Add to a counter whose key is in wire form; `key` is its name for messages."""
         return self._ask("add", key, p.encode(p.ADD, wire, amount), Channel.take_int)
 
     def _do_append(self, key: bytes, value: bytes) -> None:
@@ -130,7 +131,7 @@ class TorchCalls(Store):
             self._wait_present("wait", keys, deadline)
 
     def _wait_present(self, operation: str, keys: list[bytes], deadline: Deadline) -> None:
-        """Wait inside the server until all keys exist."""
+        """Wait, inside the server, until all keys exist."""
         request = p.encode(p.WAIT, _wires(keys))
         is_there = self._exchanges.hold(
             operation, keys[0], request, take_wait, deadline, can_repeat=True
@@ -139,7 +140,7 @@ class TorchCalls(Store):
             self._raise_wait_timeout(operation, keys, self._missing_of(keys), deadline)
 
     def _missing_of(self, keys: list[bytes]) -> list[bytes]:
-        """Return the keys that do not exist, in one round trip."""
+        """Return the keys that do not exist, using one round trip."""
         request = b"".join(p.encode(p.CHECK, [_wire(key)]) for key in keys)
 
         def read(channel: Channel, deadline: Deadline) -> list[bytes]:
@@ -230,7 +231,7 @@ class TorchCalls(Store):
             step.reply.settle(answer)
 
     def _encode_step(self, step: Step) -> tuple[bytes, Read]:
-        """Return the command of a pipeline step and the reader of its answer."""
+        """Return the command for a pipeline's step and the function that reads its answer."""
         wire = _wire(step.key)
         if step.operation == "get":
             return p.encode(p.CHECK, [wire]) + p.encode(p.GET, wire), take_if_present

@@ -1,14 +1,15 @@
 """`echelon store`: a standalone store server.
 
 The first line of output is the port number. The server runs until SIGTERM or SIGINT or, if standard
-input is a pipe, until that pipe closes. So the server ends with its parent, while one started from
-a terminal or with input closed continues. With `--parent-only` only the pipe counts: the parent
-handles signals to all processes of a node, and its other children may still need the server.
+input is a pipe, until that pipe closes. So the server ends with its parent, while a server started
+from a terminal or with closed input continues. With `--parent-only`, the server ignores signals and
+ends only with the pipe, because the parent handles signals to all processes of a node and its other
+children may still need the server.
 
 A parent may also send commands through that pipe, one per line: `admit ADDRESS` admits torch's
-clients from an address that the parent trusts; `publish KEY VALUE` stores a value (both are single
-words); `renew` drops all members and keys, and the server prints the same line once that is done.
-Any other line is ignored.
+clients from an address that the parent trusts; `publish KEY VALUE` stores a value, where both are
+single words; `renew` drops all members and keys, and the server prints the same line once that is
+done. Any other line is ignored.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _PARENTS_SIGNALS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; return its exit code: 0, 1 for a failure to serve, 2 for bad usage."""
+    """Run the command; return its exit code: 0, 1 if the server failed, or 2 for bad usage."""
     args = _parse(argv)
     has_parent_pipe = sys.stdin is not None and _is_pipe(0)
     if args.parent_only:
@@ -100,7 +101,7 @@ def _port(text: str) -> int:
 
 
 def _read_secret(path: Path | None) -> bytes | None:
-    """Return the file's content without the final line break."""
+    """Return the content of the secret's file without the final line break."""
     if path is None:
         return None
     return path.read_bytes().rstrip(b"\r\n")

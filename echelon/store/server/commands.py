@@ -1,9 +1,9 @@
-"""The implementation of torch's commands: one small function per query byte.
+"""Implements torch's commands, with one small function per query byte.
 
-A function gets the connection and the fields of the message; it acts on the shared state and
-answers through the connection. torch's commands have no error reply, so a command that cannot be
-executed raises ValueError, and the connection is closed and the text logged. Echelon's own queries
-are in `queries`.
+Each function gets the connection and the fields of the message, acts on the shared state, and
+answers through the connection. torch's commands have no error reply. So if a command cannot be
+executed, it raises ValueError, the connection is closed, and the error's text is logged. Echelon's
+own queries are in `queries`.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _on_barrier(peer: Peer, key: bytes, world_size: int) -> None:
 
 
 def demand_room_to_wait(peer: Peer) -> None:
-    """Raise ValueError if the connection has reached its limit of open waits."""
+    """Raise ValueError if the connection has reached its limit on open waits."""
     if peer.state.num_waits_of(peer) >= peer.hub.limits.num_waiters:
         raise ValueError(f"more than {peer.hub.limits.num_waiters} open waits")
 

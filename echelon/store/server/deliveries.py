@@ -1,7 +1,7 @@
-"""Data sent to one peer outside its own commands: answers to its waits and events of its watches.
+"""Sends one peer data outside its own commands: answers to its waits and events of its watches.
 
-While the peer has too many unread bytes, answers are deferred, which costs one reference each, and
-watches end.
+While the peer has too many unread bytes, answers are deferred and watches end. A deferred answer
+costs only one reference.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PARKED_S: Final = 0.01  # before an answer that was put off is tried again, if 
 
 
 class Deliveries:
-    """The deliveries to one peer; truthy while some are deferred."""
+    """The deliveries to one peer. The object is true while some answers are deferred."""
 
     __slots__ = ("_parked", "_peer")
 
@@ -45,7 +45,7 @@ class Deliveries:
         self._peer.stop_reading()
 
     def deliver_parked(self) -> None:
-        """Deliver the deferred answers as far as the peer has caught up."""
+        """Deliver deferred answers, as many as the peer's unread bytes allow."""
         while self._parked and not self._is_full:
             self._deliver(*self._parked.popleft())
         if self._parked:

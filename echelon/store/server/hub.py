@@ -1,8 +1,9 @@
-"""The shared part of one server's connections: the state, the members and the housekeeping.
+"""Holds what one server's connections share: the state, the members and the housekeeping.
 
-Everything here runs on the server's event loop. The hub delivers wake-ups, pushes watched changes,
-asks the kernel about local torch clients (in a thread, for many at once), and once per second looks
-for connections that never became members or stopped inside a command.
+Everything here runs on the server's event loop. The hub delivers wake-ups and pushes changes to
+watches. It asks the kernel about local torch clients, for many at once and in a separate thread.
+Once per second, it looks for connections that never became members or that stopped inside a
+command.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ class Hub:
     Attributes:
         state: the keys, queues and waiters.
         limits: the limits for each peer.
-        secret: the secret that members must prove to know; None for an open store.
+        secret: the secret that members must prove that they know; None for an open store.
         instance: random bytes by which a client detects a restarted server.
-        executor: executes plain commands in C; None without the C core.
-        turns: shares the loop's time among busy peers.
-        leases: the presences and their leases.
+        executor: the executor of plain commands in C; None without the C core.
+        turns: the object that shares the loop's time among busy peers.
+        leases: the presences, with their leases.
         connections: all open connections.
         strangers: the open connections that have not become members.
         admitted_addresses: numeric addresses whose torch clients are admitted without the secret.
@@ -85,7 +86,7 @@ class Hub:
     # Members.
 
     def accept(self, connection: Peer) -> bool:
-        """Accept a new connection; return False if the server is full."""
+        """Accept a new connection, or return False if the server is full."""
         if len(self.connections) >= self.limits.num_connections:
             return False
         if len(self.strangers) >= self.limits.num_strangers:
@@ -95,13 +96,13 @@ class Hub:
         return True
 
     def join_session(self, connection: Peer, session: bytes) -> None:
-        """Record that a connection belongs to a client, which may have had earlier ones."""
+        """Record that a connection belongs to a client, which may have had earlier connections."""
         if not connection.session:
             connection.session = session
             self._num_in_session[session] += 1
 
     def leave(self, connection: Peer) -> None:
-        """Withdraw everything that belongs to a connection; called once or twice for each."""
+        """Withdraw everything that belongs to a connection; called once or twice per connection."""
         if connection not in self.connections:
             return
         self.connections.discard(connection)
@@ -118,7 +119,7 @@ class Hub:
             self.deliver_woken()
 
     def log_refusal(self, connection: Peer, why: str) -> None:
-        """Log which peer was closed and why, in one line; during a flood only count them."""
+        """Log in one line which peer was refused and why; during a flood, only count refusals."""
         self.num_refused += 1
         if self._num_logged < _REFUSALS_LOGGED:
             self._num_logged += 1
@@ -127,7 +128,7 @@ class Hub:
             self._num_unlogged += 1
 
     def _log_unlogged(self) -> None:
-        """Log the number of refusals that were only counted; called by sweeps and at the end."""
+        """Log how many refusals were only counted; called by sweeps and when the server closes."""
         self._num_logged = 0
         number, self._num_unlogged = self._num_unlogged, 0
         if number:
@@ -143,12 +144,12 @@ class Hub:
             connection.close()
 
     def publish(self, key: bytes, value: bytes) -> None:
-        """Store a value, and answer those who wait for it."""
+        """Store a value, and answer the waiters for its key."""
         self.state.set(key, value)
         self.deliver_woken()
 
     def renew(self) -> None:
-        """Drop all members and keys and take a new instance, like a newly started server."""
+        """Drop all members and keys, and take a new instance, as a newly started server would."""
         for connection in list(self.connections):
             connection.close()
         self.state = StoreState(self.limits.num_keys)
@@ -161,7 +162,7 @@ class Hub:
     # Deliveries.
 
     def deliver_woken(self) -> None:
-        """Answer the waiters that the last commands satisfied, as many as one slice allows."""
+        """Answer the waiters that the last commands satisfied, as many as fit into one slice."""
         woken = self.state.woken
         while woken:
             batch, woken[:_DELIVERED_AT_ONCE] = woken[:_DELIVERED_AT_ONCE], []
@@ -200,7 +201,7 @@ class Hub:
         """Push changes of these keys to the connection until the watch ends.
 
         Raises:
-            ValueError: the connection has reached its limit of watched keys.
+            ValueError: the connection has reached its limit on watched keys.
         """
         watched = set(keys)
         held = sum(map(len, connection.watches.values())) + len(watched)
@@ -228,7 +229,7 @@ class Hub:
     # Admission of torch's clients.
 
     def look_up(self, connection: Peer) -> None:
-        """Decide, now or shortly after, whether to admit a client that cannot prove the secret."""
+        """Decide, now or soon, whether to admit a client that cannot prove the secret."""
         ends = connection.address
         if ends is None:  # it was reset before it was accepted
             self.loop.call_soon(connection.settle, False)
@@ -244,7 +245,7 @@ class Hub:
                 self._asking = self.loop.create_task(self._ask_kernel())
 
     async def _ask_kernel(self) -> None:
-        """Find the owners of all waiting loopback peers with one look at the kernel's table."""
+        """Find the owners of all waiting loopback peers, reading the kernel's table once."""
         try:
             while self._asked:
                 asked, self._asked = self._asked, {}
@@ -258,7 +259,7 @@ class Hub:
     # Housekeeping.
 
     def _sweep(self) -> None:
-        """Close peers that took too long, and release items promised to silent peers."""
+        """Close peers that took too long, and release items that were promised to silent peers."""
         self._sweeper = self.loop.call_later(self._sweep_s, self._sweep)
         now = self.loop.time()
         self._log_unlogged()
@@ -280,7 +281,7 @@ class Hub:
             self.deliver_woken()
 
     def statistics(self) -> Generator[None, None, StoreStatistics]:
-        """Return what the server holds and which connections wait for which keys, in slices."""
+        """Return statistics in slices: contents, and which connections wait for which keys."""
         state = self.state
         value_bytes = yield from total_bytes(state)
         return StoreStatistics(

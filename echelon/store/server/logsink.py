@@ -1,7 +1,7 @@
-"""Logging to standard error from a separate thread.
+"""Logs to standard error from a separate thread.
 
 A pipe that no process reads blocks its writer, and the server's loop must not block on its log.
-When the queue is full, lines are dropped; the next line that fits reports how many.
+When the queue is full, lines are dropped, and the next line that fits reports how many.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StderrSink(logging.Handler):
             self._num_dropped += 1
 
     def close(self) -> None:
-        """Wait briefly until the queued lines are written."""
+        """Wait briefly until the queued lines have been written."""
         try:
             self._lines.put(None, timeout=_CLOSE_S)
             self._thread.join(_CLOSE_S)

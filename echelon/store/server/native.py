@@ -1,4 +1,4 @@
-"""The C core that executes plain commands; absent if there was no compiler at installation."""
+"""Wraps the C core that executes plain commands; it is absent if it could not be compiled."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ Executor = Callable[[bytes, int, bool], tuple[int, bytes]]
 
 
 class Receiver(Protocol):
-    """A peer's `data_received`, which executes plain commands itself and passes on the rest.
+    """A peer's `data_received` in C, which executes plain commands and passes on all others.
 
     Attributes:
-        is_plain: whether the peer is a member, is between two commands, and reads its replies. Set
-            by the owner; while it is False everything is passed on.
+        is_plain: whether the peer is a member, is between two commands, and reads its replies. The
+            owner sets this; while it is False, everything is passed on.
         is_ours: whether the peer may send tagged queries.
         write: the transport's `write`.
         num_queued: the transport's `get_write_buffer_size`.
         may_be_queued: whether anything was written to the transport since it was last seen empty.
-            The owner sets it on each write of its own.
+            The owner sets this on each of its own writes.
         descriptor: the socket's file descriptor. Replies are sent to it directly while the
             transport has nothing queued; the transport gets what the kernel does not accept, and
-            handles every error. With -1 the transport sends everything.
+            handles every error. If this is -1, the transport sends everything.
     """
 
     is_plain: bool
@@ -43,7 +43,7 @@ class Receiver(Protocol):
     descriptor: int
 
     def __call__(self, data: bytes, /) -> None:
-        """Process received bytes."""
+        """Process bytes that were received."""
 
 
 def available() -> bool:
@@ -52,10 +52,11 @@ def available() -> bool:
 
 
 def make_executor(state: StoreState, limits: Limits) -> Executor | None:
-    """Return an executor of plain commands on `state`, or None if the handlers execute all.
+    """Return an executor of plain commands on `state`, or None without the C core.
 
-    It stops before the first command that needs more than plain keys, is incomplete or exceeds a
-    limit, and refuses nothing itself. It returns early once it has collected 256 KiB of replies.
+    The executor stops before the first command that needs more than plain keys, is incomplete or
+    exceeds a limit, and never refuses a command itself. It returns early once it has collected 256
+    KiB of replies.
     """
     if _native is None:
         return None
@@ -75,7 +76,7 @@ def make_executor(state: StoreState, limits: Limits) -> Executor | None:
 def make_receiver(
     executor: Executor, state: StoreState, receive: Callable[[bytes], None]
 ) -> Receiver:
-    """Return a native `data_received` that passes what is not plain to the peer's own."""
+    """Return a native `data_received` that passes all but plain commands to the peer's own."""
     promised: dict[Hashable, bytes] = state.promised_to
     receiver: Receiver = _native.Receiver(executor=executor, promised=promised, receive=receive)
     return receiver

@@ -1,4 +1,4 @@
-"""Replies to one peer, collected while a packet's commands run and sent in one write."""
+"""Collects the replies to one peer while a packet's commands run, and sends them in one write."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _JOIN_BYTES: Final = 4096  # values from here on are passed on by reference, not
 
 
 class Outbox:
-    """The unsent replies of one connection.
+    """The replies of one connection that have not been sent yet.
 
     Args:
         most_bytes: the number of buffered bytes above which the transport pauses writing.
 
     Attributes:
-        transport: the transport that sends them; None before the connection is made.
-        sealer: makes records of them on a sealed connection.
+        transport: the transport that sends the replies; None before the connection is made.
+        sealer: turns the replies into records on a sealed connection.
         receiver: the C core's receiver, which must be notified of writes that bypass it.
-        num_bytes: the number of bytes added but not flushed.
+        num_bytes: the number of bytes that were added but not flushed.
     """
 
     __slots__ = ("_most_bytes", "_pieces", "num_bytes", "receiver", "sealer", "transport")
@@ -46,17 +46,17 @@ class Outbox:
         return self.num_bytes + waiting
 
     def put(self, data: bytes) -> None:
-        """Add bytes."""
+        """Add bytes to the replies."""
         self._pieces.append(data)
         self.num_bytes += len(data)
 
     def put_all(self, pieces: list[bytes]) -> None:
-        """Add several pieces."""
+        """Add several pieces of bytes to the replies."""
         self._pieces += pieces
         self.num_bytes += sum(map(len, pieces))
 
     def put_value(self, value: bytes) -> None:
-        """Add a string."""
+        """Add a string to the replies."""
         length = len(value)
         if length < _JOIN_BYTES:
             self._pieces.append(p.pack_u64(length) + value)
@@ -65,7 +65,7 @@ class Outbox:
         self.num_bytes += length + 8
 
     def put_frame(self, status: int, tag: int, payload: bytes) -> None:
-        """Add the answer to one of echelon's queries."""
+        """Add the answer to one of echelon's queries to the replies."""
         length = len(payload)
         if length < _JOIN_BYTES:
             self._pieces.append(p.frame(status, tag, payload))
@@ -96,7 +96,7 @@ class Outbox:
         pieces.clear()
 
     def _seal_ahead(self, transport: asyncio.Transport, sealer: Sealer) -> None:
-        """Make records until the transport has enough; it asks for more once it has sent them.
+        """Seal records until the transport has enough bytes; it asks for more once they are sent.
 
         Each record needs a copy and a hash, so sealing a long reply at once would block the loop
         and double its memory.
@@ -111,6 +111,6 @@ class Outbox:
             transport.write(sealer.seal(portion))
 
     def drop(self) -> None:
-        """Discard everything that was not flushed."""
+        """Discard everything that has not been flushed."""
         self._pieces.clear()
         self.num_bytes = 0

@@ -1,14 +1,14 @@
-"""One connection of the server: receives messages and sends replies on the event loop.
+"""Peer: one connection of the server, which receives messages and sends replies on the loop.
 
 The connection owns its parser, its unsent replies and, while its peer reads too slowly, the
 messages that were read but not yet executed. Its waits are kept in the shared `StoreState` with the
 connection as owner, so that closing it withdraws all of them.
 
 The replies to one received packet are sent in one write, unless its commands take longer than a
-slice of the loop's time: then the rest waits for its turn (see `turns.py`). When more than
-`Limits.unread_bytes` are unread, the connection stops executing commands and reading until the peer
-has caught up. A slow reader therefore costs the server at most that amount plus one reply and one
-packet of commands.
+slice of the loop's time. In that case the remaining commands wait for their turn (see `turns.py`).
+When the peer has more than `Limits.unread_bytes` unread bytes, the connection stops executing
+commands and reading until the peer has caught up. A slow reader therefore costs the server at most
+that amount plus one reply and one packet of commands.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LINGER_S = 2.0  # how long a closed connection's last replies may take
 
 
 class Standing(Enum):
-    """A peer's progress towards membership."""
+    """The stages of a peer's admission as a member."""
 
     NEW = "new"  # must say VALIDATE, then PING
     CHALLENGED = "challenged"  # ours; owes a proof of the secret
@@ -53,15 +53,15 @@ class Peer(asyncio.Protocol):
 
     Attributes:
         peer: "address:port" of the peer.
-        standing: its progress towards membership.
-        since: loop time of the accept, or of the first byte of an incomplete command.
-        is_inside_command: whether the peer has begun a command and not completed it.
-        transcript: the part of the current handshake that its proofs cover.
-        partial_bytes: the bytes received of the incomplete command.
-        session: identifies the client; b"" for torch's clients.
-        watches: the keys of each watch, by its tag.
-        out: its unsent replies.
-        deliveries: the data sent outside its own commands.
+        standing: how far the peer's admission as a member has progressed.
+        since: the loop's time at the accept, or at the first byte of an incomplete command.
+        is_inside_command: whether the peer has begun a command but not completed it.
+        transcript: the part of the current handshake that the proofs cover.
+        partial_bytes: the number of bytes received of the incomplete command.
+        session: the bytes that identify the client; b"" for torch's clients.
+        watches: the keys of each watch, keyed by its tag.
+        out: the unsent replies.
+        deliveries: the data that is sent outside the peer's own commands.
     """
 
     def __init__(self, hub: Hub) -> None:
@@ -131,7 +131,7 @@ class Peer(asyncio.Protocol):
 
     @property
     def is_executing(self) -> bool:
-        """Whether the next of a member's commands may be executed."""
+        """Whether the next command of a member may be executed."""
         return self.standing is Standing.MEMBER and not self._is_busy
 
     @property
@@ -166,23 +166,23 @@ class Peer(asyncio.Protocol):
         self.hub.leave(self)
 
     def eof_received(self) -> bool:
-        """Withdraw everything that belongs to a peer that has finished sending, then close."""
+        """Withdraw everything that belongs to a peer that has stopped sending, then close."""
         self.close()
         return False
 
     def pause_writing(self) -> None:
-        """Stop reading because the peer does not read its replies."""
+        """Stop reading, because the peer does not read its replies."""
         self._is_choked = True
         self._pause()
 
     def _pause(self) -> None:
-        """Defer everything that the peer sends from here on."""
+        """Defer everything that the peer sends from now on."""
         self._is_paused = True
         self._leave_plain()
         self.stop_reading()
 
     def _leave_plain(self) -> None:
-        """Route all received bytes through `data_received` until it allows the fast path again."""
+        """Route received bytes through `data_received` until it allows the fast path again."""
         if self._receiver is not None:
             self._receiver.is_plain = False
 
@@ -194,14 +194,14 @@ class Peer(asyncio.Protocol):
         self._resume()
 
     def _resume(self) -> None:
-        """Deliver deferred answers, then execute deferred commands unless they must wait longer."""
+        """Deliver deferred answers, then execute deferred commands unless these must wait."""
         self._is_paused = self._is_choked or self._is_busy
         self.deliveries.deliver_parked()
         if not self.deliveries:
             self._work_off()
 
     def data_received(self, data: bytes) -> None:
-        """Extract commands from received bytes and execute them.
+        """Extract commands from the received bytes and execute them.
 
         The C core's receiver is called first and executes plain commands without Python while
         `is_plain` allows it. Only this method sets that flag.
@@ -252,10 +252,10 @@ class Peer(asyncio.Protocol):
             self.refuse(self._parser.violation)
 
     def _execute_plain(self, executor: Executor) -> bool:
-        """Execute the plain commands at the start of the remaining bytes without the parser.
+        """Execute, without the parser, the plain commands at the start of the remaining bytes.
 
-        A command that began in an earlier packet is completed first. Returns whether any command
-        was executed.
+        A command that began in an earlier packet is completed first. The method returns whether any
+        command was executed.
         """
         has_completed, data = False, self._rest
         if self._parser.is_inside_command and len(data) <= _CHUNK_BYTES:
@@ -283,17 +283,17 @@ class Peer(asyncio.Protocol):
 
     @property
     def _is_flowing(self) -> bool:
-        """Return whether a member's command may be executed as soon as it arrives."""
+        """Return whether a command of a member may be executed as soon as it arrives."""
         return self.standing is Standing.MEMBER and not self._must_wait
 
     @property
     def _is_plain(self) -> bool:
-        """Return whether plain commands may be executed on arrival, on plain keys only."""
+        """Return whether commands that need only plain keys may be executed as they arrive."""
         promised = self.state.promised_to
         return self._is_flowing and (not promised or self not in promised)
 
     def _note_progress(self, num_bytes: int, has_completed: bool) -> None:
-        """Record since when a command is incomplete and how much of it has arrived."""
+        """Record since when a command has been incomplete, and how much of it has arrived."""
         is_inside = self._parser.is_inside_command or (
             self._opener is not None and self._opener.is_inside_record
         )
@@ -305,7 +305,7 @@ class Peer(asyncio.Protocol):
         self.is_inside_command = is_inside
 
     def stop_reading(self) -> None:
-        """Stop reading; the kernel buffers what the peer sends."""
+        """Stop reading; the kernel buffers the bytes that the peer sends."""
         transport = self._transport
         if transport is not None and not self._is_deaf and not transport.is_closing():
             self._is_deaf = True
@@ -352,7 +352,7 @@ class Peer(asyncio.Protocol):
             self.flush()
 
     def _receive_stranger(self, messages: Iterator[p.Message]) -> None:
-        """Execute the requests that a peer may send before it is a member."""
+        """Execute the requests that a peer may send before it becomes a member."""
         for message in messages:
             if not self._is_admitted(message):
                 return
@@ -364,7 +364,7 @@ class Peer(asyncio.Protocol):
     def _demand_nothing_unsealed(self, rest: Iterator[p.Message]) -> None:
         """Refuse a peer whose packet continued after its proof.
 
-        Another sender may have added the bytes.
+        The additional bytes might come from another sender.
         """
         if self.is_sealed and (
             self._rest or next(rest, None) is not None or self._parser.is_inside_command
@@ -377,14 +377,14 @@ class Peer(asyncio.Protocol):
         return self._opener is not None
 
     def seal(self, to_server: bytes, to_client: bytes) -> None:
-        """Require records from the peer from its next byte on, and send records."""
+        """Require records from the peer from its next byte on, and send records to it."""
         self._opener, self.out.sealer = Opener(to_server), Sealer(to_client)
 
     def _has_become(self, standing: Standing) -> bool:
         return self.standing is standing
 
     def _carry_out_one(self, message: Any) -> None:
-        """Execute a member's single message: a faster `_carry_out` for the common case."""
+        """Execute a single message of a member; a faster `_carry_out` for the common case."""
         state = self.state
         if state.promised_to and self in state.promised_to:
             release_unless_popped(self, message)
@@ -400,8 +400,8 @@ class Peer(asyncio.Protocol):
     def put_off(self) -> None:
         """Let other peers run before the next command.
 
-        A busy peer already has a place in the queue, for its commands or for a long answer, and a
-        second place would overtake it.
+        A busy peer already has a place in the queue, for its commands or for a long answer. A
+        second place would let later commands overtake the first.
         """
         if self._is_busy:
             return
@@ -430,7 +430,8 @@ class Peer(asyncio.Protocol):
     def answer_in_slices(self, steps: Generator[None, None, list[bytes]]) -> None:
         """Answer with the bytes that `steps` returns, running one step per turn of the loop.
 
-        Other peers are served between the steps. This peer's later commands wait.
+        Other peers are served between the steps. This peer's later commands wait until the answer
+        is complete.
         """
         pieces = self._next_slice(steps)
         if pieces is not None:
@@ -458,7 +459,7 @@ class Peer(asyncio.Protocol):
 
     @staticmethod
     def _next_slice(steps: Generator[None, None, list[bytes]]) -> list[bytes] | None:
-        """Run one step; return the answer once it is complete."""
+        """Run one step; return the answer once the steps are complete."""
         try:
             next(steps)
         except StopIteration as done:
@@ -467,7 +468,7 @@ class Peer(asyncio.Protocol):
         return None
 
     def answer_later(self, status: int, tag: int, payload: bytes) -> None:
-        """Send an answer outside a command of this connection: a wake-up or an event."""
+        """Send an answer outside a command of this connection, such as a wake-up or an event."""
         if self.standing is not Standing.CLOSED:
             self.out.put_frame(status, tag, payload)
             self.flush()
@@ -480,7 +481,7 @@ class Peer(asyncio.Protocol):
             self.out.flush()
 
     def refuse(self, why: str) -> None:
-        """Close the connection because of a violation, and log it."""
+        """Close the connection because the peer violated the protocol or a limit, and log this."""
         if self.standing is Standing.CLOSED:
             return
         self.hub.log_refusal(self, why)
@@ -510,7 +511,7 @@ class Peer(asyncio.Protocol):
     # Becoming a member.
 
     def _is_admitted(self, message: p.Message) -> bool:
-        """Decide whether this message may be executed; otherwise defer or refuse it."""
+        """Return whether this message may be executed; if not, defer or refuse it."""
         query = message[0]
         if self.standing is Standing.CLOSED:
             return False
@@ -536,7 +537,7 @@ class Peer(asyncio.Protocol):
         self._parser.admitted = True
 
     def settle(self, is_allowed: bool) -> None:
-        """Act on the result of the look-up of a torch client."""
+        """Act on the result of looking up a torch client's owner."""
         if self.standing is not Standing.LOOKED_UP:
             return
         if not is_allowed:

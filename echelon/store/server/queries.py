@@ -1,9 +1,8 @@
-"""The implementation of echelon's queries: one small function per query byte.
+"""Implements echelon's queries, with one small function per query byte.
 
-A function gets the connection, the tag and the fields; it returns the payload of its answer, or
-None if the answer is sent elsewhere: later, or with a status other than success. A query that
-cannot be executed raises ValueError, whose text is the answer. A query with tag 0 is answered only
-in that case.
+Each function gets the connection, the tag and the fields. It returns the payload of the answer, or
+None if the answer is sent later or has a status other than success. A query that cannot be executed
+raises ValueError, whose text is the answer. A query with tag 0 is answered only if it fails.
 """
 
 from __future__ import annotations
@@ -151,7 +150,7 @@ def _list_keys(peer: Peer, tag: int) -> None:
 def _framed(
     tag: int, steps: Generator[None, None, list[bytes]]
 ) -> Generator[None, None, list[bytes]]:
-    """Wrap an answer made in slices in its frame."""
+    """Wrap an answer that is made in slices in a frame."""
     try:
         pieces = yield from steps
     except ValueError as error:
@@ -223,7 +222,7 @@ def _arrive_as(
 
 
 def _cancel(peer: Peer, tag: int) -> None:
-    """Withdraw a wait or a watch; one that is over has been answered already."""
+    """Withdraw a wait or a watch, unless it is over and has therefore been answered already."""
     waiter: Waiter | None = peer.waiter_of(tag)
     if waiter is not None:
         world_size, arrived, missing = peer.state.story_of(waiter)

@@ -1,9 +1,10 @@
-"""The store's server: one event loop, on its own thread or in the foreground.
+"""StoreServer: runs the store's server on one event loop, on its own thread or in the foreground.
 
 `StoreServer` binds and listens when it is created, so that its port is known and a failure to bind
 raises in the caller. `start()` runs the loop (uvloop's, or asyncio's if uvloop is not installed) on
-a daemon thread, `serve_forever()` on the calling thread. It binds only the address that it was
-given. Peers are identified by numeric addresses: no name is resolved on the loop.
+a daemon thread, and `serve_forever()` runs it on the calling thread. The server binds only the
+address that it was given. Peers are identified by numeric addresses, so that no name is resolved on
+the loop.
 
 [Note: the server in a training process] The loop holds the interpreter lock while it works, so a
 server inside a busy rank answers late. A job's own store should be hosted by the launcher or by
@@ -47,18 +48,18 @@ T = TypeVar("T")
 
 
 class StoreServer:
-    """A server of a store at one address.
+    """A store server at one address.
 
     Args:
-        host: address or name of this machine to bind; a name is resolved once, here, and all its
-            addresses are bound. "0.0.0.0" and "::" mean every interface.
-        port: the port, or 0 for any free one; the attribute `port` has the bound one.
-        secret: the secret that echelon's clients must prove to know. None leaves the store open to
-            every client that can reach the address, like torch's server.
+        host: address or name of this machine to bind; a name is resolved once, by the constructor,
+            and all its addresses are bound. "0.0.0.0" and "::" mean every interface.
+        port: the port, or 0 for any free port; the attribute `port` holds the port that was bound.
+        secret: the secret that echelon's clients must prove that they know. None leaves the store
+            open to every client that can reach the address, like torch's server.
         limits: the limits for each peer.
         listen_fd: descriptor of a socket that is already listening; the server takes it over.
-        bind_all_if_foreign: bind every interface when `host` resolves to no address of this
-            machine (a service address); needs a secret.
+        bind_all_if_foreign: whether to bind every interface if `host` does not resolve to an
+            address of this machine, as with a service address; requires a secret.
 
     Raises:
         StoreError: the address cannot be bound.
@@ -111,11 +112,11 @@ class StoreServer:
 
     @property
     def address(self) -> str:
-        """The first bound numeric address."""
+        """The first numeric address that was bound."""
         return str(self._sockets[0].getsockname()[0])
 
     def start(self) -> Self:
-        """Serve on a daemon thread; return once connections are accepted."""
+        """Serve on a daemon thread; return once the server accepts connections."""
         with self._lock:
             assert self._thread is None, "start() was called before"
             started = threading.Event()
@@ -133,7 +134,7 @@ class StoreServer:
         return self
 
     def serve_forever(self, *, on_ready: Callable[[], None] | None = None) -> None:
-        """Serve on this thread until `close()` from elsewhere, SIGTERM or SIGINT.
+        """Serve on this thread until another thread calls `close()`, or until SIGTERM or SIGINT.
 
         A signal that is ignored at the time of the call stays ignored.
         """
@@ -150,7 +151,7 @@ class StoreServer:
         self._run(on_ready or (lambda: None))
 
     def stop_soon(self) -> None:
-        """Make `serve_forever` return, even if it has not begun; callable from any thread."""
+        """Make `serve_forever` return, even if it has not begun yet; callable from any thread."""
         self._must_stop = True
         loop = self._loop
         if loop is not None and self._is_serving:  # else `_begin` looks at `_must_stop`
@@ -183,8 +184,8 @@ class StoreServer:
     def admit(self, address: str) -> None:
         """Admit torch's clients from a numeric address without the secret.
 
-        This is for the addresses of authenticated agents. Such a client is trusted only because of
-        its address.
+        This is meant for the addresses of authenticated agents, because such a client is trusted
+        only by its address.
         """
         plain = plain_address(address)
         self._call(lambda hub: hub.admitted_addresses.add(plain))
@@ -201,7 +202,7 @@ class StoreServer:
     def renew(self) -> None:
         """Disconnect all clients and drop all keys, so that the owner can start afresh.
 
-        Earlier members cannot write to the renewed store: their connections are closed, and
+        Earlier members cannot write to the renewed store, because their connections are closed and
         echelon's clients refuse a restarted server.
 
         Raises:
@@ -210,7 +211,7 @@ class StoreServer:
         self._call(lambda hub: hub.renew())
 
     def statistics(self) -> StoreStatistics:
-        """Return what the server holds and which connections wait for which keys.
+        """Return statistics: the server's contents, and which connections wait for which keys.
 
         Raises:
             StoreError: the server is not running.
@@ -220,7 +221,7 @@ class StoreServer:
     # On the loop's thread.
 
     def _call(self, ask: Callable[[Hub], T]) -> T:
-        """Run `ask` on the loop and return what it returns."""
+        """Run `ask` on the loop and return its result."""
 
         def in_one(hub: Hub) -> Generator[None, None, T]:
             yield from ()
@@ -229,7 +230,7 @@ class StoreServer:
         return self._call_in_slices(in_one)
 
     def _call_in_slices(self, ask: Callable[[Hub], Generator[None, None, T]]) -> T:
-        """Run a generator on the loop, one step per turn, and return what it returns."""
+        """Run a generator on the loop, one step per turn of the loop, and return its result."""
         answer: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def begin() -> None:
@@ -292,7 +293,7 @@ class StoreServer:
                 listener.close()
 
     def _begin(self, on_ready: Callable[[], None]) -> None:
-        """Report that the loop runs; from now on `stop_soon` can stop it."""
+        """Report that the loop is running, so that `stop_soon` can stop it from now on."""
         assert self._loop is not None
         self._is_serving = True
         if self._must_stop:
@@ -302,7 +303,7 @@ class StoreServer:
 
 
 def _finish(loop: asyncio.AbstractEventLoop) -> None:
-    """Send the last replies and closes, then close the loop, however often it is asked to stop."""
+    """Send the last replies and close connections, then close the loop, despite repeated stops."""
 
     async def wind_down() -> None:
         await asyncio.sleep(_WIND_DOWN_S)
@@ -396,7 +397,7 @@ def _listen(family: int, address: tuple[Any, ...]) -> socket.socket:
 
 
 def _raise_descriptor_limit() -> None:
-    """Raise the soft limit on open files to the hard limit: each connection is a descriptor."""
+    """Raise the soft limit on open files to the hard limit, because each connection needs one."""
     try:
         import resource
     except ImportError:

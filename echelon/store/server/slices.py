@@ -1,8 +1,8 @@
-"""Answers that cover the whole store, made in slices so that the loop can serve other peers.
+"""Makes answers that cover the whole store in slices, so that the loop can serve other peers.
 
-Each is a generator that yields between slices and returns the answer. It works on a snapshot of
-references (tens of milliseconds for four million keys, the most that a server holds by default),
-so the answer describes the store at the moment of the query.
+Each function is a generator that yields between slices and returns the answer. The generator works
+on a snapshot of references, so the answer describes the store at the moment of the query. The
+snapshot takes tens of milliseconds for four million keys, the most that a server holds by default.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ SLICE_BYTES = 4 << 20  # of them, all together
 
 
 def packed_keys(state: StoreState, limit_bytes: int) -> Generator[None, None, list[bytes]]:
-    """Return all keys as encoded strings, in pieces.
+    """Return all keys in wire encoding, as a list of chunks.
 
     Raises:
-        ValueError: they are longer than `limit_bytes`, the limit for a reply.
+        ValueError: the encoding exceeds `limit_bytes`, the limit for a reply.
     """
     return packed("list_keys", list(state.values), limit_bytes)
 
@@ -28,10 +28,10 @@ def packed_keys(state: StoreState, limit_bytes: int) -> Generator[None, None, li
 def packed(
     operation: str, strings: list[bytes], limit_bytes: int
 ) -> Generator[None, None, list[bytes]]:
-    """Return strings in their encoding, in pieces.
+    """Return strings in wire encoding, as a list of chunks.
 
     Raises:
-        ValueError: they are longer than `limit_bytes`, the limit for a reply.
+        ValueError: the encoding exceeds `limit_bytes`, the limit for a reply.
     """
     pieces: list[bytes] = []
     size, start = 0, 0
@@ -51,7 +51,7 @@ def packed(
 
 
 def total_bytes(state: StoreState) -> Generator[None, None, int]:
-    """Return the total size of all values and queued items in bytes."""
+    """Return the total size of all values and queued items, in bytes."""
     held = list(state.values.values())
     for queue in state.queues.values():
         held += queue

@@ -1,9 +1,10 @@
-"""Sharing the loop: a peer with more work than fits in a slice of time continues after the others.
+"""Shares the loop: a peer whose work exceeds a slice of time continues after the other peers.
 
 One received packet may hold a quarter of a million commands, and one command may cost a
-millisecond, so a flood from one peer would delay all the others by seconds. Each peer therefore
-executes for at most one slice at a time. The remaining work waits here, in the order of arrival,
-and the loop reads the other sockets in between. Only a single command can exceed its slice.
+millisecond, so a flood from one peer would delay all other peers by seconds. Each peer therefore
+executes for at most one slice at a time. The remaining work waits in a queue, in the order of
+arrival, and the loop reads the other sockets in between. Only a single command can exceed its
+slice.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ _TURN_S: Final = 0.005  # of put-off work between two looks at the sockets
 
 
 class Turns:
-    """The deferred work of one server's peers. Runs on its loop.
+    """The deferred work of one server's peers, which runs on the server's loop.
 
     Args:
-        clock: returns monotonic seconds.
+        clock: a function that returns monotonic seconds.
     """
 
     def __init__(
@@ -35,16 +36,16 @@ class Turns:
         self._slice_ends = 0.0
 
     def begin(self) -> None:
-        """Start a slice."""
+        """Start a slice of time."""
         self._slice_ends = self._clock() + _SLICE_S
 
     @property
     def is_over(self) -> bool:
-        """Whether the slice is used up."""
+        """Whether the current slice is used up."""
         return self._clock() >= self._slice_ends
 
     def put_off(self, work: Callable[[], None]) -> None:
-        """Schedule `work` in a slice of its own, after the work deferred before."""
+        """Schedule `work` in its own slice, after the work that was deferred earlier."""
         self._waiting.append(work)
         self._schedule()
 

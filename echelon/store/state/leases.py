@@ -1,10 +1,10 @@
-"""Presences: keys with a lease that their session renews.
+"""Manages presences, which are keys with a lease that their session renews.
 
-A connection says little about its process: a forked child, address translation or a vanished
-machine may keep it open, and a brief network failure may close it. A presence therefore belongs to
-a session, that is, to a client that may return over another connection, and it ends when it is
-released or its lease expires. When the session's connection closes, its leases are shortened to a
-grace period in which a live client will have reconnected.
+A connection says little about its process, because a forked child, address translation or a
+vanished machine may keep it open, and a brief network failure may close it. A presence therefore
+belongs to a session, that is, to a client that may return over another connection, and it ends when
+it is released or its lease expires. When the session's connection closes, its leases are shortened
+to a grace period in which a live client will have reconnected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Lease:
 
 
 class Leases:
-    """The presences of one server. Runs on its loop; `expire` is called by the housekeeping."""
+    """The presences of one server. Runs on the server's loop; the housekeeping calls `expire`."""
 
     def __init__(self, state: StoreState, now: Callable[[], float]) -> None:
         self._state = state
@@ -37,14 +37,14 @@ class Leases:
         return len(self._leases)
 
     def num_of(self, session: bytes) -> int:
-        """Return the number of presences of a session."""
+        """Return the number of presences that a session has."""
         return len(self._keys_of.get(session, ()))
 
     def take(self, session: bytes, key: bytes, value: bytes, lease_s: float) -> None:
-        """Store a key that is deleted when its lease ends, unless another value was stored over it.
+        """Store a key that is deleted when its lease ends, unless another value has replaced it.
 
         Raises:
-            ValueError: the server has reached its limit of keys.
+            ValueError: the server has reached its limit on keys.
         """
         lease = _Lease(session, lease_s, self._now() + lease_s)
         self._state.set_presence(lease, key, value)
@@ -53,7 +53,7 @@ class Leases:
         self._keys_of.setdefault(session, set()).add(key)
 
     def renew(self, session: bytes) -> int:
-        """Renew the session's leases and return their number."""
+        """Renew all leases of a session and return their number."""
         now = self._now()
         keys = self._keys_of.get(session, ())
         for key in keys:
@@ -62,7 +62,7 @@ class Leases:
         return len(keys)
 
     def release(self, session: bytes, key: bytes) -> None:
-        """End one of the session's presences now."""
+        """End one of a session's presences now."""
         lease = self._leases.get(key)
         if lease is not None and lease.session == session:
             self._end(key, lease)

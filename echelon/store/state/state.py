@@ -1,18 +1,18 @@
-"""The contents of a store and its waiters: one class without I/O, clock or threads.
+"""StoreState: the contents of a store and its waiters, without I/O, clock or threads.
 
 `StoreState` answers a member's request at once or keeps a `Waiter`. Waiters that an event has
-satisfied are collected in `woken`; the driver of the state (the server's loop, or `MemoryStore`
-under its lock) drains that list and delivers the answers. All waits and temporary entries of a
-member belong to its `owner` token, and `forget(owner)` withdraws them, so a death or a cancellation
-leaves nothing behind.
+satisfied are collected in `woken`; The driver of the state, which is the server's loop or
+`MemoryStore` under its lock, drains that list and delivers the answers. All waits and temporary
+entries of a member belong to its `owner` token, and `forget(owner)` withdraws them, so a death or a
+cancellation leaves nothing behind.
 
 [Note: items promised to a waiter] torch's blocking queue_pop is WAIT, then QUEUE_POP, and the
 server cannot distinguish that WAIT from the WAIT of a get. If one push woke all waiters, all but
-one of them would fail on an empty queue. A push therefore wakes one such waiter (`Wants.CLAIM`) and
-reserves the item for its owner until the owner's next command: if that is a pop, the owner gets the
-item; if it is anything else, or the owner dies or stays silent for a while (the driver calls
-`release_promise`), the next waiter is woken. So no item is lost, and no waiter sleeps while an item
-is free.
+one of the waiters would fail on an empty queue. A push therefore wakes one such waiter
+(`Wants.CLAIM`) and reserves the item for its owner until the owner's next command. If that command
+is a pop, the owner gets the item. If it is any other command, or the owner dies or stays silent for
+a while (the driver calls `release_promise`), the next waiter is woken. So no item is lost, and no
+waiter sleeps while an item is free.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
 
 
 class StoreState:
-    """Keys, queues, rounds and waiters.
+    """The keys, queues, rounds and waiters of a store.
 
     Args:
-        max_keys: the limit on keys and queues; an operation that would exceed it raises ValueError
-            and changes nothing.
+        max_keys: the limit on the number of keys and queues. An operation that would exceed the
+            limit raises ValueError and changes nothing.
 
     Attributes:
         values: the plain keys.
         queues: the queues that are not empty.
         promised_to: for each owner with a promise, the queue in which an item is reserved for it.
-        woken: waiters satisfied since the driver last drained it.
-        waiting: for each key its waiters, the longest waiting first.
+        woken: the waiters that were satisfied since the driver last drained this list.
+        waiting: the waiters for each key, longest waiting first.
         rounds: the open barriers and gathers.
-        present_by: keys that are deleted with their owner, and that owner.
-        watched: keys whose changes are reported.
+        present_by: for each key that is deleted with its owner, that owner.
+        watched: the keys whose changes are reported.
         on_change: called with (key, value or None) when a watched key changes.
     """
 
@@ -75,11 +75,11 @@ class StoreState:
             self._tell(key, value)
 
     def get(self, key: bytes) -> bytes | None:
-        """Return the value, or None."""
+        """Return the value of a key, or None if it is missing."""
         return self.values.get(key)
 
     def add(self, key: bytes, amount: int) -> int:
-        """Add to a decimal counter (0 if missing).
+        """Add to a decimal counter, which is 0 if missing, and return the new value.
 
         Raises:
             ValueError: the old or the new value is not a 64-bit integer.
@@ -100,14 +100,14 @@ class StoreState:
         return total
 
     def append(self, key: bytes, value: bytes) -> None:
-        """Append to a value (empty if missing)."""
+        """Append to the value of a key; a missing key is treated as empty."""
         self.set(key, self.values.get(key, b"") + value)
 
     def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
         """Store `desired` if the key holds `expected` (or is missing and `expected` is empty).
 
-        Returns the value of the key afterwards, or `expected` if the key is still missing: torch's
-        clients rely on that.
+        Returns the value of the key afterwards, or `expected` if the key is still missing, because
+        torch's clients rely on that.
         """
         held = self.values.get(key)
         if held is None and expected:
@@ -127,7 +127,7 @@ class StoreState:
         return queue is not None or value is not None
 
     def set_many(self, pairs: Iterable[tuple[bytes, bytes]]) -> None:
-        """Store several values as one change; no waiter runs in between."""
+        """Store several values as a single change; no waiter is woken in between."""
         found = dict(pairs)
         if len(self.values) + len(self.queues) + len(found) > self._max_keys:
             self._demand_room(len(found.keys() - self.values.keys()))
@@ -149,16 +149,16 @@ class StoreState:
     # Queues.
 
     def push(self, key: bytes, item: bytes) -> None:
-        """Append an item, and deliver it to the longest waiting waiter or wake that waiter."""
+        """Append an item, and deliver it to, or wake, the waiter that has waited longest."""
         if key not in self.queues:
             self._demand_room(1)
         self.queues.setdefault(key, deque()).append(item)
         self._serve_queue(key)
 
     def pop(self, key: bytes, owner: Hashable) -> tuple[int, bytes]:
-        """Take the oldest item; return the number of items before that, and the item.
+        """Take the oldest item of a queue; return the previous number of items, and the item.
 
-        Items promised to other owners are skipped (see the note above).
+        Items promised to other owners are skipped (see the module's note).
         """
         if self.promised_to.get(owner) == key:
             self._drop_promise(owner)
@@ -166,12 +166,12 @@ class StoreState:
         return (available, self._take(key)) if available > 0 else (0, b"")
 
     def queue_length(self, key: bytes) -> int:
-        """Return the number of items in the queue."""
+        """Return the number of items in a queue."""
         queue = self.queues.get(key)
         return len(queue) if queue else 0
 
     def release_promise(self, owner: Hashable) -> None:
-        """Offer an item promised to `owner` to the next waiter."""
+        """Offer the item that was promised to `owner` to the next waiter."""
         key = self._drop_promise(owner)
         if key is not None:
             self._serve_queue(key)
@@ -196,7 +196,7 @@ class StoreState:
         self._promises[key] = self._promises.get(key, 0) + 1
 
     def _serve_queue(self, key: bytes) -> None:
-        """Wake the waiters for a non-empty queue, then hand out free items in turn."""
+        """Wake the waiters for a non-empty queue, then hand out the free items in turn."""
         waiters = list(self.waiting.get(key, ()))
         for waiter in waiters:
             if waiter.wants is Wants.WAKE and key in self.queues:
@@ -222,8 +222,8 @@ class StoreState:
     def wait(self, owner: Hashable, wants: Wants, keys: list[bytes]) -> Waiter | None:
         """Wait until all keys are present; return None if they already are.
 
-        For WAKE and CLAIM a queue with an item counts as present, for VALUE and VALUES only a
-        value.
+        For WAKE and CLAIM, a queue with an item also counts as present; for VALUE and VALUES, only
+        a key with a value does.
         """
         if all(key in self.values for key in keys):
             return None
@@ -244,7 +244,7 @@ class StoreState:
             self._promise(waiter.owner, key)
 
     def wait_item(self, owner: Hashable, key: bytes) -> Waiter | bytes:
-        """Take the oldest free item, or wait for one."""
+        """Take the oldest free item of a queue, or wait for an item."""
         count, item = self.pop(key, owner)
         if count:
             return item
@@ -266,7 +266,7 @@ class StoreState:
         self._waiters_of.setdefault(waiter.owner, {})[waiter] = None
 
     def _wake_key(self, key: bytes) -> None:
-        """Satisfy or update all waiters for a key that now has a value."""
+        """Satisfy or update all waiters for a key that has just received a value."""
         for waiter in list(self.waiting[key]):
             if waiter.wants is not Wants.ITEM:
                 waiter.missing.discard(key)
@@ -277,7 +277,8 @@ class StoreState:
     def _look_again(self, waiter: Waiter) -> None:
         """Satisfy the waiter if all its keys exist; otherwise update its list of missing keys.
 
-        A key that existed earlier may have been deleted while the waiter waited for another one.
+        A key that existed earlier may have been deleted while the waiter was waiting for another
+        key.
         """
         for key in waiter.missing:
             self._unlist(waiter, key)
@@ -325,10 +326,10 @@ class StoreState:
         world_size: int,
         value: bytes = b"",
     ) -> Waiter:
-        """Arrive at a barrier or gather; the last arrival of a round wakes all, including itself.
+        """Arrive at a barrier or gather; the last arrival wakes all waiters of the round.
 
-        If a rank arrives twice, the new arrival replaces the earlier one, which fails: the earlier
-        process has exited, but its connection has not been closed yet.
+        If a rank arrives twice, the new arrival replaces the earlier one, which fails. This happens
+        if the earlier process has exited but its connection has not been closed yet.
 
         Raises:
             ValueError: the arrival is inconsistent in itself or with earlier arrivals.
@@ -366,7 +367,7 @@ class StoreState:
     # Owners.
 
     def withdraw(self, waiter: Waiter) -> None:
-        """Stop waiting: undo an arrival, leave every key's list."""
+        """Stop a wait: undo its arrival, and remove the waiter from the lists of all its keys."""
         round_ = self.rounds.get(waiter.keys[0]) if waiter.keys else None
         if round_ is not None and waiter in round_.arrivals:
             round_.remove(waiter)
@@ -375,27 +376,27 @@ class StoreState:
         self._unregister(waiter)
 
     def story_of(self, waiter: Waiter) -> RoundStory:
-        """Return the status of a waiter's round, for its timeout error."""
+        """Return the status of a waiter's barrier or gather, for a timeout error."""
         round_ = self.rounds.get(waiter.keys[0]) if waiter.keys else None
         if round_ is None or waiter not in round_.arrivals:
             return 0, 0, []
         return round_.world_size, len(round_.arrivals), round_.missing_ranks()
 
     def waiters_of(self, owner: Hashable) -> list[Waiter]:
-        """Return the waiters of the owner."""
+        """Return the waiters that belong to an owner."""
         return list(self._waiters_of.get(owner, ()))
 
     def num_waits_of(self, owner: Hashable) -> int:
-        """Return the number of the owner's waiters."""
+        """Return the number of waiters that belong to an owner."""
         return len(self._waiters_of.get(owner, ()))
 
     def set_presence(self, owner: Hashable, key: bytes, value: bytes) -> None:
-        """Store a value that is deleted with its owner, unless another value was stored over it."""
+        """Store a value that is deleted with its owner, unless another value has replaced it."""
         self.set(key, value)
         self.present_by[key] = owner
 
     def end_presence(self, owner: Hashable, key: bytes) -> None:
-        """Delete the owner's key, unless another value was stored over it."""
+        """Delete the owner's key, unless another value has replaced it."""
         if self.present_by.get(key) is owner:
             self.delete(key)
 
@@ -406,7 +407,7 @@ class StoreState:
         self.release_promise(owner)
 
     def waiting_keys(self) -> dict[str, int]:
-        """Return the number of waiters per key, including barriers and gathers."""
+        """Return the number of waiters for each key, including barriers and gathers."""
         waiting = {show_key(key): len(waiters) for key, waiters in self.waiting.items()}
         for key, round_ in self.rounds.items():
             waiting[show_key(key)] = waiting.get(show_key(key), 0) + len(round_.arrivals)

@@ -17,7 +17,7 @@ MAX_MISSING = 4096
 
 
 class Wants(Enum):
-    """The kind of result that a waiter expects."""
+    """The kinds of results that a waiter can expect."""
 
     WAKE = "wait"
     CLAIM = "wait of a torch client"
@@ -30,17 +30,18 @@ class Wants(Enum):
 
 @dataclass(eq=False, slots=True)
 class Waiter:
-    """One pending wait of one owner.
+    """A pending wait, which belongs to one owner.
 
     Attributes:
-        owner: token of the connection or caller to which it belongs.
-        wants: the kind of result that satisfies it.
-        keys: the keys that it waits for; a round has one.
-        missing: keys that did not exist at the last check.
-        tag: the tag of the waiting query, 0 for torch's clients; the state does not use it.
-        rank: in a round, the rank that arrived; -1 if it was not given.
+        owner: the token of the connection or caller to which the waiter belongs.
+        wants: the kind of result that satisfies the waiter.
+        keys: the keys that are waited for; a barrier or gather has one key.
+        missing: the keys that did not exist at the last check.
+        tag: the tag of the waiting query, or 0 for torch's clients; the state does not use it.
+        rank: in a barrier or gather, the rank that arrived; -1 if no rank was given.
         value: in a gather, the rank's own value; after waking, the value or item received.
-        values: after a gather, all values by rank; after a wait for values, those of the keys.
+        values: after a gather, all ranks' values in rank order; after a wait for values, the values
+            of the keys.
         failure: set instead of a result when the wait can never be satisfied.
     """
 
@@ -57,13 +58,13 @@ class Waiter:
 
 @dataclass(eq=False, slots=True)
 class Round:
-    """One use of a barrier or gather key, with the arrivals so far.
+    """A use of a barrier's or gather's key, with the arrivals so far.
 
     Attributes:
         wants: BARRIER or GATHER.
-        world_size: the number of arrivals that completes it.
+        world_size: the number of arrivals that complete the round.
         arrivals: the waiters that have arrived, in order.
-        by_rank: the arrivals that gave a rank.
+        by_rank: the arrivals that gave a rank, keyed by rank.
     """
 
     wants: Wants
@@ -84,9 +85,10 @@ class Round:
             del self.by_rank[waiter.rank]
 
     def missing_ranks(self, most: int = MAX_MISSING) -> list[int]:
-        """Return the missing ranks, at most the `most` lowest.
+        """Return the missing ranks, but at most the `most` lowest of them.
 
-        Returns none if an arrival without a rank makes them impossible to determine.
+        The result is empty if an arrival without a rank makes the missing ranks impossible to
+        determine.
         """
         if len(self.by_rank) < len(self.arrivals):
             return []

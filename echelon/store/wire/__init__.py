@@ -1,1 +1,1 @@
-"""The wire protocol: encoding, limits, the proof of a secret, and sealed records."""
+"""The wire protocol: encoding, limits, the proof of the secret, and sealed records."""

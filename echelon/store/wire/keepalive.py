@@ -1,11 +1,11 @@
-"""Detection of a peer whose machine has vanished.
+"""Detects a peer whose machine has vanished.
 
-The connections of a dead process are closed; those of a machine that loses power or its network are
-not, and its waits and arrivals would remain. Both ends therefore let the kernel probe an idle peer
-and consider it dead after about half a minute of silence. While data is unacknowledged there are no
-probes, and the kernel would retransmit for a quarter of an hour: a limit on the age of
-unacknowledged data closes that gap. It also ends the connection of a peer that does not read for
-that long while more data is in flight than its buffers hold.
+The kernel closes the connections of a dead process. If a machine loses power or its network, its
+connections are not closed, and its waits and arrivals would remain. Both ends therefore let the
+kernel probe an idle peer and consider it dead after about half a minute of silence. While data is
+unacknowledged, there are no probes, and the kernel would retransmit for a quarter of an hour. A
+limit on the age of unacknowledged data closes that gap. The limit also ends the connection of a
+peer that does not read for that long while more data is in flight than its buffers hold.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OPTIONS = {
 
 
 def keep_alive(end: socket.socket) -> None:
-    """Enable the probes; on a listening socket, also for all connections that it accepts."""
+    """Enable keepalive probes; on a listening socket, also for all connections that it accepts."""
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _OPTIONS.items():
         option = getattr(socket, name, None)

@@ -10,20 +10,22 @@ class Limits:
     """Limits whose violation makes a server refuse a peer.
 
     Attributes:
-        key_bytes: longest key, with its leading "/" and every prefix (torch's limit).
-        value_bytes: longest value (torch's limit).
-        num_command_keys: most keys in one command (torch's limit).
-        command_bytes: most bytes in one command, all its strings together.
-        untrusted_bytes: most bytes in one command before the peer is admitted.
-        num_keys: most keys and queues that a server holds.
-        num_connections: most connections; one more is closed at once.
-        num_strangers: most connections that have not become members.
-        num_waiters: most open waits of one connection.
-        num_presences: most presences of one client; each of its heartbeats renews all of them.
-        num_watched_keys: most keys that one connection may watch, counted once per watch.
-        unread_bytes: most unread reply bytes before the server stops reading from that connection;
-            one more reply may be added.
-        reply_bytes: longest single reply.
+        key_bytes: length of the longest key, with its leading "/" and every prefix (torch's limit).
+        value_bytes: length of the longest value (torch's limit).
+        num_command_keys: maximum number of keys in one command (torch's limit).
+        command_bytes: maximum size of all strings of one command together.
+        untrusted_bytes: maximum size of one command before the peer is admitted.
+        num_keys: maximum number of keys and queues on a server.
+        num_connections: maximum number of connections; a further connection is closed at once.
+        num_strangers: maximum number of connections that have not become members.
+        num_waiters: maximum number of open waits of one connection.
+        num_presences: maximum number of presences of one client; each of its heartbeats renews all
+            of them.
+        num_watched_keys: maximum number of keys that one connection may watch, counted once per
+            watch.
+        unread_bytes: maximum number of unread reply bytes before the server stops reading from the
+            connection; one more reply may be added.
+        reply_bytes: length of the longest single reply.
         handshake_s: time within which a connection must become a member.
         command_s: time within which a started command must be complete, plus the same time for
             every 64 KiB received of it.

@@ -1,4 +1,4 @@
-"""Parsing a byte stream into messages: incremental, bounded, and independent of packet boundaries.
+"""Parses a byte stream into messages, incrementally and independently of packet boundaries.
 
 A message is a flat tuple: the query byte, then its fields in order (bytes, int, list of bytes). A
 run of SET or GET commands of equal lengths is one message: the query with `protocol.RUN`, the
@@ -6,8 +6,8 @@ layout of a record, and the records (see `expand_run`). Each byte is examined a 
 times, however the stream is split into packets, and every length is checked against `Limits` before
 anything is stored.
 
-A violation is final: `violation` gives the reason in one line, messages completed before it are
-still delivered, and everything after it is dropped.
+A violation of the protocol is final. `violation` gives the reason in one line, messages completed
+before the violation are still delivered, and everything after it is dropped.
 """
 
 from __future__ import annotations
@@ -111,10 +111,11 @@ class Parser:
     Everything else (rare commands, and a command that is split across packets) runs through a
     generator that requests a number of bytes at a time, so that no byte is parsed twice.
 
-    The owner sets `admitted` once the peer is a member; until then commands are small.
+    The owner sets `admitted` once the peer is a member; until then, only small commands are
+    allowed.
 
     Attributes:
-        violation: why the peer must be refused, None if it has kept the protocol.
+        violation: why the peer must be refused; None if it has followed the protocol.
         extensions: whether the peer has announced itself as a client of echelon.
     """
 
@@ -132,7 +133,7 @@ class Parser:
 
     @property
     def is_inside_command(self) -> bool:
-        """Whether a command, or the handshake, was begun and is not complete."""
+        """Whether a command or the handshake has begun and is not complete."""
         return self._steps is not None
 
     def feed(self, data: bytes) -> list[p.Message]:
@@ -158,7 +159,7 @@ class Parser:
     def finish(self, data: bytes) -> tuple[list[p.Message], bytes]:
         """Parse received bytes up to the end of the open command; return its message and the rest.
 
-        For an owner that executes the following commands without this parser.
+        This is for an owner that executes the following commands without this parser.
         """
         out: list[p.Message] = []
         if self.violation is not None:
@@ -174,7 +175,7 @@ class Parser:
         return out, data[position:]
 
     def _after_held(self, data: bytes) -> bytes:
-        """Return the held bytes plus `data` once they suffice for the open command, else b""."""
+        """Return the held bytes plus `data` once there are as many as needed, else b""."""
         self._held += data
         if len(self._held) < self._need:
             return b""
@@ -183,7 +184,7 @@ class Parser:
         return data
 
     def _scan(self, data: bytes, position: int, out: list[p.Message]) -> None:
-        """Extract complete commands from `position` on; start the first incomplete one."""
+        """Extract complete commands from `position` on, and start the first incomplete command."""
         size = len(data)
         key_bytes, value_bytes = self.limits.key_bytes, self.limits.value_bytes
         shapes, read_u64 = self._shapes, _U64.unpack_from
@@ -316,7 +317,7 @@ class Parser:
             return 0
 
     def _advance(self, data: bytes, position: int, out: list[p.Message]) -> int:
-        """Feed the open command from `position`; return where it ended, or the end of data."""
+        """Feed the open command from `position` on; return where it ended, or the data's end."""
         while self._steps is not None:
             end = position + self._need
             if end > len(data):
@@ -330,7 +331,7 @@ class Parser:
         return position
 
     def _complete(self, message: p.Message | None, out: list[p.Message]) -> None:
-        """Finish the open command; the handshake yields no message."""
+        """Finish the open command; the handshake does not yield a message."""
         self._steps = None
         if message is not None:
             out.append(message)
@@ -348,7 +349,7 @@ class Parser:
         return None
 
     def _command(self, query: int) -> _Steps:
-        """Ask for the fields of one command, byte counts first; return the message."""
+        """Request the bytes of the fields of one command, and return the message."""
         fields = _FIELDS.get(query)
         if fields is None or (query >= p.TAGGED and not self.extensions):
             raise StoreProtocolError(f"unknown query 0x{query:02x}")
@@ -379,13 +380,13 @@ class Parser:
         return tuple(message)
 
     def _note_ping(self, nonce: object) -> None:
-        """Accept echelon's queries from here on if the peer announces itself as its client."""
+        """Accept echelon's queries from now on if the PING announces a client of echelon."""
         if nonce == p.OUR_NONCE:
             self.extensions = True
             self._choose_shapes()
 
     def _allowed(self, query: int, kind: str, length: int) -> int:
-        """Return `length` if this command may contain another string of that length."""
+        """Return `length` if this command may contain a further string of that length."""
         limit = self.limits.key_bytes if kind == "K" else self.limits.value_bytes
         if length > limit:
             what = "key" if kind == "K" else "value"
@@ -398,7 +399,7 @@ class Parser:
 
 @dataclass(frozen=True, slots=True)
 class _RunShape:
-    """Consecutive commands of one query and equal lengths: their end, and their fields."""
+    """Consecutive commands of one query and equal lengths: their end and their fields."""
 
     pattern: re.Pattern[bytes] | None
     layout: struct.Struct
@@ -431,9 +432,9 @@ def _run_shape(query: int, key_bytes: int, value_bytes: int) -> _RunShape:
 def _cut_run(data: bytes, position: int, record: int, key_end: int, out: list[p.Message]) -> int:
     """Extract a run of key-value (or, with `key_end` -1, key-only) commands of equal lengths.
 
-    The command at `position` is `record` bytes long; returns where the run ends. As long as the
-    bytes that hold the query and the lengths repeat every `record` bytes, so do the commands. Runs
-    of SET and GET remain one message.
+    The command at `position` is `record` bytes long; the method returns where the run ends. As long
+    as the bytes that hold the query and the lengths repeat every `record` bytes, the commands have
+    the same shape. Runs of SET and GET remain one message.
     """
     query = data[position]
     key_bytes = record - 9 if key_end < 0 else key_end - position - 9
@@ -454,7 +455,7 @@ def _cut_run(data: bytes, position: int, record: int, key_end: int, out: list[p.
 
 
 def _end_of_run(data: bytes, position: int, record: int, key_end: int) -> int:
-    """Return the end of a run, found by comparing columns of its headers."""
+    """Return the end of a run, which is found by comparing columns of its headers."""
     count = (len(data) - position) // record
     headers: Iterable[int] = range(position, position + 9)
     if key_end >= 0:

@@ -1,12 +1,13 @@
-"""The store's wire protocol, without I/O.
+"""Encodes and decodes the store's wire protocol, without I/O.
 
 A connection is a raw stream of commands without framing, IDs or error replies, because this is the
 protocol of PyTorch's TCPStore. Integers are little-endian; a string is a u64 length followed by its
-bytes. Queries from 0x80 on are echelon's: they carry a tag and are accepted only after the client
-has sent PING with `OUR_NONCE`, which echelon's server answers with the complement and torch's
-server with an echo.
+bytes. Queries from 0x80 on are echelon's own. They carry a tag and are accepted only after the
+client has sent PING with `OUR_NONCE`, which echelon's server answers with the complement and
+torch's server with an echo.
 
-This module has the numbers, the encoders and the readers of replies; `parser` reads commands.
+This module contains the query numbers, the encoders and the readers of replies; `parser` reads
+commands.
 """
 
 from __future__ import annotations
@@ -132,12 +133,12 @@ def unpack_i64(data: bytes) -> int:
 
 
 def pack_string(data: bytes) -> bytes:
-    """Encode a string: its length and its bytes."""
+    """Encode a string as its length and its bytes."""
     return _U64.pack(len(data)) + data
 
 
 def pack_strings(strings: Iterable[bytes]) -> bytes:
-    """Encode strings one after the other, without their count."""
+    """Encode strings one after the other, without their number."""
     pack = _U64.pack
     pieces: list[bytes] = []
     for data in strings:
@@ -174,12 +175,12 @@ def unpack_integers(data: bytes) -> list[int]:
 
 
 def frame(status: int, tag: int, payload: bytes = b"") -> bytes:
-    """Encode the answer to one of echelon's queries."""
+    """Encode the answer to one of echelon's queries as a frame."""
     return _FRAME.pack(status, tag, len(payload)) + payload
 
 
 def frame_header(status: int, tag: int, length: int) -> bytes:
-    """Encode the header of an answer whose payload is passed on by reference."""
+    """Encode the header of an answer whose payload is sent separately, without a copy."""
     return _FRAME.pack(status, tag, length)
 
 
@@ -190,12 +191,12 @@ def unpack_frame_header(data: bytes) -> tuple[int, int, int]:
 
 
 def tagged(query: int, tag: int, *fields: bytes | int | list[bytes]) -> bytes:
-    """Encode one of echelon's queries; for the fields see `encode`."""
+    """Encode one of echelon's queries; `encode` describes the fields."""
     return _HEAD.pack(query, tag) + encode(query, *fields)[1:]
 
 
 def encode(query: int, *fields: bytes | int | list[bytes]) -> bytes:
-    """Encode one command: bytes as a string, int as i64, a list as its count and strings.
+    """Encode one command: bytes as a string, int as i64, a list as its length and its strings.
 
     The list of MULTI_SET alternates keys and values; PING and VALIDATE take a u32.
     """

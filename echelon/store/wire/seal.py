@@ -1,13 +1,13 @@
-"""The sealed stream after the handshake: records that only the two ends can make.
+"""Seals the stream after the handshake, in records that only the two ends can make.
 
-[Note: why the stream is sealed] A handshake proves who began a connection, not who continues it:
-a false server that relays the proofs to the real one could take over a member's connection by
+[Note: why the stream is sealed] A handshake proves who began a connection, not who continues it. A
+false server that relays the proofs to the real server could take over a member's connection by
 dropping the client. So both ends derive one key per direction from the secret and both nonces, and
 after the proof every byte is sent in a record: u32 length, 16 bytes of keyed BLAKE2b over the
-record's number and its bytes, the bytes. A relay can then only forward or cut the stream. Binding
-the addresses into the proof was rejected: it breaks at every NAT, service address and port forward,
-and still trusts the network afterwards. Nothing is encrypted: the traffic can be read by anyone who
-sees it.
+record's number and its bytes, the bytes. A relay can then only forward or cut the stream. Including
+the addresses in the proof was rejected, because this fails at every NAT, service address and port
+forward, and still trusts the network afterwards. Nothing is encrypted, so anyone who sees the
+traffic can read it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NUMBER = struct.Struct("<Q")
 
 
 def stream_keys(secret: bytes, transcript: bytes) -> tuple[bytes, bytes]:
-    """Return the keys of one connection: for the client's stream and for the server's.
+    """Return the keys of one connection: one for the client's stream and one for the server's.
 
     Args:
         secret: the job's secret.
@@ -44,7 +44,7 @@ def _mac(key: bytes, number: int, data: bytes) -> bytes:
 
 
 class Sealer:
-    """A maker of the records of one direction."""
+    """Makes the records of one direction."""
 
     __slots__ = ("_key", "_number")
 
@@ -67,7 +67,7 @@ class Sealer:
 
 
 class Opener:
-    """A reader of the records of one direction, in whatever pieces they arrive."""
+    """Reads the records of one direction, in whatever pieces they arrive."""
 
     __slots__ = ("_held", "_key", "_number")
 
@@ -78,11 +78,11 @@ class Opener:
 
     @property
     def is_inside_record(self) -> bool:
-        """Whether a record has begun and is not complete."""
+        """Whether a record has begun but is not complete."""
         return bool(self._held)
 
     def open(self, data: bytes) -> bytes:
-        """Process received bytes and return the data of the records that they complete.
+        """Process received bytes, and return the data of the records that these bytes complete.
 
         Raises:
             StoreProtocolError: a record was not made by the other end, or is out of place.

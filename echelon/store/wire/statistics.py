@@ -1,4 +1,4 @@
-"""Statistics of a server, as a frozen record."""
+"""The statistics of a server, as a frozen record."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class StoreStatistics:
     """The statistics of a server at one moment.
 
     Attributes:
-        num_keys: keys with a value.
-        num_queues: queues that hold an item.
-        num_connections: open connections, including those that are not members yet.
-        num_waiters: calls that wait for keys, items, barriers or gathers.
-        num_watched_keys: keys whose changes are pushed to a client.
-        num_presences: keys with a lease.
-        num_refused: connections closed for a violation so far.
-        value_bytes: bytes in all values and items together.
-        waiting: the number of waiters per key.
+        num_keys: number of keys with a value.
+        num_queues: number of queues that hold an item.
+        num_connections: number of open connections, including connections that are not members yet.
+        num_waiters: number of calls that wait for keys, items, barriers or gathers.
+        num_watched_keys: number of keys whose changes are pushed to a client.
+        num_presences: number of keys with a lease.
+        num_refused: number of connections closed for a violation so far.
+        value_bytes: total size of all values and items.
+        waiting: the number of waiters for each key.
         missing_ranks: for each open barrier or gather, the first 64 missing ranks; empty if
             arrivals gave no rank.
     """
@@ -40,7 +40,7 @@ class StoreStatistics:
     missing_ranks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
-        """Encode for the wire."""
+        """Encode the statistics for the wire."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         return json.dumps(plain, default=dict).encode()
 
@@ -49,7 +49,7 @@ class StoreStatistics:
         """Decode a server's statistics; unknown fields are ignored.
 
         Raises:
-            StoreProtocolError: the data is not such a record.
+            StoreProtocolError: the data is not a record of statistics.
         """
         try:
             plain = json.loads(text)

@@ -1,10 +1,10 @@
-"""Authentication: the shared secret, and the kernel's information about a local peer.
+"""Authenticates peers by the shared secret, or by the kernel's information about a local peer.
 
 Echelon's clients prove that they know the secret with HMAC-SHA256 over both sides' fresh nonces,
-and the server proves it first. The following stream is sealed (see `seal`), so a recorded exchange,
-a false server or a relay gains nothing. torch's clients cannot do that; for them the kernel reports
-the owner of the process at the other end of a loopback connection (`host.tcp_table`), so that only
-processes of the server's own user are admitted.
+and the server proves it first. The stream after the handshake is sealed (see `seal`), so a recorded
+exchange, a false server or a relay gains nothing. torch's clients cannot prove the secret. For
+them, the kernel reports the owner of the process at the other end of a loopback connection
+(`host.tcp_table`), so that only processes of the server's own user are admitted.
 
 The server sends its proof to any client, which can use it to test guesses of the secret offline;
 therefore short secrets are refused. Nothing is encrypted here.
@@ -61,7 +61,7 @@ def secret_bytes(secret: str | bytes | None) -> bytes | None:
 def transcript(client_nonce: bytes, server_nonce: bytes, session: bytes, instance: bytes) -> bytes:
     """Return the bytes that both proofs and the stream's keys cover.
 
-    Only the last part varies in size.
+    Only the last part of the bytes varies in size.
 
     Raises:
         ValueError: a nonce is not `NONCE_BYTES` long.
@@ -76,17 +76,17 @@ def transcript(client_nonce: bytes, server_nonce: bytes, session: bytes, instanc
 
 
 def server_proof(secret: bytes, transcript: bytes) -> bytes:
-    """Return the proof that only a server that knows the secret can give to this client."""
+    """Return the proof for this client that only a server with the secret can compute."""
     return hmac.digest(secret, _SERVER + transcript, "sha256")
 
 
 def client_proof(secret: bytes, transcript: bytes) -> bytes:
-    """Return the proof that only a client that knows the secret can give to this server."""
+    """Return the proof for this server that only a client with the secret can compute."""
     return hmac.digest(secret, _CLIENT + transcript, "sha256")
 
 
 def is_equal(left: bytes, right: bytes) -> bool:
-    """Return whether two proofs are equal, compared in constant time."""
+    """Compare two proofs in constant time; return whether they are equal."""
     return hmac.compare_digest(left, right)
 
 
@@ -96,7 +96,7 @@ def is_loopback(host: str) -> bool:
 
 
 def own_uid() -> int | None:
-    """Return this process's uid, or None if another user's could look the same.
+    """Return this process's uid, or None if another user's uid could look the same.
 
     In a user namespace that does not map all users, the kernel reports every unmapped user as the
     overflow uid (mostly 65534, "nobody"). A server that runs under that uid cannot trust any uid.

@@ -1,4 +1,4 @@
-"""The operations of one `coalesce()` block, and which of them may run together."""
+"""Groups the operations of one `coalesce()` block into those that may run together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Call:
 
 
 def connection_key(operation: Operation) -> tuple[object, ...]:
-    """Return the key that determines how a library connects for an operation."""
+    """Return the key that identifies the connections that a library uses for an operation."""
     sizes = tuple(
         None if data is None else data.nbytes for data in (operation.source, operation.target)
     )
@@ -29,9 +29,9 @@ def connection_key(operation: Operation) -> tuple[object, ...]:
 
 
 def apart(batch: Sequence[Call]) -> list[list[Call]]:
-    """Split a batch so that no two operations of one part use the same memory.
+    """Split a batch into parts in which no two operations use the same memory.
 
-    A library may run the operations of a group concurrently.
+    This is needed because a library may run the operations of a part concurrently.
     """
     parts: list[list[Call]] = []
     used: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""The choice of a group's engine on a device: the library's, or the host's with copies.
+"""Chooses a group's engine for device arrays: the device library's, or the host's with copies.
 
 The library's engine (NCCL, oneCCL, a plug-in's) is used if it is ready on all ranks and each rank
 has its own device. Otherwise, and in groups created with a host backend's name, arrays pass through
@@ -22,8 +22,8 @@ def refusal(device: str, *, is_staged: bool) -> str:
     """Return why this rank cannot carry arrays on a kind of device, or "" if it can. Local.
 
     Args:
-        device: "cuda", "xpu", ...
-        is_staged: whether only transfer through the host is allowed.
+        device: the kind of device, such as "cuda" or "xpu".
+        is_staged: whether arrays may be transferred only through the host.
     """
     name, reason = ("", "") if is_staged else registry.for_device(device)
     if name:
@@ -43,15 +43,15 @@ def create(
     """Create the engine for a group's arrays on a device; every member must call this.
 
     Args:
-        members: the group, with this rank's device.
+        members: the members of the group, with this rank's device.
         store: a view of the store reserved for the engine.
         host: name of the backend that carries the group's arrays on the host.
         deadline_s: deadline on the monotonic clock.
-        is_staged: whether only transfer through the host is allowed.
+        is_staged: whether arrays may be transferred only through the host.
 
     Raises:
-        ValueError: this rank or another cannot carry such arrays.
-        CollectiveTimeoutError: members did not call it by `deadline_s`.
+        ValueError: this rank or another rank cannot carry such arrays.
+        CollectiveTimeoutError: some members did not call this function by `deadline_s`.
     """
     name = "" if is_staged else registry.for_device(members.device)[0]
     is_own = bool(name) and registry.needs_own_device(name)

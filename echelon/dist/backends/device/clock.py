@@ -1,8 +1,8 @@
-"""DeviceClock: start and end times of device work on the host's monotonic clock.
+"""Converts the times of device work to the host's monotonic clock.
 
-Timing events give times only relative to each other. An event that was recorded on an idle stream
-and observed immediately ties them to the host's clock. Differences are float32 milliseconds, so the
-tie is renewed from time to time to keep the resolution.
+Timing events give times only relative to each other. An event that is recorded on an idle stream
+and observed immediately ties them to the host's clock. The difference between two events is given
+in float32 milliseconds, so the tie is renewed from time to time to keep the resolution.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class DeviceClock:
         self._tie = self._make_tie()
 
     def tie(self) -> Tie:
-        """Return a recent tie; to be called before an event is recorded."""
+        """Return a recent tie between the clocks. Must be called before the event is recorded."""
         if time.monotonic_ns() - self._tie[1] > _TIE_AGAIN_NS:
             self._tie = self._make_tie()
         return self._tie
 
     @staticmethod
     def mono_ns(tie: Tie, event: Any) -> int:
-        """Return the time of an event that was recorded after the tie, or 0 if it has none."""
+        """Return the host time of an event recorded after the tie, or 0 if it has no time."""
         happened, at_ns = tie
         try:
             return at_ns + int(1e6 * happened.elapsed_time(event))
@@ -43,7 +43,7 @@ class DeviceClock:
             return 0
 
     def _make_tie(self) -> Tie:
-        """Tie the clocks with the event, out of a few, that completed fastest."""
+        """Tie the clocks using the event that completed fastest out of a few."""
         ties = []
         with self._runtime.relaxed():
             for _ in range(_NUM_TRIES):

@@ -1,8 +1,8 @@
-"""A group's collectives, built from the few that the libraries have.
+"""Builds all collectives of a group from the few that the libraries provide.
 
-gather, scatter and all_to_all are grouped sends and receives: all members make them at the same
-time, so they cannot block each other. Sums in rank order are a gather followed by a reduction with
-torch.
+gather, scatter and all_to_all are grouped sends and receives: all members start them at the same
+time, so they cannot block each other. Sums in rank order are computed by a gather and a reduction
+with torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _ON_BOOL = {"bor": "max", "max": "max", "band": "min", "min": "min"}
 def refuses(library: DeviceLibrary, kind: str, dtype: str, reduce_op: str) -> str:
     """Return why the library cannot carry such an operation, or "" if it can.
 
-    bool is sent as bytes: "or" is their maximum and "and" their minimum.
+    bool arrays are sent as bytes, so that "or" is the maximum of the bytes and "and" is their
+    minimum.
     """
     del kind  # bytes can always be moved
     if not reduce_op:
@@ -32,7 +33,7 @@ def refuses(library: DeviceLibrary, kind: str, dtype: str, reduce_op: str) -> st
 
 
 class Collectives:
-    """The launcher of one group's collectives on one stream.
+    """Launches the collectives of one group on one stream.
 
     The caller must have entered the communicator.
     """
@@ -54,8 +55,8 @@ class Collectives:
         Args:
             on: the group's communicator.
             operation: the operation that was called.
-            source, target: its arrays, as flat tensors.
-            stream: the stream to queue it on; the communicator's device must be current.
+            source, target: the operation's arrays, as flat tensors.
+            stream: the stream to queue the operation on; the communicator's device must be current.
         """
         if max(0 if one is None else one.numel() for one in (source, target)) == 0:
             return  # all members know, since their shapes are equal
@@ -77,7 +78,7 @@ class Collectives:
     def _move(
         self, on: Communicator, operation: Operation, source: Any, target: Any, stream: Any
     ) -> None:
-        """Move bytes without interpreting them."""
+        """Launch an operation that moves bytes without interpreting them."""
         root = operation.root
         if operation.kind == "all_to_all":
             width = source.numel() // max(1, sum(operation.input_splits)) or (
@@ -143,7 +144,7 @@ class Collectives:
     def _reduce_in_order(
         self, on: Communicator, operation: Operation, source: Any, target: Any, op: str, stream: Any
     ) -> None:
-        """Exchange all ranks' data and reduce it in rank order, 16-bit floats in float32."""
+        """Exchange all ranks' data and reduce it in rank order; use float32 for 16-bit floats."""
         empty = self._library.empty_like
         if operation.kind == "all_reduce":
             self._all_reduce_in_order(on, operation, source, target, op, stream)
@@ -166,9 +167,9 @@ class Collectives:
     def _all_reduce_in_order(
         self, on: Communicator, operation: Operation, source: Any, target: Any, op: str, stream: Any
     ) -> None:
-        """Reduce one part of the elements on each rank, then gather the parts.
+        """Reduce one part of the elements on each rank, then gather the reduced parts.
 
-        This needs memory for only one more copy of the data, not for one per rank.
+        This needs memory for only one additional copy of the data, not one copy per rank.
         """
         pieces = source.tensor_split(self._size)
         results = target.tensor_split(self._size)

@@ -1,11 +1,11 @@
-"""Handle: the one owner of a communicator.
+"""Owns a communicator and frees it exactly once.
 
-A library frees a communicator in `abort` and `destroy`; any later use, and a second end, would be a
-use of freed memory. So all calls go through one lock, and the end happens exactly once: a flag
-rejects new calls, and a separate thread waits until the last call has returned before it frees the
-communicator. A call that does not return because it waits for a missing rank is revoked first,
-which libraries allow during a call. If a library cannot revoke (NCCL before 2.29, oneCCL), the
-communicator and the threads inside it remain until the process exits.
+A library frees a communicator in `abort` and `destroy`; any later use, including a second `abort`
+or `destroy`, would access freed memory. So all calls go through one lock, and the communicator is
+ended exactly once: a flag rejects new calls, and a separate thread waits until the last call has
+returned before it frees the communicator. A call that does not return because it waits for a
+missing rank is revoked first, which libraries allow during a call. If a library cannot revoke (NCCL
+before 2.29, oneCCL), the communicator and the threads inside it remain until the process exits.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _QUIET_S = 0.1  # how long a call may take before the end revokes it
 
 
 class HandleEnded(Exception):  # noqa: N818 -- the group's own error is what users see
-    """The communicator is ending or has ended."""
+    """Raised when the communicator is ending or has ended."""
 
 
 class Handle:
-    """A communicator with a lock that is ended exactly once."""
+    """A communicator that is protected by a lock and ended exactly once."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -45,7 +45,7 @@ class Handle:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[Communicator]:
-        """Use the communicator; one thread at a time.
+        """Enter the communicator to use it; only one thread at a time may be inside.
 
         Raises:
             HandleEnded: the communicator is ending or has ended.
@@ -56,7 +56,10 @@ class Handle:
             yield self._communicator
 
     def failure(self) -> str:
-        """Return the library's error; "" while another thread is inside. Never blocks."""
+        """Return the library's error, or "" if none is known. Never blocks.
+
+        While another thread is inside the communicator, the result is "".
+        """
         if self._ends or not self._inside.acquire(blocking=False):
             return ""
         try:
@@ -65,7 +68,7 @@ class Handle:
             self._inside.release()
 
     def abort(self, wait_s: float) -> bool:
-        """Abort what runs and free the communicator; return whether it is free after `wait_s`."""
+        """Abort operations and free the communicator; return whether it is free after `wait_s`."""
         return self._end(self._abort, wait_s)
 
     def destroy(self, wait_s: float) -> bool:

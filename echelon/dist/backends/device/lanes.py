@@ -1,4 +1,4 @@
-"""The lanes of one group on a device: which one a message takes, and how they are opened."""
+"""Manages the lanes of one group on a device: selects a message's lane and opens new lanes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Lanes:
         self._lock = threading.Lock()
 
     def ways(self, operation: Operation) -> list[Way]:
-        """Return the ways of a message: the one it takes, or both directions if it opens them."""
+        """Return the ways that a message uses: one direction, or both if it opens them."""
         mine, peer, name = self._rank, operation.peer, f"tag/{operation.tag}"
         out, back = Way(mine, peer, name), Way(peer, mine, name)
         if operation.kind == OPEN:
@@ -54,10 +54,10 @@ class Lanes:
         return [out if operation.kind == "send" else back]
 
     def prepare(self, operation: Operation) -> None:
-        """Check that another lane is allowed if the message needs one.
+        """Check that another lane may be created if the message needs one.
 
         Raises:
-            ValueError: there are too many lanes.
+            ValueError: the maximum number of lanes has been reached.
         """
         num_new = sum(way not in self._lanes for way in self.ways(operation))
         if num_new and len(self._lanes) + num_new > MAX_LANES:
@@ -67,7 +67,7 @@ class Lanes:
             )
 
     def lane(self, way: Way) -> Lane:
-        """Return a lane, creating it if it does not exist."""
+        """Return the lane of a way, creating the lane if it does not exist."""
         with self._lock:
             lane = self._lanes.get(way)
             if lane is None:
@@ -81,17 +81,17 @@ class Lanes:
         return [self.lane(way) for way in self.ways(operation)]
 
     def all(self) -> list[Lane]:
-        """Return the lanes that exist."""
+        """Return all lanes that exist."""
         return list(self._lanes.values())
 
 
 class Opening(Outcome):
-    """Lanes that are being connected: the engine's handle for an `open`."""
+    """Lanes that are being connected, as the engine's handle for an `open` operation."""
 
     is_detached = False
 
     def __init__(self, lanes: Sequence[Lane], check: Callable[[], None]) -> None:
-        """Start connecting; never blocks."""
+        """Start connecting the lanes; never blocks."""
         super().__init__()
         self._num_left = len(lanes)
         self._lock = threading.Lock()
@@ -105,7 +105,7 @@ class Opening(Outcome):
                 self.finish(error)  # one at a time, or a success could hide another's error
 
     def fail(self, error: BaseException) -> None:
-        """Record the failure."""
+        """Record that the operation failed."""
         self.finish(error)
 
     @property
@@ -115,5 +115,5 @@ class Opening(Outcome):
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether the library has finished all work for it."""
+        """Whether the library has finished all its work for the operation."""
         return self._num_left == 0

@@ -1,9 +1,9 @@
-"""Launcher: makes the calls of one communicator in order, without blocking the caller.
+"""Makes the calls of one communicator in order, without blocking the caller.
 
 A library may block the host inside a call that uses a connection for the first time, until all
-members make the same call. Such calls are made on a separate thread; calls of a kind that has run
-before are made on the caller's thread if no job is queued before them. The thread ends when its
-queue is empty.
+members make the same call. Such calls are made on a separate thread. A call whose connection has
+been used before is made on the caller's thread, unless other jobs are already queued. The thread
+ends when its queue is empty.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Job = Callable[[], bool]  # makes a call; returns whether it succeeded; does not
 
 
 class Launcher:
-    """A runner of jobs, one at a time, in the order in which they are passed to it."""
+    """Runs jobs one at a time, in the order in which they were submitted."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -27,7 +27,7 @@ class Launcher:
         self._known: set[Hashable] = set()
 
     def knows(self, key: Hashable) -> bool:
-        """Return whether a job with this key has succeeded, so that the next one does not block."""
+        """Return whether a job with this key has succeeded, so that the next will not block."""
         return key in self._known
 
     def note(self, key: Hashable) -> None:
@@ -38,7 +38,7 @@ class Launcher:
         """Run a job on this thread or on the launcher's thread.
 
         Args:
-            key: equal for jobs that use the same connections; None if the job may always block.
+            key: identifies the connections that the job uses; None if the job may always block.
         """
         with self._changed:
             is_free = not self._is_busy and not self._jobs

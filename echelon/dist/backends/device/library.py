@@ -1,7 +1,8 @@
-"""The interface that an engine on a device expects of a library of collectives.
+"""Defines the interface of a collectives library that a device engine expects.
 
 `DeviceLibrary` is the base of NCCL on CUDA, of oneCCL on Intel GPUs, and of the fake device in the
-tests. It holds no group state: communicators do, and each has one owner (`handle.py`).
+tests. The library holds no group state; communicators do, and each communicator has one owner
+(`handle.py`).
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from echelon.dist.backends.device.runtime import DeviceRuntime
 
 
 class Communicator(Protocol):
-    """A communicator of the library. Only one thread at a time may call it, except for `revoke`."""
+    """A communicator of the library. Only `revoke` may be called during another thread's call."""
 
     def launch(
         self, kind: str, source: Any, target: Any, reduce_op: str, peer: int, stream: Any
     ) -> None:
         """Queue one of the library's operations on a stream.
 
-        The first call of a kind may block the host until all members make it.
+        The first call of a kind may block the host until all members have made that call.
 
         Args:
             kind: all_reduce, reduce, all_gather, reduce_scatter, broadcast, send or recv.
-            source, target: flat tensors; the same one for a broadcast.
+            source, target: flat tensors; both are the same tensor for a broadcast.
             reduce_op: one of `DeviceLibrary.reduce_ops`; "" if the operation does not reduce.
-            peer: the root or the other end, as a rank of the communicator.
+            peer: the root or the other rank of a message, as a rank within the communicator.
             stream: a stream of the communicator's device.
         """
 
@@ -35,17 +36,17 @@ class Communicator(Protocol):
         """Return the error that the library has detected, or "" if there is none."""
 
     def revoke(self) -> bool:
-        """Abort running and blocked operations, freeing nothing; callable during another call.
+        """Abort running and blocked operations but free nothing; callable during another call.
 
         Returns:
-            False if the library does not support it.
+            False if the library does not support revoking.
         """
 
     def abort(self) -> None:
         """Abort running operations and free the communicator."""
 
     def destroy(self) -> None:
-        """Free an idle communicator; may block until the other members do the same."""
+        """Free an idle communicator; may block until the other members free theirs."""
 
 
 class DeviceLibrary(DeviceRuntime, ABC):
@@ -54,7 +55,7 @@ class DeviceLibrary(DeviceRuntime, ABC):
     Attributes:
         name: the name of the backend.
         dtypes: the dtypes that the library reduces; it can move bytes of any dtype.
-        reduce_ops: the reductions that it supports.
+        reduce_ops: the reductions that the library supports.
     """
 
     name = ""
@@ -73,16 +74,16 @@ class DeviceLibrary(DeviceRuntime, ABC):
     def open(
         self, size: int, rank: int, unique_id: bytes, index: int, *, is_lane: bool
     ) -> Communicator:
-        """Create a communicator on the current device; block until all members do the same.
+        """Create a communicator on the current device; blocks until all members have done so.
 
         Args:
             size: number of members.
-            rank: the rank of this process among them.
+            rank: this process's rank among the members.
             unique_id: the ID that rank 0 generated.
             index: the device index.
-            is_lane: whether it carries only messages between two ranks.
+            is_lane: whether the communicator carries only messages between two ranks.
         """
 
     @abstractmethod
     def group(self) -> AbstractContextManager[object]:
-        """Launch the calls that this thread makes inside the block as one."""
+        """Combine the calls that this thread makes inside the block into a single launch."""

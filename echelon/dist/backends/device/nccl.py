@@ -1,4 +1,4 @@
-"""The nccl backend: real NCCL through nccl4py, on CUDA arrays. See `stream.py` for how it works.
+"""The nccl backend: calls NCCL through nccl4py on CUDA arrays. `stream.py` explains how it works.
 
 Written against nccl4py 0.6.0, whose signatures and IDs were checked with the real library (NCCL
 2.32). No operation has run yet, because no machine with an NVIDIA GPU was available. Everything
@@ -60,11 +60,11 @@ def versions() -> str:
 def create(members: Members, store: PrefixStore, timeout_s: float) -> StreamEngine:
     """Create the engine of a group; every member must call this.
 
-    If no array determines a member's device, it is the device that the program made current, or
-    else the GPU given by LOCAL_RANK.
+    If no array determines a member's device, the engine uses the device that the program made
+    current, or else the GPU given by LOCAL_RANK.
 
     Raises:
-        CollectiveTimeoutError: members did not call it within `timeout_s`.
+        CollectiveTimeoutError: some members did not call this function within `timeout_s`.
         nccl.core.NCCLError: NCCL reported an error.
     """
     library = NcclLibrary()
@@ -72,9 +72,10 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> StreamEngi
 
 
 def _needs_own_device() -> bool:
-    """Whether each rank needs its own GPU.
+    """Return whether each rank needs its own GPU.
 
-    NCCL 2.30 supports several ranks per GPU as an experiment, enabled by this variable.
+    NCCL 2.30 has experimental support for several ranks per GPU, which an environment variable
+    enables.
     """
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1"
 
@@ -84,7 +85,7 @@ create.versions = versions  # type: ignore[attr-defined]
 
 
 class NcclLibrary(DeviceLibrary):
-    """NCCL through nccl4py."""
+    """The NCCL library, called through nccl4py."""
 
     name = "nccl"
     device = "cuda"
@@ -105,7 +106,7 @@ class NcclLibrary(DeviceLibrary):
     def open(
         self, size: int, rank: int, unique_id: bytes, index: int, *, is_lane: bool
     ) -> NcclCommunicator:
-        """Create a communicator on the current device; block until all members do the same."""
+        """Create a communicator on the current device; blocks until all members have done so."""
         del index  # NCCL takes the current device
         drawn = self._nccl.UniqueId.from_bytes(unique_id)
         config = self._nccl.NCCLConfig(max_ctas=_LANE_CTAS) if is_lane else None
@@ -113,12 +114,12 @@ class NcclLibrary(DeviceLibrary):
         return NcclCommunicator(self._nccl, made)
 
     def group(self) -> AbstractContextManager[object]:
-        """Launch the calls that this thread makes inside the block as one."""
+        """Combine the calls that this thread makes inside the block into a single launch."""
         return cast("AbstractContextManager[object]", self._nccl.group())
 
 
 class NcclCommunicator:
-    """One communicator of NCCL."""
+    """An NCCL communicator."""
 
     def __init__(self, nccl: Any, communicator: Any) -> None:
         self._nccl = nccl
@@ -127,7 +128,7 @@ class NcclCommunicator:
     def launch(
         self, kind: str, source: Any, target: Any, reduce_op: str, peer: int, stream: Any
     ) -> None:
-        """Queue one of NCCL's operations on a stream."""
+        """Queue an NCCL operation on a stream."""
         nccl, on = self._communicator, {"stream": int(stream.cuda_stream)}
         op = getattr(self._nccl, reduce_op.upper()) if reduce_op else None
         if kind == "all_reduce":
@@ -166,5 +167,5 @@ class NcclCommunicator:
         self._communicator.abort()
 
     def destroy(self) -> None:
-        """Free the communicator; may block until the members on this host do the same."""
+        """Free the communicator; may block until the members on this host free theirs."""
         self._communicator.destroy()

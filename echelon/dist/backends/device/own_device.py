@@ -1,4 +1,4 @@
-"""The choice of this rank's device when no array determines it."""
+"""Chooses this rank's device when no array determines it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from echelon.dist.membership.environment import local_rank
 def with_own_device(members: Members, accelerator: Any) -> Members:
     """Return the members with this rank's device filled in.
 
-    The program's choice (`torch.cuda.set_device`) has priority if it can be detected: the current
-    device, unless that is device 0. Otherwise it is LOCAL_RANK modulo the number of devices.
+    A device that the program has selected (`torch.cuda.set_device`) has priority: the current
+    device, unless it is device 0, which is also the default. Otherwise the device is LOCAL_RANK
+    modulo the number of devices.
 
     Raises:
         ValueError: the process sees no device.

@@ -1,4 +1,4 @@
-"""Lanes: the transport of messages between two ranks on a device.
+"""Lanes, which carry messages between two ranks on a device.
 
 A send blocks its device stream until the receive runs, and a library runs the calls of one
 communicator one after the other. If a message shared its stream or communicator, it could block the
@@ -34,7 +34,7 @@ _MESSAGE = "message"  # all messages of a lane use one connection
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The direction of a lane: its two group ranks and its name."""
+    """The direction of a lane: its two ranks within the group and its name."""
 
     sender: int
     receiver: int
@@ -42,7 +42,7 @@ class Way:
 
     @property
     def path(self) -> str:
-        """The store key at which its ends meet."""
+        """The store key at which the two ends of the lane meet."""
         return f"lane/{self.sender}/{self.receiver}/{self.name}"
 
 
@@ -51,10 +51,10 @@ class Lane:
 
     Args:
         library: the library whose communicators carry the messages.
-        way: the direction and name.
+        way: the lane's direction and name.
         rank: this process's rank in the group.
         index: index of this rank's device.
-        store: the store at which the two ends meet.
+        store: the store at which the two ends of the lane meet.
         clock: the clock of the device.
     """
 
@@ -95,7 +95,7 @@ class Lane:
         """Queue one message; never blocks.
 
         Args:
-            pending: a send on the sender, a receive on the receiver.
+            pending: the send on the sending rank, or the receive on the receiving rank.
             check: raises when the operation or the group has ended.
         """
 
@@ -115,7 +115,7 @@ class Lane:
         self._launcher.launch(job, _MESSAGE)
 
     def put(self, communicator: Any, source: Any, target: Any, stream: Any = None) -> None:
-        """Queue a message's bytes on a stream; None means the lane's own."""
+        """Queue a message's bytes on a stream; None means the lane's own stream."""
         as_bytes = self._library.torch.uint8
         source = None if source is None else source.view(as_bytes)
         target = None if target is None else target.view(as_bytes)
@@ -128,10 +128,10 @@ class Lane:
     def open(
         self, opened: Callable[[BaseException | None], None], check: Callable[[], None]
     ) -> None:
-        """Start connecting unless a message already has; never blocks.
+        """Start connecting the lane unless a message has already started it; never blocks.
 
         Args:
-            opened: called once, from any thread, with the error or None.
+            opened: called once, from any thread, with the error, or None if the lane is open.
             check: raises when the operation or the group has ended.
         """
 
@@ -153,7 +153,7 @@ class Lane:
         return self._handle is None or self._handle.abort(wait_s)
 
     def destroy(self, wait_s: float) -> bool:
-        """Release the communicator of an idle lane."""
+        """Free the communicator of an idle lane."""
         self._is_over = True
         return self._handle is None or self._handle.destroy(wait_s)
 

@@ -1,4 +1,4 @@
-"""DevicePending: an operation on a device, from its call to its completion."""
+"""DevicePending: tracks an operation on a device from its call to its completion."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _TIMED = {"enable_timing": True}
 
 
 class LibraryFailed(RuntimeError):  # noqa: N818 -- `CollectiveError` is what users see
-    """The library reported an error of a launched operation."""
+    """The library reported an error in a launched operation."""
 
 
 class DevicePending:
     """An operation that was passed to the device or is about to be.
 
-    It keeps the arrays alive until the device has completed it, so the allocator does not need to
-    track the engine's streams.
+    The object keeps the arrays alive until the device has completed the operation, so the allocator
+    does not need to track the engine's streams.
 
     Attributes:
-        operation: the operation called; None once the device has completed it.
-        index: the device.
-        is_detached: whether it runs without the caller waiting for it.
-        tensors: flat source and target; None for a missing one.
-        is_launched: set once it is on the stream or has failed.
+        operation: the operation that was called; None once the device has completed it.
+        index: the device index.
+        is_detached: whether the operation runs without the caller waiting for it.
+        tensors: the flat source and target tensors; None where the operation has no such array.
+        is_launched: set once the operation is on the stream or has failed.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class DevicePending:
 
         Args:
             index: the device index.
-            callers: the streams on which the caller uses the arrays, the current one first.
+            callers: the streams on which the caller uses the arrays, the current stream first.
             failure: returns the library's error, or "" if there is none.
         """
         self._runtime = runtime
@@ -70,7 +70,10 @@ class DevicePending:
     # ---- launching, by the engine ----
 
     def begin(self, stream: Any, clock: DeviceClock) -> None:
-        """Order a stream behind the callers' and record the start; the device must be current."""
+        """Make a stream wait for the callers' streams and record the start.
+
+        The operation's device must be current.
+        """
         for event in self._ready:
             stream.wait_event(event)
         self._tie = clock.tie()
@@ -85,14 +88,14 @@ class DevicePending:
         self.is_launched.set()
 
     def fail(self, error: BaseException) -> None:
-        """Record its failure; the first error is kept."""
+        """Record that the operation failed; only the first error is kept."""
         if self._error is None and not self._ended_mono_ns:
             self._error = error
         self.is_launched.set()
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended on the device too; may query the device."""
+        """Whether the operation has ended, on the device too; may query the device."""
         return self.done and (self._ended_mono_ns != 0 or self.is_at_rest)
 
     @property
@@ -109,31 +112,31 @@ class DevicePending:
 
     @property
     def done(self) -> bool:
-        """Whether the device has completed it or it has failed. Never blocks."""
+        """Whether the device has completed the operation, or it has failed. Never blocks."""
         if self._error is None and not self._ended_mono_ns and self._end is not None:
             self._look()
         return self._error is not None or self._ended_mono_ns != 0
 
     @property
     def error(self) -> BaseException | None:
-        """The error with which it failed."""
+        """The error with which the operation failed, or None."""
         return self._error
 
     @property
     def started_mono_ns(self) -> int:
-        """When the device began it, including the wait for peers; 0 until it ends."""
+        """When the device started the operation, including the wait for peers; 0 until it ends."""
         return self._started_mono_ns
 
     @property
     def ended_mono_ns(self) -> int:
-        """When the device completed it; 0 until then."""
+        """When the device completed the operation; 0 until then."""
         return self._ended_mono_ns
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Order the caller's streams behind it; block only until it is on its stream.
+        """Make the caller's streams wait for the operation; block the host until it is enqueued.
 
-        That takes as long as the library connects to ranks that have not called it. For a detached
-        operation there is no wait.
+        Enqueuing takes long if the library still has to connect to ranks that have not made the
+        call. A detached operation is not waited for.
         """
         if self.is_detached:  # made from a copy, and no result comes of it
             return True
@@ -167,7 +170,7 @@ class DevicePending:
 
 
 class DonePending:
-    """An operation without its own completion: it is part of a graph, or had nothing to do."""
+    """An operation without its own completion, because it is in a graph or had nothing to do."""
 
     error = None
     done = True
@@ -176,7 +179,7 @@ class DonePending:
         self.ended_mono_ns = time.monotonic_ns()
 
     def wait(self, timeout_s: float | None) -> bool:  # noqa: ARG002
-        """Return at once: a graph is ordered by the caller's stream."""
+        """Return at once, because the caller's stream already orders a graph's operations."""
         return True
 
 

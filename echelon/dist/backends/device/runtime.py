@@ -1,4 +1,4 @@
-"""The device runtime that the engines need: torch's, except in the tests."""
+"""Wraps the device runtime that the engines need: torch's, except in the tests."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from echelon.host.identity import host_identity
 
 
 class DeviceRuntime:
-    """Streams, events and memory of one kind of device, through torch.
+    """The streams, events and memory of one kind of device, accessed through torch.
 
     Attributes:
         device: the kind of device: "cuda" or "xpu".
-        accelerator: torch's module for it.
+        accelerator: torch's module for that kind of device.
     """
 
     def __init__(self, device: str) -> None:
@@ -29,7 +29,7 @@ class DeviceRuntime:
         return getattr(self.torch, self.device)
 
     def identity(self, index: int) -> str:
-        """Return an identity of a device that does not depend on its number in the process."""
+        """Return an identifier of a device that does not depend on its index in this process."""
         host = host_identity()["boot"]
         properties = self.accelerator.get_device_properties(index)
         number = getattr(properties, "uuid", None) or index
@@ -45,12 +45,12 @@ class DeviceRuntime:
             job()
 
     def empty_like(self, tensor: Any, length: int, stream: Any) -> Any:
-        """Return an uninitialised tensor of another tensor's dtype for use on a stream."""
+        """Return an uninitialised tensor with the dtype of another tensor, for use on a stream."""
         with self.accelerator.stream(stream):
             return tensor.new_empty(length)
 
     def copy(self, tensor: Any, callers: Sequence[Any]) -> Any:
-        """Queue a copy of a tensor on the current stream, behind its callers'; return the copy."""
+        """Queue a copy of a tensor on the current stream, after its callers' work; return it."""
         for stream in callers[1:]:
             callers[0].wait_stream(stream)
         return tensor.clone()
@@ -70,7 +70,7 @@ class DeviceRuntime:
 
     @contextlib.contextmanager
     def relaxed(self) -> Iterator[None]:
-        """Let this thread query events while another captures a graph, as torch's watchdog does."""
+        """Let this thread query events while another thread captures a graph, as torch does."""
         if self._modes is None:
             yield
             return
@@ -82,7 +82,7 @@ class DeviceRuntime:
             exchange(before)
 
     def has_happened(self, event: Any) -> bool:
-        """Query an event, unless this thread captures a graph, which the query would break."""
+        """Return whether an event has occurred; False during a capture, which forbids queries."""
         if self.is_capturing():
             return False
         with self.relaxed():

@@ -1,10 +1,11 @@
-"""StagedEngine: carries device arrays with a host engine, through pinned memory.
+"""StagedEngine: carries out operations on device arrays with a host engine, through pinned memory.
 
-It is for ranks that share a GPU, which NCCL refuses, and for groups created with a host engine's
-name. An operation's input is copied to the host behind the caller's stream; after the copy, the
-host engine carries out the operation, and its result is copied back. One thread per group (the
-pump) moves operations from one stage to the next, so the caller is not blocked; `wait` blocks until
-the copy back is on its stream, and orders the caller's stream behind it.
+The engine is used for ranks that share a GPU, which NCCL refuses, and for groups created with a
+host engine's name. An operation's input is copied to the host after the work on the caller's
+stream; after the copy, the host engine carries out the operation, and its result is copied back.
+One thread per group (the pump) moves operations from one stage to the next, so the caller is not
+blocked; `wait` blocks until the copy back is on its stream, and orders the caller's stream behind
+it.
 
 This host engine is separate from the one for the group's host arrays, so the two need not agree on
 an order of operations.
@@ -38,7 +39,7 @@ _JOIN_S = 0.3
 
 @dataclasses.dataclass(slots=True)
 class _Staged:
-    """An operation in transit through the host."""
+    """An operation whose arrays pass through the host."""
 
     pending: DevicePending
     operation: Operation  # on the host's copies
@@ -54,7 +55,7 @@ class StagedEngine:
     nests = False
 
     def __init__(self, runtime: DeviceRuntime, members: Members, host: Engine) -> None:
-        """Create the engine of a group; it takes ownership of `host`."""
+        """Create the engine of a group, which takes ownership of the host engine `host`."""
         self.name = host.name
         self.device = runtime.device
         self._runtime = runtime
@@ -74,7 +75,7 @@ class StagedEngine:
         return self._host.refuses(kind, dtype, reduce_op)
 
     def prepare(self, operation: Operation) -> None:
-        """Check that no graph is being captured, because the host takes part.
+        """Check that no graph is being captured, because a graph cannot include work on the host.
 
         Raises:
             ValueError: a graph is being captured.
@@ -86,7 +87,7 @@ class StagedEngine:
             )
 
     def execute(self, operation: Operation, watch: Watch) -> None:
-        """Carry out one operation; block until its result is in order with the caller's stream."""
+        """Carry out one operation; block until its result is ordered on the caller's stream."""
         pending = self.submit(operation, watch)
         pending.wait(None)
         if pending.error is not None:
@@ -123,7 +124,7 @@ class StagedEngine:
         return pending
 
     def _fly(self, pending: DevicePending) -> None:
-        """Register an operation that `cut` must end; threads may submit concurrently."""
+        """Register an operation so that `cut` can end it; threads may submit concurrently."""
         with self._making:
             self._flying = [*(one for one in self._flying if not one.done), pending]
 
@@ -131,11 +132,11 @@ class StagedEngine:
         return self._reason
 
     def batch(self) -> AbstractContextManager[object]:
-        """Do nothing: the host engine gets its operations from another thread."""
+        """Do nothing, because the host engine receives its operations from another thread."""
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """End all local progress."""
+        """End all progress on this rank."""
         self._reason = reason or build.closed(self._members, Operation("close", 0))
         self._host.cut(reason)
         for pending in list(self._flying):
@@ -143,7 +144,7 @@ class StagedEngine:
         self._work.release()
 
     def close(self) -> None:
-        """Release the host engine. Local work only, at most 1 s."""
+        """Release the host engine. Does only local work and takes at most 1 s."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -169,7 +170,7 @@ class StagedEngine:
     def _stage(
         self, operation: Operation, watch: Watch, pending: DevicePending, down: Any
     ) -> _Staged:
-        """Queue the copy of the input to the host; the device must be current."""
+        """Queue the copy of an operation's input to the host; the device must be current."""
         source, target = pending.tensors
         copies: dict[int, Any] = {}
         for tensor, is_input in ((source, True), (target, False)):
@@ -211,7 +212,7 @@ class StagedEngine:
                 pause_s = min(2 * pause_s, _LONG_S)
 
     def _advance(self, running: list[_Staged]) -> bool:
-        """Advance operations; return whether any could be advanced, or none is left."""
+        """Advance the operations; return whether any of them advanced or none is left."""
         moved = False
         while self._coming and self._is_down(self._coming[0]):
             staged = self._coming.popleft()
@@ -257,7 +258,7 @@ class StagedEngine:
             pending.fail(err)
 
     def _on(self, index: int) -> tuple[Any, Any, DeviceClock]:
-        """Return a device's streams, down and up, and its clock; the device must be current."""
+        """Return a device's two streams (down, up) and its clock; the device must be current."""
         with self._making:
             if index not in self._streams:
                 make = self._runtime.accelerator.Stream
@@ -266,7 +267,7 @@ class StagedEngine:
 
 
 def _flat(copy: Any, dtype: str) -> Flat:
-    """View host bytes as host engines expect them."""
+    """View host bytes as the flat arrays that host engines expect."""
     name = "uint16" if dtype == "bfloat16" else dtype if dtype in DTYPES else "uint8"
     return np.asarray(copy.numpy()).view(np.dtype(name))
 

@@ -2,9 +2,10 @@
 
 An operation is queued on a stream of the engine, which first waits for the caller's streams; `wait`
 orders the caller's streams behind it. So the host never waits for the device: a blocking call
-returns when the operation is *ordered*, as in torch, and `Work.done` queries the event behind it.
-Calls that may block the host inside the library run on a separate thread (`launcher.py`), and every
-operation is registered before it is launched, so its timeout applies even there.
+returns when the operation is *ordered*, as in torch, and `Work.done` queries the event recorded
+after the operation. Calls that may block the host inside the library run on a separate thread
+(`launcher.py`), and every operation is registered before it is launched, so its timeout applies on
+that thread too.
 
 Collectives share one communicator and one stream. Messages have lanes (`pairs.py`). During the
 capture of a graph an operation is queued directly on the captured stream, and has no event or
@@ -60,7 +61,7 @@ class StreamEngine:
         """Create the group's communicator; every member must call this.
 
         Raises:
-            CollectiveTimeoutError: members did not call it within `timeout_s`.
+            CollectiveTimeoutError: some members did not call this within `timeout_s`.
             RuntimeError: the library reported an error.
         """
         self.name = library.name
@@ -160,7 +161,7 @@ class StreamEngine:
         return pending
 
     def _take(self, pending: _Taken) -> _Taken:
-        """Register an operation that `cut` must end."""
+        """Register an operation so that `cut` can end it."""
         self._fly()
         with self._lock:
             self._flying.append(pending)
@@ -170,10 +171,10 @@ class StreamEngine:
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Launch the operations submitted inside when the block ends, collectives as one.
+        """Launch the operations submitted inside the block together when the block ends.
 
-        If the block raises, nothing is launched and its operations fail: they already have numbers,
-        and other ranks may launch theirs.
+        If the block raises, nothing is launched. Its operations then fail, because they already
+        have numbers and other ranks may launch theirs.
         """
         batch: list[Call] = []
         self._here.batch = batch
@@ -199,7 +200,7 @@ class StreamEngine:
         Messages may still be in flight, since their receivers may call `recv` later.
 
         Raises:
-            Exception: `check` or the device raised it.
+            Exception: an exception that `check` or the device raised.
         """
         if self._library.is_capturing():
             return
@@ -215,7 +216,7 @@ class StreamEngine:
             time.sleep(_DRAIN_S)
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """End all local progress: reject new library calls and abort running operations."""
+        """End all progress on this rank: reject new library calls and abort running operations."""
         self._reason = reason or build.closed(self._members, Operation("close", 0))
         if reason is None:
             self._let_go()
@@ -227,7 +228,7 @@ class StreamEngine:
             self._free(time.monotonic() + _END_S)
 
     def close(self) -> None:
-        """Release the communicators. Local work only; takes at most 1 s."""
+        """Release the communicators. Does only local work and takes at most 1 s."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -252,7 +253,7 @@ class StreamEngine:
             self._launch([call])
 
     def _launch(self, batch: Sequence[Call]) -> None:
-        """Launch collectives as one."""
+        """Launch collectives in one call of the library."""
         keys = tuple(connection_key(call.operation) for call in batch)
         key = keys[0] if len(keys) == 1 else keys
 
@@ -334,7 +335,7 @@ class StreamEngine:
         return self._store.get("unique_id")
 
     def _fly(self) -> bool:
-        """Remove the oldest ended operations; return whether any are left."""
+        """Remove the oldest operations that have ended; return whether any operations are left."""
         with self._lock:
             while self._flying and self._flying[0].is_over:
                 self._flying.popleft()
@@ -356,7 +357,7 @@ class StreamEngine:
                 (one.abort if self._is_cut else one.destroy)(left_s)
 
     def _failure(self) -> str:
-        """Return the library's error; queries it at most every `_LOOK_S`."""
+        """Return the library's error, which is queried at most once every `_LOOK_S`."""
         now_s = time.monotonic()
         if now_s - self._looked_s < _LOOK_S:
             return ""

@@ -1,4 +1,4 @@
-"""Views of the caller's arrays as tensors, and the streams on which the caller uses them."""
+"""Views the caller's arrays as tensors, and finds the streams on which the caller uses them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from echelon.dist.operation.operation import Operation
 
 
 def tensor_of(runtime: DeviceRuntime, data: Any) -> Any:
-    """Return a flat tensor view of an operation's array, or None for None."""
+    """Return a flat tensor view of an operation's array, or None if the array is None."""
     if data is None:
         return None
     assert isinstance(data, DeviceFlat)
@@ -22,8 +22,8 @@ def tensor_of(runtime: DeviceRuntime, data: Any) -> Any:
 def callers(runtime: DeviceRuntime, operation: Operation) -> list[Any]:
     """Return torch's current stream and the streams on which other libraries use the arrays.
 
-    CuPy and Numba give the stream of an array in `__cuda_array_interface__`, as a number; 1 and 2
-    are the two default streams.
+    CuPy and Numba put the stream of an array into `__cuda_array_interface__` as a number, where 1
+    and 2 are the two default streams.
     """
     streams = [runtime.accelerator.current_stream()]
     arrays: list[Any] = [operation.source, operation.target]

@@ -1,1 +1,1 @@
-"""Real Gloo, from PyTorch's build, on echelon's store: the engine between hosts."""
+"""The engine between hosts: PyTorch's build of Gloo on top of echelon's store."""

@@ -64,13 +64,13 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> GlooEngine
     """Create the engine of a group; every member must call this.
 
     Raises:
-        CollectiveTimeoutError: members did not join within `timeout_s`.
+        CollectiveTimeoutError: some members did not join within `timeout_s`.
     """
     return GlooEngine(members, store, timeout_s)
 
 
 class GlooEngine(HostEngine):
-    """An engine over TCP: collectives use Gloo, messages use its own connections."""
+    """An engine over TCP: collectives use Gloo, and messages use the engine's own connections."""
 
     name = "gloo"
 
@@ -80,11 +80,11 @@ class GlooEngine(HostEngine):
         """Connect the members.
 
         Args:
-            is_step: whether it only carries out steps of another engine's collectives; that engine
-                then compares the calls, and there are no messages.
+            is_step: whether this engine only carries out steps of another engine's collectives.
+                That engine then compares the calls, and this engine carries no messages.
 
         Raises:
-            CollectiveTimeoutError: members did not join within `timeout_s`.
+            CollectiveTimeoutError: some members did not join within `timeout_s`.
             CollectiveError: this host cannot be reached at its own address.
         """
         super().__init__(members)
@@ -126,7 +126,7 @@ class GlooEngine(HostEngine):
                 self._run[operation.kind](operation, watch)
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """Break the connections, here and at the peers; close them properly if idle."""
+        """Break the connections at both ends; close idle connections in an orderly way."""
         if self._transport is not None and not (reason is None and self._serial.is_idle):
             self._transport.break_off()
         super().cut(reason)
@@ -155,11 +155,11 @@ class GlooEngine(HostEngine):
         return self._transport.all_gather(out, data)
 
     def start_swap(self, out: Flat, data: Flat, deadline_s: float) -> Any:
-        """Start to swap `data` with the only other member; both must know both sizes."""
+        """Start to swap `data` with the only other member; both members must know both sizes."""
         return self._transport.swap(out, data, max(0.001, deadline_s - time.monotonic()))
 
     def finish(self, watch: Watch, work: Any) -> None:
-        """Wait for an operation that was started."""
+        """Wait for an operation that an earlier call started."""
         with _telling_apart():
             self._wait(watch, work)
 
@@ -169,7 +169,7 @@ class GlooEngine(HostEngine):
         wait(work, watch)
 
     def _compare_calls(self, operation: Operation, watch: Watch) -> Flat | None:
-        """Return every rank's call, with its data if small, or None if calls are not compared."""
+        """Return the call of every rank, with any small data, or None if calls are not compared."""
         if self._size == 1 or not self._compares:
             return None
         mine = inline.pack(operation)
@@ -203,7 +203,7 @@ class GlooEngine(HostEngine):
         np.copyto(data, whole.reshape(-1)[: len(data)])
 
     def _all_reduce_of_two(self, operation: Operation, watch: Watch, data: Flat) -> None:
-        """Swap halves, sum one half each, then swap the sums; small data is swapped whole."""
+        """Swap halves, sum one half on each rank, then swap the sums; swap small data whole."""
         middle = (len(data) + 1) // 2
         halves = [data[:middle], data[middle:]]
         if data.nbytes <= self._transport.small_bytes:
@@ -229,7 +229,7 @@ class GlooEngine(HostEngine):
             np.copyto(operation.target, whole.reshape(-1)[: len(source)])
 
     def _summed_share(self, operation: Operation, watch: Watch, source: Flat) -> Flat:
-        """Sum this rank's share (1/size) of every rank's data, padded to equal shares."""
+        """Sum this rank's share (1/size) of all ranks' data, which is padded to equal shares."""
         length = -(-len(source) // self._size)
         padded = source
         if length * self._size != len(source):
@@ -350,7 +350,7 @@ def _array(data: Flat | None) -> Flat:
 
 
 def _meet(members: Members, store: PrefixStore, address: str, deadline_s: float) -> Sockets:
-    """Listen for messages and publish the address to the other members."""
+    """Listen for messages, and publish this rank's address to the other members."""
     try:
         sockets = Sockets(members.rank, address)
     except OSError as err:
@@ -387,7 +387,7 @@ def _connect(members: Members, store: PrefixStore, address: str, deadline_s: flo
 
 @contextlib.contextmanager
 def _telling_apart() -> Iterator[None]:
-    """Translate Gloo's errors for broken connections; pass on its other errors unchanged."""
+    """Translate Gloo's errors for broken connections; pass its other errors on unchanged."""
     try:
         yield
     except RuntimeError as err:

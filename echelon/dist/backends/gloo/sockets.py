@@ -2,11 +2,11 @@
 
 Gloo's sends and receives cannot be polled, wait in C where no signal handler runs, close every
 connection when one wait times out, and do not report which peer failed. So messages have their own
-connections: one per direction of each pair in use, made on demand. A stream is written by one end
-and read by the other, so that closing it never discards bytes in flight.
+connections: one per direction of each pair in use, made on demand. Each connection is written by
+one end only and read by the other, so that closing it never discards bytes in flight.
 
 A connection begins with 40 bytes from the sender: its rank, and a digest over a secret that the
-group shares through its store. This keeps out strangers but does not encrypt.
+group shares through its store. The digest keeps out other programs, but the data is not encrypted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Address = tuple[str, int]
 
 @dataclass(slots=True)
 class _Out:
-    """A connection to a peer on which this rank writes."""
+    """A connection on which this rank writes to a peer."""
 
     socket: socket.socket
     hello: bytes  # what is left of it
@@ -95,7 +95,7 @@ class Sockets:
     # ---- the driver's side ----
 
     def open(self, peer: int) -> None:
-        """Start connecting, so that the peer's end is noticed even if it never sends."""
+        """Start connecting to a peer, so that its exit is noticed even if it never sends."""
         if peer in self._out or peer in self._dropped:
             return
         host, port = self._addresses[peer]
@@ -122,7 +122,7 @@ class Sockets:
                 one.close()
 
     def wait(self, timeout_s: float) -> list[int]:
-        """Block until a connection is readable or writable; return the peers to read from."""
+        """Block until a connection can be read or written; return the peers to read from."""
         readable = []
         if self._ending:
             timeout_s = min(timeout_s, _READ_ON_S / 4)
@@ -144,13 +144,13 @@ class Sockets:
         return readable
 
     def writable(self) -> list[int]:
-        """Return the peers whose connection was full and has room again."""
+        """Return the peers whose connection was full and can be written to again."""
         found = list(self._writable)
         self._writable.clear()
         return found
 
     def broken(self) -> list[tuple[int, str]]:
-        """Return the peers whose connections have ended, with the reasons.
+        """Return the peers whose connections have ended, with the reason for each.
 
         A peer that leaves closes all its connections. The connection on which this rank writes may
         end before all the peer's bytes have arrived on the other one, which is therefore read to
@@ -165,7 +165,7 @@ class Sockets:
         return found
 
     def read(self, peer: int, view: memoryview) -> int:
-        """Read the bytes that have arrived.
+        """Read the bytes that have arrived from a peer.
 
         Raises:
             StreamBroken: the peer has closed the connection, or it broke.
@@ -192,7 +192,7 @@ class Sockets:
             return False
 
     def write(self, peer: int, views: list[memoryview]) -> int:
-        """Write as much as the connection accepts; `broken` reports one that has ended.
+        """Write as many bytes as the connection accepts; `broken` reports ended connections.
 
         Raises:
             StreamBroken: the connections of this peer were dropped.
@@ -220,7 +220,7 @@ class Sockets:
                 os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
-        """Close every connection; the peers notice at once."""
+        """Close every connection, which the peers notice at once."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -230,7 +230,7 @@ class Sockets:
         os.close(self._bell)
 
     def close_in_child(self) -> None:
-        """Close a forked child's copies, which would hide this rank's exit from its peers."""
+        """Close a forked child's copies, which would hide the parent's exit from its peers."""
         self._is_closed = True
         descriptors = [one.detach() for one in self._sockets()]
         for fd in (*descriptors, self._bell):
@@ -256,7 +256,7 @@ class Sockets:
                 self._poll.register(made, select.EPOLLIN)
 
     def _identify(self, fd: int) -> list[int]:
-        """Read the first bytes of a connection; return its peer once it is known."""
+        """Read the first bytes of a connection; return the peer that sent them once it is known."""
         made, hello = self._strangers[fd]
         try:
             hello += made.recv(_HELLO.size - len(hello))
@@ -289,7 +289,7 @@ class Sockets:
         made.close()
 
     def _continue(self, peer: int, events: int) -> None:
-        """Detect that a connection was made, has room, or was closed by its reader."""
+        """Handle an outgoing connection that was established, has room, or was closed."""
         out = self._out[peer]
         if not out.is_connected:
             code = out.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

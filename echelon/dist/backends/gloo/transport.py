@@ -1,6 +1,6 @@
-"""Torch's ProcessGroupGloo on echelon's store: created, waited for in slices, and torn down.
+"""Runs torch's ProcessGroupGloo on echelon's store: creates it, waits in slices, and tears it down.
 
-Imported only where Gloo is used, because it imports torch.
+This module is imported only where Gloo is used, because it imports torch.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class Swap:
     """A receive and a send in progress, which can be waited for like a Gloo collective.
 
     Gloo waits for messages in C and closes all connections if that times out. So a thread of the
-    mesh waits for them, and the caller that waits for that thread can check its watch in between.
+    mesh waits for them, and the caller, which waits for that thread, can check its watch while it
+    waits.
     """
 
     def __init__(self, wait_for_both: Callable[[], None]) -> None:
@@ -76,7 +77,7 @@ class Swap:
         self._finished = threading.Event()
 
     def run(self) -> None:
-        """Wait for both on the mesh's thread."""
+        """Wait for both the receive and the send on the mesh's thread."""
         try:
             self._wait_for_both()
         except BaseException as err:  # noqa: BLE001 -- it belongs to the one that waits
@@ -85,14 +86,14 @@ class Swap:
         self._finished.set()
 
     def is_completed(self) -> bool:
-        """Whether it has ended, with success or failure."""
+        """Whether the swap has ended, with success or failure."""
         return self._finished.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Block until it has ended.
+        """Block until the swap has ended.
 
         Raises:
-            RuntimeError: a connection broke, or the time expired.
+            RuntimeError: a connection broke, or the timeout expired.
         """
         if not self._finished.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError("not done yet")
@@ -101,7 +102,7 @@ class Swap:
 
 
 class _Swapper:
-    """The thread that waits for swaps, started with the first one."""
+    """The thread that waits for swaps; started with the first swap."""
 
     def __init__(self) -> None:
         self._swaps: SimpleQueue[Swap | None] = SimpleQueue()
@@ -118,7 +119,7 @@ class _Swapper:
         return swap
 
     def close(self, timeout_s: float) -> None:
-        """Stop the thread after the submitted swaps."""
+        """Stop the thread after it has finished the submitted swaps."""
         self._swaps.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
@@ -156,14 +157,14 @@ class Transport:
         return made
 
     def close(self) -> None:
-        """Release the connections; they close once no operation waits on them. At most 1 s."""
+        """Release the connections, which close once no operation waits on them; at most 1 s."""
         self._made = None
         self._swapper.close(_CLOSE_S)
 
     def break_off(self) -> None:
-        """Close the connections despite pending waits, here and at the peers.
+        """Close the connections, here and at the peers, even while operations wait on them.
 
-        Gloo has no call for that, but a receive that times out closes all of them. Occasionally
+        Gloo has no call for this, but a receive that times out closes all connections. Occasionally
         this does not wake one of Gloo's threads, and its destructor waits for its threads while it
         holds the interpreter lock, so a broken object is never destroyed.
         """
@@ -175,9 +176,9 @@ class Transport:
                 made.recv([nothing], self._peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
     def keep(self) -> None:
-        """Never destroy Gloo's object: its destructor waits for threads that may not end.
+        """Keep Gloo's object alive, because its destructor waits for threads that may not end.
 
-        In a forked child these threads do not exist.
+        In a forked child those threads do not even exist.
         """
         made, self._made = self._made, None
         if made is not None:
@@ -194,18 +195,18 @@ class Transport:
         return self._group.allreduce([torch.from_numpy(data)], options)
 
     def all_to_all(self, out: Flat, data: Flat, outs: list[int], ins: list[int]) -> Any:
-        """Start an all_to_all of bytes by splits."""
+        """Start an all_to_all of bytes, divided among the ranks by the splits."""
         return self._group.alltoall_base(
             tensor(out), tensor(data), outs, ins, _core.AllToAllOptions()
         )
 
     def swap(self, out: Flat, data: Flat, timeout_s: float) -> Any:
-        """Start to exchange bytes with the only other member; both must know both sizes.
+        """Start to exchange bytes with the only other member; both members must know both sizes.
 
         Gloo's all_to_all sends first. Its notice to the peer that memory is ready then queues
-        behind its own data on the same connection, and the other direction stays idle for that
-        time: on a 60 MB/s link half of the exchanges took twice as long. So this rank posts the
-        receive first.
+        behind its own data on the same connection, and the other direction stays idle until then,
+        which made half of the exchanges on a 60 MB/s link take twice as long. So this rank posts
+        the receive first.
         """
         if max(out.nbytes, data.nbytes) <= self.small_bytes:
             sizes = [[0, 0], [0, 0]]

@@ -1,4 +1,4 @@
-"""The shm backend: the C core if it was built, else the pure-Python engine.
+"""The shm backend, which uses the C core if it was built, and otherwise the pure-Python engine.
 
 All members of a group use the same engine: a single member without the core, or with
 ECHELON_SHM=python in its environment, switches the whole group to the pure-Python engine.
@@ -33,8 +33,8 @@ def not_ready() -> str:
 def _python_refusal() -> str:
     """Return why the pure-Python engine cannot run here, or "" if it can.
 
-    It orders its stores with system calls and does not order its loads. That suffices only if the
-    processor keeps loads and stores in order, as x86 does and ARM does not.
+    The engine orders its stores with system calls and does not order its loads. This suffices only
+    on processors that keep loads and stores in order, such as x86 but not ARM.
     """
     if futex.STORES_STAY_IN_ORDER:
         return ""
@@ -49,7 +49,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> Engine:
 
     Raises:
         ValueError: the members do not run on one host, or no engine can run on this platform.
-        CollectiveTimeoutError: members did not join within `timeout_s`.
+        CollectiveTimeoutError: some members did not join within `timeout_s`.
     """
     reason = not_ready()
     if reason:

@@ -1,4 +1,4 @@
-"""The reasons for a group's end that its members exchange through shared memory."""
+"""The reasons for the end of a group, as its members exchange them through shared memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class Fault(IntEnum):
-    """The C core's `enum ec_fault`; the pure-Python engine uses the same numbers."""
+    """The values of the C core's `enum ec_fault`, which the pure-Python engine uses too."""
 
     FINE = 0
     LEFT = 1

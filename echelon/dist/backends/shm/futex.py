@@ -31,7 +31,7 @@ def available() -> bool:
 
 
 def wait(address: int, expected: int, timeout_s: float) -> None:
-    """Sleep at most `timeout_s` while the u32 at `address` is `expected`. May wake early."""
+    """Sleep at most `timeout_s` while the u32 at `address` equals `expected`. May wake early."""
     assert _syscall is not None
     limit = _Timespec(int(timeout_s), int(timeout_s % 1 * 1e9))
     _syscall(
@@ -60,7 +60,7 @@ def wake(address: int) -> None:
 
 
 class Words(Protocol):
-    """Shared memory as u32 words."""
+    """Shared memory viewed as u32 words."""
 
     words: memoryview[int]
 
@@ -69,7 +69,7 @@ class Words(Protocol):
 
 
 def publish(shared: Words, word: int, value: int, wakes: bool) -> None:
-    """Store a word after all earlier stores, and wake its sleepers."""
+    """Store a word after all earlier stores have become visible, and wake the word's sleepers."""
     address = shared.address(word)
     if not STORES_STAY_IN_ORDER:
         wake(address)  # for its barrier: the data must be seen before the word

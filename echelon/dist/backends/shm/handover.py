@@ -1,8 +1,8 @@
-"""Passing descriptors to other processes of the same user over an abstract Unix socket.
+"""Passes descriptors to other processes of the same user over an abstract Unix socket.
 
 Group rank 0 passes the shared memory to all members. If members are in different PID namespaces,
-each of them also sends its own pidfd, and rank 0 passes all pidfds to all members: a pidfd can be
-watched from any namespace.
+each of them also sends its own pidfd, and rank 0 passes all pidfds to all members, because a pidfd
+can be watched from any namespace.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ class Handover:
     ) -> tuple[set[int], dict[int, int]]:
         """Pass `fd` to every group rank in `missing`.
 
-        A connected peer that is slow to identify itself does not delay the others.
+        A connected peer that is slow to identify itself does not delay the other peers.
 
         Args:
             check: raises if a member has died.
-            pidfd: this process's pidfd, if pidfds are exchanged.
+            pidfd: this process's pidfd if pidfds are exchanged.
 
         Returns:
-            The ranks that did not arrive by the deadline, and {group rank: pidfd} of the others.
+            The ranks that did not arrive by the deadline, and the pidfds of the other ranks as
+                {group rank: pidfd}.
         """
         pidfds: dict[int, int] = {}
         with contextlib.ExitStack() as waiting:
@@ -130,7 +131,7 @@ def _connect(peer: socket.socket, name: str, deadline_s: float, check: Check) ->
 
 
 def _greet(peer: socket.socket) -> tuple[int, list[int]]:
-    """Return the rank that connected and its pidfd if it sent one; -1 for a stranger."""
+    """Return the connected rank and its pidfd, if it sent one; -1 for an unknown process."""
     if _uid(peer) != os.getuid():
         return -1, []
     data, fds = _take(peer, _GROUP_RANK.size, 1, time.monotonic() + _STRANGER_S, lambda: None)
@@ -164,7 +165,7 @@ def _take_table(peer: socket.socket, deadline_s: float, check: Check) -> dict[in
 def _take(
     peer: socket.socket, num_bytes: int, num_fds: int, deadline_s: float, check: Check
 ) -> tuple[bytes, list[int]]:
-    """Receive `num_bytes`, or fewer if the other end closed, and the descriptors with them."""
+    """Receive `num_bytes` (fewer if the other end closed) and the descriptors sent with them."""
     data, fds = b"", []
     while len(data) < num_bytes:
         peer.settimeout(max(0.001, min(_SLICE_S, deadline_s - time.monotonic())))

@@ -1,12 +1,12 @@
-"""The shared memory of a group's ranks, and the marks by which they recognise it.
+"""Maps the shared memory of a group's ranks, which they recognise by the marks in it.
 
 [Note: who owns a shared segment] The segment is an anonymous file (memfd) with no name in any file
-system: it lives as long as a process maps it, so no death leaves anything behind. Group rank 0
-creates it and passes the descriptor to the others over a Unix socket with a random abstract name
-(handover.py). The descriptor is closed as soon as the memory is mapped, except that Python before
-3.13 keeps a duplicate of it.
+system: it exists as long as a process maps it, so a process that dies leaves nothing behind. Group
+rank 0 creates it and passes the descriptor to the other members over a Unix socket with a random
+abstract name (handover.py). The descriptor is closed as soon as the memory is mapped, except that
+Python before 3.13 keeps a duplicate of it.
 
-    one mark of 32 bytes per rank, up to a page boundary | the engine's part
+    one mark of 32 bytes per rank, padded to a page boundary | the engine's part
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SharedMemory:
         self.map = mmap.mmap(fd, self.offset + engine_bytes, **options)
 
     def write_mark(self, rank: int, mark: bytes) -> None:
-        """Write the mark by which the others recognise this memory."""
+        """Write the mark by which the other ranks recognise this memory."""
         self.map[rank * MARK_BYTES : (rank + 1) * MARK_BYTES] = mark
 
     def read_mark(self, rank: int) -> bytes:
@@ -73,7 +73,10 @@ def anonymous_file(num_bytes: int) -> int:
 
 
 def _unlinked_file(num_bytes: int) -> int:
-    """Allocate all of it now: a full /dev/shm would cause a SIGBUS inside a later collective."""
+    """Create an unlinked file and allocate it completely, to avoid a SIGBUS in a later collective.
+
+    Without the allocation, a full /dev/shm would cause that signal.
+    """
     where = _FILES if os.path.isdir(_FILES) else None  # noqa: PTH112
     with tempfile.TemporaryFile(dir=where) as file:
         try:

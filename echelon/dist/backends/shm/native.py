@@ -1,4 +1,4 @@
-"""The C core behind the engine interface: collectives and messages without the interpreter lock.
+"""Wraps the C core as an engine: collectives and messages run without the interpreter lock.
 
 Operations are queued with the engine and driven by the caller's thread, or by the engine's thread
 if they are asynchronous. See `native/engine.h` for the memory model and `native/collectives.c` for
@@ -66,7 +66,7 @@ def engine_bytes(size: int, plan: Plan) -> int:
 
 
 class NativePending:
-    """A ticket of the C core, with the data to explain its failure."""
+    """A ticket of the C core, with the data needed to explain its failure."""
 
     __slots__ = ("_engine", "_known", "_operation", "_ticket")
 
@@ -78,17 +78,17 @@ class NativePending:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the operation has ended."""
         return bool(self._ticket.done)
 
     @property
     def ended_mono_ns(self) -> int:
-        """When it ended."""
+        """When the operation ended; 0 until then."""
         return int(self._ticket.ended_mono_ns)
 
     @property
     def error(self) -> CollectiveError | None:
-        """The outcome of the operation."""
+        """The error of the operation, or None."""
         fault = self._ticket.fault
         if fault is not None and self._known is None:
             self._known = self._engine.explain(self._operation, fault)
@@ -100,11 +100,11 @@ class NativePending:
         return int(self._ticket.source)
 
     def withdraw(self) -> bool:
-        """Withdraw a receive from any rank; return False if it has a message or has ended."""
+        """Cancel a receive from any rank; return False if it already has a message or has ended."""
         return bool(self._ticket.withdraw())
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Block until it has ended or the time has expired."""
+        """Block until the operation ends or the timeout expires; return whether it has ended."""
         return bool(self._ticket.wait(-1.0 if timeout_s is None else timeout_s))
 
 
@@ -139,7 +139,7 @@ class NativeEngine:
         return ""
 
     def prepare(self, operation: Operation) -> None:
-        """Accept every operation."""
+        """Do nothing, because every operation is accepted."""
 
     def execute(self, operation: Operation, watch: Watch | None = None) -> None:  # noqa: ARG002
         """Carry out one operation on this thread; the core watches deadlines and deaths itself."""
@@ -148,7 +148,7 @@ class NativeEngine:
             raise self.explain(operation, fault)
 
     def submit(self, operation: Operation, watch: Watch | None = None) -> NativePending:  # noqa: ARG002
-        """Queue one operation for the engine's thread."""
+        """Queue one operation on the engine's thread."""
         return NativePending(self, operation, self._engine.start(*self._arguments(operation)))
 
     def submit_shared(self, operation: Operation, watch: Watch | None = None) -> NativePending:  # noqa: ARG002
@@ -157,22 +157,22 @@ class NativeEngine:
 
     @property
     def statistics(self) -> dict[str, int]:
-        """The counters of waits: sleeps, spins, lost_wakes (always 0) and stashed messages."""
+        """Counters of the waits: sleeps, spins, lost_wakes (always 0) and stashed messages."""
         return dict(self._engine.statistics())
 
     def batch(self) -> AbstractContextManager[object]:
-        """Do nothing special: submitted operations already run without Python."""
+        """Do nothing special, because submitted operations already run without Python."""
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """End all waits in the core; other ranks are notified whether this one failed or left."""
+        """End all waits in the core, and notify other ranks whether this rank failed or left."""
         if reason is None:
             self._engine.close()
         else:
             self._engine.abort()
 
     def abort(self) -> None:
-        """End the group on this rank, for an engine built on this one."""
+        """End the group on this rank; used by an engine that is built on this engine."""
         self._engine.abort()
 
     def close(self) -> None:
@@ -182,7 +182,7 @@ class NativeEngine:
         self._memory.close()
 
     def explain(self, operation: Operation, fault: tuple[int, list[int], int, int, bool]) -> Any:
-        """Turn the core's fault into the error of an operation."""
+        """Translate the core's fault into the error of an operation."""
         reason, ranks, kind, sequence, is_adopted = fault
         mine = _KINDS[operation.kind] == kind and operation.sequence == sequence
         if reason == Fault.MISMATCH:
@@ -243,7 +243,7 @@ def _root(operation: Operation) -> int:
 
 
 def _type_id(operation: Operation) -> int:
-    """Return a dtype's number, which messages compare; collectives compare its name."""
+    """Return a dtype's number, which messages compare; collectives compare the dtype's name."""
     number = _DTYPES.get(operation.dtype)
     if number is not None:
         return number

@@ -2,8 +2,8 @@
 
 It is the fallback for installations without a compiler, and the oracle of the C core's tests. Every
 chunk of every collective begins with the same phase: a rank writes its data into its slot,
-announces it, and waits until all ranks have announced theirs. After that each rank knows every
-other rank's call (a mismatch raises an error before any result is written) and may read all data.
+announces the data, and waits until all ranks have done so. After that each rank knows every other
+rank's call (a mismatch raises an error before any result is written) and may read all data.
 
     up to 16 KB, or two ranks   each rank sums all slots                1 phase
     larger sums                 each sums its share, all copy shares    2 phases
@@ -13,9 +13,9 @@ Two slots alternate (even and odd chunks): a rank that writes chunk k+2 has seen
 chunk k+1, so every rank has finished reading chunk k. A third phase is therefore not needed.
 
 Waiting adapts to the machine: with more ranks than usable cores a rank sleeps on the futex at once,
-otherwise it first yields for up to 300 us. A yield that takes over 30 us gave the core to another
-thread for a whole time slice; after that the rank sleeps at once for a while (measured next to busy
-processes).
+otherwise it first yields for up to 300 us. A yield that takes over 30 us shows that another thread
+got the core for a whole time slice, so for a while the rank then sleeps at once (measured next to
+busy processes).
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class PythonEngine(HostEngine):
         self._num_ended += 1
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """Mark the group as ended in shared memory; ranks that wait for this one notice at once."""
+        """Mark the group as ended in shared memory, so that waiting ranks notice at once."""
         if self._is_cut or self._is_closed:
             return
         self._is_cut = True
@@ -169,7 +169,7 @@ class PythonEngine(HostEngine):
     def _reduce_by_shares(
         self, operation: Operation, watch: Watch, parts: list[Flat], out: Flat | None
     ) -> None:
-        """Sum this rank's share of the chunk in its own slot, then copy every rank's share."""
+        """Sum this rank's share of the chunk in its own slot, then copy the shares of all ranks."""
         shares = _shares(len(parts[0]), self._size)
         mine = shares[self._rank]
         reduce_into(
@@ -258,7 +258,7 @@ class PythonEngine(HostEngine):
                 np.copyto(place, part.reshape(self._size, per_slot)[self._rank, : len(place)])
 
     def _agree_on_splits(self, operation: Operation, watch: Watch) -> int:
-        """Compare each rank's sends with what its peers expect; return the longest piece."""
+        """Compare this rank's sends with what its peers expect; return the longest length."""
         mine = np.array([*operation.input_splits, *operation.output_splits], np.int64)
         tables = np.stack(self._exchange(operation, watch, mine))
         sent, wanted = tables[:, : self._size], tables[:, self._size :].T
@@ -284,7 +284,7 @@ class PythonEngine(HostEngine):
         """Publish this rank's chunk and wait for all others.
 
         Args:
-            lengths: elements per rank; None if all ranks have as many as this one.
+            lengths: number of elements of each rank; None if all ranks have equally many.
 
         Returns:
             Every rank's chunk, in rank order.
@@ -337,7 +337,7 @@ class PythonEngine(HostEngine):
     # ---- faults ----
 
     def _look_around(self, operation: Operation, watch: Watch) -> None:
-        """Raise if a missing rank can no longer arrive or the time has expired."""
+        """Raise if a missing rank can no longer arrive or the timeout has expired."""
         gone: set[int] = set()
         reason = Fault.PEER_LOST
         for rank in self._late():
@@ -353,7 +353,7 @@ class PythonEngine(HostEngine):
         watch.check(self._late)
 
     def _gone(self) -> list[tuple[int, str]]:
-        """Return the ranks that have ended or left the group; called by the message thread."""
+        """Return the ranks that have exited or left the group; called by the message thread."""
         return [
             (rank, _ENDS[Fault(fault)])
             for rank in self._others
@@ -368,7 +368,7 @@ class PythonEngine(HostEngine):
         return build.peer_lost(self._members, operation, gone)
 
     def _give_up(self, error: CollectiveError) -> None:
-        """Record the ranks at fault, so that other ranks blame them and not this rank."""
+        """Record the ranks at fault, so that other ranks blame those ranks and not this one."""
         fault = Fault.ABORTED
         if isinstance(error, CollectiveMismatchError):
             fault = Fault.MISMATCH
@@ -393,9 +393,9 @@ class PythonEngine(HostEngine):
         self._agreed = operation.sequence
 
     def _check_nobody_gave_up(self, operation: Operation) -> None:
-        """Raise if another member failed, even if its data for this rank has arrived.
+        """Raise if another member failed, even if the member's data for this rank has arrived.
 
-        A member that finished this collective and failed in a later one does not count.
+        A member that finished this collective and failed in a later one is ignored.
         """
         for rank in self._others:
             fault, blamed = self._segment.blamed_by(rank)
@@ -411,7 +411,7 @@ def _array(data: Flat | None) -> Flat:
 
 
 def _chunks(length: int, per_chunk: int) -> range:
-    """Return the starts of the chunks; empty data is one chunk, so that the ranks still meet."""
+    """Return the start of each chunk; empty data forms one chunk, so that the ranks still meet."""
     return range(0, max(length, 1), per_chunk)
 
 

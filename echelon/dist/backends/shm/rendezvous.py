@@ -1,9 +1,9 @@
-"""The rendezvous at which a group's members map the same memory and verify it.
+"""Makes a group's members map the same memory and verify that it is the same.
 
-One gather through the store shares where each member runs; group rank 0 passes out the descriptor;
-a second gather compares the marks that each rank wrote into the mapping. Members are on the same
-host if they share the boot ID, the network namespace and the memory. This is never guessed from
-host names.
+A first gather through the store collects where each member runs. Group rank 0 then passes the
+memory's descriptor to the members, and a second gather compares the marks that each rank wrote into
+the mapping. Members are on the same host if they share the boot ID, the network namespace and the
+memory. The host name plays no role.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Plan:
     """The agreed layout of a group's shared memory, chosen by group rank 0.
 
     Attributes:
-        native: whether all of them run the C core.
+        native: whether all members run the C core.
         slot_bytes, ring_bytes: sizes of a data slot and of a message ring.
     """
 
@@ -58,12 +58,12 @@ def join(
     """Map the group's memory; every member must call this.
 
     Args:
-        offer: the capabilities of this process; the sizes of group rank 0 are used.
+        offer: the capabilities of this process and its sizes, of which group rank 0's are used.
         engine_bytes: size of the engine's part of the memory under a plan.
 
     Raises:
         ValueError: the members do not run on one host.
-        CollectiveTimeoutError: members did not join within `timeout_s`; the error names them.
+        CollectiveTimeoutError: some members did not join within `timeout_s`; the error names them.
         PeerLostError: group rank 0 exited during the rendezvous.
     """
     deadline_s = time.monotonic() + timeout_s
@@ -188,7 +188,7 @@ def _adopt(facts: list[dict[str, Any]], me: int, pidfds: dict[int, int]) -> None
 
 
 class _Check:
-    """A check that raises if a member died while the group is being created."""
+    """A check that raises if a member dies while the group is being created."""
 
     def __init__(self, members: Members, peers: Peers) -> None:
         self._members = members

@@ -1,12 +1,12 @@
-"""Byte streams in shared memory: one ring per ordered pair of ranks, one doorbell per rank.
+"""Byte streams in shared memory, with a ring per ordered pair of ranks and a doorbell per rank.
 
 A ring's `tail` counts the bytes written and its `head` the bytes read, modulo twice the size of the
 ring, so that full and empty can be distinguished for any size. The rank that moves either of them
 rings the other rank's doorbell, a word on which its message thread sleeps.
 
 [Note: no ring of a bell is lost] A sender stores the tail, makes a system call (a full barrier),
-then stores a value in the bell that it has never stored before, and wakes its sleepers. The sleeper
-reads the bell first, looks at all rings, and sleeps only while the bell still has that value: it
+then stores in the bell a value that it has never stored before, and wakes its sleepers. The sleeper
+reads the bell first, looks at all rings, and sleeps only while the bell still has that value, so it
 either sees the tail or does not sleep. Values also differ between ranks, because two racing
 increments could otherwise restore an old value.
 """
@@ -33,7 +33,7 @@ class Rings:
     slice_s = 0.1  # a peer that dies rings no bell
 
     def __init__(self, segment: Segment, rank: int, gone: Gone) -> None:
-        """Use `gone()` in every wait to get the peers that have ended, with the reasons."""
+        """Set up the streams; waits call `gone()` for the peers that have ended and the reasons."""
         self._segment = segment
         self._words = segment.words
         self._rank = rank
@@ -54,7 +54,7 @@ class Rings:
         self._full.discard(peer)
 
     def wait(self, timeout_s: float) -> list[int]:
-        """Sleep until the bell rings or there is work; return the peers to read from."""
+        """Sleep until the bell rings or there is work; return the peers that can be read from."""
         seen = self._words[self._bell]
         readable = self._readable()
         if not readable and not self._has_room() and timeout_s > 0:
@@ -63,13 +63,13 @@ class Rings:
         return readable
 
     def writable(self) -> list[int]:
-        """Return the peers whose ring was full and has room again."""
+        """Return the peers whose ring was full and has space again."""
         free = self._has_room()
         self._full.difference_update(free)
         return free
 
     def read(self, peer: int, view: memoryview) -> int:
-        """Copy as much of a peer's data as fits; return the number of bytes."""
+        """Copy as much of a peer's data as fits into the buffer; return the number of bytes."""
         if peer in self._dropped:
             return 0
         ring = self._segment.ring(peer, self._rank)
@@ -93,7 +93,7 @@ class Rings:
         return not self._is_closed and peer not in self._dropped and self._num_there(peer) > 0
 
     def write(self, peer: int, views: list[memoryview]) -> int:
-        """Copy as much into a peer's ring as fits; return the number of bytes."""
+        """Copy as much data into a peer's ring as fits; return the number of bytes."""
         if peer in self._dropped:
             raise StreamBroken("it has left")
         done = 0
@@ -106,7 +106,7 @@ class Rings:
         return done
 
     def broken(self) -> list[tuple[int, str]]:
-        """Return the peers that have ended and whose ring is fully read."""
+        """Return the peers that have ended and whose ring has been read completely."""
         return [
             (peer, why)
             for peer, why in self._gone()

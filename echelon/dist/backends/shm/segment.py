@@ -5,10 +5,11 @@
 A control block holds
     0     u32  published: number of phases announced by this rank; others sleep on it
     4     u32  failed: a `Fault` once the rank has abandoned the group
-    8     u32  number of ranks that it blames, then up to 64 of them as u32
-    272   u32  number of collectives finished before that
+    8     u32  number of ranks that it blames, then up to 64 of these ranks as u32
+    272   u32  number of collectives that the rank finished before it failed
     512   u32  doorbell of the rank's message thread, see rings.py
-    1024  two alternating headers of 1024 bytes: the rank's calls in this collective and the last
+    1024  two alternating headers of 1024 bytes: the rank's calls in the current and the last
+        collective
 
 A message ring holds its `tail` (u32, bytes written; the sender's), at 64 its `head` (u32, bytes
 read; the receiver's), both modulo twice the ring's size, and at 128 its bytes.
@@ -46,7 +47,7 @@ class Segment:
         self._address = self._bytes.ctypes.data
 
     def address(self, word: int) -> int:
-        """Return the address of a word in this process."""
+        """Return the address of a word of the memory in this process."""
         return self._address + 4 * word
 
     def bell_word(self, rank: int) -> int:
@@ -63,7 +64,7 @@ class Segment:
         return self.slot(rank, parity)[: count * like.itemsize].view(like.dtype)
 
     def ring_words(self, sender: int, receiver: int) -> tuple[int, int]:
-        """Return the words of a ring's tail and head."""
+        """Return the indices of the words that hold a ring's tail and head."""
         start = self._ring_start(sender, receiver) // 4
         return start, start + LINE_BYTES // 4
 
@@ -89,10 +90,10 @@ class Segment:
         return raw[2 : 2 + int.from_bytes(raw[:2], "little")]
 
     def blame(self, rank: int, fault: int, blamed: list[int], num_ended: int) -> None:
-        """Record that `rank` abandons the group because of the group ranks `blamed`.
+        """Record that `rank` abandons the group and blames the group ranks in `blamed`.
 
         Args:
-            num_ended: the number of collectives that it had finished.
+            num_ended: the number of collectives that `rank` had finished.
         """
         base = rank * CONTROL_BYTES // 4
         if self.words[base + 1]:
@@ -105,7 +106,7 @@ class Segment:
         self.words[base + 1] = fault
 
     def blamed_by(self, rank: int) -> tuple[int, list[int]]:
-        """Return why a rank abandoned the group, and the ranks it blames; (0, []) if it has not."""
+        """Return why a rank abandoned the group and the ranks that it blames; else (0, [])."""
         base = rank * CONTROL_BYTES // 4
         fault = self.words[base + 1]
         if not fault:
@@ -126,6 +127,6 @@ class Segment:
 
 
 def segment_bytes(size: int, slot_bytes: int, ring_bytes: int) -> int:
-    """Return the size of the engine's part."""
+    """Return the size of the engine's part of the memory."""
     rings = size * size * (RING_HEAD_BYTES + ring_bytes)
     return size * (CONTROL_BYTES + 2 * slot_bytes) + rings

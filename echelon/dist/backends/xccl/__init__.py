@@ -1,1 +1,1 @@
-"""Real oneCCL through its C API: for Intel GPUs, or with its CPU plugin if there are none."""
+"""The oneCCL library, called through its C API: for Intel GPUs, or with its CPU plugin."""

@@ -11,8 +11,8 @@
 
 oneCCL's calls block in C and cannot be aborted. So they run on a separate thread, and the caller
 checks its watch while it waits for that thread. When an operation fails, the thread and the arrays
-it uses are abandoned, and the communicator is never destroyed; the process can still exit, which
-frees the memory.
+that it uses are abandoned, and the communicator is never destroyed; the process can still exit,
+which frees the memory.
 
 All groups of a process share that thread and its queue: the library serves one call at a time, so
 calls on two communicators must be made in the same order on every rank.
@@ -60,8 +60,8 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> Engine:
     """Create the engine of a group, for Intel GPUs if there are any; every member must call this.
 
     Raises:
-        ValueError: the library already serves the other kind of memory in this process.
-        CollectiveTimeoutError: members did not join within `timeout_s`.
+        ValueError: this process already uses the library for the other kind of memory.
+        CollectiveTimeoutError: some members did not join within `timeout_s`.
     """
     device = members.device or ("xpu" if _has_gpu() else "cpu")
     try:
@@ -109,7 +109,7 @@ class _Worker:
 
 
 class _Shared:
-    """The state shared by all groups of the process, released with the last of them."""
+    """The state that all groups of the process share; released with the last group."""
 
     def __init__(self) -> None:
         self.lane = Lane("echelon-xccl-lane")
@@ -118,7 +118,7 @@ class _Shared:
         self.is_stuck = False
 
     def give_up(self, *kept: Any) -> None:
-        """Abandon the worker, keep the memory it uses, and let the process exit anyway."""
+        """Abandon the worker, keep the memory that it uses, and still let the process exit."""
         self.is_stuck = True
         keep_for_ever(self, kept)
 
@@ -157,7 +157,7 @@ class _Joining:
         self._members = members
 
     def check(self, needed: Callable[[], Sequence[int]] | None = None) -> None:
-        """Raise if a member has died or the time has expired."""
+        """Raise if a member has died or the timeout has expired."""
         self._members.check()
         if time.monotonic() >= self.deadline_s:
             late = [] if needed is None else needed()
@@ -199,7 +199,7 @@ class XcclEngine:
         }
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:  # noqa: ARG002
-        """Refuse messages."""
+        """Return why messages are refused, or "" for every other operation."""
         if kind in ("send", "recv"):
             return "has no messages on the host: oneCCL's CPU plugin crashes in them"
         return ""
@@ -208,7 +208,7 @@ class XcclEngine:
         """Accept every operation that `refuses` accepts."""
 
     def execute(self, operation: Operation, watch: Watch) -> None:
-        """Carry out one operation in its turn; block until it is done on this rank."""
+        """Carry out one operation when its turn comes; block until it is done on this rank."""
         self._shared.lane.run(lambda: self._carry_out(operation, watch))
 
     def submit(self, operation: Operation, watch: Watch) -> Pending:
@@ -216,11 +216,11 @@ class XcclEngine:
         return self._shared.lane.submit(lambda: self._carry_out(operation, watch))
 
     def batch(self) -> AbstractContextManager[object]:
-        """Do nothing special: queued operations run at once."""
+        """Do nothing special, because queued operations start at once."""
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """Record that the communicator may be in use; waits end in their next check."""
+        """Record that the communicator may be in use; waits end at their next check."""
         self._is_broken = self._is_broken or reason is not None
 
     def close(self) -> None:
@@ -333,7 +333,7 @@ class XcclEngine:
     def _reduce_scatter_uneven(
         self, operation: Operation, watch: Watch, source: Flat, target: Flat
     ) -> None:
-        """Exchange parts padded to the longest, and sum them on this rank in rank order."""
+        """Exchange parts padded to the longest part, and sum them on this rank in rank order."""
         longest = max(operation.input_splits)
         if not longest:
             return
@@ -380,7 +380,7 @@ class XcclEngine:
     def _all_gather_uneven(
         self, operation: Operation, watch: Watch, source: Flat, target: Flat
     ) -> None:
-        """Collect parts padded to the longest, and extract each rank's part."""
+        """Collect parts that are padded to the longest part, and extract each rank's part."""
         splits = operation.output_splits
         if not max(splits):
             return

@@ -1,4 +1,4 @@
-"""oneCCL on Intel GPUs: arrays on "xpu", on torch.xpu's streams. See `device/stream.py`.
+"""Runs oneCCL on Intel GPUs: arrays on "xpu", on torch.xpu's streams. See `device/stream.py`.
 
 Written against the library's header. It has never run, because no machine with an Intel GPU was
 available. The tests cover everything above the library, on their fake device, and check that each
@@ -28,7 +28,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> StreamEngi
     """Create the engine of a group; every member must call this.
 
     Raises:
-        CollectiveTimeoutError: members did not call it within `timeout_s`.
+        CollectiveTimeoutError: some members did not call this function within `timeout_s`.
         RuntimeError: oneCCL reported an error.
     """
     made = XpuLibrary()
@@ -36,7 +36,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> StreamEngi
 
 
 class XpuLibrary(DeviceLibrary):
-    """oneCCL with its plugin for GPUs."""
+    """The oneCCL library with its plugin for GPUs."""
 
     name = "xccl"
     device = "xpu"
@@ -56,16 +56,16 @@ class XpuLibrary(DeviceLibrary):
         *,
         is_lane: bool,  # noqa: ARG002
     ) -> XpuCommunicator:
-        """Create a communicator; block until all members do the same."""
+        """Create a communicator; blocks until all members have done so."""
         return XpuCommunicator(library.Communicator(size, rank, unique_id, self.device, index))
 
     def group(self) -> AbstractContextManager[object]:
-        """Launch the calls that this thread makes inside the block as one."""
+        """Combine the calls that this thread makes inside the block into a single launch."""
         return _group(library.load(self.device))
 
 
 class XpuCommunicator:
-    """One communicator of oneCCL."""
+    """A oneCCL communicator."""
 
     def __init__(self, communicator: Any) -> None:
         self._communicator = communicator
@@ -95,11 +95,11 @@ class XpuCommunicator:
         return ""
 
     def revoke(self) -> bool:
-        """Return False: the library does not support it."""
+        """Return False, because the library cannot revoke operations."""
         return False
 
     def abort(self) -> None:
-        """Keep the communicator: the library can neither abort running operations nor free it."""
+        """Keep the communicator, because the library can neither abort operations nor free it."""
         keep_for_ever(self._communicator)
 
     def destroy(self) -> None:
@@ -109,7 +109,7 @@ class XpuCommunicator:
 
 @contextlib.contextmanager
 def _group(loaded: Any) -> Iterator[None]:
-    """Group calls; an error inside the block takes precedence over one from ending the group."""
+    """Group calls; an error raised inside the block takes precedence over an error in ending it."""
     _check("GroupStart", loaded)
     try:
         yield

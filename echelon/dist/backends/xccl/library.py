@@ -1,10 +1,10 @@
-"""oneCCL's C library: located, loaded with its dependencies, and called through ctypes.
+"""Locates oneCCL's C library, loads it with its dependencies, and calls it through ctypes.
 
 The wheel (`oneccl`, and the runtime packages it depends on) puts its libraries into the
-environment's `lib` folder; a oneAPI installation uses its own folders. The loader searches neither.
-So each missing library is first loaded from there by its full path; after that the loader finds it
-by name. The settings that select the CPU plugin are made here too, unless the user has made them; a
-process can use only one plugin.
+environment's `lib` folder; a oneAPI installation uses its own folders. The loader searches none of
+these folders. So each missing library is first loaded by its full path, after which the loader
+finds it by name. The settings that select the CPU plugin are made here too, unless the user has
+made them; a process can use only one plugin.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ DECLARATIONS = {
 
 
 class UniqueId(ctypes.Structure):
-    """The ID that rank 0 generates and all ranks use to join."""
+    """The ID that rank 0 generates and that all ranks use to join a communicator."""
 
     _fields_ = (("data", ctypes.c_char * ID_BYTES),)
 
@@ -118,7 +118,8 @@ def load(device: str = "cpu") -> Any:
     """Load the library for arrays on the host ("cpu") or on Intel GPUs ("xpu").
 
     Raises:
-        OSError: it is not completely installed, or already serves the other kind of array.
+        OSError: the library is not completely installed, or this process already uses it for the
+            other kind of array.
     """
     global _serves
     path = folder()
@@ -194,7 +195,7 @@ class Communicator:
         )
 
     def call(self, name: str, *arguments: Any, stream: int | None = None) -> None:
-        """Call `oneccl<name>(*arguments, communicator, stream)`; without a stream for host memory.
+        """Call `oneccl<name>(*arguments, communicator, stream)`; host memory has no stream.
 
         Raises:
             RuntimeError: the library reported an error.
@@ -213,7 +214,7 @@ class Communicator:
         self._check("CommDestroy", self._library.onecclCommDestroy(self._handle))
 
     def _set_device(self) -> None:
-        """Select the communicator's device for this thread: the library keeps one per thread."""
+        """Select the communicator's device for this thread, as the library requires."""
         if self._index is not None and getattr(_here, "index", None) != self._index:
             self._check("SetDevice", self._library.onecclSetDevice(self._index))
             _here.index = self._index

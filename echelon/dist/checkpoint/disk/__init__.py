@@ -1,1 +1,1 @@
-"""A checkpoint's folder, its files and their bytes."""
+"""The folder of a checkpoint, its files and their bytes."""

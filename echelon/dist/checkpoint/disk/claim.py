@@ -1,7 +1,7 @@
-"""A claim: only one job at a time saves checkpoints in a folder.
+"""Claims a folder, so that only one job at a time saves checkpoints in it.
 
-The claim is a lock (`flock`) on a file in the folder, so it ends with its process, however that
-ends. Forked children release it.
+The claim is a lock (`flock`) on a file in the folder, so it ends with its process, even if the
+process is killed. Forked children release the lock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Claim:
     """Exclusive use of a folder by this process until `close`.
 
     Raises:
-        CheckpointError: another process holds it for longer than a lost process could.
+        CheckpointError: another process has held the folder for longer than a lost process could.
         OSError: the folder cannot be written.
     """
 
@@ -91,7 +91,7 @@ class Claim:
             return "another host", 0
 
     def _sign(self) -> None:
-        """Record the owner of the folder, for users and to decide how long others wait."""
+        """Record the owner of the folder, for users and to decide how long other jobs wait."""
         with contextlib.suppress(OSError):  # a full disk does not end the claim
             text = json.dumps([socket.gethostname(), os.getpid()]).encode()
             os.ftruncate(self._descriptor, 0)
@@ -102,7 +102,7 @@ _claims: weakref.WeakSet[Claim] = weakref.WeakSet()
 
 
 def _release_in_child() -> None:
-    """Close a forked child's copies, which would keep the lock after its parent exits."""
+    """Close a forked child's copies of the lock, which would otherwise outlive the parent."""
     for claim in list(_claims):
         claim.close()
 

@@ -1,4 +1,4 @@
-"""DamagedError: the data on disk is not the data that was written."""
+"""DamagedError, which reports that the data on disk is not the data that was written."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from echelon.errors import CheckpointError
 class DamagedError(CheckpointError):
     """A file of a committed version is missing, truncated or altered.
 
-    An older version may be usable.
+    An older version may still be usable.
     """

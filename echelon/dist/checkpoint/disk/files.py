@@ -1,7 +1,7 @@
-"""The file-system changes that a save makes, one function each.
+"""Makes the file-system changes of a save, one function for each kind of change.
 
-Every change of a checkpoint on disk is made here, so that a test can kill the process, or fail or
-hang the call, at any of them and verify that the previous checkpoint still loads.
+Every change of a checkpoint on disk is made here, so that a test can kill the process, or make a
+call fail or hang, at each of them and verify that the previous checkpoint still loads.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ class NewFile:
             rest = rest[os.write(self._descriptor, rest) :]
 
     def sync(self) -> None:
-        """Block until its content is on disk."""
+        """Block until the file's content is on disk."""
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Close it. Safe to call twice."""
+        """Close the file. Safe to call twice."""
         if self._descriptor >= 0:
             descriptor, self._descriptor = self._descriptor, -1
             os.close(descriptor)
 
 
 def write_whole(path: Path, data: bytes, *, sync: bool) -> None:
-    """Make a file appear at `path` with all its content, or not at all.
+    """Create a file at `path` atomically: it appears with all its content or not at all.
 
     Args:
         path: path of the file.
         data: content of the file.
-        sync: flush the file, so that it survives a power failure once its folder is flushed as
-            well.
+        sync: flush the file, so that it survives a power failure once its folder has been flushed
+            as well.
     """
     unfinished = path.with_name(f".{path.name}.tmp")
     file = NewFile(unfinished)
@@ -60,7 +60,7 @@ def write_whole(path: Path, data: bytes, *, sync: bool) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents; an existing one is fine."""
+    """Create a folder and its parents; the folder may already exist."""
     if path.is_dir():
         return
     make_folder(path.parent)
@@ -87,13 +87,13 @@ def sync_folder(path: Path) -> None:
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Remove files, which may already be missing."""
+    """Remove files, some of which may already be missing."""
     for path in paths:
         path.unlink(missing_ok=True)
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder of files; rename it first, so that writers can no longer find it.
+    """Remove a folder of files after renaming it, so that writers can no longer find it.
 
     Raises:
         FileNotFoundError: the folder does not exist.
@@ -105,7 +105,7 @@ def remove_folder(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a folder to a hidden name, so that the next save removes it; return that name.
+    """Rename a folder to a hidden name, so that the next save removes it; return the new name.
 
     Raises:
         FileNotFoundError: the folder does not exist.

@@ -1,4 +1,4 @@
-"""A checkpoint's folder: numbered versions, of which the newest complete one counts.
+"""A checkpoint's folder: numbered versions, of which the newest complete one is loaded.
 
     PATH/000002/rank_00000.bin  ...  manifest  commit
     PATH/.000003-1f0c9a52e7d8b364.tmp/     being written, or left by a dead job
@@ -7,13 +7,13 @@
 [Note: when a version counts] A version is written under a hidden name, flushed, renamed to its
 number, and finally given its commit mark, which holds the manifest's checksum. A reader ignores
 every version without a valid mark, so at every moment either the previous version or the new one is
-the newest complete one. Older versions are removed only after that.
+the newest complete one. Older versions are removed only after the new version is complete.
 
 [Note: stale writers] A writer may outlive its save: the disk may hang past the timeout, or a killed
 job may leave a thread in the kernel. So every save generates a token, which is part of the hidden
 folder's name, of each rank's index and of the commit mark, and a folder is renamed before its files
-are removed. A stale writer uses only names inside its own hidden folder. Once that is renamed, its
-next call fails; until then it can complete only its own version.
+are removed. A stale writer uses only names inside its own hidden folder. Once that folder is
+renamed, the writer's next call fails; until then it can complete only its own version.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Unfinished:
     """A version that is being written.
 
     Args:
-        path: the hidden folder.
+        path: the hidden folder of the version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -70,7 +70,8 @@ class Unfinished:
     def create(cls, root: Path) -> Unfinished:
         """Create the next version's folder and remove leftovers of failed saves.
 
-        The number is higher than every number in the folder, including those of leftovers.
+        The version's number is higher than every number in the folder, including the numbers of
+        leftovers.
         """
         files.make_folder(root)
         number = max((_number(name) for name in _names(root)), default=0) + 1
@@ -87,23 +88,23 @@ class Unfinished:
 
     @contextlib.contextmanager
     def local_folder(self) -> Iterator[Path]:
-        """Return the folder in which the rank's file is written: the version's folder."""
+        """Return the folder in which the rank's file is written, which is the version's folder."""
         yield self.path
 
     def publish(self, file: Path, limit_s: float) -> None:  # noqa: ARG002 -- of the interface
-        """Flush the entry of the rank's file."""
+        """Flush the folder entry of the rank's file."""
         files.sync_folder(file.parent)
 
     def add_index(self, rank: int, part: Manifest) -> None:
-        """Publish that a rank's file is complete, with its contents."""
+        """Publish that a rank's file is complete, together with its part of the manifest."""
         files.write_whole(self.path / INDEX_NAME.format(rank), encode(part), sync=False)
 
     def add_failure(self, rank: int, reason: str) -> None:
-        """Publish that a rank failed to write its part."""
+        """Publish that a rank failed to write its part of the version."""
         files.write_whole(self.path / FAILED_NAME.format(rank), reason.encode(), sync=False)
 
     def failure(self) -> str | None:
-        """Return the first rank that failed, with its reason, or None if none has failed."""
+        """Return the first rank that failed and its reason, or None if no rank has failed."""
         for name in sorted(_names(self.path)):
             if name.endswith(".failed") and not name.startswith("."):
                 rank = int(name.removeprefix("rank_").removesuffix(".failed"))
@@ -117,16 +118,16 @@ class Unfinished:
         return [rank for rank in range(world_size) if INDEX_NAME.format(rank) not in names]
 
     def is_committed(self) -> bool:
-        """Return whether this save was committed, and not another one with the same number."""
+        """Return whether this save was committed, and not another save with the same number."""
         return is_committed(self.final, self.token)
 
     def commit(self, world_size: int, keep: int) -> None:
         """Make this the newest complete version, then remove all but the last `keep` versions.
 
         Raises:
-            CheckpointError: a part is missing, truncated, or from another save; nothing was
+            CheckpointError: a part is missing, is truncated or comes from another save; nothing was
                 changed.
-            OSError: the disk failed; the version counts only if its mark had been written.
+            OSError: the disk failed; the version is valid only if its commit mark had been written.
         """
         whole = self._merge(world_size)
         for file in whole.files.values():
@@ -180,9 +181,9 @@ def are_equal(
     """Return whether two ranks wrote the same values for the same elements.
 
     Args:
-        parts: the parts of the manifest, by rank.
-        one: the range of the first rank.
-        other: the range of the second rank.
+        parts: the ranks' parts of the manifest, keyed by rank.
+        one: the range that the first rank wrote.
+        other: the range that the second rank wrote.
         read: returns bytes of a rank's file, given its name, an offset and a length.
     """
     part = parts[one.file]
@@ -206,7 +207,7 @@ def is_committed(version: Path, token: str | None = None) -> bool:
 
     Args:
         version: the version's folder.
-        token: the token of the save that must have committed it; None accepts any.
+        token: the token of the save that must have committed the version; None accepts any save.
     """
     try:
         mark = (version / COMMIT).read_bytes()
@@ -231,12 +232,12 @@ def marked(root: Path) -> Sequence[Path]:
 
 
 def candidates(path: Path) -> Sequence[Path]:
-    """Return the versions to try to load, the best first; only `path` if it is a version.
+    """Return the versions to try to load, best first; just `path` if it is itself a version.
 
-    In a folder of checkpoints by step, those of the highest step come first.
+    In a folder with a checkpoint per step, the versions of the highest step come first.
 
     Raises:
-        CheckpointError: there is no such version.
+        CheckpointError: no version was found.
     """
     if (path / COMMIT).exists():
         return [path]
@@ -268,7 +269,7 @@ def read_manifest(version: Path) -> Manifest:
     """Read a version's manifest.
 
     Raises:
-        DamagedError: it cannot be read or was altered.
+        DamagedError: the manifest cannot be read or was altered.
     """
     path = version / MANIFEST
     try:
@@ -284,7 +285,7 @@ def read_manifest(version: Path) -> Manifest:
 
 
 def prune(root: Path, keep: int) -> None:
-    """Remove versions older than the last `keep` intact ones, judged by file sizes."""
+    """Remove the versions that are older than the last `keep` intact ones, judged by file sizes."""
     whole = 0
     for version in reversed(marked(root)):
         if whole < keep:
@@ -300,7 +301,7 @@ def _looks_whole(version: Path) -> bool:
 
 
 def problem_of(version: Path) -> str | None:
-    """Return why a committed version cannot be loaded, judged by file sizes; None if it can."""
+    """Return why a committed version cannot be loaded, judged by file sizes, or None if it can."""
     try:
         for file in read_manifest(version).files.values():
             _require_size(version / file.name, file)
@@ -310,14 +311,14 @@ def problem_of(version: Path) -> str | None:
 
 
 def is_of_a_save(path: Path) -> bool:
-    """Return whether an entry of a checkpoint's folder was written by a save."""
+    """Return whether a save created this entry of a checkpoint's folder."""
     if _VERSION.fullmatch(path.name):
         return _is_own(path)
     return _HIDDEN.fullmatch(path.name) is not None and not path.is_symlink()
 
 
 def _require_size(path: Path, stored: StoredFile) -> None:
-    """Open a file, which refreshes a network file system's cache, and check its size.
+    """Check a file's size after opening it, which refreshes a network file system's cache.
 
     Raises:
         CheckpointError: the file is missing or has the wrong size.
@@ -333,7 +334,7 @@ def _require_size(path: Path, stored: StoredFile) -> None:
 
 
 def _sweep(root: Path) -> None:
-    """Remove leftovers of incomplete saves and of interrupted removals."""
+    """Remove the leftovers of incomplete saves and of interrupted removals."""
     for name in sorted(_names(root)):
         hidden = _HIDDEN.fullmatch(name)
         if hidden and hidden["kind"] == "trash":
@@ -348,7 +349,7 @@ def _sweep(root: Path) -> None:
 
 
 def _remove_uncommitted(version: Path) -> None:
-    """Remove a version without a mark, unless another job's save is completing it."""
+    """Remove a version without a commit mark, unless another job's save is completing it."""
     trash = files.set_aside(version)
     with contextlib.suppress(OSError):  # the next save tries again
         if (trash / COMMIT).exists():
@@ -358,7 +359,7 @@ def _remove_uncommitted(version: Path) -> None:
 
 
 def _is_own(version: Path) -> bool:
-    """Return whether a numbered folder was written by a save, and not by another program."""
+    """Return whether a numbered folder was written by a save and not by another program."""
     if version.is_symlink():
         return False
     names = _names(version)
@@ -372,7 +373,7 @@ def _is_own(version: Path) -> bool:
 
 
 def _was_never_committed(version: Path) -> bool:
-    """Return whether a version does not have a mark; an unreadable version may be a good one."""
+    """Return whether a version has no commit mark; an unreadable version may be a good one."""
     try:
         (version / COMMIT).read_bytes()
     except FileNotFoundError:
@@ -388,7 +389,7 @@ def _numbered(root: Path) -> list[Path]:
 
 
 def _names(folder: Path) -> list[str]:
-    """Return a folder's entries, or none if it does not exist.
+    """Return the names in a folder, or an empty result if the folder does not exist.
 
     Listing the folder, rather than looking up a name, also makes NFS refresh it.
     """
@@ -399,7 +400,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _number(name: str) -> int:
-    """Return the number of a version, complete or not; 0 for other names."""
+    """Return the number of a version, whether it is complete or not; 0 for other names."""
     hidden = _HIDDEN.fullmatch(name)
     if hidden:
         return int(hidden["number"])

@@ -1,4 +1,4 @@
-"""Reader marks: a version that is being read is not removed.
+"""Marks a version that is being read, so that it is not removed.
 
 A reader holds a shared lock (`flock`) on the commit mark, and a remover needs the exclusive lock.
 Locks do not need write permission and end with their process. On a file system without such locks
@@ -39,13 +39,13 @@ def hold(mark: Path) -> int:
 
 
 def release(descriptor: int) -> None:
-    """Remove a mark."""
+    """Remove the mark that `hold` made."""
     os.close(descriptor)
 
 
 @contextlib.contextmanager
 def alone(mark: Path) -> Iterator[bool]:
-    """Exclude readers inside the block; yield False if there are some already."""
+    """Exclude readers inside the block; yield False if some are already reading."""
     try:
         descriptor = _open(mark)
     except OSError:

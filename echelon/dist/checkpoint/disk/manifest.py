@@ -1,8 +1,8 @@
 """The manifest: the location of every element of every tensor, and all plain values.
 
-A tensor is a line of elements in row-major order. Each rank wrote parts of some lines, one after
-the other, into its own file; `Range` describes a part. To load into any number of ranks, the parts
-that a rank wants are intersected with these.
+A tensor is a line of elements in row-major order. Each rank writes parts of some lines, one after
+the other, into its own file; `Range` describes such a part. To load into any number of ranks, the
+elements that a rank wants are intersected with the parts in the files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DTYPE_BYTES = {
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Return the size of an element in bytes.
+    """Return the size of an element of this dtype in bytes.
 
     Raises:
         ValueError: a checkpoint cannot hold this dtype.
@@ -49,7 +49,8 @@ def dtype_bytes(dtype: str) -> int:
 class Range:
     """Elements of a tensor that are contiguous in a file, from byte `offset` on.
 
-    They are elements `start` to `start + length` and, with `repeats`, further runs of that length.
+    The range consists of elements `start` to `start + length` and, if `repeats` is set, of further
+    runs of that length.
     """
 
     file: int
@@ -60,13 +61,13 @@ class Range:
 
     @property
     def pattern(self) -> Pattern:
-        """The pattern of the elements."""
+        """The pattern of the range's elements."""
         return Pattern(self.start, self.length, self.repeats)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor's shape and dtype, and its ranges by `start`."""
+    """A tensor's shape and dtype, and its ranges, sorted by `start`."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -89,16 +90,16 @@ class StoredFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The contents of a checkpoint, or the part that one rank wrote.
+    """The description of a checkpoint's contents, or of the part that one rank wrote.
 
     Attributes:
-        world_size: number of ranks that saved it.
+        world_size: the number of ranks that saved the checkpoint.
         save: the save's token, which distinguishes the parts of different saves.
         kinds: the kind of each entry of the state: module, optimizer, object, random or value.
-        tensors: by path, such as "model/blocks.0.weight".
-        aliases: further paths of tensors that are stored once: tied weights.
-        values: packed plain values by path.
-        files: the files by number; a rank's manifest has only its own.
+        tensors: the stored tensors, keyed by a path such as "model/blocks.0.weight".
+        aliases: additional paths of tensors that are stored only once, such as tied weights.
+        values: packed plain values, keyed by path.
+        files: the files, keyed by number; a rank's part of the manifest lists only its own file.
     """
 
     world_size: int
@@ -122,7 +123,7 @@ class Manifest:
 
 
 def seal(data: bytes) -> bytes:
-    """Append a checksum."""
+    """Append a checksum to the data."""
     return data + zlib.crc32(data).to_bytes(_SEAL_BYTES, "little")
 
 
@@ -166,7 +167,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes) -> Manifest:
-    """Decode the output of `encode`, validating everything in it.
+    """Decode the output of `encode`, and validate everything in it.
 
     Raises:
         ValueError: the data is damaged, in another format, or inconsistent.
@@ -253,7 +254,8 @@ def check_complete(manifest: Manifest) -> None:
     """Check that the files hold every element of every tensor exactly once.
 
     Raises:
-        ValueError: elements are in no file or in two files, or an alias's tensor does not exist.
+        ValueError: some elements are in no file or in two files, or the tensor of an alias does not
+            exist.
     """
     for path, tensor in manifest.tensors.items():
         _check_cover(path, tensor)
@@ -275,7 +277,7 @@ def _check_cover(path: str, tensor: StoredTensor) -> None:
 
 
 def _runs(tensor: StoredTensor) -> Iterable[tuple[int, int, int]]:
-    """Return the start, length and file of each run of a tensor, in order."""
+    """Return the start, the length and the file of each run of a tensor, in order."""
     if not any(one.repeats for one in tensor.ranges):
         return ((one.start, one.length, one.file) for one in tensor.ranges)
     columns = [
@@ -294,10 +296,10 @@ Compare = Callable[[Range, Range], bool]  # of one length: whether their bytes a
 
 
 def merge(parts: Sequence[Manifest], compare: Compare | None = None) -> Manifest:
-    """Merge the ranks' parts; of a plain value on several ranks, take the lowest rank's.
+    """Merge the ranks' parts; the lowest rank's plain value is used if several ranks have one.
 
-    Stages that share a weight may divide it differently, so that parts of it are written twice;
-    `compare` then checks that they are equal.
+    Pipeline stages that share a weight may divide it differently, so that some elements are written
+    twice; `compare` then checks that both copies are equal.
 
     Raises:
         ValueError: ranks disagree on a tensor's shape or dtype, some elements were written by no

@@ -1,4 +1,4 @@
-"""Patterns: the elements of a tensor's line that make up a shard.
+"""Describes which elements of a tensor's line make up a shard.
 
 A shard along dim 0 is one run of elements. A shard along another dim is many runs of equal length
 at a regular distance; a shard along several dims has such runs at several regular distances.
@@ -20,7 +20,7 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Runs of `length` elements: the first begins at `start`, the others follow from `repeats`."""
+    """Runs of `length` elements: the first begins at `start`, and `repeats` gives the others."""
 
     start: int
     length: int
@@ -28,17 +28,17 @@ class Pattern:
 
     @property
     def num_runs(self) -> int:
-        """The number of runs."""
+        """The number of runs in the pattern."""
         return math.prod(count for count, _ in self.repeats)
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
+        """The number of elements in the pattern."""
         return self.length * self.num_runs
 
     @property
     def stop(self) -> int:
-        """The element after the last one."""
+        """The position after the pattern's last element."""
         return self.start + sum((count - 1) * step for count, step in self.repeats) + self.length
 
     def starts(self) -> Indices:
@@ -49,10 +49,10 @@ class Pattern:
         return starts
 
     def common(self, other: Pattern) -> npt.NDArray[np.int64]:
-        """Return the pieces that two patterns have in common: [n, 3].
+        """Return the pieces that this pattern and another have in common: [n, 3].
 
         Each row is a piece: its position among this pattern's elements, its position among the
-        other's, and its length.
+        other pattern's elements, and its length.
         """
         if self == other:
             return np.array([[0, 0, self.numel]], np.int64)
@@ -71,11 +71,11 @@ class Pattern:
 
 
 def pattern_of(shape: Sequence[int], box: Sequence[npt.NDArray[Any]]) -> Pattern:
-    """Return the elements of a tensor selected by some indices of each dim.
+    """Return the elements of a tensor that are selected by some indices of each dim.
 
     Args:
         shape: shape of the tensor.
-        box: the indices per dim, ascending.
+        box: the selected indices of each dim, in ascending order.
 
     Raises:
         ValueError: the indices of a dim are not evenly spaced.
@@ -103,7 +103,7 @@ def _rhythm(indices: npt.NDArray[Any]) -> list[tuple[int, int]]:
 
 
 def _shortest(start: int, repeats: list[tuple[int, int]]) -> Pattern:
-    """Join runs that follow each other without a gap; `repeats` has the innermost first."""
+    """Join runs that follow each other without a gap; `repeats` lists the innermost one first."""
     length = 1
     kept: list[tuple[int, int]] = []
     for count, step in repeats:

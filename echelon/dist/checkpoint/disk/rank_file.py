@@ -1,4 +1,4 @@
-"""A rank's file: its ranges one after the other, with a checksum per block of the file."""
+"""Writes and reads a rank's file: its ranges one after the other, with a checksum per block."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def file_name(rank: int) -> str:
 
 
 class RankFileWriter:
-    """A writer of ranges to a new file, which records their locations.
+    """Writes ranges to a new file and records their locations.
 
     Attributes:
-        tensors: the tensors written, by path.
+        tensors: the tensors that were written, keyed by path.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -37,7 +37,7 @@ class RankFileWriter:
         self._checksums: list[int] = []
 
     def append(self, held: Held) -> None:
-        """Write the held part of a tensor, or its pieces one after the other."""
+        """Write the part of a tensor that this rank holds, as one piece or as several in a row."""
         ranges: tuple[Range, ...] = ()
         if held.length:
             ranges = (
@@ -59,7 +59,7 @@ class RankFileWriter:
         return StoredFile(file_name(self._rank), self._num_bytes, tuple(self._checksums))
 
     def close(self) -> None:
-        """Close the file, finished or not."""
+        """Close the file, whether it is finished or not."""
         self._file.close()
 
     def _write(self, data: memoryview) -> None:
@@ -75,7 +75,7 @@ class RankFileWriter:
 
 
 class RankFileReader:
-    """A reader of parts of a rank's file, which checks every block it reads. Not thread-safe.
+    """Reads parts of a rank's file and checks every block that it reads. Not thread-safe.
 
     Raises:
         DamagedError: the file, which the error names, is missing, truncated or damaged; any call
@@ -94,7 +94,7 @@ class RankFileReader:
             raise self._error(f"{size} bytes, but {stored.num_bytes} were saved")
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill `target` with the bytes from `offset` on."""
+        """Fill `target` with the file's bytes from `offset` on."""
         while target:
             block, skip = divmod(offset, BLOCK_BYTES)
             length = min(len(target), self._size_of(block) - skip)
@@ -107,7 +107,7 @@ class RankFileReader:
             offset += length
 
     def verify(self) -> None:
-        """Read all blocks and compare their checksums."""
+        """Read all blocks and verify their checksums."""
         for block in range(len(self._stored.checksums)):
             self._keep(block)
 
@@ -126,7 +126,7 @@ class RankFileReader:
         return os.fstat(self._descriptor).st_size
 
     def _fetch(self, offset: int, target: memoryview) -> None:
-        """Fill `target` from the file without checking."""
+        """Fill `target` from the file without verifying checksums."""
         rest = target
         while rest:
             try:

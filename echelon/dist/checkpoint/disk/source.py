@@ -1,4 +1,4 @@
-"""Sources of tensors to load: a version of a checkpoint, or another file in its place."""
+"""Sources of tensors to load: a version of a checkpoint, or another kind of file."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _MAX_OPEN = 64
 
 
 class Source(Protocol):
-    """A source of tensors and values by path.
+    """A source of tensors and values, keyed by path.
 
     Attributes:
-        path: the path that errors name.
-        manifest: the contents.
+        path: the path that errors mention.
+        manifest: the description of the contents.
     """
 
     path: Path
@@ -36,12 +36,12 @@ class Source(Protocol):
     def read(self, path: str, start: int, out: Tensor, repeats: Repeats = ()) -> None:
         """Fill `out` (1-D, plain, of the stored dtype) with a tensor's elements from `start` on.
 
-        With `repeats` (see `Pattern`) `out` holds several runs, one after the other.
+        If `repeats` is given (see `Pattern`), `out` receives several runs, one after the other.
         """
         ...
 
     def close(self) -> None:
-        """Release the resources of reading. Safe to call twice."""
+        """Release the resources used for reading. Safe to call twice."""
         ...
 
 
@@ -63,7 +63,7 @@ class Version:
             raise
 
     def read(self, path: str, start: int, out: Tensor, repeats: Repeats = ()) -> None:
-        """Fill `out` from the ranges that contain the wanted elements.
+        """Fill `out` from the stored ranges that contain the requested elements.
 
         Raises:
             CheckpointError: a file is missing, truncated or damaged; the error names it.
@@ -86,7 +86,7 @@ class Version:
         assert num_read == out.numel(), (path, start, out.numel())
 
     def verify(self) -> int:
-        """Read every byte and compare the checksums; return the number of bytes.
+        """Read every byte and verify the checksums; return the number of bytes read.
 
         Raises:
             CheckpointError: a file is missing, truncated or damaged; the error names it.
@@ -96,7 +96,7 @@ class Version:
         return sum(file.num_bytes for file in self.manifest.files.values())
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files of this version."""
         while self._readers:
             self._readers.popitem()[1].close()
         mark, self._mark = self._mark, -1
@@ -117,7 +117,7 @@ class Version:
 
 
 def runs(start: int, out: Tensor, repeats: Repeats) -> Iterator[tuple[int, Tensor]]:
-    """Return each run's first element and its part of `out`, for files without patterns."""
+    """Return the first element of each run and its part of `out`, for files without patterns."""
     num_runs = math.prod(count for count, _ in repeats)
     pattern = Pattern(start, out.numel() // num_runs, repeats)
     for index, first in enumerate(pattern.starts().tolist()):
@@ -143,7 +143,7 @@ def fill(source: Source, held: Held, path: str) -> None:
 
 
 def check_fit(source: Source, held: Held, path: str) -> str | None:
-    """Return why the tensor stored under `path` cannot fill the held one, or None if it can."""
+    """Return why the tensor stored under `path` cannot fill the held tensor, or None if it can."""
     stored = source.manifest.tensor(path)
     if stored is None:
         return f"{path} is not in it"

@@ -1,9 +1,9 @@
-"""A folder of one job's checkpoints by step: names, state and removal.
+"""Manages a folder with one checkpoint of a job per step: names, state and removal.
 
 FOLDER/step_00000300/000001/...        a checkpoint as `save` writes it
-FOLDER/step_00000300/score             the score that the program gave, if any
+FOLDER/step_00000300/score             the score that the program passed, if any
 FOLDER/.step_00000100-5e0c...trash/    being removed
-FOLDER/.keeper                         locked by the job that saves here
+FOLDER/.keeper                         locked by the job that saves to this folder
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SCORE = "score"
 
 
 class StepFolders:
-    """The checkpoints by step under one folder."""
+    """The checkpoints under one folder, keyed by step."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -35,12 +35,12 @@ class StepFolders:
         return step_folders(self.folder).get(step, self.folder / step_name(step))
 
     def look(self) -> list[Found]:
-        """Return the checkpoints found, by step."""
+        """Return the checkpoints found in the folder, keyed by step."""
         folders = step_folders(self.folder)
         return [_look(step, folders[step]) for step in sorted(folders)]
 
     def note_score(self, step: int, score: float | None) -> None:
-        """Store a step's score beside its checkpoint before the checkpoint is saved.
+        """Store a step's score in the step's folder, before the checkpoint is saved.
 
         Raises:
             OSError: the score cannot be written.
@@ -55,7 +55,7 @@ class StepFolders:
         """Remove a step's checkpoint, or return why it was not removed.
 
         A checkpoint that is being read is kept, and so is a folder that contains other files. The
-        folder disappears atomically, so a part of it is never visible.
+        removal is atomic, so that a partly removed checkpoint is never visible.
         """
         path = self.path(step)
         if not _is_own(path):
@@ -74,7 +74,7 @@ class StepFolders:
         return None
 
     def sweep(self) -> None:
-        """Remove leftovers of interrupted removals."""
+        """Remove the leftovers of interrupted removals."""
         with contextlib.suppress(OSError):
             for name in sorted(os.listdir(self.folder)):  # noqa: PTH208 -- as above
                 if _TRASH.fullmatch(name):

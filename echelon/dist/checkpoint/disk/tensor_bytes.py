@@ -1,4 +1,4 @@
-"""A tensor's elements as plain bytes, without a copy if they are contiguous on the CPU."""
+"""Views a tensor's elements as plain bytes, without a copy if they are contiguous on the CPU."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the dtype with this name.
+    """Return torch's dtype with this name.
 
     Raises:
-        ValueError: this version of torch does not have it.
+        ValueError: this version of torch does not have such a dtype.
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
@@ -19,7 +19,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def is_plain(data: Tensor) -> bool:
-    """Return whether the elements can be read and written in place as bytes."""
+    """Return whether a tensor's elements can be read and written in place as bytes."""
     return (
         data.device.type == "cpu"
         and data.is_contiguous()
@@ -29,6 +29,6 @@ def is_plain(data: Tensor) -> bool:
 
 
 def as_bytes(data: Tensor) -> memoryview:
-    """Return the elements as bytes in row-major order: a view if `is_plain`, else a copy."""
+    """Return a tensor's elements as bytes in row-major order: a view if `is_plain`, else a copy."""
     flat = data.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data

@@ -1,1 +1,1 @@
-"""Files of other programs: those of torch.save and safetensors."""
+"""Reads files of other programs: torch.save and safetensors."""

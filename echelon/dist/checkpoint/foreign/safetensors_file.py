@@ -1,7 +1,8 @@
-"""Safetensors: a JSON header with names, dtypes, shapes and offsets, followed by the bytes.
+"""Reads and writes safetensors files: a JSON header describing tensors, followed by their bytes.
 
-It is read here without the `safetensors` package because the format is small: eight bytes with the
-header's length, the header, the data. It contains only tensors, without checksums.
+The module does not use the `safetensors` package because the format is small: eight bytes with the
+header's length, the header (names, dtypes, shapes and offsets), and the data. Such a file contains
+only tensors, without checksums.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class SafetensorsFile:
-    """A .safetensors file as the source of the tensors of a state's only module.
+    """A .safetensors file that provides the tensors of a state's only module.
 
     Raises:
         CheckpointError: the file cannot be read or is not a .safetensors file.
@@ -120,8 +121,8 @@ def write(
 
     Args:
         file: the file to write to.
-        tensors: shapes and dtypes by name.
-        read: returns a tensor by name.
+        tensors: the shape and dtype of each tensor, keyed by name.
+        read: returns the tensor with a given name.
 
     Raises:
         ValueError: a tensor has a dtype that the format does not support.

@@ -1,4 +1,4 @@
-"""A file written by `torch.save` as a source of tensors, read without running code from it."""
+"""Reads a file written by `torch.save` as a source of tensors, without running code from it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from echelon.errors import CheckpointError
 
 
 class TorchFile:
-    """A state_dict, or a dict of states in torch's own form, read into the structure of a state.
+    """A state_dict, or a dict of states in torch's form, arranged in the structure of a state.
 
     Args:
-        path: the file.
-        state: the state to fill: a single state_dict belongs to its only module, and the parameters
-            of an optimizer, which torch numbers, get their names from it.
+        path: path of the file.
+        state: the state to fill: a single state_dict belongs to the state's only module, and the
+            state also gives names to an optimizer's parameters, which torch only numbers.
 
     Raises:
         CheckpointError: the file cannot be read without unpickling objects.
@@ -88,7 +88,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _as_contents(content: dict[str, Any], state: Mapping[str, Any]) -> Contents:
-    """Arrange a file's contents in the form that `collect` returns."""
+    """Arrange the contents of a file in the form that `collect` returns."""
     contents = Contents()
     found = list(entries(state))
     names = parameter_names(found)
@@ -120,7 +120,7 @@ def _add_optimizer(
     optimizer: torch.optim.Optimizer,
     names: dict[int, str],
 ) -> None:
-    """Map the numbered parameters of torch's form to their names in this state."""
+    """Map an optimizer's numbered parameters, as torch stores them, to names in this state."""
     known = {
         (group, place): (name, whole_shape(parameter))
         for parameter, name, group, place in optimizer_names(optimizer, names)

@@ -1,1 +1,1 @@
-"""The lifecycle of checkpoints: the newest one, the ones to keep, and when the next one is due."""
+"""The lifecycle of checkpoints: which is the newest, which are kept, and when the next is due."""

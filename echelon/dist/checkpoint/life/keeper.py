@@ -1,11 +1,12 @@
-"""Keeper: saves checkpoints by step in one folder and removes those no longer needed.
+"""Keeper: saves a checkpoint per step in one folder, and removes checkpoints no longer needed.
 
     keeper = Keeper("runs/gpt", keep=3, keep_every=1000, best="lowest")
     keeper.save(step, state, async_op=True, score=validation_loss)
 
 [Note: what is removed when] Rank 0 removes a checkpoint only after a newer one was committed, in
-the thread that committed it. So the newest complete one is never removed, and a killed job leaves
-at most one too many. A full disk causes no removal unless the program asks for that.
+the thread that committed it. So the newest complete checkpoint is never removed, and a killed job
+leaves at most one checkpoint too many. A full disk causes a removal only if the program asks for
+that with `make_room`.
 """
 
 from __future__ import annotations
@@ -36,21 +37,22 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class _ClaimedError(CheckpointError):
-    """Another job saves its checkpoints in the folder."""
+    """Another job saves its checkpoints in this folder."""
 
 
 class Keeper:
-    """The checkpoints of one job, in a folder reserved for it.
+    """The checkpoints of one job, in a folder reserved for that job.
 
     Args:
-        folder: the folder, which gets a `step_<n>` per checkpoint; other files in it are untouched.
-            Or the address of a folder in an object store, where a second job cannot be detected.
-        keep: how many of the latest complete checkpoints to keep.
-        keep_every: also keep those whose step is a multiple of it.
-        best: also keep the one with the "lowest" or "highest" score.
-        make_room: if the disk is full, remove kept checkpoints one by one, the oldest first, and
-            retry; never remove the newest complete one or the best. If False, a full disk only
-            fails the save.
+        folder: the folder, in which each checkpoint becomes a folder `step_<n>`; other files in it
+            are left untouched. May also be the address of a folder in an object store, where a
+            second job cannot be detected.
+        keep: how many of the most recent complete checkpoints to keep.
+        keep_every: also keep every checkpoint whose step is a multiple of this number.
+        best: also keep the checkpoint with the "lowest" or "highest" score.
+        make_room: if the disk is full, remove kept checkpoints one by one, oldest first, and retry.
+            The newest complete checkpoint and the best one are never removed. If False, a full disk
+            only fails the save.
         timeout_s: as for `save`.
 
     Raises:
@@ -97,21 +99,22 @@ class Keeper:
         async_op: bool = False,
         score: float | None = None,
     ) -> bool:
-        """Save a state as `step`'s checkpoint, then remove checkpoints not to be kept. Collective.
+        """Save a state as `step`'s checkpoint, then remove old checkpoints. Collective.
 
         A storage failure does not end training: rank 0 issues a one-line warning, and all ranks
-        return False. Waits for a previous save in the background.
+        return False. The call first waits for any previous save in the background. The policy
+        passed to `Keeper` determines which checkpoints are removed.
 
         Args:
-            step: number of finished steps.
+            step: the number of finished steps.
             state: as for `checkpoint.save`.
             async_op: copy the state and write it in the background. A failure is reported by the
                 next `save`, by `wait`, or by `dist.shutdown`, which raises it.
             score: the value that `best` compares, such as the validation loss; rank 0's is used.
 
         Returns:
-            Whether it is safely on disk; with `async_op`, whether the save was started. The same on
-            all ranks.
+            Whether the checkpoint is safely on disk; with `async_op`, whether the save was started.
+                The result is the same on all ranks.
 
         Raises:
             TypeError, ValueError: as in `checkpoint.save`, or `step` or `score` is not valid.
@@ -147,7 +150,7 @@ class Keeper:
         return self._settle(find(to_write=True))
 
     def close(self) -> None:
-        """Allow another job to save to the folder. Not collective; safe to call twice."""
+        """Allow other jobs to save to the folder. Not collective; safe to call twice."""
         claim, self._claim = self._claim, None
         if claim is not None:
             claim.close()
@@ -196,7 +199,7 @@ class Keeper:
         self._steps.note_score(step, score if score is None or not math.isnan(score) else None)
 
     def _rotate(self, step: int) -> None:
-        """Remove checkpoints not to be kept. Called on rank 0 once `step` is committed."""
+        """Remove checkpoints that the policy does not keep. Called on rank 0 after each commit."""
         self._steps.sweep()
         for gone in rules.superfluous(self._steps.look(), self.policy, step):
             self._remove(gone)
@@ -232,7 +235,7 @@ class Keeper:
         return any(peers.all_gather(made))
 
     def _give_up_one(self, failed: int | None) -> bool:
-        """Remove one checkpoint; the failed save's folder is already empty."""
+        """Remove one checkpoint to free space; the failed save's folder is already empty."""
         for step in rules.for_room(self._steps.look(), self.policy):
             if step != failed and self._remove(step):
                 place = self._steps.path(step)

@@ -1,4 +1,4 @@
-"""Pure rules for the newest checkpoint and the removable ones, given a folder's contents."""
+"""Decides, from a folder's contents, which checkpoint is the newest and which may be removed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Condition(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """One step's checkpoint.
+    """A checkpoint that was found, belonging to one step.
 
     Attributes:
-        step: its number.
-        condition: whether it can be loaded, as far as can be determined without reading all of it.
-        reason: why it is not complete.
+        step: the step's number.
+        condition: whether the checkpoint can be loaded, as far as can be judged without reading it.
+        reason: why the checkpoint is not complete; "" if it is.
         score: the score given by the program, or None.
     """
 
@@ -41,9 +41,11 @@ class Policy:
     """The policy for which checkpoints to keep.
 
     Attributes:
-        keep: number of latest complete checkpoints to keep.
-        keep_every: also keep those whose step is a multiple of it; None keeps no others.
-        best: also keep the one with the lowest or highest score; None keeps no others.
+        keep: how many of the most recent complete checkpoints to keep.
+        keep_every: also keep every checkpoint whose step is a multiple of this number; None
+            disables this rule.
+        best: also keep the checkpoint with the "lowest" or "highest" score; None disables this
+            rule.
     """
 
     keep: int = 3
@@ -57,7 +59,7 @@ def newest(found: Sequence[Found]) -> Found | None:
 
 
 def best(found: Sequence[Found], which: Best) -> Found | None:
-    """Return the complete checkpoint with the best score, the earliest among equals, or None."""
+    """Return the complete checkpoint with the best score, the earliest in a tie, or None."""
     scored = [one for one in _complete(found) if one.score is not None]
     scored = [one for one in scored if not math.isnan(one.score or 0.0)]
     sign = 1.0 if which == "lowest" else -1.0
@@ -65,9 +67,10 @@ def best(found: Sequence[Found], which: Best) -> Found | None:
 
 
 def superfluous(found: Sequence[Found], policy: Policy, just_saved: int) -> list[int]:
-    """Return the steps that may be removed after a save was committed, the oldest first.
+    """Return the steps that may be removed after a save was committed, oldest first.
 
-    Damaged ones do not count as kept; those among the last complete ones are left for inspection.
+    Damaged checkpoints do not count as kept. Damaged checkpoints that lie among the last complete
+    ones are left for inspection.
     """
     complete = sorted(one.step for one in _complete(found))
     if just_saved not in complete:
@@ -85,7 +88,8 @@ def superfluous(found: Sequence[Found], policy: Policy, just_saved: int) -> list
 def for_room(found: Sequence[Found], policy: Policy) -> list[int]:
     """Return the steps that may be removed to free disk space, in order of removal.
 
-    The newest complete one and the best one are never removed; those of `keep_every` come last.
+    The newest complete checkpoint and the best one are never removed. Checkpoints kept by
+    `keep_every` are removed last.
     """
     last, top = newest(found), best(found, policy.best) if policy.best else None
     spared = {one.step for one in (last, top) if one is not None}

@@ -1,4 +1,4 @@
-"""The schedule of checkpoints: by steps or by seconds, the same on all ranks."""
+"""Schedules checkpoints by steps or by seconds, at the same step on all ranks."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from echelon.dist.checkpoint.ranks.peers import Peers, World, find
 
 
 class SaveSchedule:
-    """A schedule by which a checkpoint is due at the same step on all ranks.
+    """Decides when a checkpoint is due, at the same step on all ranks.
 
-    Seconds are measured on rank 0's clock and restart whenever a checkpoint was due. A step at
-    which none is due needs no communication, except with torch.distributed's own groups, where
-    `every_s` costs a small all_gather per step.
+    Time is measured on rank 0's clock, from the last step at which a checkpoint was due. A step at
+    which no checkpoint is due needs no communication, except with torch.distributed's own groups,
+    where `every_s` costs a small all_gather per step.
 
     Args:
-        every_steps: a checkpoint is due after steps whose number is a multiple of it.
+        every_steps: a checkpoint is due after every step whose number is a multiple of this number.
         every_s: a checkpoint is due once this many seconds have passed.
-        now: rank 0's clock.
+        now: returns the time in seconds; rank 0's clock is used.
 
     Raises:
-        ValueError: neither interval is given, or one is not positive.
+        ValueError: neither interval is given, or an interval is not positive.
 
     Example:
         >>> schedule = SaveSchedule(every_steps=100)
@@ -56,7 +56,7 @@ class SaveSchedule:
         Every rank must call this once per step.
 
         Args:
-            step: how many steps are finished.
+            step: the number of finished steps.
 
         Raises:
             ValueError: there are several ranks, but `init` was not called.
@@ -69,7 +69,7 @@ class SaveSchedule:
         return by_time or by_steps
 
     def _agreed(self, passed_s: float) -> bool:
-        """Return the decision of rank 0's clock."""
+        """Return the decision that rank 0 makes from its clock."""
         assert self._every_s is not None
         if self._agreement is not None and self._agreement.is_closed:  # ranks are lost
             if runtime.is_between_worlds():

@@ -1,1 +1,1 @@
-"""The ranks that save and load together."""
+"""The ranks that save and load a checkpoint together."""

@@ -1,11 +1,11 @@
-"""Division of writing: ranks with the same elements verify that they are equal and share the work.
+"""Divides writing among ranks with the same elements, after verifying that these are equal.
 
 [Note: the proof] Equal names, shapes and ranges do not prove that tensors are replicas: each
 pipeline stage may number its layers from 0, and a replica may have drifted. So ranks compare
-checksums of elements that several of them hold, and a difference raises an error that names the
+checksums of the elements that several ranks hold, and a difference raises an error that names the
 tensor and two ranks. The cost is one read of those elements. Messages grow with the number of
-*different* ranks: replicas of a whole model exchange a few bytes each, ranks with different shards
-24 bytes per tensor.
+*different* ranks: replicas of a whole model exchange a few bytes each, and ranks with different
+shards exchange 24 bytes per tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Holders = tuple[int, ...]
 
 
 class _Row(NamedTuple):
-    """One rank's description of one tensor for the others, as hashes."""
+    """A rank's description of one tensor, sent to the other ranks as hashes."""
 
     path: int
     kind: int
@@ -37,7 +37,7 @@ def settle(peers: Peers, doing: str, contents: Contents) -> None:
     """Agree on the kind of each entry, and on what is saved separately for each rank.
 
     Raises:
-        ValueError: an entry has one kind on this rank and a different one on another rank.
+        ValueError: an entry has a different kind on another rank.
         CheckpointError: other ranks detected such an entry.
     """
     everyones = peers.all_gather([contents.kinds, contents.local_checksums()])
@@ -54,7 +54,7 @@ def settle(peers: Peers, doing: str, contents: Contents) -> None:
 def divide(
     peers: Peers, doing: str, held: Sequence[Held], aliases: Mapping[str, str]
 ) -> list[Held]:
-    """Return the part of the held tensors that this rank writes.
+    """Return the part of the tensors held by this rank that this rank writes.
 
     Raises:
         ValueError: a tensor that several ranks hold under one name differs between ranks.
@@ -110,7 +110,7 @@ def _hash(text: str) -> int:
 
 
 def _exchange(peers: Peers, rows: list[_Row]) -> list[list[_Row]]:
-    """Return every rank's rows; of several ranks with equal rows only one sends them."""
+    """Return every rank's rows; if several ranks have equal rows, only one of them sends."""
     packed = b"".join(_ROW.pack(*row) for row in sorted(rows))
     digests = peers.all_gather(hashlib.blake2b(packed, digest_size=16).digest())
     if len(set(digests)) == 1:

@@ -1,4 +1,4 @@
-"""The ranks that save and load together: the world, torch.distributed's, or this process alone."""
+"""Finds the ranks that save and load together: the world, torch.distributed's, or this process."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ class Peers(Protocol):
     timeout_s: float
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank."""
+        """Return every rank's value, in rank order."""
         ...
 
     def all_gather_bytes(self, out: torch.Tensor, own: torch.Tensor) -> None:
-        """Fill `out` [size * n] with every rank's `own` [n]: uint8 on the CPU."""
+        """Fill `out` [size * n] with every rank's `own` [n]; both are uint8 tensors on the CPU."""
         ...
 
     def all_to_all_bytes(self, sent: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
-        """Exchange bytes; return those that each rank sent to this one, by rank: uint8 on the CPU.
+        """Exchange bytes; return the bytes from each rank, in rank order, as uint8 on the CPU.
 
         Args:
-            sent: the bytes for each rank, by rank; 1-D, of any size.
-            sizes: the number of bytes received from each rank.
+            sent: the bytes to send to each rank, in rank order; 1-D tensors of any size.
+            sizes: the number of bytes to receive from each rank.
         """
         ...
 
 
 class Alone:
-    """A single process, whatever its rank."""
+    """A single process on its own, whatever its rank."""
 
     size = 1
     timeout_s = _DEFAULT_TIMEOUT_S
@@ -54,11 +54,11 @@ class Alone:
         self.rank = rank
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the value."""
+        """Return a list with only this process's value."""
         return [value]
 
     def all_gather_bytes(self, out: torch.Tensor, own: torch.Tensor) -> None:
-        """Copy `own`."""
+        """Copy `own` into `out`."""
         out.copy_(own)
 
     def all_to_all_bytes(self, sent: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:  # noqa: ARG002 -- of the interface
@@ -76,15 +76,15 @@ class World:
         self._group = group
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank."""
+        """Return every rank's value, in rank order."""
         return self._group.all_gather_object(value)
 
     def all_gather_bytes(self, out: torch.Tensor, own: torch.Tensor) -> None:
-        """Fill `out` with every rank's `own`."""
+        """Fill `out` with the `own` of every rank."""
         self._group.all_gather(out, own)
 
     def all_to_all_bytes(self, sent: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
-        """Exchange bytes; return those that each rank sent to this one, by rank."""
+        """Exchange bytes; return the bytes that each rank sent to this rank, in rank order."""
         out = torch.empty(sum(sizes), dtype=torch.uint8)
         splits = [tensor.numel() for tensor in sent]
         self._group.all_to_all(out, torch.cat(sent), output_splits=sizes, input_splits=splits)
@@ -101,7 +101,7 @@ class TorchWorld:
         self._device = _device_of(str(torch_dist.get_backend_config()))
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank."""
+        """Return every rank's value, in rank order."""
         data = torch.frombuffer(bytearray(msgpack.packb(value)), dtype=torch.uint8)
         sizes = self._gather(torch.tensor([data.numel()]))
         longest = int(max(sizes))
@@ -112,11 +112,11 @@ class TorchWorld:
         ]
 
     def all_gather_bytes(self, out: torch.Tensor, own: torch.Tensor) -> None:
-        """Fill `out` with every rank's `own`."""
+        """Fill `out` with the `own` of every rank."""
         out.copy_(torch.cat(self._gather(own)))
 
     def all_to_all_bytes(self, sent: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
-        """Exchange bytes; return those that each rank sent to this one, by rank."""
+        """Exchange bytes; return the bytes that each rank sent to this rank, in rank order."""
         splits = [tensor.numel() for tensor in sent]
         joined = torch.cat(sent).to(self._device)
         out = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
@@ -131,7 +131,7 @@ class TorchWorld:
 
 
 def _device_of(config: str) -> torch.device:
-    """Return a device on which a group carries tensors, preferring the CPU.
+    """Return a device on which a group can exchange tensors, preferring the CPU.
 
     Args:
         config: the group's backends, such as "cpu:gloo,cuda:nccl".
@@ -146,8 +146,8 @@ def find(*, to_write: bool) -> Peers:
     """Return the ranks of this job.
 
     Args:
-        to_write: whether the ranks are to write; without a group they may only read, each by
-            itself.
+        to_write: whether the ranks intend to write. Without a group, ranks may only read, each on
+            its own.
 
     Raises:
         ValueError: the environment specifies several ranks, but there is no group.
@@ -169,11 +169,11 @@ def find(*, to_write: bool) -> Peers:
 
 
 def together(peers: Peers, doing: str, action: Callable[[], _Result]) -> _Result:
-    """Run a function on every rank; return its result, or raise on every rank if any failed.
+    """Run a function on every rank; return its result, or raise on every rank if any rank failed.
 
     Raises:
         CheckpointError: another rank failed. This rank's own error is raised unchanged.
-        DamagedError: all failed ranks found a damaged file.
+        DamagedError: every rank that failed found a damaged file.
     """
     error: Exception | None = None
     try:
@@ -185,7 +185,7 @@ def together(peers: Peers, doing: str, action: Callable[[], _Result]) -> _Result
 
 
 def agree(peers: Peers, error: Exception | None, doing: str) -> None:
-    """Raise on every rank if any had an error: its own error, or one that names the failed rank.
+    """Raise on every rank if any rank had an error: its own error, or one naming the failed rank.
 
     Either all ranks raise a DamagedError or none does, so that they can try an older version
     together.

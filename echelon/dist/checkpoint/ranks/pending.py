@@ -1,4 +1,4 @@
-"""Saves in the background; a process may have only one at a time."""
+"""Runs saves in the background; a process may have only one such save at a time."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Whether it has succeeded or failed."""
+        """Whether the save has succeeded or failed."""
         return not self._thread.is_alive()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until the checkpoint is complete.
 
         Args:
-            timeout_s: limit of the wait; None means until the save's own timeout expires.
+            timeout_s: how long to wait; None means until the save's own timeout expires.
 
         Raises:
-            CheckpointError: it was not complete in time, or it failed.
-            OSError: this rank could not write.
+            CheckpointError: the save was not complete in time, or it failed.
+            OSError: this rank could not write its part.
         """
         age_s = time.monotonic() - self._started_s
         limit_s = self._timeout_s + _GRACE_S - age_s if timeout_s is None else timeout_s
@@ -79,14 +79,14 @@ _current: PendingSave | None = None
 
 
 def start(path: str, write: Callable[[float], None], timeout_s: float) -> PendingSave:
-    """Start a save in the background; `write` is called with its deadline (time.monotonic)."""
+    """Start a save in the background; call `write` with the save's deadline (time.monotonic)."""
     global _current
     _current = PendingSave(path, write, timeout_s)
     return _current
 
 
 def finish(*, must_end: bool = True) -> Exception | None:
-    """Wait for a save in the background; return its error, once.
+    """Wait for a save in the background and return its error, which is reported only once.
 
     If the save's thread still runs after its timeout, this and every further call return an error
     until the thread has ended. Its copy of the state is still in memory, and the disk that it waits
@@ -113,7 +113,7 @@ def finish(*, must_end: bool = True) -> Exception | None:
 
 @runtime.before_shutdown
 def _finish_at_shutdown() -> None:
-    """Wait for the last save, and raise its error in the program."""
+    """Wait for the last save and raise its error in the program."""
     error = finish()
     if error is not None:
         raise error
@@ -121,10 +121,10 @@ def _finish_at_shutdown() -> None:
 
 @atexit.register
 def _finish_at_exit() -> None:
-    """Wait for a program's last save; its failure makes the program fail.
+    """Wait for a program's last save, whose failure makes the program fail.
 
-    Python ignores exceptions in exit handlers, so the process is ended here with an exit code. The
-    work of this package's other handlers is done here first.
+    Python ignores exceptions in exit handlers, so the process is ended here with an exit code.
+    Before that, the function does the work of this package's other exit handlers.
     """
     error = finish()
     if error is None:

@@ -1,9 +1,9 @@
-"""Division of reads: elements that several ranks need are read once and passed on.
+"""Divides reads among ranks: elements that several ranks need are read once and passed on.
 
-Each line (see `sharing.py`) is read in windows: each of its ranks reads and checks an equal part of
-the window. Data that every rank wants is exchanged by all_gather; one all_to_all per round carries
-all lines wanted by smaller sets of ranks, so that sets do not wait for each other and ranks receive
-only what they want. Data that only one rank wants is read by that rank.
+Each line (see `sharing.py`) is read in windows: each of the line's ranks reads and checks an equal
+part of the window. Data that every rank wants is exchanged by all_gather; one all_to_all per round
+carries all lines wanted by smaller sets of ranks, so that the sets do not wait for each other and
+each rank receives only what it wants. Data that only one rank wants is read by that rank.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def read(peers: Peers, source: Source, wanted: Sequence[Wanted]) -> Exception | 
 
 
 class _Reading:
-    """One rank's part of reading one version.
+    """One rank's share of the work of reading one version.
 
     Attributes:
-        error: this rank's first error; after it the rank stops reading but still takes part in
-            every exchange, because the other ranks wait for it.
+        error: this rank's first error. After an error the rank stops reading but still takes part
+            in every exchange, because the other ranks wait for it.
     """
 
     def __init__(self, peers: Peers, source: Source) -> None:
@@ -68,7 +68,7 @@ class _Reading:
         self._note(line)
 
     def for_some(self, lines: Sequence[Line]) -> None:
-        """Read the data that sets of ranks want. Collective over all ranks."""
+        """Read the data that only some ranks want. Collective over all ranks."""
         peers = self._peers
         num_bytes = sum(line.num_bytes for line in lines)
         num_rounds = max(peers.all_gather(-(-num_bytes // _WINDOW_BYTES)))
@@ -78,9 +78,9 @@ class _Reading:
             self._note(line)
 
     def _round(self, lines: Sequence[Line], number: int, num_rounds: int) -> None:
-        """Read one window of each line, send this rank's part and store the others' parts.
+        """Read one window of each line, send this rank's part and store the other ranks' parts.
 
-        Both ends of a pair list their shared lines in the same order.
+        Both ranks of a pair list the lines that they share in the same order.
         """
         rank, size = self._peers.rank, self._peers.size
         parts = [aligned(-(-line.num_bytes // (num_rounds * len(line.ranks)))) for line in lines]
@@ -107,7 +107,7 @@ class _Reading:
                 _put(line, first, own)
 
     def alone(self, wanted: Sequence[Wanted]) -> None:
-        """Read the data that is on no line."""
+        """Read the data that only this rank wants, which is on no line."""
         try:
             for held, path in wanted:
                 if self.error is None and id(held) not in self._done:
@@ -116,7 +116,7 @@ class _Reading:
             self.error = raised
 
     def _read(self, line: Line, first: int, out: Tensor) -> None:
-        """Fill `out` with the bytes of a line from `first` on."""
+        """Fill `out` with the bytes of a line from position `first` on."""
         try:
             for piece in line.pieces(first, first + out.numel()):
                 if self.error is None:
@@ -133,7 +133,7 @@ class _Reading:
 
 
 def _put(line: Line, first: int, content: Tensor) -> None:
-    """Write bytes of a line, from `first` on, into the tensors to which they belong."""
+    """Copy bytes of a line, from position `first` on, into the tensors to which they belong."""
     for piece in line.pieces(first, first + content.numel()):
         start, length = piece.elements()
         part = content[piece.first - first : piece.last - first].view(piece.dtype)

@@ -1,9 +1,9 @@
-"""Sharing: lines of bytes that a set of ranks reads together.
+"""Arranges the bytes that a set of ranks reads together into lines.
 
 The tensors wanted by the same ranks are placed one after the other on one line of bytes. There is
 one line for the tensors that every rank wants (replicas of a whole model) and one for each smaller
-set of ranks that want the same (replicas of a shard). Tensors that only one rank wants are on no
-line.
+set of ranks that want the same tensors (replicas of a shard). Tensors that only one rank wants are
+on no line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Ranks = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """Some bytes of one tensor on a line: positions `first` to `last` of the line."""
+    """A piece of one tensor on a line, at positions `first` to `last` of the line."""
 
     held: Held
     path: str
@@ -36,18 +36,18 @@ class Piece(NamedTuple):
     last: int
 
     def elements(self) -> tuple[int, int]:
-        """Return the first element, counted within this rank's part, and the number of elements."""
+        """Return the piece's first element within this rank's part, and its number of elements."""
         size = self.dtype.itemsize
         return (self.first - self.begin) // size, (self.last - self.first) // size
 
 
 class Line:
-    """The tensors that a set of ranks wants, in sequence; equal on all ranks of the set.
+    """The tensors that a set of ranks wants, placed one after the other; equal on all these ranks.
 
     Attributes:
-        ranks: the set, in order.
+        ranks: the ranks of the set, in ascending order.
         items: the items that this rank wants, in the order of the line.
-        num_bytes: its length, with each tensor padded to `ALIGNMENT`.
+        num_bytes: the length of the line, with each tensor padded to `ALIGNMENT`.
     """
 
     def __init__(self, ranks: Ranks, items: Sequence[Wanted], source: Source) -> None:
@@ -73,12 +73,12 @@ class Line:
 
 
 class Lines(NamedTuple):
-    """The lines of one rank.
+    """The lines to which one rank belongs.
 
     Attributes:
         for_all: the line that every rank wants, or None.
-        for_some: the lines of smaller sets that contain this rank, ordered by their ranks.
-        has_some: whether any rank has a line for some ranks; the same on all ranks.
+        for_some: the lines of smaller sets that include this rank, ordered by their ranks.
+        has_some: whether any rank belongs to a line of a smaller set; the same on all ranks.
     """
 
     for_all: Line | None
@@ -89,7 +89,8 @@ class Lines(NamedTuple):
 def find_lines(peers: Peers, source: Source, wanted: Sequence[Wanted]) -> Lines:
     """Return the lines that this rank belongs to. Collective.
 
-    Ranks exchange 8 bytes per tensor; of several ranks that want the same, only one sends them.
+    Ranks exchange 8 bytes per tensor. If several ranks want the same tensors, only one of them
+    sends these bytes.
     """
     own = {_key(source, held, path): (held, path) for held, path in reversed(wanted)}
     own.pop(b"", None)
@@ -106,7 +107,7 @@ def find_lines(peers: Peers, source: Source, wanted: Sequence[Wanted]) -> Lines:
 
 
 def _ranks_by_key(peers: Peers, keys: bytes) -> Mapping[bytes, Ranks]:
-    """Return the ranks for each key, for the keys of all ranks."""
+    """Return the ranks that have each key, for the keys of all ranks."""
     digests = peers.all_gather(hashlib.blake2b(keys, digest_size=16).digest())
     if len(set(digests)) == 1:
         return dict.fromkeys(_split(keys), tuple(range(peers.size)))
@@ -128,7 +129,7 @@ def _split(keys: bytes) -> Iterator[bytes]:
 
 
 def _key(source: Source, held: Held, path: str) -> bytes:
-    """Return a key that is equal for ranks that want the same elements; empty if not shared."""
+    """Return a key shared by ranks that want the same elements; empty if no other rank does."""
     if held.repeats or not held.length or not held.data.is_contiguous() or held.data.is_conj():
         return b""
     name = source.manifest.aliases.get(path, path)
@@ -143,5 +144,5 @@ def _stored_dtype(source: Source, path: str) -> torch.dtype:
 
 
 def aligned(num_bytes: int) -> int:
-    """Round up to a multiple of `ALIGNMENT`."""
+    """Round a number of bytes up to a multiple of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT

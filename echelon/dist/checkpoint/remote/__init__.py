@@ -1,1 +1,1 @@
-"""Checkpoints in object stores, by addresses such as `s3://bucket/run`, through `fsspec`."""
+"""Checkpoints in object stores, with addresses such as `s3://bucket/run`, through `fsspec`."""

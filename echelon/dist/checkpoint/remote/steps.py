@@ -1,6 +1,6 @@
-"""A folder of checkpoints by step in an object store, with the interface of `disk.steps`.
+"""Manages checkpoints by step in an object store, with the interface of `disk.steps`.
 
-Object stores have no locks, so a second job is not refused.
+Object stores have no locks, so a second job that saves to the same address is not refused.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _SCORE = "score"
 
 
 def steps_of(folder: Path | Remote) -> StepFolders | RemoteSteps:
-    """Return the checkpoints by step in a local or remote folder."""
+    """Return the step checkpoints of a local or remote folder."""
     return RemoteSteps(folder) if isinstance(folder, Remote) else StepFolders(folder)
 
 
 class RemoteSteps:
-    """The checkpoints by step under one address."""
+    """The checkpoints under one address, keyed by step."""
 
     def __init__(self, folder: Remote) -> None:
         self.folder = folder
@@ -34,12 +34,12 @@ class RemoteSteps:
         return self.folder / step_name(step)
 
     def look(self) -> list[Found]:
-        """Return the checkpoints found, by step."""
+        """Return the checkpoints found under the address, keyed by step."""
         steps = sorted(step for name in self.folder.sizes() if (step := step_of(name)) is not None)
         return [self._look(step) for step in steps]
 
     def note_score(self, step: int, score: float | None) -> None:
-        """Store a step's score beside its checkpoint before the checkpoint is saved.
+        """Store a step's score in the step's folder, before the checkpoint is saved.
 
         Raises:
             OSError: the score cannot be written.
@@ -50,7 +50,7 @@ class RemoteSteps:
             self.path(step).remove([_SCORE])
 
     def remove(self, step: int) -> str | None:
-        """Remove a step's checkpoint, its marks first; return the reason if a part remains."""
+        """Remove a step's checkpoint, commit marks first; return the reason if a part remains."""
         path = self.path(step)
         try:
             for version in versions.versions(path):
@@ -62,7 +62,7 @@ class RemoteSteps:
         return None
 
     def sweep(self) -> None:
-        """Do nothing: incomplete versions are removed with their step."""
+        """Do nothing, because incomplete versions are removed together with their step."""
 
     def _look(self, step: int) -> Found:
         path = self.path(step)

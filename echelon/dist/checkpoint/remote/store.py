@@ -1,8 +1,8 @@
 """Remote: a folder in an object store, identified by its address.
 
 An object appears whole or not at all, and nothing can be renamed or locked. Calls that fail for a
-transient reason are retried until a deadline, when a hanging call is abandoned: its thread ends
-with the process.
+transient reason are retried until a deadline. A call that hangs is then abandoned, and its thread
+ends with the process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def is_address(path: str | os.PathLike[str] | Remote) -> bool:
 
 
 def place_of(path: str | os.PathLike[str]) -> Path | Remote:
-    """Return a folder of this host, or of an object store.
+    """Return the folder that a path or address names, on this host or in an object store.
 
     Raises:
         ValueError: no installed package supports such an address.
@@ -53,9 +53,9 @@ class Remote:
     """A folder in an object store.
 
     Args:
-        address: its full address, which may contain credentials and is never shown.
+        address: the folder's full address, which may contain credentials and is never shown.
         fs: the `fsspec` file system.
-        root: the folder's name in it.
+        root: the folder's name in that file system.
         patience_s: how long one call may take, including retries.
     """
 
@@ -89,7 +89,7 @@ class Remote:
         return cls(address, fs, str(root))
 
     def __str__(self) -> str:
-        """Return the address without user name and key."""
+        """Return the address without the user name and key."""
         return _USER.sub("://", self.address)
 
     def __truediv__(self, name: str) -> Remote:
@@ -103,7 +103,7 @@ class Remote:
 
     @property
     def name(self) -> str:
-        """The last part of the address."""
+        """The last component of the address."""
         return self.address.rpartition("/")[2]
 
     @property
@@ -113,11 +113,11 @@ class Remote:
         return Remote(above, self._fs, root, self.patience_s)
 
     def absolute(self) -> Remote:
-        """Return itself: an address is always absolute."""
+        """Return this folder, because an address is always absolute."""
         return self
 
     def sizes(self) -> dict[str, int]:
-        """Return its entries with the sizes of objects; empty if it does not exist."""
+        """Return the folder's entries and objects' sizes; empty if the folder does not exist."""
 
         def look() -> list[dict[str, Any]]:
             self._fs.invalidate_cache()
@@ -132,21 +132,21 @@ class Remote:
         return {path.rpartition("/")[2]: size for path, size in entries.items()}
 
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
-        """Return an object's bytes, or those from `start` up to but excluding `end`.
+        """Return an object's bytes, or only the bytes from `start` up to but excluding `end`.
 
         Raises:
             FileNotFoundError: the object does not exist.
-            OSError: it cannot be read within `patience_s`.
+            OSError: the object cannot be read within `patience_s`.
         """
         path = f"{self._root}/{name}"
         content = self._call(f"read {name}", lambda: self._fs.cat_file(path, start=start, end=end))
         return bytes(content)
 
     def write(self, name: str, data: bytes) -> None:
-        """Create an object.
+        """Create an object in the folder.
 
         Raises:
-            OSError: it cannot be written within `patience_s`.
+            OSError: the object cannot be written within `patience_s`.
         """
         self._call(f"write {name}", lambda: self._fs.pipe_file(f"{self._root}/{name}", data))
 
@@ -154,7 +154,7 @@ class Remote:
         """Upload a file under its name and check the object's size.
 
         Raises:
-            OSError: it cannot be written within `patience_s`.
+            OSError: the file cannot be uploaded within `patience_s`.
         """
         path, size = f"{self._root}/{local.name}", local.stat().st_size
 
@@ -168,7 +168,7 @@ class Remote:
         self._call(f"write {local.name}", put, patience_s)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove objects in this order; missing ones are ignored.
+        """Remove objects in the given order; missing objects are ignored.
 
         Raises:
             OSError: an object cannot be removed within `patience_s`.
@@ -179,7 +179,7 @@ class Remote:
                 self._call(f"remove {name}", lambda path=path: self._fs.rm_file(path))  # type: ignore[misc]
 
     def remove_folder(self) -> None:
-        """Remove an empty folder; object stores do not have folders."""
+        """Do nothing, because object stores do not have folders."""
         with contextlib.suppress(Exception):  # of no consequence, in any store
             _bounded(lambda: self._fs.rmdir(self._root), time.monotonic() + self.patience_s)
 
@@ -204,10 +204,10 @@ class Remote:
 
 
 def _bounded(call: Callable[[], _Result], deadline_s: float) -> _Result:
-    """Make a call in a separate thread, and wait for it until the deadline.
+    """Make a call in a separate thread, and wait until it returns or the deadline passes.
 
     Raises:
-        TimeoutError: the call has not returned.
+        TimeoutError: the call did not return by the deadline.
     """
     ended: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 

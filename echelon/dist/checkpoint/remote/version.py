@@ -1,9 +1,9 @@
-"""A checkpoint in an object store: numbered versions, of which the newest committed one counts.
+"""A checkpoint in an object store: numbered versions, of which the newest committed one is loaded.
 
 ADDRESS/000002-77ab03c4d5e6f012/rank_00000.bin ... manifest, commit
 
-A version's name contains the token of its save, so that two saves never write the same object, and
-names never change: the commit mark is written last and removed first.
+A version's name contains the token of its save, so that two saves never write the same object.
+Names never change, and the commit mark is written last and removed first.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RemoteUnfinished:
 
     @classmethod
     def create(cls, root: Remote) -> RemoteUnfinished:
-        """Create the next version, with a number above all others."""
+        """Create the next version, with a number higher than all existing ones."""
         numbers = [int(found[1]) for name in root.sizes() if (found := _VERSION.fullmatch(name))]
         path = root / f"{max(numbers, default=0) + 1:06d}-{secrets.token_hex(TOKEN_BYTES)}"
         path.write(_BEGUN, b"1")
@@ -70,7 +70,7 @@ class RemoteUnfinished:
 
     @contextlib.contextmanager
     def local_folder(self) -> Iterator[Path]:
-        """Return a folder of this host in which the rank's file is written."""
+        """Return a folder on this host in which the rank's file is written before the upload."""
         with tempfile.TemporaryDirectory(prefix="echelon-checkpoint-") as folder:
             yield Path(folder)
 
@@ -78,20 +78,20 @@ class RemoteUnfinished:
         """Upload the rank's file.
 
         Raises:
-            OSError: it was not uploaded within the time limit.
+            OSError: the file was not uploaded within the time limit.
         """
         self.path.upload(file, limit_s)
 
     def add_index(self, rank: int, part: Manifest) -> None:
-        """Publish that a rank's file is complete, with its contents."""
+        """Publish that a rank's file is complete, together with its part of the manifest."""
         self.path.write(INDEX_NAME.format(rank), encode(part))
 
     def add_failure(self, rank: int, reason: str) -> None:
-        """Publish that a rank failed to write its part."""
+        """Publish that a rank failed to write its part of the version."""
         self.path.write(FAILED_NAME.format(rank), reason.encode())
 
     def failure(self) -> str | None:
-        """Return the first rank that failed, with its reason, or None if none has failed."""
+        """Return the first rank that failed and its reason, or None if no rank has failed."""
         for name in sorted(self.path.sizes()):
             if name.endswith(".failed"):
                 rank = int(name.removeprefix("rank_").removesuffix(".failed"))
@@ -111,8 +111,9 @@ class RemoteUnfinished:
         """Make this the newest complete version, then remove all but the last `keep` versions.
 
         Raises:
-            CheckpointError: a part is missing, truncated, or from another save.
-            OSError: the store failed; the version counts only if its mark had been written.
+            CheckpointError: a part is missing, is truncated or comes from another save.
+            OSError: the object store failed; the version is valid only if its commit mark had been
+                written.
         """
         parts = [self._part(rank) for rank in range(world_size)]
         whole = merge(parts, lambda one, other: are_equal(parts, one, other, self._read))
@@ -148,21 +149,21 @@ class RemoteUnfinished:
 
 
 def versions(root: Remote) -> list[Remote]:
-    """Return the versions of a checkpoint, committed or not, the oldest first."""
+    """Return the versions of a checkpoint, committed or not, oldest first."""
     names = [name for name in root.sizes() if _VERSION.fullmatch(name)]
     return [root / name for name in sorted(names, key=lambda name: int(name.partition("-")[0]))]
 
 
 def marked(root: Remote) -> list[Remote]:
-    """Return the committed versions, including damaged ones, the oldest first."""
+    """Return the committed versions, including damaged ones, oldest first."""
     return [version for version in versions(root) if COMMIT in version.sizes()]
 
 
 def candidates(place: Remote) -> Sequence[Remote]:
-    """Return the versions to try to load, the best first; only `place` if it is a version.
+    """Return the versions to try to load, best first; just `place` if it is itself a version.
 
     Raises:
-        CheckpointError: there is no such version.
+        CheckpointError: no version was found.
     """
     names = place.sizes()
     if COMMIT in names:
@@ -181,8 +182,8 @@ def read_manifest(version: Remote) -> Manifest:
     """Read a version's manifest.
 
     Raises:
-        DamagedError: it is missing or was altered.
-        OSError: the store failed.
+        DamagedError: the manifest is missing or was altered.
+        OSError: the object store failed.
     """
     try:
         content, mark = version.read(MANIFEST), version.read(COMMIT)
@@ -198,7 +199,7 @@ def read_manifest(version: Remote) -> Manifest:
 
 
 def problem_of(version: Remote) -> str | None:
-    """Return why a committed version cannot be loaded, judged by object sizes; None if it can."""
+    """Return why a committed version cannot be loaded, judged by object sizes; else None."""
     try:
         return _wrong_size(version, read_manifest(version))
     except (CheckpointError, OSError) as error:
@@ -206,7 +207,7 @@ def problem_of(version: Remote) -> str | None:
 
 
 def prune(root: Remote, newest: Remote, keep: int) -> None:
-    """Remove versions older than the last `keep` intact ones, and incomplete saves."""
+    """Remove incomplete saves, and versions that are older than the last `keep` intact ones."""
     whole = 0
     for version in reversed(versions(root)):
         if COMMIT in version.sizes() and whole < keep:
@@ -216,10 +217,10 @@ def prune(root: Remote, newest: Remote, keep: int) -> None:
 
 
 def remove(version: Remote) -> None:
-    """Remove a version, its mark first, so that a part is never taken for a complete version.
+    """Remove a version, starting with its commit mark, so that it is never taken for complete.
 
     Raises:
-        OSError: the store failed.
+        OSError: the object store failed.
     """
     names = sorted(version.sizes(), key=lambda name: name != COMMIT)
     version.remove(names)
@@ -256,7 +257,7 @@ class RemoteVersion(Version):
 
 
 class _Reader(RankFileReader):
-    """A reader of a rank's object, one window at a time."""
+    """Reads a rank's object, one window at a time."""
 
     def __init__(self, version: Remote, stored: StoredFile) -> None:
         self._version = version

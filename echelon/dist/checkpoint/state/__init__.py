@@ -1,1 +1,1 @@
-"""Conversion of a state to its stored form and back."""
+"""Converts a state to its stored form and back."""

@@ -1,4 +1,4 @@
-"""A checksum of a tensor's elements, computed on their device."""
+"""Computes a checksum of a tensor's elements on their device."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _CHUNK_ROWS = 1 << 13  # 32 MiB on a device, 64 MiB while they are added
 def checksum(data: Tensor) -> int:
     """Return a number below 2**64 that is the same for equal tensors.
 
-    On the CPU this is the CRC-32 of the bytes. On a device it uses `sums`, so that the elements
-    stay there.
+    On the CPU this is the CRC-32 of the bytes. On a device it is computed with `sums`, so that the
+    elements stay on the device.
     """
     if data.device.type == "cpu":
         return zlib.crc32(as_bytes(data))
@@ -27,8 +27,8 @@ def checksum(data: Tensor) -> int:
 def sums(data: Tensor) -> Tensor:
     """Return exact int64 sums over the rows and columns of the elements as 32-bit words.
 
-    The words form rows of 1024. Any change of up to three words changes a row's or a column's sum.
-    The result is about 1/500 of the data, on its device.
+    The words form rows of 1024. Any change of up to three words changes the sum of some row or
+    column. The result stays on the tensor's device and is about 1/500 the size of the data.
     """
     flat = data.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % (4 * _COLUMNS)))

@@ -1,7 +1,8 @@
-"""Collection of a state's contents: the tensors that this rank holds, and plain values.
+"""Collects the contents of a state: the tensors that this rank holds, and plain values.
 
 Buffers of modules, their extra state and the state of objects may differ between ranks. They are
-set aside until the ranks have compared them: equal ones are stored once, the others for each rank.
+staged until the ranks have compared them. Values that are equal on all ranks are stored once, and
+other values once per rank.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from echelon.dist.checkpoint.state.shards import is_divided, owner, pieces, piec
 
 
 class Contents:
-    """Tensors and plain values by path.
+    """The tensors and plain values of a state, keyed by path.
 
     Attributes:
-        kinds: the kind of each entry, by path.
-        held: the held tensors, each listed once.
-        aliases: further paths of tensors in `held`.
-        values: packed plain values by path.
+        kinds: the kind of each entry, keyed by path.
+        held: the tensors that this rank holds, each listed once.
+        aliases: additional paths of tensors in `held`.
+        values: packed plain values, keyed by path.
     """
 
     def __init__(self) -> None:
@@ -53,11 +54,11 @@ class Contents:
         self._paths: set[str] = set()
 
     def set_local(self, path: str, value: Any) -> None:
-        """Set aside a value that may differ between ranks: a buffer or a tree of plain values."""
+        """Stage a value that may differ between ranks: a buffer or a tree of plain values."""
         self._local[path] = value
 
     def local_checksums(self) -> dict[str, int]:
-        """Return a checksum of each value set aside, by path.
+        """Return the checksums of the staged values, keyed by path.
 
         Raises:
             TypeError: a value holds something that cannot be saved.
@@ -65,7 +66,7 @@ class Contents:
         return {path: _tree_checksum(path, value) for path, value in self._local.items()}
 
     def add_local(self, differing: Container[str], rank: int) -> None:
-        """Add the values set aside; those that differ between ranks get a path of this rank."""
+        """Add the staged values; values that differ between ranks get a path of this rank."""
         for path, value in self._local.items():
             where = rank_path(path, rank) if path in differing else path
             if isinstance(value, Tensor):
@@ -102,7 +103,7 @@ class Contents:
         return value
 
     def add_tensor(self, path: str, tensor: Tensor, like: Tensor | None = None) -> None:
-        """Add a tensor, divided among the ranks like `like` or, without it, as it is.
+        """Add a tensor, which is divided among the ranks as `like` is if that is given.
 
         Raises:
             ValueError: the tensor cannot be saved.
@@ -209,8 +210,8 @@ def _tree_checksum(path: str, value: Any) -> int:
 def is_part(key: str, value: Any, shape: tuple[int, ...]) -> bool:
     """Return whether an optimizer's `value` has one element per element of a parameter.
 
-    The shape decides, except that a parameter with one element has the same shape as torch's step
-    count, which is recognised by its name.
+    The shape decides. Torch's step count, which has the shape of a parameter with one element, is
+    recognised by its name instead.
     """
     return isinstance(value, Tensor) and tuple(value.shape) == tuple(shape) and key != "step"
 
@@ -219,7 +220,7 @@ def as_tensor(array: np.ndarray[Any, Any], where: str) -> Tensor:
     """Return a tensor with an array's elements.
 
     Raises:
-        TypeError: torch does not have such a dtype.
+        TypeError: torch does not have the array's dtype.
     """
     ordered = np.ascontiguousarray(array).reshape(array.shape)
     try:

@@ -1,4 +1,4 @@
-"""The entries of a state: their kinds, and the names of the parameters in them."""
+"""Lists the entries of a state, with their kinds and the names of the parameters in them."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def kind_of(value: Any) -> str:
 
 
 def entries(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Return the path, kind and value of each entry, expanding dicts with more than plain values.
+    """Return each entry's path, kind and value; expand dicts that hold more than plain values.
 
-    For a pipeline the value is the module of its stages.
+    The value of a pipeline's entry is a module of its stages.
 
     Raises:
         TypeError: a key is not a string, or the state is not a dict.
@@ -83,18 +83,18 @@ def plain_name(name: str) -> str:
 
 
 def rank_path(path: str, rank: int) -> str:
-    """Return the path of a rank's own version of a value."""
+    """Return the path under which a rank's own version of a value is stored."""
     return f"{path}/@{rank}"
 
 
 def shared_path(path: str) -> tuple[str, int]:
-    """Reverse `rank_path`; the rank is -1 for a path that belongs to all ranks."""
+    """Reverse `rank_path`; the returned rank is -1 for a path that belongs to all ranks."""
     shared, _, rank = path.rpartition("/@")
     return (shared, int(rank)) if shared and rank.isdigit() else (path, -1)
 
 
 def parameter_names(found: list[tuple[str, str, Any]]) -> dict[int, str]:
-    """Return the path of each parameter of the modules in some entries, by identity."""
+    """Return the path of each parameter of the modules in some entries, keyed by identity."""
     names: dict[int, str] = {}
     for path, kind, module in found:
         if kind == MODULE:
@@ -107,7 +107,7 @@ def parameter_names(found: list[tuple[str, str, Any]]) -> dict[int, str]:
 def optimizer_names(
     optimizer: torch.optim.Optimizer, names: dict[int, str]
 ) -> Iterator[tuple[Tensor, str, int, int]]:
-    """Return each parameter of an optimizer, its name, its group and its position there."""
+    """Return an optimizer's parameters, each with its name, group and index in the group."""
     for group_index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
             name = names.get(id(parameter), f"{group_index}.{position}")
@@ -115,10 +115,10 @@ def optimizer_names(
 
 
 def only_module(state: Mapping[str, Any], path: Any) -> str:
-    """Return the path of a state's only module, which a file with only weights fills.
+    """Return the path of a state's only module, into which a file of weights is loaded.
 
     Raises:
-        ValueError: there is none, or there are several.
+        ValueError: the state has no module, or several.
     """
     modules = [name for name, kind, _ in entries(state) if kind == MODULE]
     if len(modules) != 1:

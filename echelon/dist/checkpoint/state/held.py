@@ -21,7 +21,7 @@ class Held:
         path: the tensor's name in the checkpoint.
         shape: shape of the whole tensor.
         data: the elements, of any shape, read and written in row-major order.
-        start: the first element.
+        start: the index of the first element.
         sharded: whether other ranks hold other elements of the tensor.
         repeats: the repeats of runs that are not contiguous; see `Pattern`.
     """
@@ -35,7 +35,7 @@ class Held:
 
     @property
     def dtype(self) -> str:
-        """The dtype's name without "torch."."""
+        """The name of the dtype, without "torch."."""
         return dtype_name(self.data.dtype)
 
     @property
@@ -45,27 +45,27 @@ class Held:
 
     @property
     def pattern(self) -> Pattern:
-        """The pattern of the elements."""
+        """The pattern of the held elements."""
         num_runs = math.prod(count for count, _ in self.repeats)
         return Pattern(self.start, self.length // num_runs, self.repeats)
 
     def part(self, start: int, length: int) -> Held:
-        """Return some of the elements, counted from the first one held, as a 1-D range."""
+        """Return some of the elements, counted from the first held element, as a 1-D range."""
         flat = self.data.reshape(-1)
         return Held(self.path, self.shape, flat[start : start + length], self.start + start, True)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name without "torch."."""
+    """Return the name of a dtype, without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
 def share(held: Sequence[Held], index: int, count: int) -> Iterator[Held]:
-    """Return the even share of the bytes that copy `index` of `count` equal copies writes.
+    """Return the share of the bytes that the holder of copy `index` of `count` equal copies writes.
 
     The tensors form one line of bytes, which is cut into `count` parts at element boundaries, so a
-    share is a few whole tensors and a piece of one at each end. A tensor with several runs is not
-    cut.
+    share consists of a few whole tensors and a piece of a tensor at each end. A tensor with several
+    runs is never cut.
     """
     total = sum(one.length * dtype_bytes(one.dtype) for one in held)
     first_byte, last_byte = total * index // count, total * (index + 1) // count

@@ -1,8 +1,8 @@
-"""Plain values as msgpack, so that nothing in a checkpoint is ever unpickled.
+"""Encodes plain values as msgpack, so that nothing in a checkpoint is ever unpickled.
 
-In addition to msgpack's own types, tuples, integers of any size, and references to tensors (which
-are stored elsewhere) are supported. Any other value is refused when it is saved, not when it is
-needed.
+In addition to msgpack's own types, it supports tuples, integers of any size, and references to
+tensors, which are stored elsewhere. Any other value is refused when it is saved, rather than when
+it is loaded.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _MAX_DEPTH = 64
 
 @dataclass(frozen=True)
 class TensorAt:
-    """A placeholder in a tree for a tensor that is stored under `path`.
+    """A placeholder in a tree of values for a tensor that is stored under `path`.
 
     Attributes:
-        role: "tensor"; "array" for a NumPy array; "part" for an optimizer's state with the shape of
-            a parameter, which is divided among ranks like that parameter.
+        role: "tensor" for a tensor; "array" for a NumPy array; "part" for an optimizer's state with
+            the shape of a parameter, which is divided among ranks like that parameter.
     """
 
     path: str
@@ -37,7 +37,7 @@ def pack(value: Any, where: str) -> bytes:
     """Encode a tree of plain values and `TensorAt` as bytes.
 
     Raises:
-        TypeError: the tree holds something else; the message names `where`.
+        TypeError: the tree holds a value of another type; the message names `where`.
     """
     try:
         return _pack(value)
@@ -52,7 +52,7 @@ def unpack(data: bytes) -> Any:
     """Decode the output of `pack`.
 
     Raises:
-        ValueError: the data is not such output.
+        ValueError: the data was not produced by `pack`.
     """
     return _unpack(data, 0)
 

@@ -1,4 +1,4 @@
-"""The random generators of a rank, as an entry of a state."""
+"""The random generators of a rank, which can be saved as an entry of a state."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RandomState:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the generators to the states from `state_dict`."""
+        """Restore the generators to the states that `state_dict` returned."""
         version, words, gauss = state["python"]
         random.setstate((version, tuple(np.frombuffer(words, np.uint64).tolist()), gauss))
         name, keys, *rest = state["numpy"]

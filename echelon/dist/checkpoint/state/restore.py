@@ -1,6 +1,6 @@
-"""Restoring a state from a source: plan the reads, read, then set the values.
+"""Restores a state from a source: plans the reads, reads, then sets the values.
 
-Nothing is changed before everything is known to exist and to match.
+Nothing is changed until everything is known to exist and to match.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from echelon.dist.checkpoint.state.shards import (
 
 
 class Restore:
-    """The plan for filling one rank's state from a source.
+    """A plan for filling one rank's state from a source.
 
     Attributes:
         wanted: the tensors to fill, each with the path of its source.
         unused: stored tensors of the state's modules that this rank does not need.
 
     Raises:
-        ValueError: entries are missing or do not match; the error names the first ones.
+        ValueError: entries are missing or do not match; the error names the first of them.
         TypeError: the state is not a dict of entries.
     """
 
@@ -125,8 +125,8 @@ class Restore:
     def _where(self, path: str) -> str:
         """Return the path of a value that may differ between ranks.
 
-        If the world size is unchanged, each rank takes its own version, otherwise the lowest
-        rank's.
+        If the world size is unchanged, each rank uses its own version; otherwise all ranks use the
+        lowest rank's version.
         """
         ranks = self._ranks_of.get(path)
         if ranks is None or not self._same_world:
@@ -193,13 +193,13 @@ class Restore:
         self._handovers.append(lambda: optimizer.load_state_dict(content))
 
     def _saved_name(self, name: str) -> str:
-        """Return the name under which a parameter was saved, which differs if it was tied then."""
+        """Return the name under which a parameter was saved, which differs if it was then tied."""
         return self._source.manifest.aliases.get(name, name)
 
     def _settings(
         self, path: str, optimizer: torch.optim.Optimizer, names: dict[int, str]
     ) -> list[dict[str, Any]]:
-        """Return the groups' settings, as saved with the groups' parameters."""
+        """Return the settings of an optimizer's groups, as saved with the groups' parameters."""
         values = self._source.manifest.values
         places = [f"{path}/group/{index}" for index in range(len(optimizer.param_groups))]
         marks: list[set[str]] = [set() for _ in places]
@@ -237,7 +237,8 @@ class Restore:
         Args:
             path: path of the value.
             here: the caller's value; tensors and arrays at the same position in it are filled.
-            like: a parameter; tensors of its shape are divided among the ranks like it.
+            like: a parameter; tensors of the same shape are divided among the ranks in the same
+                way.
         """
         packed = self._source.manifest.values.get(path)
         if packed is None:
@@ -314,7 +315,7 @@ def _extra_names(module: torch.nn.Module) -> list[tuple[str, str]]:
 
 
 def _ranks_of(manifest: Manifest) -> dict[str, list[int]]:
-    """Return the ranks that have their own version of a value, by its shared path."""
+    """Return the ranks that have their own version of each value, keyed by the shared path."""
     found: dict[str, set[int]] = {}
     for path in [*manifest.tensors, *manifest.aliases, *manifest.values]:
         shared, rank = shared_path(path)
@@ -324,7 +325,7 @@ def _ranks_of(manifest: Manifest) -> dict[str, list[int]]:
 
 
 def plain_values(manifest: Manifest) -> dict[str, Any]:
-    """Return the entries that are plain values without tensors, by name."""
+    """Return the entries that are plain values without tensors, keyed by name."""
     values = {
         path: unpack(manifest.values[path])
         for path, kind in manifest.kinds.items()

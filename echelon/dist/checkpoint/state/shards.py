@@ -1,8 +1,8 @@
-"""The elements of a whole tensor that a tensor on this rank holds.
+"""Determines which elements of a whole tensor the tensor on this rank holds.
 
 There are four kinds: plain tensors, which every rank holds whole; shards of echelon's
-`fully_shard`; slices of tensor parallelism, whole or sharded in turn; and torch's DTensors, sharded
-along any dims.
+`fully_shard`; slices of tensor parallelism, which may themselves be sharded; and torch's DTensors,
+sharded along any dims.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Local(NamedTuple):
     Attributes:
         data: the elements held.
         shape: shape of the whole tensor.
-        start: the first element held, in row-major order.
+        start: the index of the first held element, in row-major order.
         sharded: whether other ranks hold the rest.
         repeats: the repeats of runs that are not contiguous; see `Pattern`.
     """
@@ -43,7 +43,7 @@ class Local(NamedTuple):
 
 
 def pieces(tensor: Tensor) -> list[Local]:
-    """Return this rank's part of a tensor as pieces with one pattern each, in order.
+    """Return this rank's part of a tensor as pieces in order, each with its own pattern.
 
     There is one piece, except for a shard of a slice along a later dim, which may begin and end
     within a row.
@@ -58,11 +58,11 @@ def pieces(tensor: Tensor) -> list[Local]:
 
 
 def pieces_like(parameter: Tensor, data: Tensor) -> list[Local]:
-    """Return this rank's tensors of a parameter's shape as pieces that are divided like it.
+    """Divide tensors that have a parameter's shape into pieces as the parameter is divided.
 
     Args:
-        parameter: the parameter that gives the positions of the elements.
-        data: tensors of the same shape, such as its optimizer state.
+        parameter: the parameter that determines the positions of the elements.
+        data: this rank's tensors of the same shape, such as the parameter's optimizer state.
 
     Raises:
         ValueError: a DTensor holds partial sums, or its indices are not evenly spaced.
@@ -79,7 +79,7 @@ def pieces_like(parameter: Tensor, data: Tensor) -> list[Local]:
 
 
 def elements(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor that this rank holds."""
+    """Return the elements that this rank holds of a tensor."""
     member = member_of(tensor)
     if member is not None:
         return member.shard.detach()
@@ -118,13 +118,13 @@ def _local(tensor: Tensor) -> Local:
 def _pieces_of_slice(data: Tensor, start: int, part: Slice) -> list[Local]:
     """Return the position of a run of a slice's elements in the whole tensor.
 
-    A row is everything at one index of the dims before the divided one: `width` elements of the
-    slice, `whole_width` elements of the whole tensor.
+    A row consists of all elements at one index of the dims before the divided dim. It has `width`
+    elements in the slice and `whole_width` elements in the whole tensor.
 
     Args:
-        data: the run.
-        start: the run's first element, counted in the slice.
-        part: the slice.
+        data: the elements of the run.
+        start: the index of the run's first element within the slice.
+        part: the description of the slice.
     """
     width = math.prod(part.local_shape[part.dim :])
     whole_width = math.prod(part.shape[part.dim :])
@@ -153,13 +153,13 @@ def _pieces_of_slice(data: Tensor, start: int, part: Slice) -> list[Local]:
 
 
 def owner(tensor: Tensor) -> Tensor:
-    """Return the tensor that an optimizer uses: the shard, if the parameter is gathered now."""
+    """Return the tensor that an optimizer uses, which is the shard of a gathered parameter."""
     member = member_of(tensor)
     return tensor if member is None else member.shard
 
 
 def wrap(data: Tensor, like: Tensor) -> Tensor:
-    """Return new local elements in the form of optimizer state for the parameter `like`."""
+    """Return local elements in the form that the optimizer state of the parameter `like` has."""
     if not _is_dtensor(like):
         return data
     return type(like).from_local(
@@ -192,7 +192,7 @@ def _local_of_dtensor(tensor: DTensor) -> Local:
 
 
 def _indices(tensor: DTensor, dim: int) -> npt.NDArray[np.int64]:
-    """Return this rank's indices of a dim, found by splitting the indices as torch does."""
+    """Return this rank's indices of a dim, computed by splitting the indices as torch does."""
     mesh, found = tensor.device_mesh, torch.arange(tensor.shape[dim])
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -209,6 +209,6 @@ def _indices(tensor: DTensor, dim: int) -> npt.NDArray[np.int64]:
 
 
 def _further(placement: Any) -> dict[str, int]:
-    """Return the attributes of a strided shard besides its dim."""
+    """Return the attributes of a strided shard other than its dim."""
     factor = getattr(placement, "split_factor", None)
     return {} if factor is None else {"split_factor": factor}

@@ -1,1 +1,1 @@
-"""Calls that expect whole parameters, adapted to shards or refused."""
+"""Adapts or refuses calls that expect whole parameters, because shards hold only a part."""

@@ -1,10 +1,11 @@
-"""Clipping of gradients by their total norm across ranks.
+"""Clips gradients by their total norm across ranks.
 
-Each element of each gradient is counted once. A shard is counted by the rank that has it; equal
-copies of it (HSDP) share the count. The same holds for copies of an unsharded parameter, among
-`replicas` or else among the largest group over which parameters of the model are sharded. Units on
-several groups (experts) are counted over the one group that contains all their ranks; ranks that
-hold other parameters (stages of a pipeline) are included through `over`.
+Each element of each gradient is counted once. A shard is counted by the rank that holds it. If
+several ranks hold equal copies of a shard (HSDP), each counts it with an equal fraction. Copies of
+an unsharded parameter are counted in the same way, over `replicas` or else over the largest group
+over which parameters of the model are sharded. Units on several groups (experts) are counted over
+the one group that contains all their ranks; ranks that hold other parameters (stages of a pipeline)
+are included through `over`.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ def clip_grad_norm_(
     Collective among the ranks of `over`; blocks until the gradients are reduced.
 
     Args:
-        parameters: the sharded model, or parameters of it.
-        max_norm: upper bound; if infinite, gradients are not scaled, whatever the norm is.
+        parameters: the sharded model, or some of its parameters.
+        max_norm: upper bound of the norm. If it is infinite, gradients are never scaled.
         norm_type: 2.0, another positive number, or infinity.
         over: a group that contains every rank among which the parameters are divided, and the ranks
-            that hold other parameters of the same model: the stages of a pipeline, other experts.
+            that hold other parameters of the same model, such as other pipeline stages or experts.
             None means the largest group over which parameters are sharded.
         replicas: the ranks that hold equal copies of the unsharded parameters. None means the
             largest group over which parameters are sharded or, without one, only this rank.
@@ -49,7 +50,7 @@ def clip_grad_norm_(
             in another stage; they are scaled but not counted.
 
     Returns:
-        The norm before scaling, equal on all ranks of `over`.
+        The norm before scaling, which is equal on all ranks of `over`.
 
     Raises:
         ValueError: an argument is invalid, or parameters are divided among several groups, none of
@@ -84,7 +85,7 @@ def clip_grad_norm_(
 
 
 def _owner(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the tensor whose `.grad` an optimizer uses: for a leaf, its shard."""
+    """Return the tensor whose `.grad` an optimizer uses, which is the shard of a gathered leaf."""
     member = member_of(parameter)
     return parameter if member is None else member.shard
 
@@ -101,9 +102,9 @@ def _owners(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> li
 def _groups(
     parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor], owners: list[torch.Tensor]
 ) -> list[ProcessGroup]:
-    """Return the groups among which parameters are divided, the largest first; equal on all ranks.
+    """Return the groups among which parameters are divided, largest first; equal on all ranks.
 
-    A module's units count even if they do not have a gradient on this rank.
+    A module's units are included even if they do not have a gradient on this rank.
     """
     found: dict[ProcessGroup, None] = {}
     if isinstance(parameters, nn.Module):
@@ -119,16 +120,16 @@ def _groups(
 
 
 def groups_of(members: Iterable[Member]) -> list[ProcessGroup]:
-    """Return the groups among which parameters are divided, the largest first."""
+    """Return the groups among which parameters are divided, largest first."""
     found = {member.flat.group: None for member in members}
     return sorted(found, key=lambda group: -group.size)
 
 
 def largest(groups: list[ProcessGroup]) -> ProcessGroup | None:
-    """Return the first of some groups, which are sorted from the largest; None if there are none.
+    """Return the largest of some groups, which are sorted by size, or None if there are none.
 
     Raises:
-        ValueError: it does not contain all ranks of another group.
+        ValueError: the largest group does not contain all ranks of another group.
     """
     if len(groups) < 2:
         return groups[0] if groups else None

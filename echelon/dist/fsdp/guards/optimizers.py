@@ -1,11 +1,12 @@
-"""The condition for an optimizer to work on shards: it must be elementwise.
+"""Checks that an optimizer works on shards, which requires that it is elementwise.
 
 A shard is a run of a parameter's elements. An optimizer that treats each element independently
-(SGD, Adam, ...) gives the same result on shards as on the whole parameter; one that uses a matrix,
-rows or norms of a parameter (Muon, Adafactor, LAMB, ...) would silently compute something else. So
-an optimizer is checked before its first step on shards: those of torch are known, others are tried
-on a small parameter, whole and in pieces. A class that assembles whole parameters itself declares
-this with an attribute `handles_shards = True` (`echelon.train.optimizers.Muon`).
+(SGD, Adam, ...) gives the same result on shards as on the whole parameter; an optimizer that uses a
+parameter's matrix, rows or norms (Muon, Adafactor, LAMB, ...) would silently compute something
+else. So an optimizer is checked before its first step on shards: torch's optimizers are known, and
+other optimizers are tried on a small parameter, whole and in pieces. A class that assembles whole
+parameters itself declares this with an attribute `handles_shards = True`
+(`echelon.train.optimizers.Muon`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _installed = False
 
 
 def install() -> None:
-    """Observe every optimizer's steps from now on."""
+    """Check every optimizer at its first step from now on."""
     global _installed
     if not _installed:
         register_optimizer_step_pre_hook(uncompiled(_before_step))

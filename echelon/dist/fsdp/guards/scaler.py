@@ -1,10 +1,10 @@
-"""Loss scaling for float16, decided by all ranks together.
+"""Scales the loss for float16, with decisions that all ranks make together.
 
 Gradients below 6e-8 are zero in float16, so the loss is multiplied by a large scale before backward
 and the gradients are divided by it after. If the scale was too large, gradients overflow, the step
-is skipped and the scale is reduced. An overflow often occurs on one rank only: in its shards, its
-stage or its experts. So the flag is reduced over every rank that holds parameters, and all ranks
-skip the step and change the scale together.
+is skipped and the scale is reduced. An overflow often occurs on only one rank, in its shards, stage
+or experts. So the flag is reduced over every rank that holds parameters, and all ranks skip the
+step and change the scale together.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ class GradScaler:
     ...})`.
 
     Args:
-        init_scale: the first scale.
-        growth_factor: the scale is multiplied by it after `growth_interval` finite steps in a row.
-        backoff_factor: the scale is multiplied by it after an overflow.
-        growth_interval: number of steps.
-        over: a group with all ranks that hold parameters of the model: the stages of a pipeline,
-            other experts, replicas. None means the ranks among which an optimizer's parameters are
-            divided, and the replicas of a mesh.
+        init_scale: the initial scale.
+        growth_factor: the factor by which the scale grows after `growth_interval` finite steps in a
+            row.
+        backoff_factor: the factor by which the scale is multiplied after an overflow.
+        growth_interval: the number of consecutive finite steps before the scale grows.
+        over: a group of all ranks that hold parameters of the model, including other pipeline
+            stages, other experts and replicas. None means the ranks among which an optimizer's
+            parameters are divided, and the replicas of a mesh.
         enabled: if False, nothing is scaled and every step is taken.
 
     Raises:
@@ -79,11 +80,11 @@ class GradScaler:
         self._overflowed: dict[int, bool] = {}  # by the id of each optimizer unscaled in this step
 
     def get_scale(self) -> float:
-        """Return the factor for losses, or 1.0 if the scaler is not enabled."""
+        """Return the loss scale, or 1.0 if the scaler is disabled."""
         return self._scale if self.enabled else 1.0
 
     def scale(self, outputs: T) -> T:
-        """Multiply a loss, or several, by the scale."""
+        """Multiply one or several losses by the scale."""
         if not self.enabled:
             return outputs
         if isinstance(outputs, list):
@@ -94,14 +95,14 @@ class GradScaler:
         """Divide an optimizer's gradients by the scale in place, and check for overflows.
 
         Collective among all ranks that hold parameters; blocks until they have joined, bounded by
-        the group's timeout. Waits for the device once.
+        the group's timeout. The call synchronises with the device once.
 
         Returns:
             Whether all gradients are finite on all ranks.
 
         Raises:
-            ValueError: it was called twice in a step, or a gradient is float16, so it was not
-                reduced in float32 and the scale cannot be removed from it.
+            ValueError: the method was called twice in a step, or a gradient is float16. Such a
+                gradient was not reduced in float32, so the scale cannot be removed from it.
             CollectiveError: a rank was lost or did not join.
         """
         if not self.enabled:
@@ -122,7 +123,7 @@ class GradScaler:
         return not overflow
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Call `optimizer.step` and return its result, unless a gradient overflowed on any rank."""
+        """Call `optimizer.step` and return its result, unless a gradient overflowed on a rank."""
         if self.enabled and id(optimizer) not in self._overflowed:
             self.unscale_(optimizer)
         if self._overflowed.get(id(optimizer), False):
@@ -130,7 +131,7 @@ class GradScaler:
         return optimizer.step(*args, **kwargs)
 
     def update(self) -> None:
-        """End a step: reduce the scale after an overflow, raise it after enough finite steps.
+        """End a step: lower the scale after an overflow, or raise it after enough finite steps.
 
         Raises:
             ValueError: no optimizer was unscaled since the last call.
@@ -155,13 +156,13 @@ class GradScaler:
         return {"scale": self._scale, "num_finite": self._num_finite}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state; the growth and backoff settings of this scaler are kept."""
+        """Load a saved state; the growth and backoff settings of this scaler are kept."""
         self._scale, self._num_finite = float(state["scale"]), int(state["num_finite"])
         self._overflowed.clear()
 
 
 def _unscale(gradients: list[torch.Tensor], factor: float) -> bool:
-    """Multiply gradients in place; return whether any element is not finite."""
+    """Multiply gradients in place by a factor; return whether any element is not finite."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in gradients:
         if gradient.numel():
@@ -177,12 +178,12 @@ def _unscale(gradients: list[torch.Tensor], factor: float) -> bool:
 def share_overflow(
     overflow: bool, parameters: Iterable[torch.Tensor], over: ProcessGroup | None = None
 ) -> bool:
-    """Return whether any rank that holds parameters passed True. Collective among them.
+    """Return whether any rank that holds parameters passed True. Collective among those ranks.
 
     Args:
         overflow: whether this rank found an overflow.
-        parameters: the groups that share them determine which ranks decide together.
-        over: a group to use instead.
+        parameters: the parameters whose groups determine which ranks decide together.
+        over: a group to use instead of the parameters' groups.
     """
     members = [member for member in map(member_of, parameters) if member is not None]
     groups = [over] if over is not None else _groups(members)
@@ -196,7 +197,7 @@ def share_overflow(
 
 
 def _groups(members: list[Member]) -> list[ProcessGroup]:
-    """Return the group with all ranks among which parameters are divided, and the replicas."""
+    """Return the group of ranks that parameters are divided among, and the group of replicas."""
     over = largest(groups_of(members))
     replicas = {member.flat.replicas: None for member in members}
     return [group for group in (over, *replicas) if group is not None]

@@ -1,16 +1,17 @@
-"""Common torch calls, adapted to shards.
+"""Adapts common torch calls to shards.
 
 To torch a shard is an ordinary parameter, so torch's helpers accept it and work only on this rank's
-part: they return the norm of a part, or skip the step on one rank. After the first `fully_shard`,
-these functions treat shards like whole parameters:
+part. They would return the norm of that part, or skip the step on only one rank. After the first
+`fully_shard`, these functions treat shards like whole parameters:
 
     torch.nn.utils.clip_grad_norm_      the norm of all ranks' shards (`clipping.clip_grad_norm_`)
-    torch.nn.utils.get_total_norm       refused for gradients of shards: it cannot see their groups
+    torch.nn.utils.get_total_norm       refused for gradients of shards, whose groups it cannot see
     torch.amp.GradScaler                all ranks of a unit's groups skip a step, or none does
     torch.autograd.backward             `inputs=` may name shards (so may `Tensor.backward`);
                                         refused under Compiled Autograd
-    torch.autograd.grad                 refused for shards: it would return gradients of one rank
-    nn.Module.zero_grad                 also gradients waiting in gathered parameters
+    torch.autograd.grad                 refused for shards, because it would return only one rank's
+        gradients
+    nn.Module.zero_grad                 also clears gradients waiting in gathered parameters
 
 Models without shards use torch's own functions.
 """
@@ -36,7 +37,7 @@ _installed = False
 
 
 def install() -> None:
-    """Guard torch's functions from now on."""
+    """Replace torch's functions with guarded versions from now on."""
     global _installed
     if _installed:
         return
@@ -181,7 +182,7 @@ def _guarded_grad(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _inputs(inputs: Any) -> list[Any]:
-    """Return the tensors whose gradients autograd must compute, given as one, several or a dict."""
+    """Return the tensors whose gradients autograd must compute: from a tensor, many or a dict."""
     if isinstance(inputs, dict):
         return list(inputs.values())
     return list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]

@@ -1,1 +1,1 @@
-"""Memory that is released and reallocated under persistent tensors, on the host and on devices."""
+"""Releases memory under persistent tensors and allocates it again, on the host and on devices."""

@@ -1,10 +1,10 @@
-"""Pages: physical memory that moves from a released unit to one that is gathered.
+"""Pages: moves physical memory from a released unit to a unit that is gathered.
 
 Memory that is returned to the system is zeroed when it is allocated again, which costs as much as a
 gather. So the memory released by one unit is moved under the addresses of the next unit of the same
-size by a change of page tables (mremap): 70 us for 64 MB in huge pages, against 3 ms of zeroing, or
-40 ms in small pages (measured). Only as much memory is kept as the budget allows; `trim` returns
-the rest.
+size by a change of page tables (mremap): this takes 70 us for 64 MB in huge pages, while zeroing
+takes 3 ms, or 40 ms in small pages (measured). Only as much memory is kept as the budget allows;
+`trim` returns the rest to the system.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _MAY_MOVE, _FIXED, _DO_NOT_UNMAP = 1, 2, 4  # of <sys/mman.h>; the last since Li
 
 
 class Pages:
-    """Idle memory of released storages, each still mapped at its address.
+    """The idle memory of released storages, which is still mapped at their addresses.
 
     Args:
-        limit: returns how many bytes may be idle; None means as many as others of the same size can
-            use.
+        limit: returns how many bytes may be idle; None means as many as other storages of the same
+            size can use.
     """
 
     def __init__(self, limit: Callable[[], int] | None = None) -> None:
@@ -35,11 +35,11 @@ class Pages:
         self._idle: list[HostStorage] = []
 
     def join(self, storage: HostStorage) -> None:
-        """Let a storage supply and receive memory."""
+        """Let a storage supply memory to other storages and receive memory from them."""
         self._alike[storage.num_bytes] += 1
 
     def keep(self, storage: HostStorage) -> bool:
-        """Keep a storage's memory for the next one; return False if it must be released."""
+        """Keep a storage's memory for another storage; return False if it must be released."""
         size = storage.num_bytes
         same = sum(one.num_bytes == size for one in self._idle)
         if same >= self._alike[size] - 1 or not self._has_room(storage) or _mremap() is None:
@@ -54,7 +54,7 @@ class Pages:
         return idle + storage.payload_bytes <= self._limit()
 
     def supply(self, storage: HostStorage) -> None:
-        """Move idle memory of its size under a storage, if there is any."""
+        """Move idle memory of the right size under a storage, if there is any."""
         if storage in self._idle:
             self._idle.remove(storage)
             return
@@ -90,6 +90,6 @@ def _mremap() -> Any:
 
 
 def _move(source: int, target: int, num_bytes: int) -> bool:
-    """Move pages between two mappings; both stay mapped, and the source is then empty."""
+    """Move pages between two mappings; both mappings remain, and the source is then empty."""
     flags = _MAY_MOVE | _FIXED | _DO_NOT_UNMAP
     return bool(_mremap()(source, num_bytes, num_bytes, flags, target) == target)

@@ -1,10 +1,10 @@
-"""Releases: device memory that was released while kernels that use it may still be running.
+"""Releases: tracks device memory that was released while kernels may still be using it.
 
-The host runs ahead of the device: it releases a unit and gathers the next ones long before the
-kernels of the first have run. Memory used by a communication stream returns to the allocator only
-once the device has passed the release, so without a limit the gathers of many units, or of the
-whole model, would hold memory at once. A gather that would exceed the limit blocks until the device
-has passed enough earlier releases.
+The host runs ahead of the device: it releases a unit and gathers the next units long before the
+kernels of the first unit have run. Memory used by a communication stream returns to the allocator
+only once the device has passed the release. Without a limit, the gathers of many units, or of the
+whole model, would therefore hold memory at the same time. A gather that would exceed the limit
+blocks until the device has passed enough earlier releases.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 
 
 class Releases:
-    """A limit on memory that was released but may still be in use.
+    """Limits the memory that was released but may still be in use.
 
     Args:
-        limit: returns the limit in bytes; one more unit is always allowed.
+        limit: returns the limit in bytes, beyond which one more unit is always allowed.
         device_module: returns a module that creates events for a device, such as `torch.cuda`.
     """
 
@@ -39,7 +39,7 @@ class Releases:
         return sum(num_bytes for _, num_bytes in self._pending)
 
     def add(self, num_bytes: int, device: torch.device) -> None:
-        """Record a release; work already on the current stream may use the memory."""
+        """Record a release; work already queued on the current stream may still use the memory."""
         module = self._device_module(device)
         if self._is_capturing(module):
             return  # a captured graph has memory of its own, and no event of it ever happens

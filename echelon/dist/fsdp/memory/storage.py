@@ -1,9 +1,9 @@
-"""Memory that can be released and allocated again under the same tensor.
+"""Provides memory that can be released and allocated again under the same tensor.
 
 Autograd keeps views of a unit's gathered parameters from forward to backward. They stay valid while
-the memory behind them is released and allocated again, because it always returns at the same
-address: on the CPU this is an anonymous mapping whose pages are returned to the system (without an
-allocator that would keep or scatter them), on a device a storage that is resized to zero and back.
+the memory behind them is released and allocated again, because the address never changes. On the
+CPU, the memory is an anonymous mapping whose pages are returned to the system, without an allocator
+that would keep or scatter them. On a device, it is a storage that is resized to zero and back.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class Memory:
             kernels that use them may still run.
 
     Attributes:
-        pages: the host's idle memory; pool: buffers for reductions; releases: a device's releases.
+        pages: the idle memory on the host.
+        pool: the buffers for reductions.
+        releases: the released memory of a device.
     """
 
     def __init__(self, limit: Callable[[], int]) -> None:
@@ -38,14 +40,14 @@ class Memory:
         self.releases = Releases(limit)
 
     def make_storage(self, numel: int, dtype: torch.dtype, device: torch.device) -> Storage:
-        """Return memory for `numel` elements that is not resident yet."""
+        """Return a storage for `numel` elements whose memory is not resident yet."""
         if device.type == "cpu":
             return HostStorage(numel, dtype, self.pages)
         return DeviceStorage(numel, dtype, device, self.releases)
 
 
 class Storage:
-    """One flat tensor, `tensor` [numel], whose memory can be released and taken again."""
+    """A flat tensor, `tensor` [numel], whose memory can be released and allocated again."""
 
     tensor: torch.Tensor
 
@@ -56,14 +58,14 @@ class Storage:
         """Release the memory, except for some ranges.
 
         Args:
-            keep: (first, last) elements, ascending, without overlaps; the pages that they touch are
-                kept. Only on the host.
+            keep: ranges of elements as (first, last), ascending and without overlaps. The pages
+                that they touch are kept. Supported only on the host.
         """
         raise NotImplementedError
 
 
 class HostStorage(Storage):
-    """An anonymous private mapping: touched pages are resident, released ones are not.
+    """An anonymous private mapping, whose pages are resident once touched and until released.
 
     Args:
         pages: passes released memory on to other storages of the same size, in huge pages if the
@@ -97,13 +99,13 @@ class HostStorage(Storage):
             self._pages.join(self)
 
     def take(self) -> None:
-        """Take an idle storage's memory, or else let the system allocate pages on first touch."""
+        """Take the memory of an idle storage, or let the system allocate pages on first touch."""
         if not self._has_memory and self._pages is not None:
             self._pages.supply(self)
         self._has_memory = True
 
     def release(self, keep: list[tuple[int, int]]) -> None:
-        """Pass the memory on, or release it."""
+        """Pass the memory on to other storages, or return it to the system."""
         if not self._has_memory:
             return
         self._has_memory = bool(keep)
@@ -122,7 +124,7 @@ class HostStorage(Storage):
 
 
 class DeviceStorage(Storage):
-    """A device tensor whose storage is resized.
+    """A device tensor whose storage is resized to release its memory and allocate it again.
 
     Args:
         releases: limits memory that was released but may still be in use; None means unlimited.
@@ -158,9 +160,10 @@ class DeviceStorage(Storage):
 
 
 class Pool:
-    """Flat buffers that are reused: fixed addresses instead of an allocator's fragments.
+    """Flat buffers that are reused, so that addresses stay fixed and memory is not fragmented.
 
-    Not thread-safe: the hooks of one group's units run one at a time.
+    The pool is not thread-safe and need not be, because the hooks of one group's units run one at a
+    time.
     """
 
     def __init__(self) -> None:
@@ -168,7 +171,7 @@ class Pool:
         self._lent: dict[int, torch.Tensor] = {}  # by address
 
     def acquire(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Lend a flat tensor of `numel` elements with undefined contents."""
+        """Lend out a flat tensor of `numel` elements with undefined contents."""
         num_bytes = numel * dtype.itemsize
         fitting = [
             index
@@ -187,13 +190,13 @@ class Pool:
         return buffer
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Take back a tensor that was lent."""
+        """Take back a tensor that `acquire` lent out."""
         raw = self._lent.pop(buffer.data_ptr(), None)
         if raw is not None:  # else lent before `clear`
             self._free.append(raw)
 
     def clear(self) -> None:
-        """Drop all buffers; those still lent are freed by their holders."""
+        """Drop all unused buffers; buffers that are still lent out are freed by their holders."""
         self._free.clear()
         self._lent.clear()
 

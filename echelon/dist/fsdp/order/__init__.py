@@ -1,4 +1,4 @@
-"""The decisions when units are gathered, released and reduced; the driver carries them out.
+"""Decides when units are gathered, released and reduced; the driver carries out the decisions.
 
     events    a unit's forward begins or ends; its outputs, a parameter or its inputs have their
               gradients; autograd ends; a step failed; the program holds or releases units
@@ -7,5 +7,5 @@
 `Order` takes one event at a time and returns the actions that the driver then carries out in that
 order. The modules in this folder never import torch, start a collective or read a clock: equal
 events give equal actions, so ranks whose models run alike stay in step, and every case can be
-tested as a table.
+tested with a table of events and actions.
 """

@@ -1,4 +1,4 @@
-"""The actions that the order requests of its driver, which carries them out one by one."""
+"""The actions that the order requests from the driver, which carries them out one by one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Block until a unit's parameters are in memory, and show them to its modules."""
+    """Block until a unit's parameters are in memory, and make its modules use them."""
 
     entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Release a unit's parameters; with `keep_near`, except for the part that near ranks need."""
+    """Release a unit's parameters; with `keep_near`, keep the part that near ranks need."""
 
     entry: Entry
     keep_near: bool
@@ -33,7 +33,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Collect:
-    """Add a gradient to the unit's reduction."""
+    """Add a gradient to its unit's reduction."""
 
     entry: Entry
     member: Hashable
@@ -41,7 +41,7 @@ class Collect:
 
 @dataclass(frozen=True, slots=True)
 class SetAside:
-    """Keep a gradient on this rank because its unit does not reduce now."""
+    """Keep a gradient on this rank, because its unit does not reduce now."""
 
     entry: Entry
     member: Hashable
@@ -56,14 +56,14 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Block until a unit's reduction, the oldest in progress, is complete."""
+    """Block until the oldest reduction in progress, which is this unit's, is complete."""
 
     entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Complete all reductions, and agree with the other ranks on the units reduced."""
+    """Complete all reductions, and agree with the other ranks on which units were reduced."""
 
 
 @dataclass(frozen=True, slots=True)

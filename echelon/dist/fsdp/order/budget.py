@@ -1,9 +1,9 @@
-"""Budget: the bytes that sharding may use beyond the unit that computes.
+"""Budget: limits the bytes that sharding may use beyond the unit that is computing.
 
-One third each is for units gathered ahead, for gradients being reduced, and for idle memory that
-the next gather will use. What each third allows depends only on the units' sizes and their order,
-never on timing, so that all ranks decide alike. One unit ahead, and one reduction in progress while
-the next one begins, are always allowed: without them nothing would overlap.
+One third each is reserved for units gathered ahead, for gradients being reduced, and for idle
+memory that the next gather will use. What each third allows depends only on the units' sizes and
+their order, never on timing, so that all ranks decide alike. One unit ahead, and one reduction in
+progress while the next one begins, are always allowed, because otherwise nothing would overlap.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ class Sized(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Size of the gathered parameters."""
+        """The size of the gathered parameters, in bytes."""
 
     @property
     def gradient_bytes(self) -> int:
-        """Size of the buffer that reduces the gradients."""
+        """The size of the buffer in which the gradients are reduced, in bytes."""
 
     @property
     def depth(self) -> int:
-        """How many units are gathered ahead."""
+        """How many units ahead of this one are gathered."""
 
     @property
     def outer(self) -> bool:
-        """Whether the unit contains others."""
+        """Whether the unit contains other units."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The sizes of a unit that may be deleted on this rank but not yet on another."""
+    """The sizes of a unit that may be deleted on this rank but not yet on another rank."""
 
     num_bytes: int
     gradient_bytes: int
@@ -44,12 +44,12 @@ class Size:
 
 
 class Budget:
-    """A number of bytes on one rank, for all units of a group.
+    """The number of bytes that all units of a group may use on one rank.
 
     Args:
         num_bytes: the budget; None means six times the largest unit, or more if a unit requests
-            more than two units ahead. Units that contain others do not count: they are never
-            gathered ahead.
+            more than two units ahead. Units that contain other units are ignored here, because they
+            are never gathered ahead.
     """
 
     def __init__(self, num_bytes: int | None = None) -> None:
@@ -57,7 +57,7 @@ class Budget:
         self._default_third = 0
 
     def measure(self, units: Iterable[Sized]) -> None:
-        """Compute the default from the units' sizes."""
+        """Compute the default budget from the units' sizes."""
         every = list(units)
         inner = [unit for unit in every if not unit.outer] or every
         largest = max((max(one.num_bytes, one.gradient_bytes) for one in inner), default=0)
@@ -70,9 +70,9 @@ class Budget:
         return self._default_third if self.num_bytes is None else self.num_bytes // 3
 
     def allows_ahead(self, ahead_bytes: int, more_bytes: int) -> bool:
-        """Return whether a unit may be gathered ahead in addition to `ahead_bytes` of others."""
+        """Return whether a unit may be gathered ahead, given `ahead_bytes` of other units."""
         return not ahead_bytes or ahead_bytes + more_bytes <= self.third
 
     def allows_reduction(self, under_way: Sequence[int], more_bytes: int) -> bool:
-        """Return whether a reduction may begin in addition to others of these sizes."""
+        """Return whether a reduction may begin in addition to other reductions of these sizes."""
         return len(under_way) <= 1 or sum(under_way) + more_bytes <= self.third

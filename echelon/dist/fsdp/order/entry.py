@@ -1,4 +1,4 @@
-"""Entry: the order's data about one unit."""
+"""Entry: the data that the order keeps about one unit."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ UNWATCHED = 0  # a call of which no input has a gradient
 class State(enum.Enum):
     """Which of a unit's parameters are in memory.
 
-    SHARDED: only this rank's chunks. NEAR: also the part that the near ranks need to gather again.
-    GATHERING: a gather is in progress, and the memory for all is allocated. WHOLE: all.
+    SHARDED: only this rank's chunks are in memory. NEAR: the part from which the near ranks gather
+    again is in memory too. GATHERING: a gather is in progress, and memory for all parameters is
+    allocated. WHOLE: all parameters are in memory.
     """
 
     SHARDED = "sharded"
@@ -28,7 +29,7 @@ class State(enum.Enum):
 
 
 class Facts(Protocol):
-    """Facts that may change between events and are read when an event needs them."""
+    """Facts about a unit that may change between events and are read when an event needs them."""
 
     @property
     def trains(self) -> bool:
@@ -36,44 +37,44 @@ class Facts(Protocol):
 
     @property
     def has_frozen(self) -> bool:
-        """Whether any parameter is frozen."""
+        """Whether any parameter is frozen (does not require gradients)."""
 
     def trained(self) -> set[Hashable]:
         """Return the parameters that require gradients."""
 
     def is_stale(self) -> bool:
-        """Return whether the shards changed since they were gathered."""
+        """Return whether the shards changed after they were gathered."""
 
     def has_gradients(self) -> bool:
-        """Return whether there are gradients that were not reduced."""
+        """Return whether the unit has gradients that were not reduced."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Entry:
-    """One unit in the order. It lives as long as its unit: see [Note: ownership].
+    """The order's record of one unit, which exists as long as the unit; see [Note: ownership].
 
     Attributes:
         number: the unit's number on its group.
         name: the unit's name in messages.
-        num_bytes, gradient_bytes: size of the gathered parameters; of the buffer that reduces their
-            gradients.
+        num_bytes: size of the gathered parameters.
+        gradient_bytes: size of the buffer in which their gradients are reduced.
         depth: how many units ahead of this one are gathered while it computes.
         reshard: whether the unit is released after forward.
-        has_near: whether a part of it is kept for the backward's gather.
-        outer: whether it contains other units. The outermost unit stays whole from the end of its
-            forward to its backward, because it would be gathered again at once.
-        borrowed: units that own parameters that this one also uses.
-        borrowers: units that use parameters of this one.
+        has_near: whether a part of the unit is kept after forward, for the gather in backward.
+        outer: whether the unit contains other units. The outermost unit stays whole from the end of
+            its forward to its backward, because it would be gathered again at once.
+        borrowed: units that own parameters that this unit also uses.
+        borrowers: units that use parameters of this unit.
         recording: the recording of the forwards in which this unit is the outermost, or None.
-        place: position in the order in which the units' forwards began; -1 if none did.
+        place: position in the order in which the units' forwards began; -1 if this unit's has not.
         has_begun: whether a forward has begun but its backward is not complete.
         ended_at: position in the order in which the units' forwards ended.
-        held: whether the program unsharded it, so that it is not released and its gradients are not
-            reduced.
-        sync: whether the backward reduces its gradients.
+        held: whether the program unsharded the unit, so that the unit is not released and its
+            gradients are not reduced.
+        sync: whether the backward reduces the unit's gradients.
         calls: forward calls whose backward has not reached their inputs yet.
-        is_unwatched: whether a forward call had no input whose gradient shows when its backward is
-            complete.
+        is_unwatched: whether some forward call had no input that requires a gradient, so that the
+            end of its backward cannot be observed.
         missing: parameters without a gradient in this backward; None if no gradient has arrived
             yet.
     """
@@ -107,7 +108,7 @@ class Entry:
 
     @property
     def reduces(self) -> bool:
-        """Whether a backward currently reduces the gradients."""
+        """Whether a backward that runs now reduces the gradients."""
         return self.sync and not self.held
 
     def awaits(self) -> set[Hashable]:
@@ -117,7 +118,7 @@ class Entry:
         return self.missing
 
     def begin_call(self, call: int) -> None:
-        """Expect the backward of a forward call, unless it is complete in this run of autograd."""
+        """Expect the backward of a forward call, unless this autograd run has completed it."""
         if call == UNWATCHED:
             self.is_unwatched = True
         elif call in self._kept_calls:  # their graph is gone through again, all of it
@@ -131,20 +132,20 @@ class Entry:
         self._ended_calls.add(call)
 
     def drop_call(self, call: int) -> None:
-        """Record that the graph of a call was freed, so that no backward will reach its inputs."""
+        """Record that a call's graph was freed, so no backward will reach the call's inputs."""
         self.calls.discard(call)
 
     def keep_calls(self) -> None:
-        """Expect calls with a complete backward again, in case their graph is reused.
+        """Expect the calls whose backward is complete again, in case their graph is reused.
 
-        This follows a run of autograd that produced only gradients of inputs: with `create_graph`
+        Called after a run of autograd that produced only gradients of inputs. With `create_graph`,
         the next run passes through the same calls.
         """
         self._kept_calls |= self._ended_calls
         self._ended_calls = set()
 
     def forget_backward(self) -> None:
-        """Prepare for the next backward."""
+        """Reset the state of the backward, in preparation for the next one."""
         self.missing = None
         self.calls.clear()
         self._kept_calls, self._ended_calls = self._ended_calls, set()

@@ -1,4 +1,4 @@
-"""Memory: the units in it, and the reductions that have buffers."""
+"""Tracks which units are in memory and which reductions have buffers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from echelon.dist.fsdp.order.entry import Entry, State
 
 
 class Residency:
-    """The owner of `Entry.state` and of the actions of the current event.
+    """Owns `Entry.state` and the actions of the current event.
 
     Attributes:
         budget: limits what is gathered ahead.
@@ -24,7 +24,7 @@ class Residency:
         self._ahead: weakref.WeakSet[Entry] = weakref.WeakSet()
 
     def emit(self, action: Action) -> None:
-        """Add an action to the current event."""
+        """Append an action to the current event."""
         self._actions.append(action)
 
     def take(self) -> list[Action]:
@@ -33,13 +33,13 @@ class Residency:
         return actions
 
     def clear(self) -> None:
-        """Drop the actions of a failed event and the list of units gathered ahead."""
+        """Drop the actions of a failed event, and forget which units were gathered ahead."""
         self._actions.clear()
         self._ahead.clear()
 
     @property
     def ahead_bytes(self) -> int:
-        """The number of bytes of units that are gathered but were not requested yet."""
+        """The number of bytes of units that are gathered but have not been requested yet."""
         return sum(entry.num_bytes for entry in self._ahead)
 
     def gather(self, entry: Entry) -> None:
@@ -51,8 +51,8 @@ class Residency:
     def gather_ahead(self, entry: Entry, following: Sequence[Entry]) -> None:
         """Start gathering the units that follow a unit, as far as its depth and the budget allow.
 
-        It stops at the first unit that the budget refuses, so that the order never depends on
-        sizes.
+        The method stops at the first unit that the budget refuses, so that the order of gathers
+        never depends on sizes.
         """
         self.note_use(entry)
         for due in following[: entry.depth]:
@@ -64,7 +64,7 @@ class Residency:
             self.gather(due)
 
     def note_use(self, entry: Entry) -> None:
-        """Record that a unit is used now and no longer ahead."""
+        """Record that a unit is being used and no longer counts as gathered ahead."""
         self._ahead.discard(entry)
 
     def wait(self, entry: Entry) -> None:
@@ -94,7 +94,7 @@ class Residency:
 
 
 class Reductions:
-    """The reductions of one run, within the budget."""
+    """The reductions of one run of autograd, which are kept within the budget."""
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
@@ -111,6 +111,6 @@ class Reductions:
         self._under_way.append(entry)
 
     def complete(self) -> None:
-        """Complete all reductions, and agree with the other ranks on the units reduced."""
+        """Complete all reductions, and agree with the other ranks on which units were reduced."""
         self._under_way.clear()
         self._residency.emit(Exchange())

@@ -1,15 +1,14 @@
-"""Order: from events to actions.
+"""Order: turns events into actions.
 
-It records the order in which forwards request units, and requests the next ones ahead of time, up
-to a depth and within a budget. The units gathered ahead depend only on these records, so that all
-ranks do the same.
+The class `Order` records the order in which forwards request units, and requests the next units
+ahead of time, up to a depth and within a budget. The units gathered ahead depend only on these
+records, so that all ranks do the same.
 
-[Note: when a step fails]
-An exception leaves forwards that began but did not end, or a backward that never finished. The next
-forward of such a unit detects this, and the order starts over: it waits for gathers in progress
-(the other ranks started them too), releases everything, and drops gradients that were not reduced.
-The program continues with `optimizer.zero_grad()` and the next batch. After an error of a
-collective the group itself is unusable, and its operations raise.
+[Note: when a step fails] An exception leaves forwards that began but did not end, or a backward
+that never finished. The next forward of such a unit detects this, and the order starts over: it
+waits for gathers in progress (the other ranks started them too), releases everything, and drops
+gradients that were not reduced. The program then continues with `optimizer.zero_grad()` and the
+next batch. After an error of a collective the group itself is unusable, and its operations raise.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Actions = list[Action]
 
 
 class Order:
-    """The units of one group. Each method is an event and returns the actions to carry out.
+    """The units of one group. Each method handles an event and returns the actions to carry out.
 
     Attributes:
         budget: the memory budget.
@@ -56,7 +55,7 @@ class Order:
 
     @property
     def entries(self) -> list[Entry]:
-        """The existing units, by number."""
+        """The existing units, keyed by number."""
         found = list(self._entries.values())
         return sorted(found, key=lambda entry: entry.number)
 
@@ -71,7 +70,7 @@ class Order:
         return not self._failed and entry in opened and opened[0] is not entry
 
     def is_at_work(self, entry: Entry) -> bool:
-        """Return whether a backward is running, or a unit's forward."""
+        """Return whether a backward or a unit's forward is running."""
         return self.in_backward or (not self._failed and entry in self._open())
 
     # ---- forward ----
@@ -80,9 +79,9 @@ class Order:
         """Handle the beginning of a unit's forward.
 
         Args:
-            records: whether autograd records it.
-            trains: whether a backward may follow; under a reentrant checkpoint one does even
-                without `records`.
+            records: whether autograd records the forward.
+            trains: whether a backward may follow; under a reentrant checkpoint a backward follows
+                even without `records`.
         """
         if self.in_backward:  # activations are computed again
             self._running().enters(entry)
@@ -101,7 +100,8 @@ class Order:
     def forward_ends(self, entry: Entry, *, has_graph: bool) -> Actions:
         """Handle the end of a unit's forward.
 
-        `has_graph`: whether a backward will reach its outputs.
+        Args:
+            has_graph: whether a backward will reach the forward's outputs.
         """
         if self.in_backward:
             return []
@@ -153,7 +153,7 @@ class Order:
         return self._residency.take()
 
     def gradient_arrives(self, entry: Entry, member: Hashable) -> Actions:
-        """Handle the finished gradient of a parameter.
+        """Handle a parameter's gradient, which autograd has finished.
 
         Raises:
             RuntimeError: the unit's parameters were not in memory, so the gradient is wrong.
@@ -176,17 +176,17 @@ class Order:
     def backward_asks(self) -> list[int]:
         """Return the values that the ranks must agree on before the current backward ends.
 
-        Each number is this rank's vote on one recording; the maximum over all ranks decides. If the
-        result is empty, there is nothing to agree on, on any rank.
+        Each number is this rank's vote on one recording, which the maximum over all ranks decides.
+        The result is empty on all ranks if there is nothing to agree on.
         """
         run = self._running()
         return [] if run.yields_nothing else self._pending.words(run)
 
     def backward_ends(self, agreed: Sequence[int] = ()) -> Actions:
-        """Handle the end of autograd. `backward_completes` must follow if the run is then over.
+        """Handle the end of autograd. `backward_completes` must follow if this ends the run.
 
         Args:
-            agreed: the maxima over all ranks of the numbers from `backward_asks`.
+            agreed: for each number from `backward_asks`, the maximum over all ranks.
         """
         run = self._running()
         if run.yields_nothing:
@@ -218,7 +218,7 @@ class Order:
     # ---- by hand ----
 
     def gather(self, entries: Iterable[Entry]) -> Actions:
-        """Start gathering units that the program wants whole."""
+        """Start gathering units that the program requests."""
         for entry in entries:
             if entry.state is not State.SHARDED and entry.facts.is_stale():
                 self._residency.release(entry)
@@ -234,7 +234,7 @@ class Order:
         return self._residency.take()
 
     def release(self, entries: Iterable[Entry]) -> Actions:
-        """Release units, even held ones."""
+        """Release units, including units that the program holds."""
         for entry in entries:
             entry.held = False
             self._residency.release(entry)
@@ -242,7 +242,7 @@ class Order:
         return self._residency.take()
 
     def reduce(self, entries: Iterable[Entry]) -> Actions:
-        """Reduce gradients on the program's request, whatever the backward did."""
+        """Reduce gradients at the program's request, regardless of what the backward reduced."""
         reductions = Reductions(self._residency)
         for entry in entries:
             reductions.begin(entry)
@@ -252,7 +252,7 @@ class Order:
     # ---- failures ----
 
     def fail(self) -> None:
-        """Handle a failed hook or action, or stopped autograd: the next forward starts over."""
+        """Handle a failed hook or action, or a stopped backward; the next forward starts over."""
         self._failed = True
         self._run = None
         self._residency.clear()
@@ -275,7 +275,7 @@ class Order:
     # ---- recording ----
 
     def _open(self) -> list[Entry]:
-        """Return the units whose forwards are running, the outermost first."""
+        """Return the units whose forwards are running, outermost first."""
         return [entry for ref in self._opened if (entry := ref()) is not None]
 
     def _close(self, entry: Entry) -> None:
@@ -285,7 +285,7 @@ class Order:
         self._opened = [weakref.ref(one) for one in opened]
 
     def _recording(self, entry: Entry | None = None) -> Recording:
-        """Return the recording of the outermost running forward, or else the unit's own."""
+        """Return the outermost running forward's recording, or the unit's own if there is none."""
         opened = self._open()
         outermost = opened[0] if opened else entry
         assert outermost is not None
@@ -296,7 +296,8 @@ class Order:
     def _comes_first(self, entry: Entry, recording: Recording, *, at_end: bool) -> bool:
         """Return whether the backward of an ending forward will begin with this unit.
 
-        An outermost unit that contains no others may be one of many in sequence.
+        This is not assumed of an outermost unit without inner units, which may be one of many in
+        sequence.
         """
         if at_end and not entry.outer:
             return self._final is not None and entry is self._final()
@@ -318,7 +319,7 @@ class Order:
         self._residency.wait(entry)
 
     def _is_lent(self, entry: Entry) -> bool:
-        """Return whether a running forward other than the unit's own uses the unit's parameters."""
+        """Return whether a running forward of another unit uses this unit's parameters."""
         return any(entry in running.borrowed for running in self._open())
 
     def _running(self) -> Run:

@@ -1,7 +1,7 @@
-"""Pending: the recordings whose backward is not complete, and those that take part in one.
+"""Pending: tracks the recordings whose backward is incomplete, and which take part in a run.
 
-They are kept by number, because a recording may be deleted on some ranks earlier than on others:
-see [Note: models that are deleted].
+Recordings are identified by number, because a recording may be deleted on some ranks earlier than
+on other ranks; see [Note: models that are deleted].
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Pending:
         return {entry for one in self.recordings() for entry in (*one.begun, *one.ended)}
 
     def words(self, run: Run) -> list[int]:
-        """Return this rank's vote on each recording that communicates, if there are several."""
+        """Return this rank's vote on each recording, or nothing unless there are several."""
         numbers = sorted(self._communicating)
         return [self._word(number, run) for number in numbers] if len(numbers) > 1 else []
 
@@ -58,7 +58,7 @@ class Pending:
         return _TAKES_PART if takes_part else _IS_NOT_REACHED
 
     def concerned(self, run: Run, agreed: Sequence[int]) -> list[Recording]:
-        """Return the recordings that take part in a run, and forget deleted ones.
+        """Return the recordings that take part in a run, and forget deleted recordings.
 
         Args:
             agreed: the ranks' agreed votes; empty if there is at most one recording.
@@ -80,7 +80,7 @@ class Pending:
         return found
 
     def complete(self, recordings: list[Recording]) -> None:
-        """Record that a backward of these recordings is complete."""
+        """Record that the backward of these recordings is complete."""
         partners = {one.number for one in recordings}
         for recording in recordings:
             if recording.complete(partners):

@@ -1,15 +1,15 @@
-"""Recording: the observed forwards of one outermost unit, usually a whole model.
+"""Recording: records the forwards of one outermost unit, usually a whole model.
 
-[Note: ownership]
-A unit owns its entry, and the entry of an outermost unit owns the recording, which refers to the
-entries inside. The order itself has only weak references to them. So deleting a model frees
-everything, and an inner unit lives as long as a recording that may request it.
+[Note: ownership] A unit owns its entry, and the entry of an outermost unit owns the recording,
+which refers to the entries of its inner units. The order itself has only weak references to entries
+and recordings. So deleting a model frees everything, and an inner unit lives as long as a recording
+that may request it.
 
-[Note: models that are deleted]
-The garbage collector runs at different moments on different ranks. Therefore a decision that ranks
-must share never depends on which units exist. The order keeps the *numbers* of the recordings whose
-backward is not complete. If there are several, the ranks agree at the end of a backward on those
-that take part in it: the ones that some rank reached, unless some rank has deleted them.
+[Note: models that are deleted] The garbage collector runs at different moments on different ranks.
+Therefore a decision that ranks must share never depends on which units exist. The order keeps the
+*numbers* of the recordings whose backward is not complete. If there are several, the ranks agree at
+the end of a backward on the recordings that take part in it: those that some rank reached and no
+rank has deleted.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from echelon.dist.fsdp.order.entry import Entry
 
 @dataclass(eq=False)
 class Recording:
-    """The forwards of one outermost unit (see the module).
+    """The record of one outermost unit's forwards (see the module).
 
     Attributes:
         number: the outermost unit's number.
-        following: for each unit, the next one that the last forward requested.
+        following: for each unit, the next unit that the last forward requested.
         last: the last unit requested in the running forward.
-        final: the last unit that the last forward requested; its backward begins first.
-        begun, ended: forwards that began or ended since the last backward.
-        begun_before: forwards that began before the last backward.
-        partners: numbers of the recordings that took part in every backward of this one; None if
-            there was no backward.
+        final: the last unit that the last forward requested, whose backward begins first.
+        begun, ended: the forwards that began and ended since the last backward.
+        begun_before: the forwards that began before the last backward.
+        partners: numbers of the recordings that took part in every backward of this recording; None
+            if there was no backward.
         unreduced: units of earlier backwards, which may have gradients that were not reduced.
     """
 
@@ -53,7 +53,7 @@ class Recording:
         self.last = entry
 
     def after(self, entry: Entry) -> list[Entry]:
-        """Return the units that the last forward requested after a unit, as many as its depth."""
+        """Return the units that the last forward requested after a unit, up to the unit's depth."""
         following: list[Entry] = []
         depth = entry.depth
         while len(following) < depth and (due := self.following.get(entry)) is not None:
@@ -66,7 +66,7 @@ class Recording:
         self.final, self.last = self.last, None
 
     def is_with(self, other: Recording) -> bool:
-        """Return whether a backward of this recording is expected to include another one."""
+        """Return whether a backward of this recording is expected to include another recording."""
         return other is self or (self.partners is not None and other.number in self.partners)
 
     def wants_reduction(self) -> bool:
@@ -77,7 +77,7 @@ class Recording:
         """Record that a backward is complete; return whether all units reduced in it.
 
         Args:
-            partners: numbers of the recordings that took part.
+            partners: numbers of the recordings that took part in the backward.
         """
         self.partners = partners if self.partners is None else self.partners & partners
         self.unreduced.update(self.begun or self.begun_before)
@@ -95,17 +95,17 @@ class Recording:
 
 
 def begun_in(recordings: Iterable[Recording]) -> list[Entry]:
-    """Return the units whose forwards began, in that order."""
+    """Return the units whose forwards began, in the order in which they began."""
     return _merged((one.begun for one in recordings), by="place")
 
 
 def begun_before_in(recordings: Iterable[Recording]) -> list[Entry]:
-    """Return the units whose forwards began before the last backward, in that order."""
+    """Return the units whose forwards began before the last backward, in the order of beginning."""
     return _merged((one.begun_before for one in recordings), by="place")
 
 
 def ended_in(recordings: Iterable[Recording]) -> list[Entry]:
-    """Return the units whose forwards ended, in that order."""
+    """Return the units whose forwards ended, in the order in which they ended."""
     return _merged((one.ended for one in recordings), by="ended_at")
 
 

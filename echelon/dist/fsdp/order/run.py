@@ -1,18 +1,18 @@
-"""Run: one run of autograd through sharded units.
+"""Run: handles one run of autograd through sharded units.
 
-Two orders, both known before the run begins, keep the ranks in step whatever their data is:
+Two orders, both known before the run begins, keep the ranks in step whatever data they have:
 
-* units are gathered in the reverse of the order in which their forwards *ended*. A request for one
-  also gathers those before it;
-* gradients are reduced in the reverse of the order in which forwards *began* (an outer unit begins
-  first and gets its last gradient last). A unit that is ready waits for those before it.
+* units are gathered in the reverse of the order in which their forwards *ended*. A request for a
+unit also gathers the units before it in this order; * gradients are reduced in the reverse of the
+order in which forwards *began* (an outer unit begins
+  first and gets its last gradient last). A unit that is ready waits for the units before it.
 
-A unit's parameters are released once all its gradients have been computed, or those of its inputs,
-which autograd computes after everything inside. A unit with frozen parameters whose inputs do not
-need gradients is released at the end of the run: its last trained gradient does not show when they
-are no longer used. A run without any gradient for a parameter (only gradients of inputs, the first
-half of a split backward) does not release or reduce anything: the weights' gradients are still to
-be computed and may need the parameters.
+A unit's parameters are released once all gradients of its parameters have been computed, or all
+gradients of its inputs, which autograd computes last. A unit with frozen parameters whose inputs do
+not need gradients is released at the end of the run, because its last gradient does not show when
+the frozen parameters are no longer used. A run without any gradient for a parameter (only gradients
+of inputs, the first half of a split backward) does not release or reduce anything, because the
+weights' gradients are still to be computed and may need the parameters.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ class Run:
 
     Args:
         recordings: the recordings of the outermost units that may take part.
-        ended, begun: the units' forwards since the last run, in the order of ending and beginning.
-        is_again: whether there were no forwards, so that this run passes through retained graphs;
-            `begun` is then that of the last run, and units that this run does not reach are
+        ended: the units' forwards since the last run, in the order in which they ended.
+        begun: the same forwards, in the order in which they began.
+        is_again: whether there were no forwards, so that this run passes through retained graphs.
+            Then `begun` is taken from the last run, and units that this run does not reach are
             skipped.
 
     Attributes:
-        recordings: those of the outermost units that take part, known once the run is finished.
+        recordings: the recordings of the outermost units that take part, known once the run is
+            finished.
         is_again: see Args.
     """
 
@@ -63,7 +65,7 @@ class Run:
 
     @property
     def yields_nothing(self) -> bool:
-        """Whether gradients were expected but none arrived."""
+        """Whether gradients were expected but none has arrived."""
         return not self._arrived and bool(self._expected)
 
     def keep_rest(self) -> None:
@@ -87,7 +89,7 @@ class Run:
         self._inside.add(entry)  # with a reentrant checkpoint each use of it is entered by itself
 
     def arrived(self, entry: Entry, member: Hashable) -> None:
-        """Record the finished gradient of a parameter.
+        """Record a parameter's gradient, which autograd has finished.
 
         Raises:
             RuntimeError: the unit's parameters were not in memory, so the gradient is wrong.
@@ -107,7 +109,7 @@ class Run:
     def look(self, entry: Entry, *, passed: bool) -> None:
         """Check whether a unit's backward is complete.
 
-        `passed`: whether its inputs have gradients.
+        `passed` is whether the unit's inputs have their gradients.
         """
         if entry.calls or self._is_lent(entry) or not self._is_complete(entry, passed=passed):
             return
@@ -125,8 +127,8 @@ class Run:
         """Reduce the remaining gradients, and agree with the other ranks on all reductions.
 
         Args:
-            recordings: those of the outermost units that take part; the others wait for their
-                backward.
+            recordings: the recordings of the outermost units that take part; all others still wait
+                for their backward.
         """
         self.recordings = recordings
         ended = {entry for one in recordings for entry in one.ended}
@@ -164,8 +166,8 @@ class Run:
     def _after(self, entry: Entry) -> list[Entry]:
         """Return the units that autograd will reach after a unit, unless it ends earlier.
 
-        Only units whose recordings always took part together are included: others may not be
-        needed.
+        Only units whose recordings always took part together are included, because other units may
+        not be needed.
         """
         if len(self.recordings) == 1:
             return self._to_gather
@@ -187,7 +189,7 @@ class Run:
         return not entry.awaits() or (passed and bool(self._arrived))
 
     def _is_lent(self, entry: Entry) -> bool:
-        """Return whether autograd is inside a unit that uses parameters of this one."""
+        """Return whether autograd is inside another unit that uses this unit's parameters."""
         return any(one in self._inside for one in entry.borrowers)
 
     def _expect(self, entry: Entry) -> None:
@@ -205,7 +207,7 @@ def check_whole(entry: Entry, what: str) -> None:
     """Check that a unit's parameters are in memory.
 
     Raises:
-        RuntimeError: they are not, so the value just computed is wrong.
+        RuntimeError: the parameters are not in memory, so the value just computed is wrong.
     """
     if entry.state is not State.WHOLE:
         raise RuntimeError(

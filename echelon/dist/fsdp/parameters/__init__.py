@@ -1,1 +1,1 @@
-"""The contents of a unit: its parameters as flat vectors, divided among ranks."""
+"""The contents of a unit: its parameters as flat vectors, which are divided among ranks."""

@@ -1,4 +1,4 @@
-"""Flat: a unit's parameters of one dtype, as one flat vector divided among the ranks.
+"""Flat: stores a unit's parameters of one dtype as one flat vector, divided among the ranks.
 
 [Note: the tensors in play]
 
@@ -58,7 +58,7 @@ NO_HOOKS = (
 
 @dataclass(eq=False)
 class Source:
-    """A parameter to be sharded, with every place in the modules where it is used."""
+    """A parameter to be sharded, with every place in the modules that uses it."""
 
     parameter: nn.Parameter
     name: str
@@ -68,8 +68,9 @@ class Source:
 class Member:
     """One parameter of a `Flat`.
 
-    It has only weak references to the modules: autograd's graph, which a module may store with one
-    of its outputs, refers to the member, and the garbage collector does not traverse graphs.
+    A member has only weak references to the modules. Autograd's graph, which a module may store
+    with one of its outputs, refers to the member, and the garbage collector does not traverse
+    graphs.
     """
 
     def __init__(self, flat: Flat, source: Source, piece: Piece, part: Part) -> None:
@@ -103,7 +104,7 @@ class Member:
         """Put the leaf in the places where the modules use the parameter.
 
         Raises:
-            ValueError: the program put something else in such a place.
+            ValueError: the program put another object in such a place.
         """
         if self.leaf.requires_grad != self.shard.requires_grad:
             self.leaf.requires_grad_(self.shard.requires_grad)
@@ -119,7 +120,7 @@ class Member:
             _put(module, name, self.leaf)
 
     def show_shard(self) -> None:
-        """Put the shard in these places, except where the program has put something else."""
+        """Put the shard in the places that use the parameter, unless the program changed them."""
         if self.leaf.requires_grad != self._leaf_trains:  # set while the leaf existed
             self._leaf_trains = self.leaf.requires_grad
             self.shard.requires_grad_(self._leaf_trains)
@@ -131,7 +132,8 @@ class Member:
         """Adopt values that the program assigned with `shard.data = values`.
 
         Raises:
-            ValueError: they have a different dtype, device or shape, as after `model.double()`.
+            ValueError: the values have a different dtype, device or shape, as after
+                `model.double()`.
         """
         if self.shard_is_ours():
             return
@@ -162,15 +164,15 @@ class Member:
         self._gathered_version = version
 
     def take_move(self) -> int:
-        """Return 1 if the shard changed between the last two gathers, else 0, and reset this."""
+        """Return 1 if the shard changed between the last two gathers, else 0; clear the record."""
         moved, self._has_moved = self._has_moved, False
         return int(moved)
 
     def check_leaf(self, *, was_written: bool) -> None:
-        """Adopt values that the program wrote or assigned to the leaf, before it is released.
+        """Before the leaf is released, adopt values that the program wrote or assigned to it.
 
         Raises:
-            ValueError: it was given a different dtype, device or shape.
+            ValueError: the program gave the leaf a different dtype, device or shape.
         """
         full = self.flat.full.tensor
         is_ours = self.leaf.data_ptr() == full.data_ptr() + self.piece.start * full.itemsize
@@ -202,11 +204,11 @@ class Member:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether autograd left a gradient that was not reduced."""
+        """Whether autograd left a gradient that has not been reduced."""
         return self.leaf.grad is not None or self.aside is not None
 
     def set_aside(self) -> None:
-        """Add a gradient that is not reduced yet to the earlier ones, in the dtype of the sums."""
+        """Add a gradient that is not reduced yet to earlier ones, in the dtype of the sums."""
         gradient, dtype = self.leaf.grad, self.flat.reduce_dtype
         if gradient is None or gradient.dtype == dtype:
             return
@@ -224,7 +226,7 @@ class Member:
                 hook(self.shard)
 
     def drop_gradient(self) -> None:
-        """Drop gradients that were not reduced."""
+        """Drop the gradients that have not been reduced."""
         self.leaf.grad = self.aside = None
 
     def of(self, chunk: torch.Tensor) -> torch.Tensor:
@@ -234,7 +236,7 @@ class Member:
         return chunk[part.offset : part.offset + part.length].view(part.length, *dims)
 
     def within(self, full: torch.Tensor) -> torch.Tensor:
-        """View the parameter in a tensor of the whole vector's size."""
+        """View the parameter in a tensor that has the size of the whole vector."""
         piece = self.piece
         return full[piece.start : piece.start + piece.numel].view(piece.shape)
 
@@ -283,16 +285,17 @@ def is_of_shard(tensor: torch.Tensor) -> bool:
 
 
 class Flat:
-    """A flat vector of parameters (see the note above). The driver decides when it is gathered.
+    """A flat vector of parameters (see the module's note). The driver decides when it is gathered.
 
     Args:
-        sources: parameters of one dtype, on one device.
+        sources: the parameters, all of one dtype and on one device.
         group: the ranks among which the vector is divided.
-        number: the number of this flat on its group, for `tagged_shape`.
-        compute_dtype, reduce_dtype: None means the dtype of the shards; of the computation.
+        number: the number of this flat within its group, for `tagged_shape`.
+        compute_dtype: dtype of the computation; None means the dtype of the shards.
+        reduce_dtype: dtype of the reduction; None means the dtype of the computation.
         offload: whether to keep the chunk in host memory.
-        replicas: ranks that keep a copy of this rank's chunk.
-        memory: the memory shared with the other flats of the group.
+        replicas: the ranks that keep a copy of this rank's chunk, or None.
+        memory: the memory that all flats of the group share.
 
     Attributes:
         replicas: the ranks that keep a copy of this rank's chunk, or None.
@@ -344,12 +347,12 @@ class Flat:
 
     @property
     def full_bytes(self) -> int:
-        """Size of the whole vector in bytes."""
+        """The size of the whole vector in bytes."""
         return self.layout.numel * self.compute_dtype.itemsize
 
     @property
     def gradient_bytes(self) -> int:
-        """Size of the buffer that reduces the gradients, in bytes."""
+        """The size of the buffer in which the gradients are reduced, in bytes."""
         return self.layout.numel * self.reduce_dtype.itemsize
 
     # ---- parameters ----
@@ -392,7 +395,7 @@ class Flat:
             self._works.pop(0).wait()
 
     def show_leaves(self) -> None:
-        """Show whole parameters to the modules; `requires_grad` is copied from the shards.
+        """Make the modules use whole parameters; `requires_grad` is copied from the shards.
 
         Raises:
             ValueError: the program replaced a parameter.
@@ -406,7 +409,7 @@ class Flat:
             member.show_leaf()
 
     def show_shards(self) -> None:
-        """Show the shards to the modules; a `requires_grad` set on a leaf is copied to them."""
+        """Make the modules use the shards; copy a `requires_grad` that was set on a leaf."""
         for member in self.members:
             member.show_shard()
 
@@ -420,7 +423,7 @@ class Flat:
             member.adopt()
 
     def release(self, near: ProcessGroup | None = None) -> None:
-        """Release the memory of `full`, except for this rank's part among `near`.
+        """Release the memory of `full`, except for the part that this rank keeps for `near`.
 
         Values that the program wrote into whole parameters in place are first copied to the shards.
         """
@@ -464,7 +467,7 @@ class Flat:
         return torch.zeros(numel, dtype=self.dtype, device=self.device)
 
     def _fill(self, sources: Sequence[Source], replicas: ProcessGroup | None) -> None:
-        """Fill this rank's chunk from rank 0's parameters, so that all ranks start alike."""
+        """Fill this rank's chunk from rank 0's parameters, so that all ranks start equal."""
         whole = None
         if self.group.rank == 0:
             whole = self.full.tensor if self.compute_dtype == self.dtype else make_whole(self)
@@ -496,7 +499,7 @@ def _set_versions(members: Sequence[Member], versions: Sequence[int]) -> None:
 
 
 def make_whole(flat: Flat) -> torch.Tensor:
-    """Return a tensor for the whole vector in the shards' dtype, resident only once written."""
+    """Return a tensor for the whole vector in the shards' dtype, not resident until written."""
     if flat.device.type == "cpu":
         return HostStorage(flat.layout.numel, flat.dtype).tensor
     return torch.zeros(flat.layout.numel, dtype=flat.dtype, device=flat.device)

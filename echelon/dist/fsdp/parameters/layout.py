@@ -1,12 +1,12 @@
-"""The position of each parameter in a unit's flat vector, and its division among ranks.
+"""Computes the position of each parameter in a unit's flat vector, and the ranks' chunks.
 
     flat vector   |p0   .|p1          .|p2 .|p3             .|  padding |
     chunks        |   rank 0     |   rank 1     |   rank 2     | ...
 
 Every parameter starts on a boundary that suits vector instructions. Except in small units, chunks
 are whole numbers of pages, so that other ranks' parts can be returned to the system page by page;
-in a small unit that would leave most ranks with nothing. This module is pure arithmetic, without
-tensors.
+in a small unit, whole pages would leave most ranks without data. This module is pure arithmetic,
+without tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TAG_BITS = 7  # a chunk divides by 2 this often: see `tagged_shape`
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One parameter's place in the flat vector, in elements."""
+    """The position of one parameter in the flat vector, in elements."""
 
     start: int
     numel: int
@@ -31,12 +31,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One rank's part of one parameter, in elements; `length` may be 0.
+    """The part of one parameter that one rank holds, in elements; `length` may be 0.
 
     Attributes:
-        start: first element, counted in the flattened parameter.
+        start: index of the first element in the flattened parameter.
         length: number of elements.
-        offset: where they begin in the rank's chunk.
+        offset: index of the first element in the rank's chunk.
     """
 
     start: int
@@ -46,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The flat vector of `group_size * chunk_numel` elements and the parameters in it."""
+    """The flat vector of `group_size * chunk_numel` elements, and the parameters in it."""
 
     pieces: tuple[Piece, ...]
     chunk_numel: int
@@ -54,11 +54,11 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole vector, including padding."""
+        """The number of elements of the whole vector, including padding."""
         return self.chunk_numel * self.group_size
 
     def part(self, index: int, rank: int) -> Part:
-        """Return the part of a parameter that `rank` has."""
+        """Return the part of a parameter that `rank` holds."""
         piece = self.pieces[index]
         first, last = rank * self.chunk_numel, (rank + 1) * self.chunk_numel
         start = min(max(piece.start, first), last)
@@ -75,10 +75,11 @@ def plan_layout(
 
     Args:
         shapes: the shape of each parameter.
-        itemsize: size of the smallest element that the vector will hold (a unit may be gathered in
-            a dtype other than that of its shards; both must be aligned to pages).
+        itemsize: size in bytes of the smallest element that the vector will hold. A unit may be
+            gathered in a dtype other than the shards' dtype, and chunks in both must be aligned to
+            pages.
         group_size: number of ranks.
-        page_bytes: chunks are multiples of this, unless the unit is small.
+        page_bytes: size of a page; chunks are whole pages unless the unit is small.
     """
     step = max(1, _START_BYTES // itemsize)
     pieces, end = [], 0
@@ -98,8 +99,8 @@ def tagged_shape(numel: int, tag: int) -> tuple[int, ...]:
     """Return a shape of `numel` elements that is different for each tag of `TAG_BITS` bits.
 
     Groups compare the shapes of every collective before any result is written. Units of equal size
-    would look alike; with a shape that encodes the unit, a rank that gathers a different unit from
-    the others causes an error that names it, at no cost.
+    would look alike in that comparison. With a shape that encodes the unit, a rank that gathers a
+    different unit than the other ranks causes an error that names this rank, at no additional cost.
     """
     bits = [1 + (tag >> bit & 1) for bit in range(TAG_BITS)]
     rest, odd = divmod(numel, math.prod(bits))
@@ -108,7 +109,7 @@ def tagged_shape(numel: int, tag: int) -> tuple[int, ...]:
 
 
 def tag_of(shape: Sequence[int]) -> int:
-    """Return the tag that `tagged_shape` encoded in a shape, or -1 if there is none."""
+    """Return the tag that `tagged_shape` encoded in a shape, or -1 if the shape has none."""
     bits = shape[:TAG_BITS]
     if len(shape) != TAG_BITS + 1 or any(bit not in (1, 2) for bit in bits):
         return -1

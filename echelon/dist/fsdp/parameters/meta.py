@@ -1,4 +1,4 @@
-"""Parameters on the meta device: allocated and initialised one unit at a time."""
+"""Allocates and initialises parameters that are on the meta device, one unit at a time."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ def make_real(
 ) -> None:
     """Allocate and initialise a unit's parameters and buffers that are on the meta device.
 
-    A parameter remains the same Python object, so ties to modules of other units, optimizers
-    created earlier and the parameter's own attributes remain valid.
+    Each parameter remains the same Python object. So ties to modules of other units, optimizers
+    created earlier, and the parameter's attributes remain valid.
 
     Args:
-        parts: the unit's modules with their paths; those of inner units are already real.
-        ignored: ids of parameters that are left alone.
-        device: where to allocate them; None means the CPU.
-        init: called with each of these modules after its `reset_parameters()`, if there is one.
+        parts: the unit's modules with their paths; modules of inner units are already allocated.
+        ignored: the `id()` of each parameter to leave unchanged.
+        device: where to allocate the parameters and buffers; None means the CPU.
+        init: called with each module that has meta parameters, after its `reset_parameters()` if it
+            has one.
 
     Raises:
         ValueError: a module cannot initialise its parameters or buffers.

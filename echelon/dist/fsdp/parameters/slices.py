@@ -1,8 +1,9 @@
-"""Slices: parameters divided along one dim by tensor parallelism.
+"""Marks slices: parameters that tensor parallelism divided along one dim.
 
-A rank's parameter is then an even part of the whole one. Code that depends on whole shapes and
-positions (checkpoints, whole state dicts) reads the part's position here. The mark is an attribute
-of the parameter, like those in `marks.py`, and is copied from a parameter to its leaf.
+A rank's parameter is then an even part of the whole parameter. Code that depends on whole shapes
+and positions (checkpoints, whole state dicts) reads the part's position from its mark. The mark is
+an attribute of the parameter, like the marks in `marks.py`, and is copied from a parameter to its
+leaf.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Slice:
 
     Attributes:
         shape: shape of the whole tensor.
-        dim: the dim along which it is divided.
+        dim: the dim along which the tensor is divided.
         index: index of this part.
         count: number of parts.
     """
@@ -34,27 +35,27 @@ class Slice:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The part's shape."""
+        """The shape of this part."""
         shape = list(self.shape)
         shape[self.dim] //= self.count
         return tuple(shape)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """View the part in the whole tensor."""
+        """View this part in the whole tensor."""
         length = self.shape[self.dim] // self.count
         return whole.narrow(self.dim, self.index * length, length)
 
     def __deepcopy__(self, memo: object) -> Slice:
-        """Return the same object, which is immutable."""
+        """Return the same object, because a slice is immutable."""
         return self
 
 
 def set_slice(parameter: nn.Parameter, part: Slice) -> None:
-    """Mark a parameter as a part of a whole one."""
+    """Mark a parameter as a part of a whole parameter."""
     parameter.__dict__[_NAME] = part
 
 
 def slice_of(tensor: Any) -> Slice | None:
-    """Return the slice that a parameter is, or None if it is whole."""
+    """Return the slice that a parameter represents, or None if the parameter is whole."""
     found = getattr(tensor, _NAME, None)
     return found if isinstance(found, Slice) else None

@@ -1,4 +1,4 @@
-"""Unit: parameters that are gathered and released together, usually one block of the model."""
+"""Unit: gathers and releases the parameters of some modules together, usually one block's."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ _owners: weakref.WeakKeyDictionary[Flat, weakref.ref[Unit]] = weakref.WeakKeyDic
 
 
 class Unit:
-    """Modules whose parameters are gathered and released together, when `entry` requires it.
+    """Modules whose parameters are gathered and released together, as the order decides.
 
     Args:
-        number: the unit's number on its group.
-        near: the ranks among which the unit is gathered again for the backward; None means all.
+        number: the unit's number within its group.
+        near: the ranks among which the unit is gathered again for the backward; None means all
+            ranks.
         reshard: whether the unit is released after forward.
         depth: how many units ahead of this one are gathered while it computes.
 
     Attributes:
-        entry: the order's data about the unit: its state, whether it is held, its calls.
-        borrowed: units that own parameters that this one also uses.
+        entry: the order's record of the unit: its state, its calls, and whether it is held.
+        borrowed: units that own parameters that this unit also uses.
     """
 
     def __init__(
@@ -67,12 +68,12 @@ class Unit:
 
     @property
     def number(self) -> int:
-        """The unit's number on its group."""
+        """The unit's number within its group."""
         return self.entry.number
 
     @property
     def name(self) -> str:
-        """The module's path, known once an outer module is sharded too; for messages."""
+        """The module's path, for messages; known once an outer module is sharded too."""
         return self.entry.name
 
     @property
@@ -81,14 +82,14 @@ class Unit:
         return self.entry.state
 
     def borrow(self, owners: Sequence[Unit]) -> None:
-        """Record parameters of other units that this unit also uses."""
+        """Record parameters that other units own and this unit also uses."""
         for owner in owners:
             self.borrowed.append(owner)
             self.entry.borrowed.append(owner.entry)
             owner.entry.borrowers.add(self.entry)
 
     def __deepcopy__(self, memo: object) -> Unit:
-        """Refuse: a copy would share the collectives and the memory of the original."""
+        """Refuse to copy, because a copy would share the original's collectives and memory."""
         raise ValueError(
             "a sharded model cannot be copied. Copy it before fully_shard and shard the copy too; "
             "for a moving average, keep clones of model.parameters(), which are the shards"
@@ -101,17 +102,17 @@ class Unit:
 
     @property
     def members(self) -> Iterator[Member]:
-        """All parameters, in the order of the vectors."""
+        """All parameters, in the order in which they are laid out in the flat vectors."""
         return (member for flat in self.flats for member in flat.members)
 
     @property
     def trains(self) -> bool:
-        """Whether any of its parameters requires gradients."""
+        """Whether any of the unit's parameters requires gradients."""
         return any(flat.trains for flat in self.flats)
 
     @property
     def has_frozen(self) -> bool:
-        """Whether any of its parameters is frozen."""
+        """Whether any of the unit's parameters is frozen."""
         return any(not member.leaf.requires_grad for member in self.members)
 
     def trained(self) -> set[Hashable]:
@@ -121,7 +122,7 @@ class Unit:
     # ---- parameters ----
 
     def start_gather(self, near: ProcessGroup | None = None) -> None:
-        """Start gathering, among the `near` ranks if these kept a part.
+        """Start gathering the unit, only among the `near` ranks if these kept a part.
 
         Raises:
             ValueError: a shard was converted or moved.
@@ -144,7 +145,7 @@ class Unit:
             flat.wait()
 
     def wait(self) -> None:
-        """Block until all parameters are in memory, and show them to the modules.
+        """Block until all parameters are in memory, and make the modules use them.
 
         Raises:
             CollectiveError: a rank was lost, did not join, or gathers a different unit.
@@ -161,7 +162,7 @@ class Unit:
         )
 
     def release(self, near: ProcessGroup | None = None) -> None:
-        """Release the gathered parameters' memory, except for this rank's part among `near`."""
+        """Release the gathered parameters' memory, except the part that is kept for `near`."""
         for flat in self.flats:
             flat.release(near)
             flat.show_shards()
@@ -173,18 +174,18 @@ class Unit:
         )
 
     def has_tag(self, tag: int) -> bool:
-        """Return whether a collective's shape with this tag belongs to one of the flats."""
+        """Return whether a collective's shape with this tag belongs to one of the unit's flats."""
         return any(flat.number % (1 << TAG_BITS) == tag for flat in self.flats)
 
     def has_gradients(self) -> bool:
-        """Return whether autograd left gradients that were not reduced."""
+        """Return whether autograd left gradients that have not been reduced."""
         return any(member.has_gradient for member in self.members)
 
     def check_step(self) -> None:
         """Check that an optimizer may change the shards.
 
         Raises:
-            ValueError: gradients were not reduced, the parameters are held, or a shard was
+            ValueError: gradients have not been reduced, the parameters are held, or a shard was
                 converted or moved.
         """
         if self.has_gradients():
@@ -210,7 +211,7 @@ class Unit:
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """Return the unit of which a module is a root, or None."""
+    """Return the unit of which a module is a root, or None if it is not a root of a unit."""
     unit: Unit | None = attached(module)
     return unit
 

@@ -1,1 +1,1 @@
-"""One training step: hooks report events, the driver carries out what the order decides."""
+"""Runs a training step: hooks report events, and the driver carries out the order's decisions."""

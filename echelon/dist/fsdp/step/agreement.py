@@ -1,8 +1,8 @@
-"""The agreement of ranks when a unit is created: on its settings and on the existing units.
+"""Makes the ranks agree, when a unit is created, on its settings and on the existing units.
 
 The order of collectives follows from the units' settings, so they must be equal on all ranks. The
 default budget follows from the existing units, and the garbage collector runs at different moments
-on different ranks, so a unit counts until all ranks have deleted it.
+on different ranks, so a unit is included until all ranks have deleted it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from echelon.dist.group import ProcessGroup
 
 
 def check_settings(driver: Driver, title: str, settings: dict[str, Any]) -> None:
-    """Check that all ranks create the next unit alike. Collective; blocks until all have joined.
+    """Check that all ranks create the next unit alike. Collective; blocks until all join.
 
     Args:
         driver: the unit's driver.
-        title: the title of its module, for messages.
-        settings: plain values by the names of `fully_shard`'s arguments.
+        title: the name of the unit's module, for messages.
+        settings: plain values, keyed by the names of `fully_shard`'s arguments.
 
     Raises:
         ValueError: a setting differs, or the ranks call `fully_shard` on different modules.

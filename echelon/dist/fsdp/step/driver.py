@@ -1,12 +1,12 @@
 """Driver: carries out the decisions of the order for the units of one group.
 
-There is one per group over which units are sharded. It reports events to `order.Order` and carries
-out the returned actions: it starts collectives, waits for them, and allocates and releases the
-units' memory. Gradients are reduced in a separate group, so that neither kind of collective waits
-behind the other.
+Each group over which units are sharded has one driver. The driver reports events to `order.Order`
+and carries out the returned actions: it starts collectives, waits for them, and allocates and
+releases the units' memory. Gradients are reduced in a separate group, so that gathers and
+reductions never wait for each other.
 
-It lives as long as its group and has only weak references to units and to the memory that they
-share, so deleting a model frees all of that.
+The driver exists as long as its group. It has only weak references to units and to the memory that
+they share, so deleting a model frees both.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def driver_of(unit: Unit) -> Driver:
 
 
 class _Run:
-    """An object that lives as long as autograd's engine runs, held only by the engine's callback.
+    """An object that exists while autograd's engine runs, held only by the engine's callback.
 
     If an exception stops the engine, the callback is dropped together with this object, which shows
     the driver that the step failed.
@@ -63,12 +63,15 @@ class Driver:
     """The driver of one group's units. Not thread-safe: only one thread at a time may run a step.
 
     Attributes:
-        group: the group for gathers. reducing: the same ranks, for reductions.
-        replicas: the ranks that hold the same chunk as this one, or None.
-        order: makes the decisions.
-        units: the units by number. sizes: their sizes, and those of some deleted units.
-        hashes: hashes of the gathers and of the reductions so far, each in their order. How the two
-            kinds alternate may depend on the parameters that a rank used.
+        group: the group for gathers.
+        reducing: a group of the same ranks, for reductions.
+        replicas: the ranks that hold the same chunk as this rank, or None.
+        order: decides what to gather, release and reduce, and when.
+        units: the units, keyed by number.
+        sizes: the sizes of the units, keyed by number, including some deleted units.
+        hashes: running hashes, one over the gathers and one over the reductions, each in the order
+            of issue. They are separate because how gathers and reductions alternate may depend on
+            the parameters that a rank used.
     """
 
     def __init__(self, group: ProcessGroup, replicas: ProcessGroup | None) -> None:
@@ -92,7 +95,7 @@ class Driver:
     # ---- making ----
 
     def add(self, unit: Unit) -> None:
-        """Add a unit."""
+        """Add a unit to this driver."""
         self._num_units += 1
         self.units[unit.number] = unit
         self.order.add(unit.entry)
@@ -114,7 +117,7 @@ class Driver:
 
     @property
     def memory(self) -> Memory:
-        """The memory that the units share, which lives as long as any of them."""
+        """The memory that the units share, which exists as long as any unit."""
         memory = None if self._memory is None else self._memory()
         if memory is None:
             memory = Memory(lambda: self.order.budget.third)
@@ -141,8 +144,8 @@ class Driver:
     def prepare(self, device: torch.device) -> None:
         """Make every group create its communicators on a device now. Collective.
 
-        A group creates its communicator at its first operation on a device. In the middle of a step
-        that would allocate memory, and could wait for kernels that wait for a late peer.
+        A group creates its communicator at its first operation on a device. In the middle of a
+        step, this would allocate memory and could wait for kernels that wait for a late peer.
         """
         for group in self.groups():
             if device.type != "cpu" and group.size > 1 and (group, device) not in self._prepared:
@@ -150,7 +153,7 @@ class Driver:
                 group.all_reduce(torch.zeros(1, device=device))
 
     def groups(self) -> list[ProcessGroup]:
-        """Return the groups in which other ranks may wait for this one."""
+        """Return the groups in which other ranks may be waiting for this rank."""
         every = [self.group, self.reducing, self.replicas, *self._near.values()]
         return [group for group in every if group is not None]
 
@@ -161,7 +164,7 @@ class Driver:
         return self.order.is_nested(unit.entry)
 
     def is_at_work(self, unit: Unit) -> bool:
-        """Return whether a backward is running, or a unit's forward."""
+        """Return whether a backward or a unit's forward is running."""
         _ = self.in_backward
         return self.order.is_at_work(unit.entry)
 
@@ -173,7 +176,7 @@ class Driver:
         return self.order.in_backward
 
     def before_forward(self, unit: Unit, *, trains: bool) -> None:
-        """Gather a unit's parameters; `trains`: whether a backward may follow."""
+        """Gather a unit's parameters; `trains` is whether a backward may follow."""
         with self._failing():
             _ = self.in_backward
             records = torch.is_grad_enabled()
@@ -186,19 +189,19 @@ class Driver:
             self._do(self.order.forward_ends(unit.entry, has_graph=has_graph))
 
     def outputs_have_gradients(self, unit: Unit, call: int | None) -> None:
-        """Gather the parameters that autograd needs for the unit it is about to pass through."""
+        """Gather the parameters of the unit that autograd is about to pass through."""
         with self._failing():
             self._enter_backward()
             self._do(self.order.outputs_have_gradients(unit.entry, call))
 
     def gradient_arrives(self, unit: Unit, member: Member) -> None:
-        """Process the finished gradient of a parameter."""
+        """Process a parameter's gradient, which autograd has finished."""
         with self._failing():
             self._enter_backward()
             self._do(self.order.gradient_arrives(unit.entry, member))
 
     def inputs_have_gradients(self, unit: Unit, call: int) -> None:
-        """Release and reduce a unit if this was its last call."""
+        """Release and reduce a unit if this was the last of its calls."""
         with self._failing():
             self._enter_backward()
             self._do(self.order.inputs_have_gradients(unit.entry, call))
@@ -233,12 +236,12 @@ class Driver:
             self._do(self.order.gather([unit.entry for unit in units]))
 
     def hold(self, units: Iterable[Unit]) -> None:
-        """Gather units and keep them until they are released."""
+        """Gather units and hold them until the program releases them."""
         with self._failing():
             self._do(self.order.hold([unit.entry for unit in units]))
 
     def release(self, units: Iterable[Unit]) -> None:
-        """Release units, even held ones."""
+        """Release units, including units that the program holds."""
         with self._failing():
             self._do(self.order.release([unit.entry for unit in units]))
 
@@ -263,7 +266,7 @@ class Driver:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Report an exception in the block to the order."""
+        """Report an exception raised in the block to the order."""
         try:
             yield
         except BaseException:
@@ -337,14 +340,14 @@ class Driver:
         return self._reducer
 
     def _note(self, what: str, number: int) -> None:
-        """Add a gather or a reduction to its hash."""
+        """Add a gather or a reduction to the hash of its kind."""
         self.hashes[what] = zlib.crc32(f"{what} {number}".encode(), self.hashes[what])
 
     # ---- errors ----
 
     @contextlib.contextmanager
     def _explaining(self, doing: str) -> Iterator[None]:
-        """Replace shapes in an error's text by the units at which the ranks were."""
+        """Replace shapes in an error's text with the units that the ranks were processing."""
         try:
             yield
         except CollectiveError as err:

@@ -1,6 +1,7 @@
-"""The hooks that connect a unit's modules and autograd to its driver.
+"""Connects a unit's modules and autograd to the unit's driver by hooks.
 
-They run outside compiled code: a compiled block sees gathered parameters as plain tensors.
+The hooks run outside compiled code, so that a compiled block sees gathered parameters as plain
+tensors.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def install(unit: Unit, modules: Sequence[nn.Module], driver: Driver) -> None:
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Let a method of a sharded module gather its parameters like `forward`.
+    """Make a method of a sharded module gather the module's parameters, as `forward` does.
 
     Args:
         module: a module that was passed to `fully_shard`.
@@ -98,7 +99,7 @@ def _hook_gradient(unit: Unit, driver: Driver, member: Member) -> None:
 
 
 class _PartHook:
-    """A hook before the forward of a module inside a unit: its parameters must be in memory."""
+    """A hook before the forward of a module in a unit, whose parameters must be in memory."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
@@ -115,7 +116,7 @@ class _PartHook:
 
 
 class _ModuleHooks:
-    """Hooks before and after the forward of a unit's modules."""
+    """The hooks before and after the forward of a unit's modules."""
 
     def __init__(self, unit: Unit, driver: Driver) -> None:
         self._unit = unit
@@ -150,10 +151,10 @@ class _ModuleHooks:
     def _detached_from_unit(self, output: Any) -> Any:
         """Return outputs that are not inputs and do not share memory with parameters.
 
-        A unit may return an input unchanged (a dropped layer). The gradient of the output shows
-        that the unit's backward begins, and that of the input that it is over, so they must be
-        different tensors. In addition, a view of a parameter would be read after its memory is
-        released.
+        A unit may return an input unchanged (a dropped layer). The gradient of an output shows that
+        the unit's backward begins, and the gradient of an input shows that it is over, so the two
+        must be different tensors. In addition, an output that views a parameter would be read after
+        the parameter's memory is released.
         """
         inputs = {id(tensor) for ref in self._inputs if (tensor := ref()) is not None}
 
@@ -197,14 +198,14 @@ class _ModuleHooks:
 
 
 def _trains(args: Any, kwargs: Any) -> bool:
-    """Return whether a backward may follow, as it also does under reentrant checkpointing."""
+    """Return whether a backward may follow, which is also possible in a reentrant checkpoint."""
     return torch.is_grad_enabled() or any(
         tensor.requires_grad for tensor in tensors_in((args, kwargs))
     )
 
 
 def _watch(value: Any, told: Callable[[], None]) -> bool:
-    """Call `told` when any tensor in a value gets its gradient; return whether one ever will."""
+    """Call `told` when any tensor in a value gets its gradient; return whether this can happen."""
 
     def hook(gradient: torch.Tensor) -> None:  # noqa: ARG001
         told()
@@ -218,7 +219,7 @@ def _watch(value: Any, told: Callable[[], None]) -> bool:
 
 
 class _Told:
-    """A callback that reports once per backward that a call's inputs have their gradients."""
+    """A callback that reports, once per backward, that a call's inputs have their gradients."""
 
     def __init__(self, tell: Callable[[], None]) -> None:
         self._tell = tell
@@ -235,10 +236,10 @@ class _Told:
 
 
 def _watch_all(tensors: Iterable[torch.Tensor], told: Callable[[], None]) -> bool:
-    """Call `told` when all of some tensors have their gradients; return whether any will.
+    """Call `told` when all of these tensors have gradients; return whether any will get one.
 
-    Some may get theirs long before the others: a skip connection's gradient is available at once.
-    Tensors that the unit does not use are not waited for.
+    Some tensors may get their gradients long before the others; the gradient of a skip connection,
+    for example, is available at once. Tensors that the unit does not use are not waited for.
     """
     watched = [tensor for tensor in tensors if tensor.requires_grad]
 
@@ -255,8 +256,9 @@ def _watch_all(tensors: Iterable[torch.Tensor], told: Callable[[], None]) -> boo
 def _inner(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose gradient is this unit's contribution to the original's gradient.
 
-    It is complete when the unit's backward is complete. The original's gradient also has
-    contributions from other units, and a leaf's is processed as soon as it is ready.
+    That gradient is complete when the unit's backward is complete. The original's gradient would
+    not show this, because it also has contributions from other units, and the gradient of a leaf is
+    processed as soon as it is ready.
     """
     return tensor.view_as(tensor) if tensor.requires_grad else tensor
 

@@ -1,4 +1,4 @@
-"""Tensors inside the arguments and results of a module: tuples, lists, dicts, dataclasses."""
+"""Finds tensors inside the arguments and results of a module: tuples, lists, dicts, dataclasses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return a nested value with every tensor mapped; values without tensors are unchanged."""
+    """Return a nested value with a function applied to every tensor; other values are unchanged."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if not any(True for _ in tensors_in(value)):

@@ -1,6 +1,6 @@
-"""Reducer: all reductions of one backward, in flight together, and the exchange that ends them.
+"""Reducer: runs all reductions of one backward concurrently, and the exchange that ends them.
 
-At the end every rank publishes the order in which it gathered and reduced units (a hash), and the
+At the end, every rank publishes a hash of the order in which it gathered and reduced units, and the
 parameters for which it had gradients. A rank with a different order is named in an error, and a
 parameter without a gradient on any rank keeps its `.grad`, so that the optimizer skips it.
 """
@@ -21,12 +21,12 @@ from echelon.errors import CollectiveMismatchError
 
 
 class Reducer:
-    """The reductions of units, in the order of `start`, which is the same on all ranks.
+    """The reductions of units, in the order of the calls of `start`, which all ranks share.
 
     Args:
         pool: the source of buffers.
         group: the group that reduces.
-        replicas: the ranks that hold the same chunk as this one, or None.
+        replicas: the ranks that hold the same chunk as this rank, or None.
         note: called with "reduce" and a flat's number for each reduction that begins.
     """
 
@@ -46,7 +46,7 @@ class Reducer:
         self._all: list[Reduction] = []
 
     def collect(self, member: Member) -> None:
-        """Process a gradient that autograd has just finished."""
+        """Process a gradient that autograd has finished."""
         self._reduction(member.flat).collect(member)
 
     def start(self, unit: Unit) -> None:
@@ -69,7 +69,7 @@ class Reducer:
             self._all.append(reduction)
 
     def finish_first(self, unit: Unit) -> None:
-        """Block until the reductions of a unit and those before it are complete.
+        """Block until the reductions of a unit and all earlier reductions are complete.
 
         Raises:
             CollectiveError: a rank was lost or did not join.
@@ -81,10 +81,10 @@ class Reducer:
         """Wait for all reductions and set the shards' gradients.
 
         Args:
-            hashes: hashes of the order in which this rank passed through the units.
+            hashes: the hashes of the order in which this rank gathered and reduced units.
 
         Raises:
-            CollectiveMismatchError: a rank passed through the units in a different order.
+            CollectiveMismatchError: a rank gathered or reduced units in a different order.
             CollectiveError: a rank was lost or did not join.
         """
         if not self._all:
@@ -106,7 +106,7 @@ class Reducer:
         return self._filling[flat]
 
     def _advance(self, limit: int) -> None:
-        """Advance the reductions in flight in order; block while there are more than `limit`."""
+        """Advance the reductions in order; block while more than `limit` of them are in flight."""
         while self._flying and self._flying[0].advance(block=len(self._flying) > limit):
             self._flying.popleft()
 

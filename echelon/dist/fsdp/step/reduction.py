@@ -5,9 +5,9 @@
               --> shard.grad
 
 The buffer always has its full size, with zeros for gradients that this rank does not have, so that
-ranks that did not use a parameter stay in step with the others. The exchange at the end of the
-backward (`reducer.py`) determines which parameters got a gradient on any rank; the `.grad` of the
-others is unchanged, as in a single-process program.
+ranks that did not use a parameter stay in step with the other ranks. The exchange at the end of the
+backward (`reducer.py`) determines which parameters got a gradient on any rank; the `.grad` of all
+other parameters is unchanged, as in a single-process program.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Reduction:
     Args:
         flat: the flat whose gradients are reduced.
         pool: the source of buffers.
-        group: the group that reduces; the same ranks as the flat's.
-        replicas: the ranks that hold the same chunk as this one, or None.
+        group: the group that reduces, with the same ranks as the flat's group.
+        replicas: the ranks that hold the same chunk as this rank, or None.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class Reduction:
     def collect(self, member: Member) -> None:
         """Copy a gradient into the buffer and free it.
 
-        A small gradient that arrives first stays in `.grad`: otherwise a unit whose norm gets its
-        gradient long before the rest would hold a buffer all that time.
+        A small gradient that arrives first stays in `.grad`. Otherwise, a unit whose norm gets its
+        gradient long before the other parameters would hold a buffer for all that time.
         """
         gradient = member.leaf.grad
         assert gradient is not None, member.name
@@ -86,11 +86,11 @@ class Reduction:
         )
 
     def cross(self) -> None:
-        """Start the sum over the replicas after blocking until this group's sum is complete.
+        """Block until the sum over this group is complete, then start the sum over the replicas.
 
-        [Note: launches of two levels] The start is determined by the order of reductions, never by
-        whether the first level happens to be complete: device libraries require that all ranks
-        launch the collectives of several communicators in the same order.
+        [Note: launches of two levels] The order of reductions determines when the second sum
+        starts, never whether the first happens to be complete, because device libraries require
+        that all ranks launch the collectives of several communicators in the same order.
         """
         if self._replicas is None or self._is_across or self._work is None:
             return
@@ -121,7 +121,7 @@ class Reduction:
             self._buffer = None
 
     def settle(self, present: set[Member]) -> None:
-        """Set the shards' gradients: those that arrived on any rank."""
+        """Set the `.grad` of the shards whose gradients arrived on any rank."""
         if self._sums is None:
             return  # done already
         sums, self._sums = self._sums, None

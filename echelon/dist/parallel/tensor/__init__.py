@@ -1,1 +1,1 @@
-"""Tensor parallelism: layers divided among ranks with differentiable collectives."""
+"""Tensor parallelism: divides layers among ranks, using differentiable collectives."""

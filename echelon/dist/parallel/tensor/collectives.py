@@ -1,8 +1,8 @@
-"""Differentiable collectives at the entry and exit of the divided part of a model.
+"""Differentiable collectives for the entry and exit of the divided part of a model.
 
 Outside the divided part every rank has the same features or, with `sequence`, an even part of each
-sequence. Each function has a collective in forward, and in backward the one that gives every rank
-the gradient of its input:
+sequence. Each function runs a collective in forward, and in backward the collective that gives
+every rank the gradient of its input:
 
     enter               identity                    backward: all_reduce
     enter, sequence     all_gather of positions     backward: reduce_scatter
@@ -10,9 +10,9 @@ the gradient of its input:
     leave, sequence     reduce_scatter              backward: all_gather
     gather              all_gather of a dim         backward: this rank's part, with no message
 
-The bytes on the wire are those of the collectives of `group`: `enter` and `leave` move the features
-of a layer once in forward and once in backward. All functions block, at most for the group's
-timeout, and raise its `CollectiveError`s. In a compiled module each of them splits the graph.
+The collectives of `group` do all communication: `enter` and `leave` move the features of a layer
+once in forward and once in backward. All functions block, at most for the group's timeout, and
+raise the group's `CollectiveError`s. In a compiled module, each function splits the graph.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ POSITIONS = -2  # the dim of a sequence's positions: features are last
 
 @uncompiled_call
 def enter(x: Tensor, group: ProcessGroup, *, sequence: bool) -> Tensor:
-    """Return the input of the divided part on every rank: [..., T, C]."""
+    """Return the input of the divided part of the model, on every rank: [..., T, C]."""
     if sequence:
         return cast(Tensor, _EnterSequence.apply(x, group))  # type: ignore[no-untyped-call]
     return cast(Tensor, _Enter.apply(x, group))  # type: ignore[no-untyped-call]
@@ -39,7 +39,7 @@ def enter(x: Tensor, group: ProcessGroup, *, sequence: bool) -> Tensor:
 
 @uncompiled_call
 def leave(x: Tensor, group: ProcessGroup, *, sequence: bool) -> Tensor:
-    """Sum the ranks' results; with `sequence` each rank gets its positions: [..., T / n, C].
+    """Sum the ranks' results; with `sequence`, return only this rank's positions: [..., T / n, C].
 
     Raises:
         ValueError: the positions cannot be divided evenly among the ranks.
@@ -57,7 +57,7 @@ def gather(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 @uncompiled_call
 def own_positions(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return this rank's positions: [..., T, C] -> [..., T / n, C].
+    """Return this rank's part of the positions: [..., T, C] -> [..., T / n, C].
 
     Raises:
         ValueError: the positions cannot be divided evenly among the ranks.

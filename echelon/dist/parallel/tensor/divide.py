@@ -1,4 +1,4 @@
-"""Dividing a model's layers according to a plan, and finding the undivided parameters."""
+"""Divides a model's layers according to a plan, and finds the undivided parameters."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ class Undivided:
     """The parameters that every rank of the group holds whole.
 
     Attributes:
-        partial: a rank's gradient is only a part of the gradient; the parts are summed.
-        equal: every rank computes the whole gradient; it is averaged, so that copies stay equal
-            even if a device adds in no fixed order.
+        partial: parameters for which each rank computes only a part of the gradient; the parts are
+            summed.
+        equal: parameters for which every rank computes the whole gradient. The gradients are
+            averaged, so that copies stay equal even if a device adds in no fixed order.
     """
 
     partial: tuple[nn.Parameter, ...] = ()
@@ -28,12 +29,12 @@ class Undivided:
 
 
 def divide_model(model: nn.Module, plan: Plan, setting: Setting) -> Undivided:
-    """Divide a model's layers among a group's ranks, which start from the first rank's values.
+    """Divide a model's layers among a group's ranks, all starting from the first rank's values.
 
     Collective; blocks at most for the group's timeout.
 
     Raises:
-        ValueError: the plan or the model does not allow it; nothing was sent.
+        ValueError: the plan or the model does not allow the division; nothing was sent.
         CollectiveError: a rank was lost or did not join.
     """
     _check(model, plan, setting)

@@ -1,4 +1,4 @@
-"""Gradients of parameters that every rank of a tensor-parallel group holds, kept equal."""
+"""Keeps gradients equal for parameters that every rank of a tensor-parallel group holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BUCKET_BYTES = 32 << 20
 
 
 class SharedGradients:
-    """The gradients that one step adds for undivided parameters, reduced at the step's end.
+    """The gradients of undivided parameters from one step, which are reduced at the step's end.
 
     Args:
         undivided: the undivided parameters of the whole model.
@@ -34,7 +34,7 @@ class SharedGradients:
         self._kept: dict[int, Tensor] = {}
 
     def set_aside(self) -> None:
-        """Set aside earlier steps' gradients, which are already reduced."""
+        """Set aside the gradients of earlier steps, which are already reduced."""
         if self._group.size > 1:
             for parameter in self.parameters:
                 if parameter.grad is not None:
@@ -42,15 +42,15 @@ class SharedGradients:
                     parameter.grad = None
 
     def drop(self) -> None:
-        """Restore the gradients set aside after a failed step, whose own gradients are dropped."""
+        """After a failed step, drop the step's gradients and restore the gradients set aside."""
         if self._group.size > 1:
             for parameter in self.parameters:
                 parameter.grad = self._kept.pop(id(parameter), None)
 
     def reduce(self) -> None:
-        """Sum or average the step's gradients over the group, and add those set aside.
+        """Sum or average the step's gradients over the group, and add the gradients set aside.
 
-        A parameter without a gradient on any rank still has none afterwards. Collective.
+        A parameter that has no gradient on any rank still has none afterwards. Collective.
 
         Raises:
             CollectiveError: a rank was lost or did not join.
@@ -66,7 +66,7 @@ class SharedGradients:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
     def _reduce(self, bucket: list[nn.Parameter]) -> None:
-        """Reduce gradients as one vector, with a flag per parameter: whether it has one."""
+        """Reduce gradients as one vector, with a flag for each parameter that has a gradient."""
         flags = [torch.full_like(_first(one), float(one.grad is not None)) for one in bucket]
         gradients = [_gradient(one).reshape(-1) for one in bucket]
         flat = torch.cat([*gradients, *flags])
@@ -93,7 +93,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters of one dtype and device, up to a size."""
+    """Group parameters that have the same dtype and device into buckets up to a size."""
     buckets: list[list[nn.Parameter]] = []
     open_ones: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
     for parameter in parameters:

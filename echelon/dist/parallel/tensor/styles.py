@@ -1,12 +1,13 @@
-"""Styles: how tensor parallelism changes each kind of module.
+"""Implements the styles: how tensor parallelism changes each kind of module.
 
 A divided layer keeps its module, its name and its parameter object; the parameter becomes this
-rank's slice, and the module's `forward` is replaced by one that communicates with the other ranks.
-Only plain tensors are used, so `fully_shard`, pipelines and optimizers work on it as on any model.
+rank's slice, and the module's `forward` is replaced by a function that communicates with the other
+ranks. Only plain tensors are used, so `fully_shard`, pipelines and optimizers work on the layer as
+on any model.
 
-Torch's DTensor was tried instead: `fully_shard` cannot place DTensors in its flat vectors, torch
-needs a second world beside echelon's, and the same layers took 2.3 times the processor time (width
-128, 2 ranks).
+Torch's DTensor was tried and rejected: `fully_shard` cannot place DTensors in its flat vectors,
+torch needs a second world beside echelon's, and the same layers took 2.3 times the processor time
+(width 128, 2 ranks).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ FEATURES = -1
 
 @dataclass(frozen=True)
 class Setting:
-    """The ranks among which layers are divided, and whether positions are divided outside them."""
+    """The ranks among which layers are divided, and whether positions are divided elsewhere."""
 
     group: ProcessGroup
     sequence: bool
@@ -59,7 +60,7 @@ def check(name: str, module: nn.Module, style: str, size: int) -> None:
 
 
 def make_region(name: str, module: nn.Module, setting: Setting) -> None:
-    """Let the first argument of a module enter the divided part of the model."""
+    """Make the first argument of a module enter the divided part of the model."""
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if not args or not isinstance(args[0], Tensor):
@@ -70,7 +71,7 @@ def make_region(name: str, module: nn.Module, setting: Setting) -> None:
 
 
 def make_column(name: str, module: nn.Module, setting: Setting, *, enters: bool) -> None:
-    """Divide a linear layer by its outputs; its output is this rank's part of the features."""
+    """Divide a linear layer by its outputs, so that it returns this rank's part of the features."""
     linear = _linear(name, module)
     linear.out_features = _divide_rows(name, linear, setting)
     if not enters:
@@ -84,7 +85,7 @@ def make_column(name: str, module: nn.Module, setting: Setting, *, enters: bool)
 
 
 def make_row(name: str, module: nn.Module, setting: Setting) -> None:
-    """Divide a linear layer by its inputs; the ranks' outputs are summed and the bias is added."""
+    """Divide a linear layer by its inputs; the outputs are summed over ranks, plus the bias."""
     linear = _linear(name, module)
     linear.in_features = divide(f"{name}.weight", linear.weight, 1, setting.group)
 
@@ -96,7 +97,7 @@ def make_row(name: str, module: nn.Module, setting: Setting) -> None:
 
 
 def make_vocabulary(name: str, module: nn.Module, setting: Setting) -> None:
-    """Divide an embedding by its rows, if possible evenly; each rank looks up its own tokens."""
+    """Divide an embedding evenly by its rows if possible; each rank looks up its own tokens."""
     embedding = _embedding(name, module)
     if embedding.num_embeddings % setting.group.size:
         make_embedding(name, module, setting)
@@ -117,7 +118,7 @@ def make_vocabulary(name: str, module: nn.Module, setting: Setting) -> None:
 
 
 def make_embedding(name: str, module: nn.Module, setting: Setting) -> None:
-    """Keep an embedding whole; with divided positions its output is cut to this rank's."""
+    """Keep an embedding whole; if positions are divided, return only this rank's positions."""
     embedding = _embedding(name, module)
     if setting.sequence:
 
@@ -128,7 +129,7 @@ def make_embedding(name: str, module: nn.Module, setting: Setting) -> None:
 
 
 def make_head(name: str, module: nn.Module, setting: Setting) -> None:
-    """Divide a linear layer by its outputs, if possible evenly, and gather the outputs."""
+    """Divide a linear layer evenly by its outputs if possible, and gather the outputs."""
     linear = _linear(name, module)
     group, sequence = setting.group, setting.sequence
     if linear.out_features % group.size:
@@ -154,8 +155,8 @@ def divide(name: str, parameter: Tensor, dim: int, group: ProcessGroup) -> int:
     A parameter used in several places is divided once.
 
     Raises:
-        ValueError: it cannot be divided evenly, is already divided along another dim, or is
-            computed from others.
+        ValueError: the parameter cannot be divided evenly, is already divided along another dim, or
+            is computed from other parameters.
     """
     if not isinstance(parameter, nn.Parameter):
         raise ValueError(f"{name} is not a parameter but a {type(parameter).__name__}")
@@ -183,7 +184,7 @@ def _divide_rows(name: str, linear: nn.Linear, setting: Setting) -> int:
 
 
 class _Forward:
-    """The forward of one divided module, replacing that of its class."""
+    """The forward of one divided module, which replaces the forward of the module's class."""
 
     def __init__(self, forward: Callable[[Tensor], Tensor]) -> None:
         self._forward = forward
@@ -192,7 +193,7 @@ class _Forward:
         return self._forward(x)
 
     def __deepcopy__(self, memo: object) -> _Forward:
-        """Refuse to copy: the copy would compute with the original's weights."""
+        """Refuse to copy, because the copy would compute with the original's weights."""
         raise ValueError(
             "a model that parallelize divided cannot be copied. Copy it before, and divide the "
             "copy too; for a moving average, keep clones of its parameters"
@@ -228,11 +229,11 @@ def _described(module: nn.Module) -> str:
 
 
 def _check_tokens(name: str, tokens: Tensor, num_all: int) -> None:
-    """Check that tokens are rows of the embedding; otherwise no rank would look them up.
+    """Check that each token is a row of the embedding; otherwise no rank would look it up.
 
     Raises:
-        IndexError: a token is not, as in `nn.Embedding`; only on the host, where the check does not
-            wait for a device.
+        IndexError: a token is not a row, as in `nn.Embedding`. Checked only on the host, where this
+            does not wait for a device.
     """
     if tokens.device.type == "cpu" and tokens.numel():
         least, most = int(tokens.min()), int(tokens.max())

@@ -1,1 +1,1 @@
-"""The executor: stages of torch modules, the messages between them, ties and replicas."""
+"""The executor: runs stages of torch modules, with messages between stages, ties and replicas."""

@@ -1,4 +1,4 @@
-"""Preconditions of a pipeline: a valid plan, the right stages, and agreement of all ranks."""
+"""Checks a pipeline's preconditions: a valid plan, the right stages, and agreement of all ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def plan_of(
     """Return the plan for a schedule's name, a file or a plan, and check that it matches.
 
     Raises:
-        ValueError: it does not match the numbers of ranks, micro-batches or chunks.
+        ValueError: the plan does not match the numbers of ranks, micro-batches or chunks.
         PlanError: the plan cannot be executed.
     """
     if isinstance(schedule, str) and not schedule.endswith(".csv"):
@@ -46,10 +46,10 @@ def plan_of(
 
 
 def check_stages(stages: Sequence[Stage], plan: Plan, rank: int) -> None:
-    """Check that a rank has the stages that the plan places there.
+    """Check that a rank has the stages that the plan places on it.
 
     Raises:
-        ValueError: the rank has different stages.
+        ValueError: the rank has other stages.
     """
     indices, expected = tuple(stage.index for stage in stages), plan.stages_of(rank)
     if indices != expected:
@@ -63,7 +63,7 @@ def check_stages(stages: Sequence[Stage], plan: Plan, rank: int) -> None:
 
 
 def check_shared(stages: Sequence[Stage], plan: Plan, ties: Sequence[Sequence[str]]) -> None:
-    """Check that parameters shared by a model's layers before `split` are tied between ranks.
+    """Check that parameters that a model's layers shared before `split` are tied between ranks.
 
     Raises:
         ValueError: a parameter that stages on several ranks use is not tied, so its copies would
@@ -91,7 +91,7 @@ def agree(
     mine: Ties,
     device: torch.device,
 ) -> str:
-    """Check that all ranks run the same plan with the same ties; return a name for the pipeline.
+    """Check that all ranks have the same plan and ties; return a name for the pipeline.
 
     Collective. The name is random, so that a message of an earlier, failed pipeline of the group is
     never mistaken for one of this pipeline.

@@ -1,4 +1,4 @@
-"""Splitting of a step's batch into micro-batches along dim 0."""
+"""Splits a step's batch into micro-batches along dim 0."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from echelon.dist.pipeline.execute.stage import Stage
 
 
 def split_batch(what: str, batch: Any, num_microbatches: int) -> list[list[torch.Tensor]]:
-    """Return each micro-batch's tensors; sizes differ by at most one row.
+    """Return the tensors of each micro-batch; the sizes differ by at most one row.
 
     Args:
-        what: the argument's name, for the error.
+        what: the name of the argument, for the error.
         batch: a tensor or a tuple of tensors, [batch_size, ...] each.
         num_microbatches: the number of micro-batches.
 
@@ -39,13 +39,13 @@ def split_batch(what: str, batch: Any, num_microbatches: int) -> list[list[torch
 
 
 def cut_off(inputs: Any) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Replace each input that the program computed with gradients by a leaf.
+    """Replace each input that has a graph from the program's own computation by a leaf.
 
     Each micro-batch runs its own backward, but autograd must run the program's part of the graph
-    only once, with the gradients of all micro-batches: `pass_on` does that.
+    only once, with the gradients of all micro-batches, which `pass_on` does.
 
     Returns:
-        The inputs, and each computed input with its leaf.
+        The new inputs, and pairs of each replaced input with its leaf.
     """
     listed = list(inputs) if isinstance(inputs, tuple | list) else [inputs]
     computed = []
@@ -59,14 +59,14 @@ def cut_off(inputs: Any) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
 
 
 def pass_on(computed: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Run the program's part of the backward with the gradients of the leaves."""
+    """Run the program's part of the backward with the gradients that the leaves received."""
     some = [(one, leaf.grad) for one, leaf in computed if leaf.grad is not None]
     if some:
         torch.autograd.backward([one for one, _ in some], [gradient for _, gradient in some])
 
 
 def check_batch(stages: list[Stage], inputs: Any, targets: Any, *, needs_targets: bool) -> None:
-    """Check that a rank was given the tensors that its stages need.
+    """Check that a rank received the tensors that its stages need.
 
     Raises:
         ValueError: tensors are missing, or inputs and targets on one rank differ in their number of

@@ -1,9 +1,9 @@
-"""Failure: if a step fails on one rank, the groups that it uses end on all ranks.
+"""Ends the groups that a step uses, on all ranks, if the step fails on one rank.
 
-Other ranks wait for this one in these groups: for outputs, gradients, shards or averages. An
+Other ranks wait for the failed rank in these groups: for outputs, gradients, shards or averages. An
 exception from a stage's module is the program's own error; a program that catches it, or takes long
-to exit, must not keep the others waiting until the groups' timeout. So they immediately get an
-error that names this rank.
+to exit, must not keep the other ranks waiting until the groups' timeout. So those ranks immediately
+get an error that names the failed rank.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _MAX_TEXT = 200
 def ending_on_failure(
     call: str, number: int, rank: int, on_failure: Callable[[], Iterable[ProcessGroup]]
 ) -> Iterator[None]:
-    """End groups if the block fails, and propagate its error unchanged.
+    """End groups if the block raises an error, and propagate the error unchanged.
 
     Args:
         call, number, rank: as in `end_groups`.
-        on_failure: called after a failure; returns the groups in which other ranks may wait.
+        on_failure: called after a failure; returns the groups in which other ranks may be waiting.
     """
     try:
         yield
@@ -44,11 +44,12 @@ def end_groups(
     """End groups because of an error on this rank. Does not block; ended groups are unchanged.
 
     Args:
-        groups: the groups in which other ranks may wait for this one.
+        groups: the groups in which other ranks may be waiting for this rank.
         call: the call that failed: "step" or "evaluate".
         number: the number of the call, from 0.
         rank: this process's global rank.
-        raised: the error of the call. Another rank's error is passed on with that rank's number.
+        raised: the error of the call. If it came from another rank, it is passed on with that
+            rank's number.
     """
     groups = list(dict.fromkeys(groups))
     ranks: tuple[int, ...] = (rank,)

@@ -1,4 +1,4 @@
-"""A backward in two halves: gradients of the inputs now, those of the weights later.
+"""Runs a backward in two halves: input gradients now, weight gradients later.
 
 Autograd's graph of a stage consists of nodes that compute and of parameters attached to them. For a
 typical linear layer:
@@ -12,17 +12,16 @@ node with parameters; such a node skips the product that only a weight would nee
 runs each recorded node again, only for its parameters. Each product is thus computed once, by the
 same kernels as in a whole backward, so the gradients are bitwise identical.
 
-Not everything is deferred. These parameters are computed at once, with the inputs:
+Not everything is deferred. The gradients of these parameters are computed at once, with those of
+the inputs:
 
-* those of nodes at the end of the graph that do not lead to an input, where nothing can be
-  deferred;
-* those attached to several nodes: the engine adds their contributions in its own order, which is
-  kept;
-* those of a Python `autograd.Function`, which would compute everything twice.
+* parameters of nodes that do not lead to an input, where nothing can be deferred; * parameters
+attached to several nodes, because the engine adds their contributions in its own order, which is
+kept; * parameters of a Python `autograd.Function`, which would compute everything twice.
 
-A hook that changes a gradient would change it twice, once in each half: use whole backwards (gpipe,
-1f1b, ...) with such hooks. Activation checkpointing recomputes once in each half (see
-`recomputation.py`).
+A hook that changes a gradient would change it twice, once in each half. Use schedules with whole
+backwards (gpipe, 1f1b, ...) with such hooks. Activation checkpointing recomputes once in each half
+(see `recomputation.py`).
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ Node = Any  # torch.autograd.graph.Node; its attributes depend on the function
 
 @dataclass
 class _Deferred:
-    """A node whose parameters are deferred, and the gradients of its outputs."""
+    """A node whose parameters' gradients are deferred, and the gradients of the node's outputs."""
 
     node: Node
     parameters: list[torch.Tensor]
@@ -61,12 +60,12 @@ class _Deferred:
 
 @dataclass
 class WeightHalf:
-    """The second half of a backward, ready to run once."""
+    """The second half of a backward, which can be run once."""
 
     _deferred: list[_Deferred] = field(default_factory=list)
 
     def run(self) -> None:
-        """Add the gradients of the parameters to their `.grad`, and free the graph."""
+        """Add the parameters' gradients to their `.grad`, and free the graph."""
         with recomputed_once():
             for one in self._deferred:
                 one.run()
@@ -78,10 +77,10 @@ def run_input_half(
     gradients: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
 ) -> WeightHalf:
-    """Add the gradients of `inputs` to their `.grad`; return the remaining work.
+    """Add the gradients of `inputs` to their `.grad`, and return the remaining work.
 
     Args:
-        roots: the roots of the graph: the stage's outputs.
+        roots: the roots of the graph, which are the stage's outputs.
         gradients: the gradient of each root.
         inputs: leaves that are not parameters.
     """
@@ -110,7 +109,7 @@ def _run(
 def _divide(
     roots: Sequence[GradientEdge], inputs: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[_Deferred]]:
-    """Return the parameters to compute at once, and the nodes whose parameters can be deferred."""
+    """Return the parameters to compute at once, and the nodes whose parameters are deferred."""
     own = {id(leaf) for leaf in inputs}
     top = {edge.node for edge in roots}
     hanging: dict[Node, torch.Tensor] = {}  # parameters, and the unary chains above them
@@ -143,7 +142,7 @@ def _divide(
 
 
 def _children_first(roots: Sequence[GradientEdge]) -> list[Node]:
-    """Return all nodes of a graph, each after those that it leads to."""
+    """Return all nodes of a graph, each after the nodes that it leads to."""
     order: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(edge.node, False) for edge in roots]

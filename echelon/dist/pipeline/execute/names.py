@@ -1,7 +1,7 @@
-"""Names: a rank's stages as one module whose parameters have the whole model's names.
+"""Combines a rank's stages into one module whose parameters have the whole model's names.
 
-Checkpoints store tensors by name. A stage that numbers its layers from 0 would share its names with
-every other stage, and a checkpoint of stages could be loaded only into the same stages.
+Checkpoints store tensors by name. If each stage numbered its layers from 0, names would clash
+between stages, and a checkpoint of stages could be loaded only into the same stages.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from echelon.dist.pipeline.execute.stage import Stage
 
 
 class StageModules(nn.Module):
-    """A rank's stages as one module: `state_dict` and `named_parameters` use the model's names.
+    """A rank's stages as one module whose parameters and state have the model's names.
 
-    It only holds the stages' modules and does not compute anything.
+    The module only holds the stages' modules and does not compute anything.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -26,15 +26,15 @@ class StageModules(nn.Module):
         self.stages = nn.ModuleList([stage.module for stage in stages])
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield each parameter with its name in the whole model; for the arguments see torch."""
+        """Yield each parameter with its name in the whole model; the arguments are torch's."""
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield self._whole_name(name), parameter
 
     def state_dict(self, *, keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
-        """Return the stages' states under the whole model's names.
+        """Return the stages' states with the whole model's names.
 
         Raises:
-            ValueError: two stages use one name.
+            ValueError: two stages use the same name.
         """
         states: dict[str, Any] = {}
         owner: dict[str, Stage] = {}
@@ -52,7 +52,7 @@ class StageModules(nn.Module):
     def load_state_dict(  # type: ignore[override]
         self, state_dict: dict[str, Any], strict: bool = True
     ) -> None:
-        """Load a state from `state_dict`, ignoring names of other ranks' stages."""
+        """Load a state from `state_dict`; names of other ranks' stages are ignored."""
         for stage in self._stages:
             start = len(stage.prefix)
             names = stage.module.state_dict()
@@ -64,6 +64,6 @@ class StageModules(nn.Module):
             stage.module.load_state_dict(own, strict=strict)
 
     def _whole_name(self, name: str) -> str:
-        """Return the whole model's name for `stages.1.layer.weight`."""
+        """Return the whole model's name for a name such as `stages.1.layer.weight`."""
         _, number, local = name.split(".", 2)
         return self._stages[int(number)].prefix + local

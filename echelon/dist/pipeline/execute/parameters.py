@@ -1,4 +1,4 @@
-"""Uniform access to a stage's parameters, whole or sharded: values and gradients by name."""
+"""Uniform access to the values and gradients of a stage's parameters, whether whole or sharded."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def is_sharded(stage: Stage) -> bool:
 
 
 def groups_of(stage: Stage) -> Iterator[ProcessGroup]:
-    """Return the groups of a stage's sharded parameters; some may be returned several times."""
+    """Return the groups of a stage's sharded parameters; the result may contain duplicates."""
     for unit in units_of(stage.module):
         yield from driver_of(unit).groups()
 
 
 def whole_parameters(stage: Stage) -> list[nn.Parameter]:
-    """Return the trained parameters that are not divided."""
+    """Return the parameters that require gradients and are not sharded."""
     return [
         parameter
         for parameter in stage.module.parameters()
@@ -39,10 +39,10 @@ def whole_parameters(stage: Stage) -> list[nn.Parameter]:
 
 
 class Tied:
-    """A parameter that is tied to those of other stages.
+    """A parameter that is tied to parameters of other stages.
 
-    If it is sharded, its whole value and gradient are assembled from all shards by summing tensors
-    that are zero outside each rank's own part, which does not change any bit.
+    If the parameter is sharded, its whole value and gradient are assembled from all shards by
+    summing tensors that are zero outside each rank's own part. The sum is bit-exact.
     """
 
     def __init__(self, stage: Stage, name: str) -> None:
@@ -55,25 +55,25 @@ class Tied:
 
     @property
     def is_trained(self) -> bool:
-        """Whether it requires gradients."""
+        """Whether the parameter requires gradients."""
         return self.holder().requires_grad
 
     def room(self) -> torch.Tensor:
-        """Return memory for another stage's value or gradient."""
+        """Return memory for the value or gradient of another stage's copy."""
         shard = shards(self._stage.module).get(self.name)
         if shard is None:
             return torch.empty_like(self._parameter(), requires_grad=False)
         return shard.data.new_empty(shard.shape)
 
     def value(self) -> torch.Tensor:
-        """Return the whole value. Collective among the shards' ranks."""
+        """Return the whole value of the parameter. Collective among the ranks that hold shards."""
         shard = shards(self._stage.module).get(self.name)
         if shard is None:
             return self._parameter().detach()
         return self._gathered(shard.data)
 
     def set_value(self, value: torch.Tensor) -> None:
-        """Write the whole value, or this rank's part of it."""
+        """Write the whole value, or this rank's part of it if the parameter is sharded."""
         shard = shards(self._stage.module).get(self.name)
         with torch.no_grad():
             if shard is None:
@@ -83,12 +83,12 @@ class Tied:
                 shard.data.copy_(part)
 
     def set_aside(self) -> None:
-        """Set aside the gradient of earlier steps, so that only this step's gradient is summed."""
+        """Set aside the gradients of earlier steps, so that only this step's gradient is summed."""
         holder = self.holder()
         self._kept, holder.grad = holder.grad, None
 
     def gradient(self) -> torch.Tensor:
-        """Return the whole gradient of this step. Collective among the shards' ranks."""
+        """Return the whole gradient of this step. Collective among the ranks that hold shards."""
         holder = self.holder()
         shard = shards(self._stage.module).get(self.name)
         if shard is None:
@@ -97,7 +97,7 @@ class Tied:
         return self._gathered(own)
 
     def set_gradient(self, total: torch.Tensor) -> None:
-        """Set the gradient to the sum over all stages plus the gradient set aside."""
+        """Set the gradient to the sum over all stages, plus the gradient that was set aside."""
         holder = self.holder()
         shard = shards(self._stage.module).get(self.name)
         if shard is not None:

@@ -15,7 +15,7 @@ _shared: WeakKeyDictionary[nn.Module, list[list[str]]] = WeakKeyDictionary()
 
 
 class Layers(nn.Module):
-    """Layers that run one after the other; their names may contain dots, as in a whole model."""
+    """Layers that run one after the other; their names may contain dots, as in the whole model."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Layers(nn.Module):
         return len(self._names)
 
     def forward(self, *inputs: Any) -> Any:
-        """Call the layers in order, each with the previous one's output."""
+        """Call the layers in order, each with the output of the previous layer."""
         for name in self._names:
             inputs = self.get_submodule(name)(*inputs)
             inputs = inputs if isinstance(inputs, tuple) else (inputs,)
@@ -49,20 +49,21 @@ def split(
     """Divide consecutive layers into stages, minimising the cost of the most expensive stage.
 
     The stages' parameters keep their names in the whole model, so that a checkpoint of the stages
-    can be loaded into the model and into any other number of stages. Layers of a list are named by
-    their positions.
+    can be loaded into the model and into any other number of stages. Layers given as a list are
+    named by their positions.
 
     Args:
-        model: layers that run one after the other, each on the previous one's output. A dict has
-            them by their names in the model, which may contain dots: `{"wte": wte, "h.0": block,
+        model: layers that run one after the other, each on the output of the previous layer. A dict
+            gives their names in the model, which may contain dots: `{"wte": wte, "h.0": block,
             ...}`.
-        num_stages: at most as many as there are layers.
-        costs: the cost of each layer, in any unit, preferably measured; None means its number of
-            parameters plus a small constant.
+        num_stages: the number of stages; at most the number of layers.
+        costs: the cost of each layer, in any unit, preferably measured; None means the layer's
+            number of parameters plus a small constant.
 
     Returns:
-        The stages in order: `nn.Sequential`s, or `Layers` for a dict. Their layers are the model's
-        own modules, not copies. A parameter that several stages on different ranks use must be
+        The stages in order, as `nn.Sequential`s, or as `Layers` if `model` is a dict. The stages
+            contain the model's own layers, not copies. A parameter that several stages on different
+            ranks use must be
         listed in the pipeline's `ties`.
 
     Raises:
@@ -98,7 +99,7 @@ def shared_with(stage: nn.Module) -> Sequence[Sequence[str]]:
     """Return the parameters that a stage shares with other stages of its `split`.
 
     Returns:
-        For each such parameter all its places, as `stage:name`.
+        For each such parameter, all places that use it, as `stage:name`.
     """
     return _shared.get(stage, ())
 
@@ -127,7 +128,7 @@ def _named(
 
 
 def _cuts(costs: list[float], num_parts: int) -> list[int]:
-    """Return the positions of the cuts, found by dynamic programming over (parts, layers)."""
+    """Return the positions of the cuts, which dynamic programming over (parts, layers) finds."""
     total = [0.0, *accumulate(costs)]
     num = len(costs)
     # best[n]: the highest cost among the parts of the first n layers; cut[k][n]: where the last

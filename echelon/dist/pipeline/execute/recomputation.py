@@ -1,4 +1,4 @@
-"""Activation checkpointing in a split backward: fewer recomputations, and a warning about the rest.
+"""Makes activation checkpointing in a split backward recompute less, and warns about the rest.
 
 The weight half of a backward runs many small parts of the graph, each in a separate call, and torch
 recomputes a checkpointed region for each call unless the calls are declared as one group.
@@ -19,10 +19,10 @@ _Group: Any = getattr(checkpoint, "GraphExecGroup", None)  # of newer versions o
 
 
 def recomputed_once() -> AbstractContextManager[object]:
-    """Let the backward calls inside the block recompute each checkpointed region once.
+    """Make the backward calls inside the block recompute each checkpointed region only once.
 
-    They must not use a saved tensor twice. The two halves of a backward may do that, so each half
-    needs its own group.
+    These calls must not use a saved tensor twice. The two halves of a backward may do that, so each
+    half needs its own block.
     """
     if _Group is None or _Group._get_current_group() is not None:
         return nullcontext()
@@ -32,7 +32,7 @@ def recomputed_once() -> AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def recomputations(module: nn.Module) -> Iterator[list[nn.Module]]:
-    """Yield a list that collects the submodules whose forward runs inside the block, in order."""
+    """Yield a list that collects, in order, the submodules whose forward runs inside the block."""
     own = {id(part) for part in module.modules()}
     seen: list[nn.Module] = []
 

@@ -1,4 +1,4 @@
-"""Data parallelism around a pipeline: averaging gradients of unsharded parameters."""
+"""Data parallelism around a pipeline: averages the gradients of unsharded parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BUCKET_BYTES = 32 << 20
 
 
 def average_gradients(stages: Sequence[Stage], group: ProcessGroup) -> None:
-    """Average the gradients of all replicas of these stages; a missing gradient counts as zeros.
+    """Average the gradients over all replicas of these stages; missing gradients are zeros.
 
     Collective. In a group with rank-ordered sums the ranks' gradients are added in rank order.
 
@@ -38,7 +38,7 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters of one dtype and device, up to a size."""
+    """Group parameters that have the same dtype and device into buckets up to a size."""
     buckets: list[list[nn.Parameter]] = []
     room: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
     for parameter in parameters:

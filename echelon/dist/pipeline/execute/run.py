@@ -1,4 +1,4 @@
-"""Pipeline: one executor for every schedule.
+"""Pipeline: the executor for every schedule.
 
 A rank carries out its row of the plan, computation by computation. Results are sent at once and
 never waited for before the step's end; receives are posted ahead and waited for when their data is
@@ -44,7 +44,7 @@ from echelon.dist.runtime import world
 
 
 class Pipeline:
-    """A model in stages, one or several on each rank of a group.
+    """A model that is divided into stages, with one or several stages on each rank of a group.
 
         stages = [Stage(module, index=group.rank, num_stages=group.size)]
         pipe = Pipeline(stages, group=group, schedule="1f1b", num_microbatches=8, loss_fn=loss_fn)
@@ -54,23 +54,23 @@ class Pipeline:
     schedule needs them, and gradients are reduced once per step.
 
     Args:
-        stages: this rank's stages, as placed by the schedule: stage r on rank r; with several
-            chunks, stages r, r + p, ...; in a V (zbv, dualpipev), stages r and 2p - 1 - r.
+        stages: this rank's stages, as the schedule places them. Rank r of p holds stage r; with
+            several chunks, stages r, r + p, ...; in a V (zbv, dualpipev), stages r and 2p - 1 - r.
         group: the pipeline's ranks; None means the world.
-        schedule: a name (see `schedule()`), a `Plan`, or the path of a CSV file.
+        schedule: the name of a schedule (see `schedule()`), a `Plan`, or the path of a CSV file.
         num_microbatches: the number of micro-batches into which a batch is split along dim 0. Not
             needed if `schedule` is a plan.
-        loss_fn: called with the last stage's output and the targets, returns a scalar; None if the
+        loss_fn: called with the last stage's output and the targets; returns a scalar. None if the
             last stage's output is the loss.
-        ties: parameters that stages share, each as `["0:token.weight", "3:head.weight"]`.
+        ties: the parameters that stages share, each as `["0:token.weight", "3:head.weight"]`.
         replicas: ranks that run equal stages on different data; gradients of unsharded parameters
             are averaged among them. None if there are no replicas or everything is sharded.
 
     The constructor is collective: every rank of the group must call it with the same arguments, and
-    it blocks until all have, within the group's timeout. If a step fails on one rank, for example
-    because a stage's module raises, the groups that it uses end on all ranks: `group`, `replicas`
-    and those of sharded stages. The other ranks' errors name that rank. The pipeline cannot be used
-    afterwards.
+    it blocks until all ranks have done so, within the group's timeout. If a step fails on one rank,
+    for example because a stage's module raises, the groups that the step uses end on all ranks:
+    `group`, `replicas` and the groups of sharded stages. The other ranks' errors name that rank.
+    The pipeline cannot be used afterwards.
 
     Raises:
         ValueError: stages, schedule and group do not match, or the ranks' arguments differ.
@@ -150,12 +150,12 @@ class Pipeline:
 
     @property
     def has_first(self) -> bool:
-        """Whether this rank holds the first stage, which takes the inputs."""
+        """Whether this rank holds the first stage, which receives the inputs."""
         return self.stages[0].is_first
 
     @property
     def has_last(self) -> bool:
-        """Whether this rank holds the last stage, which takes the targets and computes losses."""
+        """Whether this rank holds the last stage, which receives targets and computes losses."""
         return self.stages[-1].is_last
 
     def step(
@@ -168,15 +168,15 @@ class Pipeline:
 
         Args:
             inputs: on the first stage's rank, a tensor or a tuple of tensors, [batch_size, ...].
-                Those that require gradients get them.
-            targets: on the last stage's rank, in the same form.
-            loss_scale: the scale of a gradient scaler, the same on all ranks: gradients are
-                multiplied by it, losses are not. `GradScaler(over=...)` with a group of all stages'
-                ranks then unscales them, and skips the step on all ranks if one of them had an
+                Tensors that require gradients receive them.
+            targets: on the last stage's rank, the targets in the same form.
+            loss_scale: the scale of a gradient scaler, the same on all ranks. It multiplies the
+                gradients but not the losses. `GradScaler(over=...)` with a group of all stages'
+                ranks then unscales them, and skips the step on all ranks if any rank had an
                 overflow.
 
         Returns:
-            On the last stage's rank, `num_microbatches` scalar losses; None elsewhere.
+            On the last stage's rank, `num_microbatches` scalar losses; None on other ranks.
 
         Raises:
             ValueError: inputs or targets are missing or cannot be split, `loss_scale` is invalid,
@@ -210,8 +210,8 @@ class Pipeline:
             targets: as in `step`; None if no loss is to be computed.
 
         Returns:
-            On the last stage's rank, the losses or, without targets, the outputs, by micro-batch;
-            None elsewhere.
+            On the last stage's rank, the loss of each micro-batch or, without targets, the output
+                of each micro-batch; None on other ranks.
 
         Raises:
             ValueError, CollectiveError: as in `step`.
@@ -256,14 +256,14 @@ class Pipeline:
         return ending_on_failure(call, next(self._numbers), rank, self._fail)
 
     def _fail(self) -> Iterator[ProcessGroup]:
-        """Prevent later steps, because messages of this one remain in the channels."""
+        """Prevent later steps, because messages of the failed step remain in the channels."""
         self._failed = True
         for stage in self.stages:
             stage.forget()
         return self._groups()
 
     def _groups(self) -> Iterator[ProcessGroup]:
-        """Return the groups in which other ranks may wait for this one during a step."""
+        """Return the groups in which other ranks may be waiting for this rank during a step."""
         yield self.group
         if self._replicas is not None:
             yield self._replicas

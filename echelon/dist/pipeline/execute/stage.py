@@ -1,8 +1,8 @@
-"""A stage: a torch module that is one part of the model, with its computations.
+"""Stage: wraps a torch module that is one part of the model, and runs its computations.
 
-It takes the tensors that the previous stage returned, one argument each, and returns one or several
-tensors. Autograd's graph is cut between two stages: the inputs are new leaves, and their gradients
-are returned to the previous stage.
+A stage takes the tensors that the previous stage returned, each as one argument, and returns one or
+several tensors. Autograd's graph is cut between two stages: the inputs are new leaves, and their
+gradients are returned to the previous stage.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Stage:
     Args:
         module: called with the previous stage's outputs, or in the first stage with the
             micro-batch.
-        index: the number of the part, from 0.
+        index: the index of this stage, from 0.
         num_stages: the number of stages of the whole model.
-        prefix: prepended to the module's names of parameters and buffers to get those of the whole
-            model: "decoder." for a stage that is the model's `decoder`. Stages from `split` do not
-            need one.
+        prefix: prepended to the names of the module's parameters and buffers to get their names in
+            the whole model, such as "decoder." for a stage that is the model's `decoder`. Stages
+            from `split` do not need a prefix.
 
     Raises:
         ValueError: the index is out of range.
@@ -72,22 +72,22 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether it takes the model's input."""
+        """Whether the stage takes the model's input."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it produces the model's output."""
+        """Whether the stage produces the model's output."""
         return self.index == self.num_stages - 1
 
     @property
     def device(self) -> torch.device | None:
-        """The device of its parameters or else its buffers; None if it has neither."""
+        """The device of the stage's parameters, or else of its buffers; None if it has neither."""
         first = next(itertools.chain(self.module.parameters(), self.module.buffers()), None)
         return None if first is None else first.device
 
     def keep(self, microbatch: int, inputs: Sequence[Any], outputs: Any) -> None:
-        """Keep the data that the backward of `outputs` (a loss, or everything sent on) needs."""
+        """Keep what the backward of `outputs` (a loss, or everything that was sent on) needs."""
         if not torch.is_grad_enabled():
             return
         leaves = [one for one in inputs if isinstance(one, torch.Tensor) and one.requires_grad]
@@ -95,14 +95,14 @@ class Stage:
         self._saved[microbatch] = _Saved(leaves, roots)
 
     def backward(self, microbatch: int, gradients: Sequence[torch.Tensor]) -> Tensors:
-        """Run a whole backward.
+        """Run the whole backward of a micro-batch.
 
         Args:
             microbatch: the micro-batch's number.
             gradients: the gradient of each output that requires one.
 
         Returns:
-            The gradients of the inputs that require them; zeros for an unused input.
+            The gradients of the inputs that require gradients; zeros for an unused input.
         """
         saved = self._saved.pop(microbatch)
         if saved.roots:
@@ -110,7 +110,7 @@ class Stage:
         return _taken(saved.inputs)
 
     def input_half(self, microbatch: int, gradients: Sequence[torch.Tensor]) -> Tensors:
-        """Run the half of a backward for which the previous stage waits; see `backward`."""
+        """Run the half of a backward that the previous stage waits for; see `backward`."""
         saved = self._saved[microbatch]
         if saved.roots:
             saved.weights = run_input_half(saved.roots, gradients, saved.inputs)
@@ -118,7 +118,7 @@ class Stage:
         return _taken(inputs)
 
     def weight_half(self, microbatch: int) -> None:
-        """Run the rest of a backward."""
+        """Run the other half of a backward, which computes the weights' gradients."""
         saved = self._saved.pop(microbatch)
         if saved.weights is None:
             return
@@ -150,7 +150,7 @@ def _taken(leaves: Tensors) -> Tensors:
 
 
 def tensors_of(outputs: Any, stage: Stage) -> Tensors:
-    """Return a module's outputs as a list.
+    """Return the outputs of a module as a list.
 
     Raises:
         ValueError: an output is not a tensor.

@@ -1,8 +1,8 @@
 """Step: carries out one rank's row of the plan for one batch.
 
-Each computation is a span `compute` in the black box, with the action's text (`1F3`); each wait for
-another rank is a span `pipeline` that names the awaited data and its rank. So the analysis of a
-hang can name the action.
+In the black box, each computation is a span `compute` with the action's text (`1F3`), and each wait
+for another rank is a span `pipeline` with the awaited data and its rank. So the analysis of a hang
+can name the action.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _AHEAD = 2  # computations whose receives are posted before their turn
 
 
 class Step:
-    """One step, or one evaluation, on one rank.
+    """A step or an evaluation on one rank.
 
     Args:
-        stages: this rank's stages, by index.
+        stages: this rank's stages, keyed by index.
         exchange: the exchange with other ranks.
         loss_fn: see `Pipeline`.
-        inputs, targets: those of each micro-batch; empty on ranks that have none.
+        inputs, targets: the inputs and targets of each micro-batch; empty on ranks without them.
         num_microbatches: the number of micro-batches of the whole batch.
         seed: the gradient of each micro-batch's loss; None if there is no backward.
     """
@@ -56,12 +56,12 @@ class Step:
         self.results: list[Any] = [None] * num_microbatches
 
     def carry_out(self, row: list[Action]) -> None:
-        """Carry out a row with its messages; return when all sends have completed.
+        """Carry out a row of the plan with its messages; return when all sends have completed.
 
         Sends are launched with the computation that produces their data, before their position in
         the row; receives are posted no later than at their position, and usually `_AHEAD`
         computations before their use. So every message is ready at both ends no later than in the
-        order that is proven free of deadlock, even if a send blocks everything after it.
+        plan's order, which is proven free of deadlock even if a send blocks everything after it.
         """
         steps = [part for action in row for part in action.computations or (action,)]
         computations = [action for action in steps if action.is_compute]

@@ -1,9 +1,10 @@
-"""Parameters that several stages share, such as an embedding that is also the output layer.
+"""Ties parameters that several stages share, such as an embedding that is also the output layer.
 
-Each stage has a copy. The copies start with the first stage's value and get the same gradient at
-the end of each step: the stages' gradients, added in the order of the stages. So they stay equal.
-Two stages of one rank may also hold the same parameter object, as after splitting a whole model:
-autograd adds their gradients itself, so they count as one copy here.
+Each stage has a copy. The copies start with the first stage's value. At the end of each step they
+all get the same gradient, which is the sum of the stages' gradients in the order of the stages. So
+the copies stay equal. Two stages of one rank may also hold the same parameter object, as after
+splitting a whole model. Autograd adds the gradients of such stages itself, so they are treated as
+one copy here.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ class Ties:
             rank_of_stage: the group rank that holds each stage.
 
         Raises:
-            ValueError: a copy does not exist, or one stage is named twice.
+            ValueError: a copy does not exist, or a tie names one stage twice.
         """
         self._ties = [_Tie(tie, stages, rank_of_stage) for tie in ties]
 
     def begin(self, group: ProcessGroup, name: str, device: torch.device) -> None:
-        """Open a channel to each other holder, and set every copy to the first stage's value.
+        """Open a channel to every rank with a copy, and set all copies to the first stage's value.
 
-        Blocks until the other holders do the same.
+        Blocks until those ranks do the same.
 
         Args:
             group: the pipeline's ranks.
@@ -58,27 +59,27 @@ class Ties:
             tie.begin(group.rank, channels)
 
     def trained(self) -> list[list[tuple[str, bool]]]:
-        """Return whether each copy on this rank requires gradients, by tie."""
+        """Return, for each tie, whether each copy on this rank requires gradients."""
         return [
             [(f"{stage}:{tied.name}", tied.is_trained) for stage, tied in tie.mine.items()]
             for tie in self._ties
         ]
 
     def set_aside(self) -> None:
-        """Set aside earlier steps' gradients, so that they are not summed in this step."""
+        """Set aside the gradients of earlier steps, so that they are not summed in this step."""
         for tie in self._ties:
             for tied in tie.distinct():
                 tied.set_aside()
 
     def sum_gradients(self) -> None:
-        """Set every copy's gradient to the sum of all copies'. Blocks until all holders do so."""
+        """Set every copy's gradient to the sum over all copies. Blocks until all holders join."""
         for tie in self._ties:
             if any(tied.is_trained for tied in tie.mine.values()):
                 tie.sum_gradients()
 
 
 class _Tie:
-    """One parameter's copies."""
+    """The copies of one tied parameter."""
 
     def __init__(
         self, names: Sequence[str], stages: Sequence[Stage], rank_of_stage: Sequence[int]
@@ -95,7 +96,7 @@ class _Tie:
         self._channels: Mapping[int, Channel] = {}
 
     def distinct(self) -> list[Tied]:
-        """Return this rank's copies; for stages that hold the same object, only the first."""
+        """Return this rank's copies, including an object that several stages hold only once."""
         first: dict[int, Tied] = {}
         for tied in self.mine.values():
             first.setdefault(id(tied.holder()), tied)
@@ -127,7 +128,7 @@ class _Tie:
     def _exchange(
         self, stages: Sequence[int], own: dict[int, torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """Send this rank's tensors to every other holder; return those of `stages`, by stage."""
+        """Send this rank's tensors to the other holders; return the tensors of `stages`."""
         others = [self._channels[rank] for rank in self.holders if rank != self._rank]
         sends = [
             channel.send(tensor.contiguous(), async_op=True)

@@ -1,1 +1,1 @@
-"""Schedules as data: actions, plans, their dependencies and their checks. Does not need torch."""
+"""Schedules as data: actions, plans, and their dependencies and checks. Does not need torch."""

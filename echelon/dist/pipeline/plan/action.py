@@ -1,6 +1,7 @@
-"""One action of a schedule, and its text: `2F0` is stage 2, forward, micro-batch 0.
+"""Defines the actions of a schedule and their text: `2F0` is stage 2, forward, micro-batch 0.
 
-The text format is that of PyTorch's pipelining, so that schedules can be exchanged between the two:
+The text format is the same as in PyTorch's pipelining, so that schedules can be exchanged with
+PyTorch:
 
     2F0  2B0             forward and whole backward of micro-batch 0 in stage 2
     2I0  2W0             the backward in two parts: gradients of the inputs, of the weights
@@ -9,7 +10,8 @@ The text format is that of PyTorch's pipelining, so that schedules can be exchan
     2SEND_B3  1RECV_B3   its gradient returns
     1UNSHARD  1RESHARD  1REDUCE_GRAD   actions of a sharded stage around its computations
 
-An action defines what is done and for which micro-batch, but not when: its position in a row does.
+An action defines what is done and for which micro-batch, but not when, which its position in a row
+determines.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from enum import Enum
 
 
 class Kind(str, Enum):
-    """The kind of an action; the values are those of the text."""
+    """The kinds of actions; the values are used in the text format."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -48,10 +50,10 @@ _TEXT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action of one rank.
+    """An action of one rank.
 
-    `microbatch` is -1 if there is none (sharding actions). An overlap holds its computations in
-    `parts`; its own stage and micro-batch are -1.
+    `microbatch` is -1 for sharding actions, which have none. An overlap holds its computations in
+    `parts`, and its own stage and micro-batch are -1.
 
     Example:
         >>> Action.parse("1F0")
@@ -67,18 +69,18 @@ class Action:
 
     @property
     def is_compute(self) -> bool:
-        """Whether it computes rather than moving data or parameters."""
+        """Whether the action computes rather than moving data or parameters."""
         return self.kind in COMPUTE
 
     @property
     def computations(self) -> tuple[Action, ...]:
-        """Its computations in order: itself, or an overlap's parts; () if there are none."""
+        """The action's computations in order: itself, or an overlap's parts; () for other kinds."""
         if self.kind is Kind.OVERLAP:
             return self.parts
         return (self,) if self.is_compute else ()
 
     def __str__(self) -> str:
-        """Return PyTorch's text of the action."""
+        """Return the text of the action in PyTorch's format."""
         if self.kind is Kind.OVERLAP:
             return f"({';'.join(map(str, self.parts))}){self.kind.value}"
         number = "" if self.microbatch < 0 else str(self.microbatch)
@@ -86,10 +88,10 @@ class Action:
 
     @staticmethod
     def parse(text: str) -> Action:
-        """Parse an action's text.
+        """Parse the text of an action.
 
         Raises:
-            ValueError: the text is not that of an action.
+            ValueError: the text does not describe an action.
         """
         text = text.strip()
         if text.startswith("("):
@@ -118,27 +120,27 @@ def _parse_overlap(text: str) -> Action:
 
 
 def forward(stage: int, microbatch: int) -> Action:
-    """Return a forward."""
+    """Return the forward action of a micro-batch in a stage."""
     return Action(stage, Kind.FORWARD, microbatch)
 
 
 def backward(stage: int, microbatch: int) -> Action:
-    """Return a whole backward."""
+    """Return the action for a whole backward of a micro-batch in a stage."""
     return Action(stage, Kind.BACKWARD, microbatch)
 
 
 def input_grad(stage: int, microbatch: int) -> Action:
-    """Return the half of a backward for which the previous stage waits."""
+    """Return the action for the half of a backward that the previous stage waits for."""
     return Action(stage, Kind.INPUT_GRAD, microbatch)
 
 
 def weight_grad(stage: int, microbatch: int) -> Action:
-    """Return the half of a backward for which no rank waits."""
+    """Return the action for the half of a backward that no rank waits for."""
     return Action(stage, Kind.WEIGHT_GRAD, microbatch)
 
 
 def overlap(*parts: Action) -> Action:
-    """Combine several computations into one action; return a single one unchanged."""
+    """Combine several computations into one action; a single computation is returned unchanged."""
     return parts[0] if len(parts) == 1 else Action(-1, Kind.OVERLAP, parts=parts)
 
 

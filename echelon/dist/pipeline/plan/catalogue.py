@@ -1,4 +1,4 @@
-"""`schedule()`: a plan by its schedule's name."""
+"""`schedule()`: creates a plan, given the name of a schedule."""
 
 from __future__ import annotations
 
@@ -40,13 +40,14 @@ def schedule(
 
     Args:
         name: gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv, dualpipev.
-        num_ranks: ranks in the pipeline, 1 or more.
-        num_microbatches: 1 or more; may be fewer than the ranks or stages.
-        num_chunks: stages per rank; None means 1 for gpipe and 1f1b, else 2. Only the interleaved
-            and looped schedules accept other numbers.
+        num_ranks: the number of ranks in the pipeline, 1 or more.
+        num_microbatches: the number of micro-batches, 1 or more; may be lower than the number of
+            ranks or stages.
+        num_chunks: the number of stages per rank; None means 1 for gpipe and 1f1b, and otherwise 2.
+            Only the interleaved and looped schedules accept other numbers.
 
     Raises:
-        ValueError: there is no such schedule, or it is not defined for these numbers.
+        ValueError: the schedule is unknown, or is not defined for these numbers.
 
     Example:
         >>> plan = schedule("zbv", num_ranks=2, num_microbatches=4)

@@ -1,6 +1,7 @@
-"""Checking before a run whether a plan can be executed, with the position of the fault.
+"""Checks before a run whether a plan can be executed, and locates the fault if it cannot.
 
-Generated plans pass by construction (which a test verifies); this is for plans that people write.
+Generated plans pass by construction, which a test verifies. The checks are for plans that people
+write.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def check_plan(plan: Plan) -> None:
 
 
 class _Index:
-    """The position of each action; the parts of an overlap have the position of the overlap."""
+    """The position of each action in a plan; parts of an overlap have the overlap's position."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -100,7 +101,7 @@ def _check_one(index: _Index, stage: int, microbatch: int, row: list[Action]) ->
 
 
 def _check_order(plan: Plan, index: _Index) -> None:
-    """Check the order within a rank: a forward before its backward, and so on."""
+    """Check the order within a rank, such as a forward before its backward."""
     for rank, row in enumerate(plan.rows):
         own = {thing: action for action in computations(row) for thing in makes(action)}
         made = set()
@@ -142,7 +143,7 @@ def _check_messages(plan: Plan, index: _Index) -> None:
 
 
 def required_messages(plan: Plan) -> Iterator[tuple[Action, Action]]:
-    """Yield every (send, receive) that stages on different ranks need."""
+    """Yield each pair of a send and a receive that stages on different ranks need."""
     owner = plan.rank_of_stage
     for stage in range(plan.num_stages - 1):
         if owner[stage] == owner[stage + 1]:
@@ -173,7 +174,7 @@ def _backward(message: Action, index: _Index) -> Action:
 
 
 def _check_sharding(plan: Plan) -> None:
-    """Check in a plan with sharding actions that stages compute only with gathered parameters."""
+    """Check, in a plan with sharding actions, that stages compute only with gathered parameters."""
     for rank, row in enumerate(plan.rows):
         if not any(action.kind in SHARDING for action in row):
             continue

@@ -1,9 +1,9 @@
-"""Detection of deadlock between ranks that carry out their rows in order, and its cause.
+"""Detects deadlocks between ranks that carry out their rows in order, and finds the cause.
 
 There are two machine models. With asynchronous messages, as in echelon's executor, an action waits
 only for the data it needs. `rendezvous` is the strictest model: a send does not end before its
-receive begins, and both ranks do nothing else until then. A plan that runs in that model runs
-anywhere.
+receive begins, and both ranks do nothing else until then. A plan that runs in the strictest model
+runs anywhere.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def counterpart(message: Action) -> Action:
 
 
 def find_deadlock(plan: Plan, *, rendezvous: bool = False) -> PlanError | None:
-    """Return the error of a deadlock, or None if all ranks reach the end.
+    """Return the error that describes a deadlock, or None if all ranks reach the end.
 
     Args:
         plan: the plan, with messages if `rendezvous` is set; otherwise messages are ignored.
@@ -38,14 +38,14 @@ def find_deadlock(plan: Plan, *, rendezvous: bool = False) -> PlanError | None:
 
 
 def blocked(plan: Plan) -> PlanError:
-    """Return the error of a plan that is known to deadlock."""
+    """Return the error for a plan that is known to deadlock."""
     error = find_deadlock(plan)
     assert error is not None, plan
     return error
 
 
 class _Machine:
-    """The state of all ranks, each at some action of its row."""
+    """The state of all ranks, each of which is at some action of its row."""
 
     def __init__(self, plan: Plan, rendezvous: bool) -> None:
         self._plan = plan
@@ -56,7 +56,7 @@ class _Machine:
         self._made: set[Thing] = set()
 
     def run(self) -> bool:
-        """Advance as far as possible; return whether a rank has not finished."""
+        """Advance all ranks as far as possible; return whether any rank has not finished."""
         going = True
         while going:
             going = False
@@ -116,7 +116,7 @@ class _Machine:
         return True
 
     def _lack(self, rank: int) -> tuple[str, int]:
-        """Describe what a stopped rank waits for, and return its rank; -1 if there is none."""
+        """Describe what a stopped rank is waiting for, and return that rank; -1 if none."""
         action = self._here(rank)
         if action is None:
             return "nothing", -1

@@ -1,9 +1,9 @@
-"""Lowering of a plan of computations: messages and sharding actions are added.
+"""Lowers a plan of computations by adding messages and sharding actions.
 
 [Note: one order for all messages] A send and its receive are added to their two rows at the same
 moment of one simulated run, so every row is a part of a single order in which the two ends of a
-message are adjacent. Ranks that follow it cannot wait for each other in a cycle, even if a send
-blocks until its receiver has joined.
+message are adjacent. Ranks that follow that order cannot wait for each other in a cycle, even if a
+send blocks until its receiver has joined.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Key = tuple[float, int, int]  # when, messages before computations, which messa
 
 
 def add_messages(plan: Plan) -> Plan:
-    """Return the plan with every send and receive; a plan that already has them is unchanged.
+    """Return the plan with all sends and receives; a plan that already has messages is unchanged.
 
     Raises:
         PlanError: an action can never run.
@@ -46,7 +46,10 @@ def add_messages(plan: Plan) -> Plan:
 
 
 def order_messages(plan: Plan) -> Plan:
-    """Return the plan with its messages in the order of the note above, replacing any others."""
+    """Return the plan with its messages in the order of the module's note.
+
+    Messages that the plan already has are replaced.
+    """
     rows = [[action for action in row if action.kind not in MESSAGES] for row in plan.rows]
     return add_messages(replace(plan, rows=rows, columns=()))
 
@@ -54,13 +57,16 @@ def order_messages(plan: Plan) -> Plan:
 def add_sharding(plan: Plan, keep: int | None = None) -> Plan:
     """Return the plan with the sharding actions of stages whose parameters are sharded.
 
-    A stage's parameters are gathered one computation ahead of need, kept while it is needed again
-    soon, and released otherwise; its gradients are reduced once, after the last of them.
+    A stage's parameters are gathered one computation ahead of need, kept while they are needed
+    again soon, and released otherwise. Its gradients are reduced once, after the last of them has
+    been computed.
 
     Args:
-        plan: with or without messages; a plan with sharding actions is unchanged.
-        keep: release parameters unless one of the next `keep` computations needs them; None means
-            twice the rank's number of stages, so that nothing is gathered in the steady state.
+        plan: a plan with or without messages; a plan that has sharding actions is returned
+            unchanged.
+        keep: parameters are released unless one of the next `keep` computations needs them; None
+            means twice the rank's number of stages, so that nothing is gathered in the steady
+            state.
     """
     if any(action.kind in SHARDING for row in plan.rows for action in row):
         return plan

@@ -1,11 +1,11 @@
-"""The dependencies of a computation: the only place that defines the order of training.
+"""Defines the dependencies of each computation, and thereby the order of training.
 
     forward of stage s        the forward of s - 1
-    backward of stage s       the forward of s, and of s + 1 the backward or its input gradients
+    backward of stage s       the forward of s, and the backward or input gradients of s + 1
     weight gradients of s     the input gradients of s
 
-All dependencies are within the same micro-batch. Data passed between stages is a message if they
-are on different ranks.
+All dependencies are within the same micro-batch. Data is passed as a message if the two stages are
+on different ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from echelon.dist.pipeline.plan.action import Action, Kind
 
 
 class Product(str, Enum):
-    """The product of a computation."""
+    """The kinds of products that a computation can have."""
 
     OUTPUT = "output"  # of a forward, for the next stage
     INPUT_GRAD = "input gradient"  # of a backward, for the stage before
@@ -25,7 +25,7 @@ class Product(str, Enum):
 
 
 class Thing(NamedTuple):
-    """A product of one computation that others need."""
+    """A product of one computation that other computations need."""
 
     product: Product
     stage: int

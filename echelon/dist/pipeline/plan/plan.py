@@ -1,8 +1,8 @@
-"""A plan: for each rank, the row of actions that it carries out in order. Plain data.
+"""Plan: plain data that lists, for each rank, the row of actions that it carries out in order.
 
 A plan contains computations. It may also contain messages and sharding actions if its author wrote
-them, but does not need to: `lower.py` adds them. A plan does not contain times. The order between
-ranks follows from the rows and from the dependencies of each action.
+them, but it does not need to, because `lower.py` adds them. A plan does not contain times. The
+order between ranks follows from the rows and from the dependencies of each action.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _IDLE = ("", "None")
 
 
 class PlanError(ValueError):
-    """A plan cannot be executed; has the row and column of the fault, both from 0.
+    """A plan cannot be executed; `row` and `column` give the position of the fault, both from 0.
 
     Example:
         >>> try:
@@ -44,9 +44,9 @@ class Plan:
         name: the name of the schedule, or of the file from which it was read.
         rows: each rank's actions in order.
         num_microbatches: the number of micro-batches of a step's batch.
-        num_chunks: stages per rank (the maximum).
-        columns: per row, the column of each action in its file; empty if it is the position in the
-            row.
+        num_chunks: the maximum number of stages on a rank.
+        columns: for each row, the column of each action in its file; empty if the columns are the
+            positions in the row.
 
     Example:
         >>> plan = schedule("1f1b", num_ranks=2, num_microbatches=2)
@@ -73,7 +73,7 @@ class Plan:
 
     @cached_property
     def rank_of_stage(self) -> tuple[int, ...]:
-        """The rank that holds each stage, according to the rows."""
+        """The rank that holds each stage, as determined from the rows."""
         owners = {a.stage: rank for rank, row in enumerate(self.rows) for a in computations(row)}
         return tuple(owners[stage] for stage in sorted(owners))
 
@@ -82,11 +82,11 @@ class Plan:
         return tuple(sorted({action.stage for action in computations(self.rows[rank])}))
 
     def place(self, rank: int, index: int) -> tuple[int, int]:
-        """Return the (row, column) of an action in its file."""
+        """Return the position of an action in its file as (row, column)."""
         return rank, self.columns[rank][index] if self.columns else index
 
     def to_csv(self) -> str:
-        """Return the plan in PyTorch's CSV form: one line per rank, one field per action."""
+        """Return the plan in PyTorch's CSV format: one line per rank, one field per action."""
         out = io.StringIO()
         csv.writer(out, lineterminator="\n").writerows(map(str, row) for row in self.rows)
         return out.getvalue()
@@ -97,7 +97,7 @@ class Plan:
 
     @classmethod
     def from_csv(cls, text: str, name: str = "csv") -> Plan:
-        """Parse a plan from CSV text by `to_csv` or PyTorch; empty fields are idle slots.
+        """Parse a plan from CSV text that `to_csv` or PyTorch wrote; empty fields are idle slots.
 
         Only the text is checked; `check.check_plan` checks the plan.
 
@@ -117,7 +117,7 @@ class Plan:
         """Read a plan from a CSV file and check that it can be executed.
 
         Raises:
-            PlanError: it cannot; the error has the position.
+            PlanError: the plan cannot be executed; the error gives the position of the fault.
             OSError: the file cannot be read.
         """
         from echelon.dist.pipeline.plan.check import check_plan
@@ -135,10 +135,10 @@ def _parse(field: str, row: int, column: int) -> Action:
 
 
 def plan_of(rows: Sequence[Sequence[Action]], name: str) -> Plan:
-    """Create a plan from rows; the numbers of micro-batches and chunks are those that the rows use.
+    """Create a plan from rows, from which the numbers of micro-batches and chunks are taken.
 
     Raises:
-        PlanError: there is no computation.
+        PlanError: the rows contain no computation.
     """
     every = [action for row in rows for action in computations(list(row))]
     if not every:

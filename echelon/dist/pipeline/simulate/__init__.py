@@ -1,1 +1,1 @@
-"""The cost of a plan, as numbers and pictures, and the search for a cheap one, without torch."""
+"""Simulates the cost of a plan, draws it, and searches for a cheap plan, all without torch."""

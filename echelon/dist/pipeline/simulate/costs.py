@@ -1,6 +1,6 @@
-"""The input of a simulation: durations of computations, speeds of links, and sizes of activations.
+"""Costs, the input of a simulation: durations of computations, link speeds, activation sizes.
 
-Any unit of time can be used, as long as it is the same everywhere.
+Any unit of time can be used, as long as all costs use the same unit.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ PerStage = float | Sequence[float]
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Durations and sizes: one number for all stages, or one per stage.
+    """Durations and sizes, each given as one number for all stages or as one number per stage.
 
     Attributes:
         forward, input_grad, weight_grad: durations for one micro-batch in one stage.
         backward: duration of a whole backward; None means input_grad + weight_grad.
         overlap: duration of an overlapped pair, as a fraction of the sum of its parts.
         latency: latency of a message between two ranks.
-        bandwidth: bytes that a link carries per unit of time; the messages of a link are sent one
-            after the other.
+        bandwidth: number of bytes that a link carries per unit of time; the messages of a link are
+            sent one after the other.
         message_bytes: size of a stage's output for one micro-batch, and of its gradient.
-        activation_bytes: bytes that a stage keeps of one micro-batch until its weight gradients.
+        activation_bytes: number of bytes that a stage keeps for one micro-batch until its weight
+            gradients are computed.
 
     Example:
         >>> costs = Costs(forward=1.0, input_grad=1.0, weight_grad=[1.0, 2.0], latency=0.5)
@@ -61,7 +62,7 @@ class Costs:
             raise ValueError("bandwidth must be above 0")
 
     def duration(self, action: Action) -> float:
-        """Return the duration of an action; 0 for an action that does not compute."""
+        """Return the duration of an action, which is 0 if the action does not compute."""
         if action.kind is Kind.OVERLAP:
             return self.overlap * sum(self.duration(part) for part in action.parts)
         if not action.is_compute:

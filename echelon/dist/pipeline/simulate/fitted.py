@@ -1,8 +1,8 @@
-"""A fitted schedule: whenever a rank is free, it takes the most urgent action that fits.
+"""Creates a fitted schedule, in which a free rank always takes the most urgent action that fits.
 
-Input gradients are the most urgent, those of the earliest stage first, because they free memory;
-then forwards, as far as memory allows. Weight gradients fill idle time, and come first once memory
-is short. The schedule is not a closed form but a simulated run whose order is kept, so it cannot
+Input gradients are the most urgent, the earliest stage's first, because they free memory. Forwards
+follow, as far as memory allows. Weight gradients fill idle time, and come first once memory is
+short. The schedule is not a closed form but a simulated run whose order is kept, so it cannot
 deadlock, and it may beat the named schedules if stages differ in cost.
 """
 
@@ -18,11 +18,11 @@ from echelon.dist.pipeline.simulate.costs import Costs, of_stage
 def fitted(
     rank_of_stage: Sequence[int], num_microbatches: int, costs: Costs, memory_bytes: float
 ) -> list[list[Action]] | None:
-    """Return the rows, or None if the memory does not suffice for any progress.
+    """Return the rows of the schedule, or None if the memory does not suffice for any progress.
 
     Args:
         rank_of_stage: the rank that holds each stage.
-        num_microbatches: 1 or more.
+        num_microbatches: the number of micro-batches, 1 or more.
         costs: the costs of each stage.
         memory_bytes: the limit for the activations of a rank.
     """
@@ -47,7 +47,7 @@ def fitted(
 
 
 class _Rank:
-    """One rank's state in the run."""
+    """The state of one rank in the simulated run."""
 
     def __init__(
         self,
@@ -79,11 +79,11 @@ class _Rank:
 
     @property
     def is_busy(self) -> bool:
-        """Whether work is left."""
+        """Whether the rank has work left."""
         return any(self._left.values())
 
     def choose(self, there: dict[Thing, tuple[float, int]], now: float) -> Action | None:
-        """Return the next action, or None if there is none that can run now."""
+        """Return the next action, or None if no action can run now."""
         for kind in (Kind.INPUT_GRAD, Kind.FORWARD, Kind.WEIGHT_GRAD):
             for action in self._left[kind]:
                 if self._is_ready(action, there, now) and self._fits(action):
@@ -91,7 +91,7 @@ class _Rank:
         return None
 
     def take(self, action: Action, now: float) -> None:
-        """Carry an action out."""
+        """Carry out an action."""
         self.row.append(action)
         self._left[action.kind].remove(action)
         self.free_at = now + self._costs.duration(action)

@@ -1,4 +1,4 @@
-"""A simulated plan as text: one line per time step, one column per rank."""
+"""Draws a simulated plan as text: one line per time step, one column per rank."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _MOST_LINES = 2000
 
 
 def draw_grid(simulation: Simulation, step: float | None = None) -> str:
-    """Return the grid: an action's text where it begins, `|` while it runs, `.` while idle.
+    """Return the grid: an action's text where it begins, `|` while it runs, `.` for idle time.
 
     Args:
         simulation: the simulation to show.
-        step: duration of a line; None means that of the shortest action.
+        step: the duration of a line; None means the duration of the shortest action.
 
     Raises:
         ValueError: the grid would have more than 2000 lines.
@@ -55,7 +55,7 @@ def _column(slots: list[Slot], num_lines: int, step: float, origin: float) -> li
 
 
 def draw_summary(simulation: Simulation) -> str:
-    """Return a line of figures and a line about the critical path."""
+    """Return two lines of text: one with figures, and one about the critical path."""
     plan = simulation.plan
     peaks = ", ".join(str(peak) for peak in simulation.peak_activations)
     path = simulation.critical_path

@@ -1,4 +1,4 @@
-"""A simulated plan as an SVG: one lane per rank, time to the right, the critical path outlined."""
+"""Draws a simulated plan as an SVG: a lane per rank, with the critical path outlined."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The search for the best schedule for measured costs and a memory limit, by simulation.
+"""Searches by simulation for the best schedule, given measured costs and a memory limit.
 
-It tries the named schedules with their possible numbers of chunks, and a fitted one for each way of
-placing the stages (`simulate/fitted.py`).
+The search tries the named schedules with their possible numbers of chunks, and a fitted schedule
+for each way of placing the stages (`simulate/fitted.py`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Load:
     """The cost of one rank's share of the model for a whole batch, in any unit of time.
 
     Attributes:
-        forward, input_grad, weight_grad: durations for the share and the batch, measured or
-            estimated.
-        overhead: additional cost of each action, independent of its size.
-        activation_bytes: bytes that the share keeps for the batch.
+        forward, input_grad, weight_grad: durations for the rank's share and the whole batch,
+            measured or estimated.
+        overhead: the additional cost of each action, independent of its size.
+        activation_bytes: number of bytes that the rank's share keeps for the whole batch.
         message_bytes: size of the batch's messages between two ranks.
-        latency, bandwidth: latency and bandwidth of the link.
+        latency, bandwidth: the latency and bandwidth of a link between two ranks.
     """
 
     forward: float = 1.0
@@ -66,13 +66,13 @@ def search(
     memory_bytes: float = float("inf"),
     max_chunks: int = 4,
 ) -> list[Simulation]:
-    """Return the simulations that fit in memory, the shortest first, each with its `.plan`.
+    """Return the simulated schedules that fit in memory, shortest first, each with its `.plan`.
 
     Args:
-        num_ranks: ranks in the pipeline.
-        microbatches: numbers of micro-batches to try.
+        num_ranks: the number of ranks in the pipeline.
+        microbatches: the numbers of micro-batches to try.
         load: the cost of a rank's share.
-        memory_bytes: limit for the activations of any rank.
+        memory_bytes: the limit for the activations of each rank.
         max_chunks: the maximum number of stages per rank.
 
     Raises:

@@ -1,8 +1,8 @@
-"""The simulated cost of a plan: the times of actions, idle times, memory, and the critical path.
+"""Simulates the cost of a plan: times of actions, idle times, memory, and the critical path.
 
 Every rank carries out its row in order; an action begins when the rank is free and everything that
 it needs has arrived. Messages are asynchronous and overlap with computations, as in `run.py`. The
-simulation is deterministic: the rows determine all times.
+simulation is deterministic, because the rows determine all times.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from echelon.dist.pipeline.simulate.costs import Costs, PerStage, of_stage
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One action with its times.
+    """An action with its times.
 
-    `cause` is the slot for which it waited last, as (rank, position in that rank's slots), or None.
-    `idle` is how long its rank was idle before it.
+    `cause` is the slot that the action waited for last, as (rank, position in that rank's slots),
+    or None. `idle` is how long the rank was idle before the action.
     """
 
     rank: int
@@ -38,12 +38,13 @@ class Simulation:
     """The result of a simulation.
 
     Attributes:
-        makespan: from the first action's start to the last one's end, in the costs' unit.
-        bubble: fraction of all ranks' time in which they are idle, 0 to 1.
+        makespan: the time from the first action's start to the last action's end, in the costs'
+            unit.
+        bubble: the fraction of time, averaged over all ranks, that a rank is idle, 0 to 1.
         peak_activations: per rank, the maximum number of (stage, micro-batch) pairs whose
             activations it holds at once, from the forward to the weight gradients.
-        peak_bytes: the same in bytes, according to `Costs.activation_bytes`.
-        slots: per rank, its computations with their times.
+        peak_bytes: the same maximum in bytes, according to `Costs.activation_bytes`.
+        slots: for each rank, its computations with their times.
         critical_path: the slots that make up the makespan, from first to last.
     """
 
@@ -67,12 +68,12 @@ def simulate(
     """Compute when a plan's actions run.
 
     Args:
-        plan: any plan; its messages and sharding actions do not cost time by themselves.
-        forward: cost of one chunk's forward, for all stages or per stage.
+        plan: any plan. Its messages and sharding actions do not take time by themselves.
+        forward: the cost of one chunk's forward, for all stages or per stage.
         input_grad: cost of the gradient of one chunk's input.
         weight_grad: cost of the gradient of one chunk's weights; a whole backward takes
             input_grad + weight_grad.
-        costs: all costs, instead of the three above.
+        costs: all costs, instead of the three arguments before.
 
     Raises:
         PlanError: an action can never run.
@@ -105,7 +106,7 @@ def simulate(
 
 
 class _Clock:
-    """A clock that runs each rank as far as possible, in turn, until all have finished."""
+    """Runs each rank as far as possible, in turn, until all ranks have finished."""
 
     def __init__(self, plan: Plan, costs: Costs) -> None:
         self._plan = plan
@@ -117,7 +118,7 @@ class _Clock:
         self._link_free: dict[tuple[int, int], float] = {}
 
     def run(self) -> list[list[Slot]]:
-        """Return every rank's slots."""
+        """Run the simulation; return the slots of every rank."""
         rows = [[action for action in row if action.is_compute] for row in self._plan.rows]
         going = True
         while going:
@@ -170,7 +171,7 @@ class _Clock:
 
 
 def _peaks(slots: list[Slot], costs: Costs) -> tuple[int, float]:
-    """Return the maximum of activations that a rank holds, as a count and in bytes."""
+    """Return the maximum number of activations that a rank holds, and their maximum in bytes."""
     count = most = 0
     held = most_held = 0.0
     for slot in slots:

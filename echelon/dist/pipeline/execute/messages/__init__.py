@@ -1,1 +1,1 @@
-"""Messages between stages on different ranks: outputs forward, their gradients backward."""
+"""Messages between stages on different ranks: outputs go forward, and their gradients backward."""

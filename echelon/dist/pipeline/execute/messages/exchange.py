@@ -1,4 +1,4 @@
-"""One rank's side of the exchange between stages in one step.
+"""Runs one rank's side of the exchange between stages in a step.
 
 If two neighbouring stages are on one rank, tensors are passed directly; otherwise they are sent.
 Sends never block. Receives are posted no later than in the plan with messages (see the note in
@@ -25,7 +25,7 @@ _NAMES = {Product.OUTPUT: "RECV_F", Product.INPUT_GRAD: "RECV_B"}
 
 
 class Routes:
-    """The data that each rank sends to this one, and its order, derived from the plan."""
+    """What each rank sends to this rank, and in which order, derived from the plan."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.owner = plan.rank_of_stage
@@ -35,13 +35,13 @@ class Routes:
         self._sent = {peer: self._sent_by(plan, peer) for peer in self.peers()}
 
     def peers(self) -> list[int]:
-        """Return the ranks that hold neighbours of this rank's stages."""
+        """Return the ranks that hold the neighbours of this rank's stages."""
         pairs = zip(self.owner, self.owner[1:], strict=False)
         near = {other for pair in pairs if self.rank in pair for other in pair}
         return sorted(near - {self.rank})
 
     def sent_by(self, peer: int, *, backward: bool) -> list[Thing]:
-        """Return the things that a rank sends to this one in a step, in order."""
+        """Return the things that a rank sends to this rank in a step, in order."""
         return [one for one in self._sent[peer] if backward or one.product is Product.OUTPUT]
 
     def destination(self, thing: Thing) -> int | None:
@@ -75,8 +75,8 @@ class Exchange:
     Args:
         group: the pipeline's ranks.
         routes: this rank's routes.
-        links: the links to its peers.
-        device: the device of its stages.
+        links: this rank's links to its peers.
+        device: the device of this rank's stages.
         backward: whether gradients are sent.
     """
 
@@ -100,7 +100,7 @@ class Exchange:
         }
 
     def want(self, things: Sequence[Thing]) -> None:
-        """Post the receives that this rank will need, and those announced by headers."""
+        """Post the receives that this rank will need, and receives that headers have announced."""
         for thing in things:
             self._incoming[self._routes.source(thing)].want(thing)
         for incoming in self._incoming.values():
@@ -127,8 +127,8 @@ class Exchange:
     def take(self, thing: Thing, action: Action) -> Tensors:
         """Return the tensors that a computation needs, blocking until they have arrived.
 
-        Outputs arrive as leaves that require gradients if they did on their sender. On a device the
-        current stream waits for the data, not the host.
+        Outputs arrive as leaves that require gradients if they did on the sending rank. On a
+        device, the current stream waits for the data and the host does not.
 
         Raises:
             CollectiveError: the sending rank was lost, or did not send within the group's timeout.
@@ -164,7 +164,7 @@ class Exchange:
 
 
 def received(message: Action) -> Thing:
-    """Return the thing that a receive of a plan gets."""
+    """Return the thing that a receive action of a plan gets."""
     if message.kind is Kind.RECV_F:
         return Thing(Product.OUTPUT, message.stage - 1, message.microbatch)
     assert message.kind is Kind.RECV_B, message

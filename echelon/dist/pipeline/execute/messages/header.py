@@ -1,8 +1,8 @@
-"""Headers: the description of a micro-batch's outputs, whose bytes are in one buffer.
+"""Encodes headers, which describe a micro-batch's outputs; their bytes are in one buffer.
 
 A header gives the number of tensors that a stage returned, the dtype and dims of each, and whether
-it requires a gradient. It is read on the host before the tensors are created, so it is always a
-host tensor, even if the payload is on a device.
+it requires a gradient. The header is read on the host before the tensors are created, so it is
+always a host tensor, even if the payload is on a device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ALIGNMENT = 64
 
 
 class Place(IntEnum):
-    """The place of a header's payload."""
+    """Where the payload that a header describes is sent."""
 
     MAIN = 0  # on the data channel
     SPILL = 1  # on the spill channel: the receive posted for it on the data channel is too small
@@ -36,7 +36,7 @@ class Place(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """The specification of one tensor, as needed to create it from bytes."""
+    """The specification of one tensor, as needed to create the tensor from bytes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class Spec:
 
     @property
     def num_bytes(self) -> int:
-        """Its size in bytes, without padding."""
+        """The size of the tensor in bytes, without padding."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -57,7 +57,7 @@ class Header:
 
     @property
     def payload_bytes(self) -> int:
-        """The size of the payload in bytes, with each tensor padded."""
+        """The size of the payload in bytes, including the padding of each tensor."""
         return sum(_aligned(spec.num_bytes) for spec in self.specs)
 
     def encode(self) -> torch.Tensor:
@@ -71,7 +71,7 @@ class Header:
 
     @staticmethod
     def decode(numbers: Sequence[int]) -> Header:
-        """Decode the numbers from `encode`."""
+        """Decode the numbers that `encode` returned."""
         specs = []
         for at in range(2, 2 + numbers[0] * _RECORD, _RECORD):
             dtype, requires_grad, num_dims, *dims = numbers[at : at + _RECORD]
@@ -83,8 +83,8 @@ def describe(tensors: Sequence[torch.Tensor]) -> tuple[Spec, ...]:
     """Return the header that describes some tensors.
 
     Raises:
-        ValueError: there are too many tensors, or one has too many dims or a dtype that cannot be
-            sent.
+        ValueError: there are too many tensors, or a tensor has too many dims or a dtype that cannot
+            be sent.
     """
     if len(tensors) > _MAX_TENSORS:
         raise ValueError(
@@ -100,7 +100,7 @@ def describe(tensors: Sequence[torch.Tensor]) -> tuple[Spec, ...]:
 
 
 def pack(tensors: Iterable[torch.Tensor], payload: torch.Tensor) -> None:
-    """Copy tensors into a payload: [payload_bytes or more], uint8."""
+    """Copy tensors into a payload, which is uint8 of size [payload_bytes] or more."""
     at = 0
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()
@@ -109,7 +109,7 @@ def pack(tensors: Iterable[torch.Tensor], payload: torch.Tensor) -> None:
 
 
 def unpack(specs: Iterable[Spec], payload: torch.Tensor) -> Tensors:
-    """Return views of the tensors in their payload, as leaves with their `requires_grad`."""
+    """Return views of the tensors in their payload, as leaves with the header's `requires_grad`."""
     tensors: Tensors = []
     at = 0
     for spec in specs:

@@ -1,12 +1,12 @@
-"""Incoming: this rank's receives from one peer during a step.
+"""Incoming: manages this rank's receives from one peer during a step.
 
-Messages of a channel arrive in the order in which they are sent, which is that of the peer's row of
-the plan. So receives are posted in that order, whatever the order in which they are needed, and a
-few computations ahead of need.
+Messages of a channel arrive in the order in which they are sent, which is the order of the peer's
+row in the plan. So receives are posted in that order, regardless of the order in which they are
+needed, and a few computations ahead of need.
 
 A receive of outputs can be posted before their header has arrived, because both ends remember the
-size in the previous step. A micro-batch may have any shape, and another one in the next step:
-outputs that have grown take one more message. In the first step a receive waits for its header.
+size from the previous step. A micro-batch may have a different shape in the next step; outputs that
+have grown take one more message. In the first step a receive waits for its header.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from echelon.dist.work import Work
 
 @dataclass
 class _Arrival:
-    """The receives of one thing.
+    """The receives for one thing (see `Thing`).
 
     Attributes:
-        works: the works that receive its data.
+        works: the works that receive the thing's data.
         header: for outputs, the receive of the header and its buffer.
-        specs: the contents of the header, once it is read.
+        specs: the contents of the header, once it has been read.
         payload: for outputs, the buffer of the payload.
         tensors: for gradients, the tensors that receive them.
     """
@@ -55,7 +55,7 @@ class Incoming:
 
     Args:
         link: the link to the peer.
-        order: the things that it sends in this step, in its order.
+        order: the things that the peer sends in this step, in the order of sending.
         device: the device of the data.
     """
 
@@ -73,13 +73,13 @@ class Incoming:
         self._expected: dict[Thing, Tensors] = {}
 
     def want(self, thing: Thing) -> None:
-        """Allow receives up to that of a thing, and post those that can be posted."""
+        """Allow the receives up to a given thing, and post the receives that can be posted."""
         if self._place[thing] >= self._num_wanted:
             self._num_wanted = self._place[thing] + 1
             self.advance()
 
     def expect(self, thing: Thing, outputs: Sequence[torch.Tensor]) -> None:
-        """Record the shapes of a micro-batch's gradients: those of the outputs being sent."""
+        """Record the shapes of a micro-batch's gradients, taken from the outputs being sent."""
         self._expected[thing] = [
             torch.empty(one.shape, dtype=one.dtype, device="meta")
             for one in outputs
@@ -107,7 +107,7 @@ class Incoming:
         return self._device.type != "cpu" or all(work.done for work in arrival.works)
 
     def take(self, thing: Thing) -> Tensors:
-        """Return a thing's tensors, blocking until they have arrived or, on a device, are ordered.
+        """Return a thing's tensors; block until they have arrived or, on a device, are ordered.
 
         Raises:
             CollectiveError: the peer was lost, or did not send within the group's timeout.
@@ -129,9 +129,9 @@ class Incoming:
         return unpack(arrival.specs, arrival.payload)
 
     def _read_headers(self, thing: Thing) -> None:
-        """Wait for the headers up to that of a thing, and read them.
+        """Wait for the headers of all things up to a given thing, and read the headers.
 
-        They are read in the peer's order, because receives from the spill channel must also be
+        Headers are read in the peer's order, because receives from the spill channel must also be
         posted in that order.
         """
         while self._num_read <= self._place[thing]:
@@ -164,11 +164,11 @@ class Incoming:
         self._arrivals[thing].header = work, numbers
 
     def _size(self, thing: Thing) -> int | None:
-        """Return the size of the outputs in the previous step."""
+        """Return the size that the outputs had in the previous step."""
         return self._link.received.get((thing.stage, thing.microbatch))
 
     def _post(self, thing: Thing) -> bool:
-        """Post the receives of a thing's data, if their sizes are known."""
+        """Post the receives for a thing's data, if the sizes are known."""
         if thing.product is not Product.OUTPUT:
             return self._post_gradients(thing)
         arrival = self._arrivals[thing]

@@ -1,10 +1,10 @@
-"""Links: the channels from this rank to the ranks that hold its stages' neighbours.
+"""Links: opens the channels from this rank to the ranks that hold its stages' neighbours.
 
-There are three channels per peer, each in the sender's order: headers, which the host reads and its
-engine carries; data, which the engine of the stages' device carries; and spill, for outputs larger
-than the receive posted for them. On a device each of the last two uses a two-rank communicator per
-direction; those for data are connected when the pipeline is created, those for spill by the first
-outputs that need them.
+There are three channels per peer, each in the sender's order. The host reads headers, and the
+host's engine carries them. The engine of the stages' device carries data. The third channel, spill,
+is for outputs that are larger than the receive posted for them. On a device, data and spill each
+use a two-rank communicator per direction. Data is connected when the pipeline is created, and spill
+when the first outputs need it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Link:
 
     Attributes:
         rank: the peer's rank within the group.
-        headers, data, spill: see the module.
-        is_joined: whether headers are sent in front of a payload of known size: host data does not
-            need a separate message for its header.
-        sent, received: sizes of the last payload of each output, the same at both ends.
+        headers, data, spill: the three channels (see the module).
+        is_joined: whether a header is sent in one message with a payload of known size, as for host
+            data.
+        sent, received: the size of each output's last payload, which is the same at both ends.
     """
 
     rank: int
@@ -44,12 +44,12 @@ class Link:
 def open_links(
     group: ProcessGroup, name: str, peers: Iterable[int], device: torch.device
 ) -> dict[int, Link]:
-    """Open the channels to some peers, which must do the same; block until devices are connected.
+    """Open channels to peers, which must do the same; block until devices are connected.
 
     Args:
         group: the pipeline's ranks.
-        name: the pipeline's name, unique and the same on all its ranks.
-        peers: group ranks.
+        name: the pipeline's name, which is unique and the same on all its ranks.
+        peers: the group ranks of the peers.
         device: the device of the data.
 
     Raises:
@@ -70,7 +70,7 @@ def open_links(
 
 
 def connect(channels: Iterable[Channel], device: torch.device) -> None:
-    """Connect channels for a device, all at once, so that the order among ranks does not matter."""
+    """Connect all channels for a device at once, so that the order among ranks does not matter."""
     like = torch.empty(1, device=device)
     for opening in [channel.open(like, async_op=True) for channel in channels]:
         assert opening is not None

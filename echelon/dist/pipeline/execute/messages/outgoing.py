@@ -1,4 +1,4 @@
-"""Outgoing: this rank's sends to one peer during a step. Never blocks before the step's end."""
+"""Outgoing: manages this rank's sends to one peer in a step; blocks only at the step's end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from echelon.dist.work import Work
 
 
 class Outgoing:
-    """The sends to one peer, kept until they are done."""
+    """The sends to one peer, which are kept until they have completed."""
 
     def __init__(self, link: Link) -> None:
         self.rank = link.rank
@@ -31,8 +31,8 @@ class Outgoing:
     def outputs(self, thing: Thing, tensors: Sequence[torch.Tensor]) -> None:
         """Send a micro-batch's outputs.
 
-        The receiver may have posted a receive of the size in the previous step. That many bytes are
-        always sent over the data channel; the rest is sent over the spill channel.
+        The receiver may have posted a receive with the size from the previous step. So exactly that
+        many bytes are sent over the data channel, and the rest is sent over the spill channel.
 
         Raises:
             ValueError: the tensors cannot be sent.

@@ -1,1 +1,1 @@
-"""The schedules: pure functions of (ranks, micro-batches, chunks) to rows of actions."""
+"""The schedules, as pure functions from (ranks, micro-batches, chunks) to rows of actions."""

@@ -1,12 +1,12 @@
-"""DualPipeV: two chunks per rank in a V, overlapping one's forwards with the other's backwards.
+"""DualPipeV: two chunks per rank in a V, where one chunk's forwards overlap the other's backwards.
 
 Rank r holds stages r and 2p - 1 - r. In the steady state each action is a forward and a backward at
-once, so that the communication of one is hidden behind the computation of the other; the backward
+once, so that the communication of each is hidden behind the computation of the other; the backward
 is split only around the ramps. (The schedule is DeepSeek's DualPipe, cut in half as Sea AI Lab
 did.)
 
-It is regular for 2p or more micro-batches. For fewer, the order for 2p is used and the missing ones
-are left out.
+The schedule is regular for 2p or more micro-batches. For fewer micro-batches, the order for 2p is
+used, and micro-batches that do not exist are left out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from echelon.dist.pipeline.plan.schedules.row_builder import RowBuilder, kept
 
 
 def dualpipev(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
-    """Return the rows: stages r and 2p - 1 - r on rank r."""
+    """Return the rows of DualPipeV, with stages r and 2p - 1 - r on rank r."""
     regular = max(num_microbatches, 2 * num_ranks)
     rows = [_row(rank, num_ranks, regular) for rank in range(num_ranks)]
     return [[one for action in row for one in kept(action, num_microbatches)] for row in rows]
@@ -50,7 +50,7 @@ def _row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
 
 
 def _end(row: RowBuilder, rank: int, behind: int, down: int, up: int) -> None:
-    """Write the last backwards: whole ones, then split ones whose weights fill the gaps."""
+    """Write the last backwards: first whole, then split, with weight gradients in the gaps."""
     ramp = [up, down] * (rank + 1)
     for number, stage in enumerate(ramp):
         if number <= rank:

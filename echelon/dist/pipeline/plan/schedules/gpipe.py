@@ -1,6 +1,6 @@
 """GPipe: every forward, then every backward.
 
-This is the simplest order and needs the most memory: all micro-batches are alive at once.
+This is the simplest order and needs the most memory, because all micro-batches are alive at once.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from echelon.dist.pipeline.plan.action import Action, backward, forward
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
-    """Return the rows: one stage per rank."""
+    """Return the rows of GPipe, with one stage per rank."""
     microbatches = range(num_microbatches)
     return [
         [forward(rank, m) for m in microbatches] + [backward(rank, m) for m in microbatches]

@@ -1,8 +1,8 @@
 """Interleaved 1F1B: each rank holds several chunks, and the bubble shrinks by their number.
 
-Rank r holds stages r, r + p, r + 2p, ... Before its first backward it runs one round of forwards of
-all its chunks except the last, plus two more for each rank after it: one for the way there and one
-for the way back.
+Rank r holds stages r, r + p, r + 2p, ... Before its first backward, a rank runs one round of
+forwards for each of its chunks except the last. It also runs two more forwards for each rank after
+it, one for the way to the last rank and one for the way back.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from echelon.dist.pipeline.plan.schedules.rounds import round_sizes, visits
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> list[list[Action]]:
-    """Return the rows: stages r, r + p, ... on rank r."""
+    """Return the rows of interleaved 1F1B, with stages r, r + p, ... on rank r."""
     sizes = round_sizes(num_ranks, num_microbatches)
     forwards = visits(sizes, num_chunks, is_backward=False)
     backwards = visits(sizes, num_chunks, is_backward=True)

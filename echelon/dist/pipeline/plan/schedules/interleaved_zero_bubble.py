@@ -1,8 +1,8 @@
-"""Interleaved zero bubble: interleaved, with the backward in two halves.
+"""Interleaved zero bubble: interleaved 1F1B with the backward in two halves.
 
-Other ranks wait only for the gradients of the inputs; those of the weights fill the gaps. Rank r
-defers r of them, so that every rank has one for each gap at the end, and ranks hold at most (chunks
-x ranks) micro-batches.
+Other ranks wait only for the gradients of the inputs, and the gradients of the weights fill the
+gaps. Rank r defers r weight gradients, so that every rank has one for each gap at the end, and
+ranks hold at most (chunks x ranks) micro-batches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from echelon.dist.pipeline.plan.schedules.rounds import round_sizes, visits
 def interleaved_zero_bubble(
     num_ranks: int, num_microbatches: int, num_chunks: int
 ) -> list[list[Action]]:
-    """Return the rows: stages r, r + p, ... on rank r."""
+    """Return the rows of interleaved zero bubble, with stages r, r + p, ... on rank r."""
     sizes = round_sizes(num_ranks, num_microbatches)
     forwards = visits(sizes, num_chunks, is_backward=False)
     backwards = visits(sizes, num_chunks, is_backward=True)

@@ -1,6 +1,6 @@
 """Looped breadth-first: GPipe over several chunks per rank, one whole chunk before the next.
 
-It has the bubble of the interleaved schedule and the memory of GPipe. Each chunk's parameters are
+The schedule has the bubble of interleaved 1F1B and the memory of GPipe. Each chunk's parameters are
 needed once in each direction, which suits sharded stages.
 """
 
@@ -10,7 +10,7 @@ from echelon.dist.pipeline.plan.action import Action, backward, forward
 
 
 def looped_bfs(num_ranks: int, num_microbatches: int, num_chunks: int) -> list[list[Action]]:
-    """Return the rows: stages r, r + p, ... on rank r."""
+    """Return the rows of looped breadth-first, with stages r, r + p, ... on rank r."""
     microbatches = range(num_microbatches)
     rows = []
     for rank in range(num_ranks):

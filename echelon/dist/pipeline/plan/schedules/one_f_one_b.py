@@ -1,7 +1,7 @@
-"""1F1B: a rank runs a backward as soon as it can, and then one more forward.
+"""1F1B: each rank runs a backward as soon as it can, and then one more forward.
 
-A rank idles as long as in GPipe, and holds at most as many micro-batches as there are ranks from it
-to the end.
+A rank idles as long as in GPipe, and holds at most as many micro-batches as there are ranks from
+itself to the last.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from echelon.dist.pipeline.plan.action import Action, backward, forward
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
-    """Return the rows: one stage per rank."""
+    """Return the rows of 1F1B, with one stage per rank."""
     return [_row(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
 
 

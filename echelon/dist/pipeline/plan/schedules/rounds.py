@@ -1,10 +1,10 @@
-"""The order in which a rank visits its chunks: micro-batches pass in rounds.
+"""Computes the order in which a rank visits its chunks, with micro-batches passing in rounds.
 
 A round of micro-batches passes through chunk 0, then through chunk 1, and so on, before the next
 round begins; in the backward direction the last chunk comes first. A round has as many
-micro-batches as there are ranks, so that the first one returns to rank 0 when the last one has
-left. If the number cannot be divided evenly, rounds are as equal as possible, and never smaller
-unless there is only one.
+micro-batches as there are ranks, so that the first micro-batch returns to rank 0 when the last has
+left. If the micro-batches cannot be divided evenly, rounds are as equal as possible, and never
+smaller than the number of ranks unless there is only one round.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from itertools import accumulate
 
 
 def round_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
-    """Return the number of micro-batches in each round, the larger rounds first."""
+    """Return the number of micro-batches in each round, larger rounds first."""
     num_rounds = max(1, num_microbatches // num_ranks)
     size, larger = divmod(num_microbatches, num_rounds)
     return [size + 1] * larger + [size] * (num_rounds - larger)
 
 
 def visits(sizes: list[int], num_chunks: int, *, is_backward: bool) -> list[tuple[int, int]]:
-    """Return the (chunk, micro-batch) pairs of one direction in order."""
+    """Return the (chunk, micro-batch) pairs of one direction, in order."""
     chunks = range(num_chunks - 1, -1, -1) if is_backward else range(num_chunks)
     starts = [0, *accumulate(sizes)]
     return [

@@ -1,6 +1,7 @@
-"""Writes a row and counts its actions, so that a schedule only names stages.
+"""Writes a row and counts its actions, so that a schedule needs to name only stages.
 
-Micro-batches pass a stage in order, so the next one of a kind is the count of that kind so far.
+Micro-batches pass a stage in order, so the next micro-batch of a kind of action is the number of
+such actions so far.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ class RowBuilder:
         self._backwards: Counter[int] = Counter()
 
     def num_forwards(self, stage: int) -> int:
-        """Return the number of a stage's forwards on the row."""
+        """Return the number of forwards of a stage that are on the row."""
         return self._forwards[stage]
 
     def owes(self, stage: int) -> bool:
-        """Return whether a stage has input gradients on the row without their weight gradients."""
+        """Return whether the row has input gradients of a stage without their weight gradients."""
         return any(owed == stage for owed, _ in self._owed)
 
     def forward(self, *stages: int) -> None:
-        """Write the next forward of each stage."""
+        """Write the next forward of each given stage."""
         self.actions += [self._forward(stage) for stage in stages]
 
     def backward(self, stage: int) -> None:
-        """Write a stage's next whole backward."""
+        """Write the next whole backward of a stage."""
         self.actions.append(self._backward(stage))
 
     def overlap(self, forward_stage: int, backward_stage: int) -> None:
@@ -48,13 +49,13 @@ class RowBuilder:
         self.actions.append(overlap(self._forward(forward_stage), self._backward(backward_stage)))
 
     def inputs(self, stage: int) -> None:
-        """Write a stage's next input gradients, and defer its weight gradients."""
+        """Write the next input gradients of a stage, and defer the weight gradients."""
         microbatch = self._count(self._backwards, stage)
         self._owed.append((stage, microbatch))
         self.actions.append(input_grad(stage, microbatch))
 
     def weights(self, stage: int | None = None) -> None:
-        """Write the longest deferred weight gradients, of one stage or of any."""
+        """Write the weight gradients that have been deferred longest, of one stage or of any."""
         owed = next(pair for pair in self._owed if stage in (None, pair[0]))
         self._owed.remove(owed)
         self.actions.append(weight_grad(*owed))
@@ -72,7 +73,7 @@ class RowBuilder:
 
 
 def kept(action: Action, num_microbatches: int) -> list[Action]:
-    """Remove micro-batches that do not exist; an overlap may lose one or both sides."""
+    """Remove micro-batches that do not exist; an overlap may lose one or both of its parts."""
     parts = [part for part in action.computations if part.microbatch < num_microbatches]
     if action.kind is not Kind.OVERLAP:
         return parts

@@ -2,11 +2,11 @@
 
 Rank r holds stages r and 2p - 1 - r, so that the last rank holds both stages at the turn of the V
 and rank 0 both ends. If forward, input gradients and weight gradients take equal time, ranks idle
-only during the ramp of p - 1 chunks, and hold no more than rank 0 in 1F1B. (The schedule is Qi et
-al.'s, "Pipeline Parallelism with Controllable Memory".)
+only during the ramp of p - 1 chunks, and hold no more activations than rank 0 in 1F1B. (The
+schedule is Qi et al.'s, "Pipeline Parallelism with Controllable Memory".)
 
-It is regular for 2p - 1 or more micro-batches. For fewer, the order for 2p - 1 is used and the
-missing ones are left out.
+The schedule is regular for 2p - 1 or more micro-batches. For fewer micro-batches, the order for 2p
+- 1 is used, and micro-batches that do not exist are left out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from echelon.dist.pipeline.plan.schedules.row_builder import RowBuilder, kept
 
 
 def zbv(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
-    """Return the rows: stages r and 2p - 1 - r on rank r."""
+    """Return the rows of ZBV, with stages r and 2p - 1 - r on rank r."""
     regular = max(num_microbatches, 2 * num_ranks - 1)
     rows = [_row(rank, num_ranks, regular) for rank in range(num_ranks)]
     return [[one for action in row for one in kept(action, num_microbatches)] for row in rows]
