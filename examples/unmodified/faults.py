@@ -1,6 +1,7 @@
 """Faults for the examples in this folder: `--fault NAME --rank R --step S`.
 
-Each fault does what its name says, in plain code: nothing here or in the examples uses echelon.
+Each fault does what its name says, in plain code. Neither this file nor the examples know the
+runtime that explains what follows.
 `evaluation`, `compile_pause`, `saves` and `uneven_work` are healthy: every rank does something that
 takes long, and then continues.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -157,10 +158,16 @@ def test_a_later_world_begins_without_a_stop():
 
 
 def _dead(rank, world_size):
-    dist.init(timeout_s=60.0)
+    world = dist.init(timeout_s=60.0)
+    pid = np.array([os.getpid()])
+    world.broadcast(pid, root=1)
+    other = os.pidfd_open(int(pid[0]))
     dist.should_stop()
+    world.barrier()
     if rank == 1:
         _me(signal.SIGKILL)
+    select.select([other], [], [])  # until it is dead: before, its thread may agree on a call
+    os.close(other)
     _me()
     with pytest.raises(PeerLostError, match="rank 1"):
         all(not dist.should_stop() for _ in range(LAST))
