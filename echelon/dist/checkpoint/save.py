@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,10 @@ from echelon.recorder.checkpoints import note_checkpoint
 
 _LOOK_S = 0.05
 _SHARED_S = 10.0  # after this, a folder that another rank made is not on a shared file system
+
+
+class _LostPartError(CheckpointError):
+    """A save in the background needs a rank that is lost; the others have continued without it."""
 
 
 def save(
@@ -123,7 +128,7 @@ def _prepare(
 ) -> _Job:
     """Agree with the other ranks on the contents, writers and location of the save."""
     doing = f"{root}: not saved"
-    agree(peers, pending.finish(), f"{root}: the save before")
+    agree(peers, _unless_lost(peers, pending.finish()), f"{root}: the save before")
     contents = together(peers, doing, lambda: collect(state, peers.rank))
     settle(peers, doing, contents)
     mine = divide(peers, doing, contents.held, contents.aliases)
@@ -138,6 +143,15 @@ def _prepare(
         keep=keep,
         timeout_s=timeout_s,
     )
+
+
+def _unless_lost(peers: Peers, error: Exception | None) -> Exception | None:
+    """Warn where the save before has lost a rank: this one replaces it."""
+    if not isinstance(error, _LostPartError):
+        return error
+    if peers.rank == 0:
+        warnings.warn(f"{error}. The next save continues", RuntimeWarning, stacklevel=2)
+    return None
 
 
 def _create(root: Path | Remote) -> str:
@@ -253,7 +267,22 @@ class _Job:
             if failure is not None:
                 raise CheckpointError(f"{root}: not saved: {failure}", path=str(root))
             self._require_time(deadline_s)
+            self._require_ranks(is_there)
             time.sleep(_LOOK_S)
+
+    def _require_ranks(self, is_there: Callable[[], bool]) -> None:
+        """Raise if this save can no longer be completed, since a rank that it needs is lost."""
+        gone = self.peers.gone()
+        if not gone:
+            return
+        lost = [rank for rank in self.unfinished.missing(self.peers.size) if rank in gone]
+        if 0 in gone and not lost:
+            lost = [0]  # which was to commit
+        if not lost or is_there():  # completed just now
+            return
+        root = self.unfinished.final.parent
+        shown = ", ".join(map(str, lost))
+        raise _LostPartError(f"{root}: not saved, because rank {shown} was lost", path=str(root))
 
     def _require_time(self, deadline_s: float) -> None:
         if time.monotonic() <= deadline_s:

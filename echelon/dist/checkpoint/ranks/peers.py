@@ -26,6 +26,10 @@ class Peers(Protocol):
     size: int
     timeout_s: float
 
+    def gone(self) -> list[int]:
+        """Return the ranks without which the others have continued since. Not collective."""
+        ...
+
     def all_gather(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order."""
         ...
@@ -53,6 +57,10 @@ class Alone:
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
 
+    def gone(self) -> list[int]:
+        """Return none."""
+        return []
+
     def all_gather(self, value: Any) -> list[Any]:
         """Return a list with only this process's value."""
         return [value]
@@ -74,6 +82,14 @@ class World:
         self.size = group.size
         self.timeout_s = group.timeout_s
         self._group = group
+
+    def gone(self) -> list[int]:
+        """Return the ranks that a newer world is without."""
+        try:
+            left = world().ranks
+        except ValueError:  # this rank has left the world
+            return []
+        return [rank for rank, number in enumerate(self._group.ranks) if number not in left]
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order."""
@@ -99,6 +115,10 @@ class TorchWorld:
         self.size = torch_dist.get_world_size()
         self.timeout_s = _DEFAULT_TIMEOUT_S
         self._device = _device_of(str(torch_dist.get_backend_config()))
+
+    def gone(self) -> list[int]:
+        """Return none."""
+        return []
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order."""
