@@ -112,6 +112,7 @@ resilient.run(prepare, model, optimizer, total=12_000)
 """
 
 
+@pytest.mark.slow
 def test_a_failure_after_a_loss_is_explained_by_the_rank_that_fails(tmp_path):
     script, run_dir = tmp_path / "train.py", tmp_path / "run"
     script.write_text(_TWO_TROUBLES)
