@@ -17,6 +17,7 @@ from echelon.launcher.control.lifesign import LifeSign
 from echelon.launcher.control.seal import Seal, new_nonce
 from echelon.launcher.control.session import Session
 from echelon.launcher.coordinator.decide import SETTLE_S
+from echelon.launcher.doctor.probes.finding import Finding, State, Task
 
 SECRET = b"a-secret-of-the-benchmark"
 STALL_S = 20.0  # `--stall-timeout`
@@ -104,6 +105,8 @@ class Agent:
                 await self.send_dumps(command)
             elif isinstance(command, m.Stop):
                 await self.end_ranks(-int(command.number))
+            elif isinstance(command, m.Probe):
+                await self.say(m.Probed(number=command.number, findings=_all_whole(command)))
             elif isinstance(command, m.ClearUp):
                 await self.say(m.Idle(attempt=command.attempt, exit_codes=[], stopped=[]))
             elif isinstance(command, m.Over):
@@ -167,6 +170,12 @@ class Agent:
         with contextlib.suppress(Exception):
             self.call.cancel()
         await self.channel.close()
+
+
+def _all_whole(command: m.Probe) -> list[str]:
+    tasks = map(Task.unpack, command.tasks)
+    found = (Finding(probe=task.probe, state=State.WHOLE, text="simulated") for task in tasks)
+    return [one.pack() for one in found]
 
 
 class Simulation:

@@ -110,7 +110,7 @@ class _FullDisk:
         (lambda f: _edit(f, "version", 2), "version 2, this echelon reads 1"),
         (lambda f: _edit(f, "dtype", "float32"), "dtype 'float32' is not one of"),
         (lambda f: _edit(f, "num_tokens", 11), "num_tokens is 11, its shards have 10"),
-        (lambda f: _edit(f, "vocabulary_size", -1), "is -1, not a whole number"),
+        (lambda f: _edit(f, "vocabulary_size", -1), "is -1, not an integer from 0 up"),
         (lambda f: _edit(f, "shards", [{}]), "'tokens_name' is missing"),
         (lambda f: _edit_shard(f, "tokens_name", "../secret"), "not the name of a file"),
     ],
