@@ -40,15 +40,12 @@ class Epochs:
             StoreTimeoutError: there was none within `timeout_s`.
             StoreError: the store cannot be reached.
         """
-        self.number += 1
-        try:
-            text = self._store.get(epoch_key(self.number), timeout=timeout_s)
-        except BaseException:
-            self.number -= 1
-            raise
-        while self._is_superseded():
-            self.number += 1
-            text = self._store.get(epoch_key(self.number), timeout=timeout_s)
+        number = self.number + 1
+        text = self._store.get(epoch_key(number), timeout=timeout_s)
+        while self._is_there(number + 1):
+            number += 1
+            text = self._store.get(epoch_key(number), timeout=timeout_s)
+        self.number = number
         return Epoch.unpack(text)
 
     def meet(self, epoch: Epoch, mine: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
@@ -67,10 +64,10 @@ class Epochs:
         members = Members(name="continuation", rank=roster.index(self._rank), ranks=roster)
         arrive(members, self._store, key, mine)
         self._store.wait([f"{key}/gate"], timeout=timeout_s)
-        if self._is_superseded():
+        if self._is_there(epoch.number + 1):
             raise Superseded
         names = [f"{key}/{place}" for place in range(len(roster))]
         return [json.loads(text) for text in self._store.multi_get(names)]
 
-    def _is_superseded(self) -> bool:
-        return self._store.check([epoch_key(self.number + 1)])
+    def _is_there(self, number: int) -> bool:
+        return self._store.check([epoch_key(number)])
