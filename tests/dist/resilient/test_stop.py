@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import echelon.dist as dist
-from echelon.dist import resilient
+from echelon.dist import resilient, runtime
 from echelon.dist.checkpoint import SaveSchedule
 from tests.dist.resilient.agent import introduce, note_done, run_watched
 from tests.dist.resilient.training import die
@@ -39,11 +39,14 @@ def _train(rank, world_size, folder, kills, signalled, wishes):
             is_told = dist.should_stop()
             told.append((world.epoch, step, is_told, schedule.due(step)))
             if kills.get(rank) == step:
+                if wishes[0] not in (-1, rank):  # the others notice the death from now on
+                    runtime.job_store().wait(["asked"], timeout=60)
                 die()
             if (rank, step) == signalled:
                 os.kill(os.getpid(), signal.SIGTERM)
             if (rank, step, world.epoch) == (*wishes, 0):
                 dist.request_stop("enough")
+                runtime.job_store().set("asked", "yes")
             world.group.all_reduce(torch.ones(2))
 
         return train_step
