@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from echelon import __version__
+from echelon.cli import main
+
 FULL = Path("/dev/full")
 
 
@@ -16,6 +19,11 @@ def _echelon(*arguments: str, stdout) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "echelon", *arguments],
         stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
     )  # fmt: skip
+
+
+def _commands() -> list[str]:
+    shown = _echelon("--help", stdout=subprocess.PIPE).stdout
+    return [line.split()[0] for line in shown.splitlines() if line.startswith("  ")]
 
 
 def test_a_reader_that_has_left_ends_a_command_in_silence():
@@ -37,7 +45,12 @@ def test_a_full_disk_costs_one_line():
 def test_an_unknown_command_is_told_all_that_there_are():
     done = _echelon("reprot", stdout=subprocess.DEVNULL)
     assert done.returncode == 2
-    shown = _echelon("--help", stdout=subprocess.PIPE).stdout
-    commands = [line.split()[0] for line in shown.splitlines() if line.startswith("  ")]
-    for command in commands:
+    for command in _commands():
         assert command in done.stderr, done.stderr
+
+
+def test_every_command_shows_its_version(capsys):
+    for command in _commands():
+        with pytest.raises(SystemExit) as end:
+            main([command, "--version"])
+        assert (end.value.code, capsys.readouterr().out) == (0, f"echelon {__version__}\n"), command

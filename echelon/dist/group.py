@@ -6,6 +6,7 @@ import contextlib
 import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, overload
 
 import echelon.recorder.current as black_box
@@ -77,8 +78,8 @@ class ProcessGroup(Collectives, PointToPoint):
         return self._timeout_s
 
     @timeout_s.setter
-    def timeout_s(self, seconds: float) -> None:
-        self._timeout_s = check_timeout(seconds)
+    def timeout_s(self, timeout_s: float | timedelta) -> None:
+        self._timeout_s = check_timeout(timeout_s)
 
     @property
     def num_collectives(self) -> int:

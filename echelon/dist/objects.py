@@ -13,6 +13,7 @@ import numpy as np
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from echelon.dist.calls.base import Timeout
     from echelon.dist.group import ProcessGroup
 
     Bytes = npt.NDArray[np.uint8]
@@ -40,7 +41,7 @@ def decode(data: bytes) -> Any:
     return msgpack.unpackb(data, raw=False, strict_map_key=False)
 
 
-def broadcast(group: ProcessGroup, data: bytes | None, root: int, timeout_s: float | None) -> Any:
+def broadcast(group: ProcessGroup, data: bytes | None, root: int, timeout_s: Timeout) -> Any:
     """Return the root's object on every rank."""
     size = np.array([0 if data is None else len(data)], np.int64)
     group.broadcast(size, root, timeout_s=timeout_s)
@@ -51,7 +52,7 @@ def broadcast(group: ProcessGroup, data: bytes | None, root: int, timeout_s: flo
     return decode(content.tobytes())
 
 
-def all_gather(group: ProcessGroup, data: bytes, timeout_s: float | None) -> list[Any]:
+def all_gather(group: ProcessGroup, data: bytes, timeout_s: Timeout) -> list[Any]:
     """Return every rank's object, in rank order."""
     sizes = _sizes(group, data, timeout_s)
     rows = _rows(group.size, sizes)
@@ -60,7 +61,7 @@ def all_gather(group: ProcessGroup, data: bytes, timeout_s: float | None) -> lis
 
 
 def gather(
-    group: ProcessGroup, data: bytes, root: int, timeout_s: float | None
+    group: ProcessGroup, data: bytes, root: int, timeout_s: Timeout
 ) -> list[Any] | None:
     """Return every rank's object on the root, in rank order; None on other ranks."""
     sizes = _sizes(group, data, timeout_s)
@@ -70,7 +71,7 @@ def gather(
 
 
 def scatter(
-    group: ProcessGroup, parts: list[bytes] | None, root: int, timeout_s: float | None
+    group: ProcessGroup, parts: list[bytes] | None, root: int, timeout_s: Timeout
 ) -> Any:
     """Return this rank's object from the root's list."""
     sizes = np.array([len(part) for part in parts or [b""] * group.size], np.int64)
@@ -83,7 +84,7 @@ def scatter(
     return decode(own[: sizes[group.rank]].tobytes())
 
 
-def _sizes(group: ProcessGroup, data: bytes, timeout_s: float | None) -> npt.NDArray[np.int64]:
+def _sizes(group: ProcessGroup, data: bytes, timeout_s: Timeout) -> npt.NDArray[np.int64]:
     sizes: npt.NDArray[np.int64] = np.empty(group.size, np.int64)
     group.all_gather(sizes, np.array([len(data)], np.int64), timeout_s=timeout_s)
     return sizes

@@ -25,7 +25,7 @@ from echelon.dist.make_group import Facts, GroupMaker
 from echelon.dist.membership import clocks
 from echelon.dist.membership.environment import Rendezvous
 from echelon.dist.membership.meet import next_round
-from echelon.dist.operation.checks import check_ranks
+from echelon.dist.operation.checks import check_ranks, check_timeout
 from echelon.dist.options import Options
 from echelon.errors import CollectiveError, StoreConnectionError, StoreError
 from echelon.recorder import span
@@ -35,7 +35,6 @@ from echelon.store import MemoryStore, PrefixStore, TCPStore
 DEFAULT_TIMEOUT_S = 600.0
 _CLOCKS_S = 30.0
 _RECONNECT_S = 0.05
-_LONGEST_TIMEOUT_S = 1e9  # about 30 years: infinity fits no library's clock
 
 
 class _World:
@@ -164,7 +163,7 @@ def init(
         ('world', 2, True)
     """
     global _current, _joining
-    seconds = _seconds(timeout_s)
+    seconds = check_timeout(timeout_s)
     options = Options(reduction=reduction)
     if backend is not None:
         registry.check_name(backend)
@@ -391,13 +390,6 @@ def _check_process(state: _World) -> None:
             f"the world belongs to process {state.pid}, of which this is a fork: it cannot take "
             "part; start ranks with a launcher, or call init only in the child"
         )
-
-
-def _seconds(timeout_s: float | timedelta) -> float:
-    seconds = timeout_s.total_seconds() if isinstance(timeout_s, timedelta) else float(timeout_s)
-    if not seconds > 0:
-        raise ValueError(f"timeout_s must be above 0, got {timeout_s!r}")
-    return min(seconds, _LONGEST_TIMEOUT_S)
 
 
 def _join(

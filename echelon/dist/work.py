@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from echelon.dist.errors import build
+from echelon.dist.operation.checks import check_wait
 from echelon.errors import CollectiveTimeoutError
 
 if TYPE_CHECKING:
@@ -82,22 +84,24 @@ class Work:
         """The group rank whose message a receive got; -1 until then."""
         return int(getattr(self.pending, "source", -1))
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self, timeout_s: float | timedelta | None = None) -> None:
         """Block until the operation has ended.
 
         Args:
-            timeout_s: how long to wait; None means the operation's own timeout.
+            timeout_s: how long to wait, 0 not to block; None means the operation's own timeout.
 
         Raises:
+            ValueError: `timeout_s` is below 0 or not a duration.
             CollectiveTimeoutError: the operation has not ended within `timeout_s`, but continues
                 and can be waited for again.
             CollectiveError: the operation itself failed.
         """
-        if not self.is_settled and not self._state.wait(self.operation, self.pending, timeout_s):
-            assert timeout_s is not None
+        wait_s = check_wait(timeout_s)
+        if not self.is_settled and not self._state.wait(self.operation, self.pending, wait_s):
+            assert wait_s is not None
             members, one = self._state.members, self.operation
             raise CollectiveTimeoutError(
-                f"{build.place(members, one)}: not done after {timeout_s} s of wait(); "
+                f"{build.place(members, one)}: not done after {wait_s} s of wait(); "
                 "it continues and can be waited for again",
                 group=members.name,
                 operation=one.kind,

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 
+from echelon import __version__
 from echelon.planner.layout import Job
 from echelon.planner.machine import Machine, assumed, read_machine, with_peak
 from echelon.planner.model import PRESETS, read_model
@@ -26,6 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
         "-m echelon.planner.measure --out links.json",
     )
     add = parser.add_argument
+    add("--version", action="version", version=f"echelon {__version__}")
     add("--model", required=True, help=f"{', '.join(PRESETS)}; layers=..,width=..,heads=..; or a "
         "Hugging Face config.json")  # fmt: skip
     add("--ranks", type=int, required=True, help="ranks of the whole job")

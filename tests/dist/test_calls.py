@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -57,9 +58,35 @@ def test_a_work_tells_its_end_and_what_it_ended_with():
     run_ranks(_works, 2)
 
 
+def _waits(rank: int, world_size: int) -> None:
+    world = dist.init(timeout_s=60)
+    both = dist.new_group([0, 1])
+    x = np.ones(1)
+    if rank == 0:
+        work = world.all_reduce(x, async_op=True)
+        for limit in (0, 0.01, timedelta(milliseconds=10)):
+            with pytest.raises(CollectiveTimeoutError, match="can be waited for again"):
+                work.wait(limit)
+        for wrong in (-1, float("nan"), "1", True):
+            with pytest.raises(ValueError, match="timeout_s must be"):
+                work.wait(wrong)
+        both.barrier()
+        work.wait(timedelta(seconds=60))
+    else:
+        both.barrier()
+        world.all_reduce(x)
+    assert x[0] == 2
+    dist.shutdown()
+
+
+@pytest.mark.ranks
+def test_a_wait_takes_seconds_or_a_timedelta_and_refuses_other_limits():
+    run_ranks(_waits, 2)
+
+
 def _timeouts(rank: int, world_size: int) -> None:
     world = dist.init(timeout_s=60)
-    groups = [dist.new_group([0, 1]) for _ in range(3)]
+    groups = [dist.new_group([0, 1]) for _ in range(4)]
     with pytest.raises(ValueError, match="timeout_s"):
         world.all_reduce(np.ones(1), timeout_s=0)
     if rank == 0:
@@ -71,6 +98,8 @@ def _timeouts(rank: int, world_size: int) -> None:
             groups[1].recv(x, 1, timeout_s=0.3)
         with pytest.raises(CollectiveTimeoutError, match="missing: 1"):
             groups[2].reduce(x, 0, timeout_s=0.3, async_op=True).wait()
+        with pytest.raises(CollectiveTimeoutError, match="missing: 1"):
+            groups[3].monitored_barrier(timedelta(seconds=0.3))
         assert time.monotonic() - begun < 30  # far from the group's limit
     world.barrier()
     dist.shutdown()

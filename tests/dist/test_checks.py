@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from datetime import timedelta
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -137,3 +140,19 @@ def test_splits_are_part_of_a_call_and_are_shown():
     assert many[0] != many[1]
     assert describe_call(many[0]).startswith("all_gather(90 splits, checksum ")
     assert len(many[0]) == CALL_BYTES
+
+
+@pytest.mark.parametrize("given", [2, 2.0, np.float32(2), np.int64(2), timedelta(seconds=2)])
+def test_a_timeout_is_a_number_of_seconds_or_a_timedelta(given):
+    assert checks.check_timeout(given) == checks.check_wait(given) == 2.0
+
+
+@pytest.mark.parametrize("given", [-1, "2", True, math.nan, timedelta(seconds=-2)])
+def test_other_timeouts_are_refused(given):
+    for check in (checks.check_timeout, checks.check_wait):
+        with pytest.raises(ValueError, match="timeout_s must be"):
+            check(given)
+
+
+def test_an_infinite_timeout_fits_the_clocks_of_libraries():
+    assert checks.check_timeout(math.inf) == checks.check_wait(math.inf) == 1e9

@@ -64,6 +64,8 @@ def test_a_broken_environment_is_named(monkeypatch, variables, said):
     [
         ({"backend": "carrier pigeon"}, "carrier pigeon"),
         ({"timeout_s": 0}, "above 0"),
+        ({"timeout_s": None}, "got None"),
+        ({"timeout_s": "5"}, "got '5'"),
         ({"reduction": "sloppy"}, "reduction 'sloppy'"),
     ],
 )

@@ -12,6 +12,7 @@ import pytest
 import echelon
 from echelon.errors import StoreError
 from echelon.store import TCPStore
+from echelon.store.server import cli as command
 from echelon.store.server import server as servers
 from echelon.store.server.cli import main
 from tests.store.peers import PATIENCE_S, Raw, server_process
@@ -227,3 +228,11 @@ def test_the_loop_is_libuvs_and_a_slower_one_says_so(monkeypatch, caplog):
     assert [record.message for record in caplog.records] == [
         "store: uvloop is not installed; serving on asyncio's slower loop"
     ]
+
+
+@pytest.mark.parametrize("port", ["abc", "-1", "65536"])
+def test_a_port_that_is_none_is_quoted(port, capsys):
+    with pytest.raises(SystemExit) as end:
+        command.main(["--port", port])
+    assert end.value.code == 2
+    assert f"{port} is not a port (0-65535)" in capsys.readouterr().err

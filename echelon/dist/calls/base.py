@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, NoReturn, TypeAlias
 
 import echelon.recorder.current as black_box
@@ -24,7 +25,7 @@ from echelon.recorder.format.schema import Flag
 from echelon.recorder.write import sites
 from echelon.recorder.write.recorder import NOT_RECORDED
 
-Timeout: TypeAlias = float | None
+Timeout: TypeAlias = float | timedelta | None
 Splits: TypeAlias = Sequence[int] | None
 
 _MAX_CALLS = 1024

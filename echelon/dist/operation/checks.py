@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import operator
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,7 @@ _ON_BOOL = {
     "sum": "max", "max": "max", "bor": "max", "prod": "min", "min": "min", "band": "min",
     "bxor": "bxor",
 }  # fmt: skip
+_LONGEST_TIMEOUT_S = 1e9  # about 30 years: infinity does not fit any library's clock
 _LARGEST_TAG = (1 << 31) - 3  # the engines use the two above
 
 
@@ -216,15 +220,39 @@ def check_rank(rank: Any, name: str, group: str, size: int) -> int:
     return number
 
 
-def check_timeout(timeout_s: float) -> float:
-    """Return a timeout in seconds.
+def check_timeout(timeout_s: float | timedelta) -> float:
+    """Return a timeout in seconds, at most about 30 years.
 
     Raises:
-        ValueError: the timeout is not a positive number.
+        ValueError: the timeout is not a number of seconds or a `timedelta`, or is not above 0.
     """
-    if isinstance(timeout_s, (int, float)) and timeout_s > 0:
-        return float(timeout_s)
-    raise ValueError(f"timeout_s must be a number above 0, got {timeout_s!r}")
+    seconds = _seconds(timeout_s)
+    if seconds > 0:
+        return min(seconds, _LONGEST_TIMEOUT_S)
+    raise ValueError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
+
+
+def check_wait(timeout_s: float | timedelta | None) -> float | None:
+    """Return how long to wait for an operation, in seconds; 0 only looks, None waits for its end.
+
+    Raises:
+        ValueError: the value is not a number of seconds or a `timedelta`, or is below 0.
+    """
+    if timeout_s is None:
+        return None
+    seconds = _seconds(timeout_s)
+    if seconds >= 0:
+        return min(seconds, _LONGEST_TIMEOUT_S)
+    raise ValueError(f"timeout_s must be a number of seconds, 0 or above, got {timeout_s!r}")
+
+
+def _seconds(timeout_s: Any) -> float:
+    """Return a timeout in seconds; NaN for a value of another type."""
+    if isinstance(timeout_s, timedelta):
+        return timeout_s.total_seconds()
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, numbers.Real):
+        return math.nan
+    return float(timeout_s)
 
 
 def check_tag(tag: Any) -> int:

@@ -94,9 +94,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _port(text: str) -> int:
-    port = int(text)
+    port = int(text) if text.isdecimal() else -1
     if not 0 <= port <= 65535:
-        raise argparse.ArgumentTypeError(f"{port} is not a port (0-65535)")
+        raise argparse.ArgumentTypeError(f"{text} is not a port (0-65535)")
     return port
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from echelon import __version__
 from echelon.train.figures.file import read_figures
 from echelon.train.figures.series import Run
 
@@ -21,6 +22,7 @@ def main(argv: Sequence[str]) -> int:
         "an iteration, memory and waits. Needs matplotlib.",
     )
     add = parser.add_argument
+    add("--version", action="version", version=f"echelon {__version__}")
     add("runs", nargs="+", metavar="RUN", help="a log of figures, or a folder with figures.jsonl; "
         "NAME=PATH names it")  # fmt: skip
     add("--out", type=Path, metavar="FILE", help=f"{', '.join(_FORMATS)} (beside the first log)")
