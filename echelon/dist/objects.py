@@ -60,9 +60,7 @@ def all_gather(group: ProcessGroup, data: bytes, timeout_s: Timeout) -> list[Any
     return _decoded(rows, sizes)
 
 
-def gather(
-    group: ProcessGroup, data: bytes, root: int, timeout_s: Timeout
-) -> list[Any] | None:
+def gather(group: ProcessGroup, data: bytes, root: int, timeout_s: Timeout) -> list[Any] | None:
     """Return every rank's object on the root, in rank order; None on other ranks."""
     sizes = _sizes(group, data, timeout_s)
     rows = _rows(group.size, sizes) if group.rank == root else None
@@ -70,9 +68,7 @@ def gather(
     return None if rows is None else _decoded(rows, sizes)
 
 
-def scatter(
-    group: ProcessGroup, parts: list[bytes] | None, root: int, timeout_s: Timeout
-) -> Any:
+def scatter(group: ProcessGroup, parts: list[bytes] | None, root: int, timeout_s: Timeout) -> Any:
     """Return this rank's object from the root's list."""
     sizes = np.array([len(part) for part in parts or [b""] * group.size], np.int64)
     group.broadcast(sizes, root, timeout_s=timeout_s)

@@ -219,7 +219,7 @@ while num_handled < 300 or num_own < 300:
     num_own += 1
     if num_own > 7000:
         break
-# A signal that came before the timer stopped is still handled after it, and must not start it again:
+# A signal that came before the timer stopped is still handled after it and must not start it again:
 # the interpreter gives up its handlers as it ends, and the next alarm would kill it.
 is_over = True
 signal.setitimer(signal.ITIMER_REAL, 0)
