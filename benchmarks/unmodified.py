@@ -6,8 +6,9 @@
     python -m benchmarks.unmodified overhead [--runs 30]
 
 `run` appends one line per case and skips cases that the file already holds, so that it can run in
-pieces. With `--attach`, plain torchrun launches the jobs and `fr-analyze --attach` examines them. A
-case is right if cause and culprits are; `line` records whether the verdict names the line of
+pieces; a wrong case runs again once the code has changed, and its last result counts. With
+`--attach`, plain torchrun launches the jobs and `fr-analyze --attach` examines them. A case is
+right if cause and culprits are; `line` records whether the verdict names the line of
 `examples/unmodified/faults.py` that contains the fault. `--into` replaces the table between the two
 marks of a document.
 """
@@ -33,6 +34,7 @@ from benchmarks.unmodified_cases import (
     CAUSES,
     ENDS_A_JOB,
     HEALTHY,
+    STALL_S,
     Case,
     NotReachedError,
     attach_case,
@@ -54,7 +56,9 @@ def _measure(args: argparse.Namespace) -> None:
     if args.attach and args.healthy:
         raise SystemExit("--attach takes no --healthy: such a job may end before it is looked at")
     out = Path(args.out)
-    known = {_key(case) for case in _read(out)} if out.exists() else set()
+    code = _code()
+    done = latest(_read(out)) if out.exists() else []
+    known = {_key(case) for case in done if case["right"] or case.get("code") == code}
     faults = [one for one in args.faults if not (args.attach and one in ENDS_A_JOB)]
     healthy = [(HEALTHY[turn % len(HEALTHY)], turn) for turn in range(args.healthy)]
     cases = [(fault, 0) for fault in faults] + healthy
@@ -64,7 +68,8 @@ def _measure(args: argparse.Namespace) -> None:
     order.sort(key=lambda one: one[1])  # the short ones first: fewer ranks import
     for (fault, turn), ranks, script in order:
         case: Case = {"script": script, "fault": fault, "ranks": ranks, "turn": turn}
-        case |= {"attach": args.attach}
+        case |= {"attach": args.attach, "code": code, "stall_s": STALL_S}
+        case |= {"load": round(os.getloadavg()[0], 1)}
         if _key(case) in known or not _has(script):
             continue
         if time.monotonic() > end_s:
@@ -83,6 +88,20 @@ def _measure(args: argparse.Namespace) -> None:
         words = f"{case.get('cause')} {case.get('culprits')} line {case.get('line')}"
         judged = "ok" if case["right"] else "WRONG"
         print(f"{script} {fault} x{ranks}: {judged} {words}", flush=True)
+
+
+def latest(cases: list[Case]) -> list[Case]:
+    """Return the last result of each case, in the order in which the cases first ran."""
+    return list({_key(case): case for case in cases}.values())
+
+
+def _code() -> str:
+    """Return git's hash of the runtime and the examples as committed: what the cases exercise."""
+    told = subprocess.run(
+        ["git", "rev-parse", "HEAD:echelon", "HEAD:examples/unmodified"],
+        capture_output=True, text=True, check=True, cwd=Path(__file__).parent,
+    )  # fmt: skip
+    return " ".join(one[:10] for one in told.stdout.split())
 
 
 def _read(path: Path) -> list[Case]:
@@ -106,7 +125,7 @@ def write_table(results: Path, into: Path | None) -> None:
     Raises:
         SystemExit: the document lacks the two marks between which the tables stand.
     """
-    cases = _read(results)
+    cases = latest(_read(results))
     launched = [case for case in cases if not case.get("attach")]
     attached = [case for case in cases if case.get("attach")]
     text = "\n\n".join(

@@ -46,7 +46,7 @@ ENDS_A_JOB = ("worker_exception", "kill", "exception")
 HEALTHY = ("none", "evaluation", "compile_pause", "saves", "uneven_work")
 CASE_S = 300.0
 _MARK = re.compile(r"# culprit: (.*)$")
-_STALL_S = float(os.environ.get("UNMODIFIED_STALL_S", "5"))  # a busy machine needs more
+STALL_S = float(os.environ.get("UNMODIFIED_STALL_S", "5"))  # a busy machine needs more
 _STEP = 5
 _SETTLE_S, _WAIT_S = 4.0, 4.0
 
@@ -79,12 +79,17 @@ def launch_case(script: str, fault: str, ranks: int, keep: Path | None = None) -
     with tempfile.TemporaryDirectory(prefix="unmodified_") as folder:
         argv = [
             sys.executable, "-m", "echelon", "run", f"--nproc-per-node={ranks}",
-            f"--stall-timeout={_STALL_S}", "--on-stall=stop", f"--run-dir={folder}/run",
+            f"--stall-timeout={STALL_S}", "--on-stall=stop", f"--run-dir={folder}/run",
             *_program(script, fault, ranks, folder),
         ]  # fmt: skip
         began_s = time.monotonic()
-        with Path(folder, "out").open("w") as out:
-            code = _run(argv, out)
+        try:
+            with Path(folder, "out").open("w") as out:
+                code = _run(argv, out)
+        except subprocess.TimeoutExpired:
+            if keep is not None:
+                _keep(Path(folder), keep / f"{script}_{fault}_{ranks}")
+            raise
         seconds = time.monotonic() - began_s
         path = Path(folder, "run", "dump", "latest", "verdict.json")
         verdict = json.loads(path.read_text()).get("verdict") if path.exists() else None
@@ -152,7 +157,7 @@ def _keep(folder: Path, to: Path) -> None:
 def _program(script: str, fault: str, ranks: int, folder: str) -> list[str]:
     return [
         str(EXAMPLES / f"{script}.py"), f"--fault={fault}", f"--rank={ranks - 1}",
-        f"--step={_STEP}", f"--folder={folder}", f"--pause={1.5 * _STALL_S}",
+        f"--step={_STEP}", f"--folder={folder}", f"--pause={1.5 * STALL_S}",
     ]  # fmt: skip
 
 
