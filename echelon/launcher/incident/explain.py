@@ -195,10 +195,16 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
+def _lower_priority() -> None:
+    """Give way to the ranks, but not further than they do: a job that is itself nice would wait."""
+    with contextlib.suppress(OSError):
+        now = os.getpriority(os.PRIO_PROCESS, 0)
+        os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, now))
+
+
 def main() -> None:
     """Wait for one incident on stdin, and write the answer to stdout."""
-    with contextlib.suppress(OSError):
-        os.nice(_NICE)
+    _lower_priority()
     _limit_memory()
     import rich.console  # noqa: F401 -- while the incident is being collected
 
