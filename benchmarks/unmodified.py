@@ -1,16 +1,16 @@
 """Faults in unmodified programs, and the verdicts of `echelon run`: cause, culprit and line.
 
-    python -m benchmarks.unmodified run --out RESULTS.jsonl [--scripts ddp,fsdp2] [--faults ...]
+    python -m benchmarks.unmodified run [--out RESULTS.jsonl] [--scripts ddp,fsdp2] [--faults ...]
         [--ranks 2,4] [--seconds 280] [--healthy 10] [--attach] [--keep DIR]
-    python -m benchmarks.unmodified table RESULTS.jsonl [--into docs/unmodified.md]
+    python -m benchmarks.unmodified table [RESULTS.jsonl]    # then: make bench-docs
     python -m benchmarks.unmodified overhead [--runs 30]
 
 `run` appends one line per case and skips cases that the file already holds, so that it can run in
 pieces; a wrong case runs again once the code has changed, and its last result counts. With
 `--attach`, plain torchrun launches the jobs and `fr-analyze --attach` examines them. A case is
 right if cause and culprits are; `line` records whether the verdict names the line of
-`examples/unmodified/faults.py` that contains the fault. `--into` replaces the table between the two
-marks of a document.
+`examples/unmodified/faults.py` that contains the fault. Each case also writes the tables of
+docs/benchmarks/unmodified.md, beside the results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +39,15 @@ from benchmarks.unmodified_cases import (
     attach_case,
     launch_case,
 )
+from benchmarks.unmodified_tables import SCRIPTS, key, latest, save
 
-_SCRIPTS = ("ddp", "fsdp2", "accelerate_loop", "lightning_fit", "trainer", "deepspeed_zero")
+RESULTS = Path(__file__).parent / "results" / "unmodified" / "cases.jsonl"
 _PACKAGES = {
     "accelerate_loop": "accelerate",
     "lightning_fit": "lightning",
     "trainer": "transformers",
     "deepspeed_zero": "deepspeed",
 }
-BEGIN = "<!-- table: written by `python -m benchmarks.unmodified table` -->"
-END = "<!-- end of the table -->"
 
 
 def _measure(args: argparse.Namespace) -> None:
@@ -58,7 +56,7 @@ def _measure(args: argparse.Namespace) -> None:
     out = Path(args.out)
     code = _code()
     done = latest(_read(out)) if out.exists() else []
-    known = {_key(case) for case in done if case["right"] or case.get("code") == code}
+    known = {key(case) for case in done if case["right"] or case.get("code") == code}
     faults = [one for one in args.faults if not (args.attach and one in ENDS_A_JOB)]
     healthy = [(HEALTHY[turn % len(HEALTHY)], turn) for turn in range(args.healthy)]
     cases = [(fault, 0) for fault in faults] + healthy
@@ -70,7 +68,7 @@ def _measure(args: argparse.Namespace) -> None:
         case: Case = {"script": script, "fault": fault, "ranks": ranks, "turn": turn}
         case |= {"attach": args.attach, "code": code, "stall_s": STALL_S}
         case |= {"load": round(os.getloadavg()[0], 1)}
-        if _key(case) in known or not _has(script):
+        if key(case) in known or not _has(script):
             continue
         if time.monotonic() > end_s:
             print("more cases are left: run it again")
@@ -85,14 +83,10 @@ def _measure(args: argparse.Namespace) -> None:
             case |= {"right": False, "alarm": False, "cause": "no end"}
         with out.open("a") as file:
             file.write(json.dumps(case) + "\n")
+        save(_read(out), out.parent)
         words = f"{case.get('cause')} {case.get('culprits')} line {case.get('line')}"
         judged = "ok" if case["right"] else "WRONG"
         print(f"{script} {fault} x{ranks}: {judged} {words}", flush=True)
-
-
-def latest(cases: list[Case]) -> list[Case]:
-    """Return the last result of each case, in the order in which the cases first ran."""
-    return list({_key(case): case for case in cases}.values())
 
 
 def _code() -> str:
@@ -108,76 +102,10 @@ def _read(path: Path) -> list[Case]:
     return [json.loads(text) for text in path.read_text().splitlines()]
 
 
-def _key(case: Case) -> tuple[object, ...]:
-    names = ("script", "fault", "ranks", "turn", "attach")
-    return tuple(case.get(name, 0) for name in names)
-
-
 def _has(script: str) -> bool:
     from importlib.util import find_spec
 
     return script not in _PACKAGES or find_spec(_PACKAGES[script]) is not None
-
-
-def write_table(results: Path, into: Path | None) -> None:
-    """Print tables of faults by scripts, with the shares, or put them into a document.
-
-    Raises:
-        SystemExit: the document lacks the two marks between which the tables stand.
-    """
-    cases = latest(_read(results))
-    launched = [case for case in cases if not case.get("attach")]
-    attached = [case for case in cases if case.get("attach")]
-    text = "\n\n".join(
-        f"{title}\n\n{_rows(some)}"
-        for title, some in (("Under `echelon run`:", launched), ("Attached to torchrun:", attached))
-        if some
-    )
-    if into is None:
-        print(text)
-        return
-    before, begin, rest = into.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"{into} lacks the two marks of the table: {BEGIN} and {END}")
-    into.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
-
-
-def _rows(cases: list[Case]) -> str:
-    num_ended = sum(bool(case.get("ended")) for case in cases)
-    cases = [case for case in cases if not case.get("ended")]
-    cells: dict[tuple[str, str], list[Case]] = defaultdict(list)
-    for case in cases:
-        cells[case["fault"], case["script"]].append(case)
-    lines = [f"| fault | {' | '.join(_SCRIPTS)} |", f"|---|{'---|' * len(_SCRIPTS)}"]
-    for fault in (*CAUSES, *HEALTHY):
-        row = [_cell(cells[fault, script]) for script in _SCRIPTS]
-        if any(cell != "-" for cell in row):
-            lines.append(f"| {fault} | {' | '.join(row)} |")
-    faulty = [case for case in cases if case["fault"] not in HEALTHY]
-    right = sum(case["right"] for case in faulty)
-    named = [case["line"] for case in faulty if case.get("line") is not None]
-    quiet = [case for case in cases if case["fault"] in HEALTHY]
-    shares = f"Cause and culprits right: {right} of {len(faulty)}. Line named: {sum(named)} of "
-    shares += f"{len(named)}. Healthy runs: {len(quiet)}, with an alarm: "
-    shares += f"{sum(case['alarm'] for case in quiet)}."
-    if num_ended:
-        shares += f" Jobs that ended before or during the look, not counted: {num_ended}."
-    return "\n".join([*lines, "", shares])
-
-
-def _cell(cases: list[Case]) -> str:
-    if not cases:
-        return "-"
-    wrong = [
-        f"x{one['ranks']}: {one.get('cause')} {one.get('culprits', '')}".strip()
-        for one in cases
-        if not one["right"]
-    ]
-    lines = [one["line"] for one in cases if one.get("line") is not None]
-    text = f"{len(cases) - len(wrong)} of {len(cases)}"
-    text += f", line {sum(lines)} of {len(lines)}" if lines else ""
-    return text + (f" ({'; '.join(wrong)})" if wrong else "")
 
 
 def _overhead(args: argparse.Namespace) -> None:
@@ -216,8 +144,8 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     commands = parser.add_subparsers(required=True)
     run = commands.add_parser("run")
-    run.add_argument("--out", required=True)
-    run.add_argument("--scripts", type=lambda text: text.split(","), default=_SCRIPTS)
+    run.add_argument("--out", default=RESULTS)
+    run.add_argument("--scripts", type=lambda text: text.split(","), default=SCRIPTS)
     run.add_argument("--faults", type=lambda text: text.split(","), default=tuple(CAUSES))
     run.add_argument("--ranks", type=lambda text: [*map(int, text.split(","))], default=(2, 4))
     run.add_argument("--seconds", type=float, default=280.0)
@@ -226,9 +154,8 @@ def _parse() -> argparse.Namespace:
     run.add_argument("--keep", type=Path, help="keeps the run directories of wrong verdicts")
     run.set_defaults(act=_measure)
     table = commands.add_parser("table")
-    table.add_argument("out", type=Path)
-    table.add_argument("--into", type=Path)
-    table.set_defaults(act=lambda args: write_table(args.out, args.into))
+    table.add_argument("out", type=Path, nargs="?", default=RESULTS)
+    table.set_defaults(act=lambda args: save(_read(args.out), args.out.parent))
     overhead = commands.add_parser("overhead")
     overhead.add_argument("--runs", type=int, default=30)
     overhead.set_defaults(act=_overhead)

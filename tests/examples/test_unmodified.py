@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import unmodified
+from benchmarks import unmodified_tables
+from benchmarks.runner.table import Table
 from tests.examples.runs import EXAMPLES, launch
 
 pytestmark = pytest.mark.ranks
@@ -79,7 +80,7 @@ def test_the_examples_know_nothing_of_us():
         assert "echelon" not in text, path
 
 
-def test_the_table_of_the_matrix_is_written_between_its_marks(tmp_path):
+def test_the_tables_of_the_matrix_are_saved_from_its_cases(tmp_path):
     case = {
         "script": "ddp",
         "fault": "user",
@@ -88,22 +89,22 @@ def test_the_table_of_the_matrix_is_written_between_its_marks(tmp_path):
         "alarm": True,
         "line": True,
     }
-    wrong = {**case, "ranks": 4, "right": False, "cause": "unknown", "culprits": [1, 2]}
+    once_wrong = {**case, "right": False, "cause": "unknown", "culprits": [0, 1], "load": 7.5}
+    no_line = {**case, "fault": "gil", "line": False}
     quiet = {**case, "fault": "saves", "alarm": False, "line": None}
-    ended = {**wrong, "attach": True, "ended": True}
-    results = tmp_path / "cases.jsonl"
-    results.write_text("".join(f"{json.dumps(one)}\n" for one in (case, wrong, quiet, ended)))
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n\n{unmodified.BEGIN}\nan older table\n{unmodified.END}\nafter\n")
-    unmodified.write_table(results, page)
-    text = page.read_text()
-    assert "| user | 1 of 2, line 2 of 2 (x4: unknown [1, 2]) | - |" in text
-    assert "right: 1 of 2. Line named: 2 of 2. Healthy runs: 1, with an alarm: 0." in text
-    assert "right: 0 of 0." in text
-    assert "not counted: 1." in text
-    assert "older" not in text
-    assert text.startswith("before\n")
-    assert text.endswith("\nafter\n")
-    page.write_text("no marks\n")
-    with pytest.raises(SystemExit, match="lacks the two marks"):
-        unmodified.write_table(results, page)
+    ended = {**once_wrong, "fault": "lock", "attach": True, "ended": True}
+    unmodified_tables.save([once_wrong, case, no_line, quiet, ended], tmp_path)
+    faults = Table.from_json((tmp_path / "two-ranks.json").read_text())
+    rows = {row[0]: row[1:] for row in faults.rows}
+    assert rows["user"] == ["right", *["-"] * 5]
+    assert rows["gil"][0] == "right, no line"
+    assert rows["right of those run: 2 of 2"] == ["2 of 2", *["-"] * 5]
+    assert faults.about == {"num_lines": 2, "num_lines_named": 1}
+    attached = Table.from_json((tmp_path / "attached.json").read_text())
+    assert ["lock", "ended", *["-"] * 5] in attached.rows
+    assert "kill" not in [row[0] for row in attached.rows]
+    healthy = Table.from_json((tmp_path / "healthy.json").read_text())
+    assert healthy.rows[-1] == ["all: 0 in 1", "0 in 1", *["-"] * 5]
+    wrong = Table.from_json((tmp_path / "wrong.json").read_text())
+    words = ["ddp, user, 2 ranks", "echelon run", "unknown [0, 1]", "7.5", "right"]
+    assert wrong.rows == [words]
