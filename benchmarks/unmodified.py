@@ -57,7 +57,8 @@ def _measure(args: argparse.Namespace) -> None:
     code = _code()
     done = latest(_read(out)) if out.exists() else []
     known = {key(case) for case in done if case["right"] or case.get("code") == code}
-    faults = [one for one in args.faults if not (args.attach and one in ENDS_A_JOB)]
+    left_out = ENDS_A_JOB if args.attach else ()
+    faults = [one for one in args.faults if one in CAUSES and one not in left_out]
     healthy = [(HEALTHY[turn % len(HEALTHY)], turn) for turn in range(args.healthy)]
     cases = [(fault, 0) for fault in faults] + healthy
     end_s = time.monotonic() + args.seconds
@@ -146,7 +147,12 @@ def _parse() -> argparse.Namespace:
     run = commands.add_parser("run")
     run.add_argument("--out", default=RESULTS)
     run.add_argument("--scripts", type=lambda text: text.split(","), default=SCRIPTS)
-    run.add_argument("--faults", type=lambda text: text.split(","), default=tuple(CAUSES))
+    run.add_argument(
+        "--faults",
+        type=lambda text: text.split(","),
+        default=tuple(CAUSES),
+        help="none: only healthy runs",
+    )
     run.add_argument("--ranks", type=lambda text: [*map(int, text.split(","))], default=(2, 4))
     run.add_argument("--seconds", type=float, default=280.0)
     run.add_argument("--healthy", type=int, default=0)
