@@ -117,7 +117,9 @@ class Hosting:
         assert self._store is not None
         self.succession = succession
         options, shown = self._options, str(self._directory.shown)
-        outside = Outside(options.notify, options.metrics, shown, self._book, self.say)
+        outside = Outside(
+            options.notify, options.metrics, options.otlp, shown, self._book, self.say
+        )
         self._stack.callback(outside.close)
         self._observers = Observers(self.say, [self._book, outside])
         self.coordinator = Coordinator(

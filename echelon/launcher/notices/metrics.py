@@ -1,9 +1,10 @@
-"""Format a job's metrics in the Prometheus text format. Pure."""
+"""Compute a job's metrics, and format them in the Prometheus text format. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from echelon import __version__
 from echelon.launcher.goodput.facts import Attempt, Job, RankRun
@@ -13,17 +14,42 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _Samples = Iterator[tuple[Mapping[str, object], float]]
 
 
+@dataclass(frozen=True)
+class Metric:
+    """One metric and its samples.
+
+    Attributes:
+        name: the name in Prometheus and in OTLP.
+        kind: "gauge", or "counter" if it only grows.
+        text: what it means.
+        samples: pairs of labels and a value.
+    """
+
+    name: str
+    kind: str
+    text: str
+    samples: Sequence[tuple[Mapping[str, object], float]]
+
+
 def as_metrics(job: Job) -> str:
-    """Return all samples of a job's metrics at `job.now_ns`."""
+    """Return all samples of a job's metrics at `job.now_ns`, as Prometheus reads them."""
+    lines: list[str] = []
+    for metric in metrics_of(job):
+        lines.append(f"# HELP {metric.name} {metric.text}")
+        lines.append(f"# TYPE {metric.name} {metric.kind}")
+        lines.extend(_sample(metric.name, labels, value) for labels, value in metric.samples)
+    return "\n".join(lines) + "\n"
+
+
+def metrics_of(job: Job) -> list[Metric]:
+    """Return a job's metrics at `job.now_ns`."""
     account = shares(job)
     now = job.attempts[-1] if job.attempts else None
     running = {} if now is None else _running(now)
-    lines: list[str] = []
+    metrics: list[Metric] = []
 
     def add(name: str, kind: str, text: str, samples: _Samples) -> None:
-        lines.append(f"# HELP echelon_{name} {text}")
-        lines.append(f"# TYPE echelon_{name} {kind}")
-        lines.extend(_sample(f"echelon_{name}", labels, value) for labels, value in samples)
+        metrics.append(Metric(f"echelon_{name}", kind, text, list(samples)))
 
     info = {"job_id": job.job_id, "version": __version__}
     add("job_info", "gauge", "The job; always 1.", iter([(info, 1)]))
@@ -66,7 +92,7 @@ def as_metrics(job: Job) -> str:
         (({"rank": rank}, max(0, job.now_ns - run.progress_ns) / 1e9)
          for rank, run in running.items() if run.progress_ns is not None),
     )  # fmt: skip
-    return "\n".join(lines) + "\n"
+    return metrics
 
 
 def _running(attempt: Attempt) -> dict[int, RankRun]:

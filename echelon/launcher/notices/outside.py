@@ -1,4 +1,4 @@
-"""Send notices and serve metrics on the hosting node, on threads of their own.
+"""Send notices and metrics from the hosting node, on threads of their own.
 
 Lines from these threads are printed on the launcher's thread at the next event, which usually
 occurs within about a second.
@@ -6,12 +6,14 @@ occurs within about a second.
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from echelon import __version__
 from echelon.launcher.coordinator import observers as o
 from echelon.launcher.goodput.book import Book
 from echelon.launcher.notices.notice import Notices
@@ -19,6 +21,7 @@ from echelon.launcher.notices.notice import Notices
 if TYPE_CHECKING:  # loaded only where they are asked for
     from echelon.launcher.notices.delivery import Delivery
     from echelon.launcher.notices.exporter import Exporter
+    from echelon.launcher.notices.otlp.feed import Feed
 
 CLOSE_S = 10.0  # for notices that are waiting at the job's end
 
@@ -29,6 +32,7 @@ class Outside:
     Args:
         notify: the commands and URLs that receive notices.
         metrics: the (address, port) at which metrics are served, or None.
+        otlp: where metrics and notices are sent by OTLP: a URL, "env", or "" for nowhere.
         run_dir: the run directory, as the user knows it.
         say: a function that prints a line, called only on the caller's thread.
     """
@@ -37,6 +41,7 @@ class Outside:
         self,
         notify: Sequence[str],
         metrics: tuple[str, int] | None,
+        otlp: str,
         run_dir: str,
         book: Book,
         say: Callable[[str], None],
@@ -46,20 +51,26 @@ class Outside:
         self._notices = Notices(book.job.job_id, run_dir, socket.gethostname())
         self._deliveries = [self._deliver(one) for one in notify]
         self._exporter = None if metrics is None else self._export(*metrics, book)
+        self._feed = self._start_feed(otlp, run_dir, book) if otlp else None
 
     def __call__(self, happening: o.Happening) -> None:
         """Queue a notice if the event needs one."""
-        notice = self._notices.of(happening) if self._deliveries else None
+        receivers: list[Delivery | Feed] = [*self._deliveries]
+        if self._feed is not None:
+            receivers.append(self._feed)
+        notice = self._notices.of(happening) if receivers else None
         if notice is not None:
-            for delivery in self._deliveries:
-                delivery.send(notice)
+            for receiver in receivers:
+                receiver.send(notice)
         self._print()
 
     def close(self) -> None:
-        """Deliver the waiting notices, for at most 10 s, and stop serving metrics."""
+        """Send what waits, for at most 10 s, and stop serving metrics."""
         deadline_s = time.monotonic() + CLOSE_S
         for delivery in self._deliveries:
             delivery.close(max(0.1, deadline_s - time.monotonic()))
+        if self._feed is not None:
+            self._feed.close(max(0.1, deadline_s - time.monotonic()))
         if self._exporter is not None:
             self._exporter.close()
         self._print()
@@ -80,6 +91,24 @@ class Outside:
             return None
         self._say(f"metrics at {exporter.url}")
         return exporter
+
+    def _start_feed(self, endpoint: str, run_dir: str, book: Book) -> Feed | None:
+        from echelon.launcher.notices.otlp.feed import Feed, why_not
+
+        if why := why_not(endpoint, os.environ):
+            self._say(why)
+            return None
+        resource = {
+            "service.version": __version__,
+            "host.name": socket.gethostname(),
+            "echelon.job_id": book.job.job_id,
+            "echelon.run_dir": run_dir,
+        }
+        try:
+            return Feed(endpoint, resource, book.snapshot, self._lines.put)
+        except OSError as err:
+            self._say(f"--otlp has no effect: cannot start a process: {err.strerror or err}")
+            return None
 
     def _print(self) -> None:
         while not self._lines.empty():

@@ -13,6 +13,7 @@ from echelon.launcher.options import scheduler
 from echelon.launcher.options.ignored import add_ignored
 from echelon.launcher.options.logplan import parse_filters, parse_ranks, parse_streams
 from echelon.launcher.options.texts import (
+    collector,
     listen_at,
     min_max,
     not_negative,
@@ -336,6 +337,14 @@ def _add_notice_options(notices: argparse._ArgumentGroup, default: Defaults) -> 
         metavar="[ADDRESS:]PORT",
         help="serve Prometheus metrics at /metrics on the hosting node; without an address, on "
         "loopback only",
+    )
+    notices.add_argument(
+        "--otlp",
+        type=collector,
+        default=default("otlp", ""),
+        metavar="URL|env",
+        help="send metrics, verdicts, restarts and the job's end by OTLP over HTTP to a collector, "
+        "such as http://HOST:4318; env: to the endpoint of the OTEL_* variables",
     )
 
 

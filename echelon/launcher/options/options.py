@@ -64,6 +64,7 @@ class Options:
     torch_backend: str  # the replacement for gloo in torch programs; "": none
     notify: tuple[str, ...]  # commands and URLs that get notices
     metrics: tuple[str, int] | None  # address and port of the endpoint
+    otlp: str  # where metrics and notices are sent: a URL, "env", or "" for nowhere
     notes: tuple[str, ...]  # lines for the user about options without effect
 
 
@@ -136,6 +137,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         torch_backend=args.torch_backend,
         notify=tuple(args.notify),
         metrics=args.metrics,
+        otlp=args.otlp,
         notes=(*notes_on_ignored(args), *conf.notes, *_without_effect(args, meeting)),
     )
 

@@ -139,14 +139,32 @@ def receiver(text: str) -> str:
     """Check the receiver of notices: a shell command, or a URL with a host."""
     if not text.strip():
         raise argparse.ArgumentTypeError("expected a command or a URL")
-    if text.lower().startswith(("http://", "https://")):
-        try:
-            has_host = bool(urlsplit(text).hostname)
-        except ValueError:
-            has_host = False
-        if not has_host or any(char.isspace() for char in text):
-            raise argparse.ArgumentTypeError("the URL lacks a host or contains a space")
+    if _is_web(text):
+        _check_host(text)
     return text
+
+
+def collector(text: str) -> str:
+    """Check the endpoint of a collector: a URL with a host, "env", or "" for none."""
+    if text in ("", "env"):
+        return text
+    if not _is_web(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither an http(s) URL nor env")
+    _check_host(text)
+    return text
+
+
+def _is_web(text: str) -> bool:
+    return text.lower().startswith(("http://", "https://"))
+
+
+def _check_host(url: str) -> None:
+    try:
+        has_host = bool(urlsplit(url).hostname)
+    except ValueError:
+        has_host = False
+    if not has_host or any(char.isspace() for char in url):
+        raise argparse.ArgumentTypeError("the URL lacks a host or contains a space")
 
 
 def listen_at(text: str) -> tuple[str, int]:

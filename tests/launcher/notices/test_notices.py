@@ -41,7 +41,7 @@ def test_an_incident_a_restart_and_the_end_are_notices(tmp_path):
 def test_lines_of_receivers_are_printed_by_the_caller_and_a_taken_port_costs_one(tmp_path):
     said = []
     book = Book("j", tmp_path, 5.0, said.append)
-    outside = Outside(["exit 3"], ("203.0.113.1", 9), str(tmp_path), book, said.append)
+    outside = Outside(["exit 3"], ("203.0.113.1", 9), "", str(tmp_path), book, said.append)
     assert said[0].startswith("no metrics at 203.0.113.1 port 9: ")
     outside(o.JobEnded(ended_by="worker", exit_code=0, error=""))
     outside.close()

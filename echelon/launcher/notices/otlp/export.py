@@ -1,0 +1,228 @@
+"""Send what arrives on stdin by OTLP over HTTP: one JSON object per line, until stdin is closed.
+
+`Feed` runs it as a process of its own. Every export is synchronous and takes at most
+OTEL_EXPORTER_OTLP_TIMEOUT, so that nothing queues here: the pipe and the feed's queue are bounded.
+Metrics arrive as totals, so they are converted and not measured again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from opentelemetry._logs import LogRecord, SeverityNumber
+from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+from opentelemetry.sdk._logs import LoggerProvider
+from opentelemetry.sdk._logs.export import SimpleLogRecordProcessor
+from opentelemetry.sdk.metrics.export import (
+    AggregationTemporality,
+    Gauge,
+    Metric,
+    MetricsData,
+    NumberDataPoint,
+    ResourceMetrics,
+    ScopeMetrics,
+    Sum,
+)
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+from echelon import __version__
+from echelon.launcher.notices.otlp.feed import ENVIRONMENT
+
+_SCOPE = "echelon"
+_ORPHAN_S = 10  # to send what is left once the launcher was killed
+_WHY_CHARS = 120
+_URL = re.compile(r"\bhttps?://\S+|\burl: \S+")
+_ERRNO = re.compile(r"\[Errno -?\d+\] ([\w ]+)")
+_STATUS = re.compile(r"code: (\d+), reason: ([\w ]*)")
+_SEVERITIES = {"incident": SeverityNumber.ERROR, "restart": SeverityNumber.WARN}
+
+
+class Failures(logging.Handler):
+    """A counter of failed exports, which reports the first one at once and all of them at the end.
+
+    It also takes the place of the SDK's own log, from which it learns why an export failed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._num, self._num_failed, self._why = 0, 0, ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the first reason since the last result."""
+        self._why = self._why or _reason(record.getMessage())
+
+    def count(self, succeeded: bool) -> None:
+        """Count an export."""
+        self._num += 1
+        if not succeeded:
+            self._num_failed += 1
+            if self._num_failed == 1:
+                self.say(f"an export failed: {self._why or 'unknown reason'}")
+        self._why = ""
+
+    def conclude(self) -> None:
+        """Print how many exports failed, if there were others after the first one."""
+        if self._num_failed > 1:
+            self.say(f"{self._num_failed} of {self._num} exports failed")
+
+    @staticmethod
+    def say(line: str) -> None:
+        """Print a line, which the launcher shows."""
+        print(line, flush=True)
+
+
+class _LogExporter(OTLPLogExporter):  # type: ignore[misc]
+    failures: Failures
+
+    def export(self, batch: Any) -> Any:
+        result = super().export(batch)
+        self.failures.count(result.name == "SUCCESS")
+        return result
+
+
+class Exporter:
+    """The metrics and logs of one job, as OpenTelemetry's exporters take them.
+
+    Args:
+        endpoint: the collector's base URL, or "env".
+        resource: attributes of everything that is sent; OTEL_RESOURCE_ATTRIBUTES adds to them.
+    """
+
+    def __init__(self, endpoint: str, resource: Mapping[str, str], failures: Failures) -> None:
+        self._failures = failures
+        self._resource = _resource(resource)
+        base = None if endpoint == ENVIRONMENT else endpoint.rstrip("/")
+        self._metrics = self._logger = None
+        if os.environ.get("OTEL_METRICS_EXPORTER") != "none":
+            self._metrics = OTLPMetricExporter(base and f"{base}/v1/metrics")
+        if os.environ.get("OTEL_LOGS_EXPORTER") != "none":
+            logs = _LogExporter(base and f"{base}/v1/logs")
+            logs.failures = failures
+            provider = LoggerProvider(self._resource, shutdown_on_exit=False)
+            provider.add_log_record_processor(SimpleLogRecordProcessor(logs))
+            self._logger = provider.get_logger(_SCOPE, __version__)
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send the notice or the metrics of a message."""
+        if "notice" in message and self._logger is not None:
+            self._logger.emit(as_log(message["notice"]))
+        elif "metrics" in message and self._metrics is not None:
+            times = message["began_wall_ns"], message["now_wall_ns"]
+            metrics = [as_metric(one, *times) for one in message["metrics"] if one["samples"]]
+            scope = ScopeMetrics(InstrumentationScope(_SCOPE, __version__), metrics, "")
+            data = MetricsData([ResourceMetrics(self._resource, [scope], "")])
+            self._failures.count(self._metrics.export(data).name == "SUCCESS")
+
+
+def as_metric(metric: Mapping[str, Any], began_ns: int, now_ns: int) -> Metric:
+    """Convert a metric; a counter is a cumulative sum since the job began.
+
+    Args:
+        metric: the fields of `echelon.launcher.notices.metrics.Metric`.
+        began_ns: when the job began, in ns since 1970.
+        now_ns: when the samples were taken, in ns since 1970.
+    """
+    points = [
+        NumberDataPoint(
+            attributes=labels,
+            start_time_unix_nano=began_ns,
+            time_unix_nano=now_ns,
+            value=float(value),
+        )
+        for labels, value in metric["samples"]
+    ]
+    data: Any = Gauge(points)
+    if metric["kind"] == "counter":
+        data = Sum(points, AggregationTemporality.CUMULATIVE, is_monotonic=True)
+    unit = "s" if metric["name"].endswith("_seconds") else ""
+    return Metric(metric["name"], metric["text"], unit, data)
+
+
+def as_log(notice: Mapping[str, Any]) -> LogRecord:
+    """Convert a notice to a log event: a sentence, attributes, and the whole notice as JSON."""
+    event = notice["event"]
+    severity = _SEVERITIES.get(event, SeverityNumber.INFO)
+    if notice.get("withdrawn"):
+        severity = SeverityNumber.INFO
+    elif event == "end" and notice["exit_code"]:
+        severity = SeverityNumber.ERROR
+    return LogRecord(
+        timestamp=int(notice["time_s"] * 1e9),
+        severity_number=severity,
+        severity_text=severity.name,
+        body=_sentence(notice),
+        event_name=f"echelon.{event}",
+        attributes={
+            **{f"echelon.{name}": value for name, value in _attributes(notice)},
+            "echelon.notice": json.dumps(notice),
+        },
+    )
+
+
+def _sentence(notice: Mapping[str, Any]) -> str:
+    event, verdict = notice["event"], notice.get("verdict")
+    if event == "incident":
+        return str(verdict["summary"] if verdict and "summary" in verdict else notice["reason"])
+    if event == "restart":
+        return str(notice["decision"])
+    return str(notice["error"] or f"the job ended with exit code {notice['exit_code']}")
+
+
+def _attributes(notice: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    for name in ("attempt", "kind", "folder", "withdrawn", "restarts", "ended_by", "exit_code"):
+        if notice.get(name) is not None:
+            yield name, notice[name]
+    verdict = notice.get("verdict") or {}
+    for name in ("cause", "confidence", "culprit_ranks"):
+        if name in verdict:
+            yield name, verdict[name]
+
+
+def _resource(attributes: Mapping[str, str]) -> Resource:
+    known = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+    is_named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in known
+    named = {} if is_named else {"service.name": "echelon"}
+    return Resource.create({**named, **attributes})
+
+
+def _reason(text: str) -> str:
+    """Return the reason in a line of the SDK's log, without URLs: they may hold secrets."""
+    if found := _ERRNO.search(text):
+        return found[1].strip()
+    if found := _STATUS.search(text):
+        return f"HTTP {found[1]} {found[2]}".strip()
+    if "timed out" in text:
+        return "no answer in time"
+    text = text.partition(" encountered")[0].removeprefix("Transient error ")
+    return _URL.sub("...", text)[:_WHY_CHARS]
+
+
+def main() -> None:
+    """Send each line of stdin."""
+    failures = Failures()
+    logger = logging.getLogger("opentelemetry")
+    logger.addHandler(failures)
+    logger.propagate = False
+    launcher = os.getppid()
+    lines = sys.stdin.buffer
+    begin = json.loads(lines.readline())
+    exporter = Exporter(begin["endpoint"], begin["resource"], failures)
+    for line in lines:
+        if os.getppid() != launcher:
+            launcher = os.getppid()
+            signal.alarm(_ORPHAN_S)
+        exporter.send(json.loads(line))
+    failures.conclude()
+
+
+if __name__ == "__main__":
+    main()
