@@ -10,7 +10,11 @@ because it also waits with a timeout. But such a thread wakes two hundred times 
 request the lock.
 
 Threads that only poll a clock always use some processor time, so less than 1/50 of a core counts as
-inactivity. Connections are examined only after a worker has been inactive for a while.
+inactivity. On a machine with far too much to do, a worker that computes gets no more than that. The
+kernel counts how long its main thread was ready to run without a processor; a large share of the
+time counts as activity. Main threads of compilers that it has started count as well. A hung rank's
+main thread may poll, which looks similar on such a machine, so this excuse ends after a while.
+Connections are examined only after a worker has been inactive for a while.
 """
 
 from __future__ import annotations
@@ -25,6 +29,9 @@ from echelon.host.threads import descendants, numbers, program_of, threads
 
 _NO_SHARE = 0.02  # of a core
 _MIN_TICKS = 2
+_STARVED_SHARE = 0.2  # of the time, ready to run without a processor
+_STARVED_LEAST_NS = 1_000_000_000
+_STARVED_NS = 900_000_000_000  # without any other sign of activity; then it no longer counts
 _POLLS_PER_S = 20.0  # a thread that wakes more often waits for a lock, not for its peers
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -52,6 +59,7 @@ class Activity:
         self._store_port = f":{store_port}"
         self._quiet_ns = int(quiet_s * 1e9)
         self._ticks, self._since_ns = self._cpu_ticks(), now_mono_ns
+        self._waited, self._worked_ns = self._waited_for_cpu_ns(), now_mono_ns
         self._printed = 0
         self._carried: int | None = None
         self._wakes: dict[int, int] = {}
@@ -67,7 +75,10 @@ class Activity:
         elapsed_s = (now_mono_ns - self._since_ns) / 1e9
         self.is_in_collective = False
         busy = ticks - self._ticks > max(_MIN_TICKS, _NO_SHARE * elapsed_s * _TICKS_PER_S)
-        if busy or num_printed_bytes != self._printed or self._has_sent(now_mono_ns):
+        works = busy or num_printed_bytes != self._printed or self._has_sent(now_mono_ns)
+        if works:
+            self._worked_ns = now_mono_ns
+        if works or self._starves(now_mono_ns):
             self.num_signs += 1
             self.last_mono_ns = now_mono_ns
             self.rest(num_printed_bytes, now_mono_ns, ticks)
@@ -79,9 +90,20 @@ class Activity:
     def rest(self, num_printed_bytes: int, now_mono_ns: int, ticks: int | None = None) -> None:
         """Restart the counts, because earlier activity was noted or was caused by the launcher."""
         self._ticks = self._cpu_ticks() if ticks is None else ticks
+        self._waited = self._waited_for_cpu_ns()
         self._since_ns = now_mono_ns
         self._printed = num_printed_bytes
         self._carried = None
+
+    def _starves(self, now_mono_ns: int) -> bool:
+        """Return whether the worker, or what it has started, is ready to run but hardly runs."""
+        elapsed_ns = now_mono_ns - self._since_ns
+        if elapsed_ns < _STARVED_LEAST_NS or now_mono_ns - self._worked_ns > _STARVED_NS:
+            return False
+        return self._waited_for_cpu_ns() - self._waited > _STARVED_SHARE * elapsed_ns
+
+    def _waited_for_cpu_ns(self) -> int:
+        return sum(_waited_ns(pid) for pid in (self._pid, *descendants(self._pid)))
 
     def _num_polling(self, pid: int, now_mono_ns: int) -> int:
         """Return the number of Gloo threads that have polled since the last look."""
@@ -125,3 +147,9 @@ def _gloo_wakes(pid: int) -> dict[int, int]:
 def _cpu_ticks(pid: int) -> int:
     fields = stat_fields(pid)
     return sum(int(field) for field in fields[11:15]) if len(fields) > 14 else 0
+
+
+def _waited_ns(pid: int) -> int:
+    """Return how long a process's main thread has been ready to run without a processor."""
+    fields = read_text(f"/proc/{pid}/schedstat", "schedstat", []).split()
+    return int(fields[1]) if len(fields) > 1 else 0

@@ -20,9 +20,10 @@ S = 1_000_000_000
 @pytest.fixture
 def seen(monkeypatch):
     """Numbers that the kernel would show."""
-    shown = {"ticks": 0, "sockets": [], "threads": [], "wakes": {}}
+    shown = {"ticks": 0, "sockets": [], "threads": [], "wakes": {}, "waited_ns": 0}
     monkeypatch.setattr(activity, "_TICKS_PER_S", 100)
     monkeypatch.setattr(activity, "_cpu_ticks", lambda _pid: shown["ticks"])
+    monkeypatch.setattr(activity, "_waited_ns", lambda _pid: shown["waited_ns"])
     monkeypatch.setattr(activity, "descendants", lambda _pid: [])
     monkeypatch.setattr(activity, "sockets", lambda _pid, _denied: shown["sockets"])
     monkeypatch.setattr(activity, "threads", lambda _pid, _denied: shown["threads"])
@@ -113,6 +114,42 @@ def test_what_we_asked_for_is_no_sign_of_life(seen):
     worker.rest(20, 9 * S)
     worker.look(20, 10 * S)
     assert worker.num_signs == 0
+
+
+def test_a_worker_that_gets_no_processor_is_not_idle(seen):
+    worker = Activity(1, 29500, 5.0, 0)
+    for second in range(1, 61):
+        seen["ticks"] = second  # 1 % of a core: its compiler gets no more
+        seen["waited_ns"] = second * S * 9 // 10
+        worker.look(0, second * S)
+    assert worker.last_mono_ns == 60 * S
+
+
+def test_short_waits_for_a_processor_are_those_of_a_thread_that_polls(seen):
+    worker = Activity(1, 29500, 5.0, 0)
+    for second in range(1, 61):
+        seen["waited_ns"] = second * S // 20
+        worker.look(0, second * S)
+    assert worker.num_signs == 0
+
+
+def test_waiting_for_a_processor_excuses_for_a_limited_time_only(seen):
+    worker = Activity(1, 29500, 5.0, 0)
+    for second in range(1, 2001):
+        seen["waited_ns"] = second * S
+        worker.look(0, second * S)
+    assert 0 < worker.last_mono_ns < 1000 * S
+    seen["ticks"] = 10_000
+    worker.look(0, 2001 * S)
+    assert worker.last_mono_ns == 2001 * S
+    seen["waited_ns"] += S
+    worker.look(0, 2002 * S)
+    assert worker.last_mono_ns == 2002 * S
+
+
+def test_the_kernel_tells_how_long_a_process_waited_for_a_processor():
+    assert activity._waited_ns(os.getpid()) > 0
+    assert activity._waited_ns(1 << 30) == 0  # there is no such process
 
 
 @pytest.mark.ranks
