@@ -1,11 +1,13 @@
 """Run one probe in a separate process, so that a hung disk blocks only the child.
 
 A child that does not answer in time is killed, but not waited for. If the kernel holds the child,
-it ends when the disk responds again. Such children are reaped when the next child starts.
+it ends when the disk responds again. Such children are reaped when the next child starts, or when
+this process exits.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import selectors
@@ -18,6 +20,7 @@ from echelon.launcher.doctor.probes.finding import LISTEN, Finding, State, Task
 
 COMMAND = (sys.executable, "-m", "echelon.launcher.doctor.probes")
 _MOST_BYTES = 1 << 16
+_REAP_S = 1.0
 _left: list[subprocess.Popen[bytes]] = []  # killed but not reaped yet
 
 
@@ -30,7 +33,7 @@ class Child:
     """
 
     def __init__(self, task: Task, command: Sequence[str] = COMMAND) -> None:
-        _left[:] = [one for one in _left if one.poll() is None]
+        _reap()
         self.task = task
         self.due_s = time.monotonic() + task.deadline_s
         self._answer = b""
@@ -110,6 +113,19 @@ class Child:
         process.kill()
         if process.poll() is None:
             _left.append(process)
+
+
+def _reap(wait_s: float = 0.0) -> None:
+    """Reap the killed children; wait so long, in total, for those that have not ended yet."""
+    deadline_s = time.monotonic() + wait_s
+    for process in _left:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline_s - time.monotonic()))
+    _left[:] = [one for one in _left if one.returncode is None]
+
+
+# Python reports a child that nothing has reaped as still running.
+atexit.register(_reap, _REAP_S)
 
 
 def run_all(tasks: Sequence[Task], command: Sequence[str] = COMMAND) -> list[Finding]:

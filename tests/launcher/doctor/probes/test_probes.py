@@ -150,6 +150,22 @@ def test_a_probe_that_does_not_answer_by_its_deadline_is_broken():
 
 
 @pytest.mark.ranks
+def test_a_killed_probe_is_reaped_at_the_latest_when_the_process_exits():
+    """Python warns of a child that nothing has waited for."""
+    program = f"""
+import sys
+from echelon.launcher.doctor.probes.child import _left, run_all
+from echelon.launcher.doctor.probes.finding import Task
+task = Task(probe="storage", deadline_s=0.1)
+while not _left:  # a child that has ended by the time of the first look is not left
+    run_all([task], [sys.executable, "-c", {_STOPS!r}])
+"""
+    command = [sys.executable, "-W", "always::ResourceWarning", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
+    assert done.stderr == ""
+
+
+@pytest.mark.ranks
 def test_a_probe_that_dies_is_broken():
     (found,) = run_all([Task(probe="memory")], [sys.executable, "-c", "print('x')"])
     assert found.text == "the probe ended without a result"
