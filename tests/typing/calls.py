@@ -1,4 +1,4 @@
-"""What a type checker makes of the calls; read by mypy in test_calls.py, never run."""
+"""What a type checker makes of the calls of a group; read by mypy in `make check`, never run."""
 
 from typing import Any
 
