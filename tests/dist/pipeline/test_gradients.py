@@ -114,11 +114,11 @@ def test_every_schedule_gives_the_gradients_of_one_process(num_ranks, num_microb
     run_ranks(_every_schedule, num_ranks, num_microbatches, timeout_s=120)
 
 
-def _with_replicas(rank, world_size, sharded):
+def _with_replicas(rank, world_size, sharded, names):
     dist.init(reduction="rank_ordered")
     torch.set_num_threads(1)
     mesh = DeviceMesh((world_size // 2, 2), ("pp", "dp"))
-    for name in NAMES:
+    for name in names:
         how = {"shard_over": mesh.group("dp")} if sharded else {"replicas": mesh.group("dp")}
         pipe = _pipeline(name, mesh.group("pp"), 4, tied=True, **how)
         _train(pipe, 2, mesh.group("dp").rank, name, tied=True)
@@ -138,7 +138,15 @@ def _evaluate(pipe):
         assert all(unit.state is State.SHARDED for unit in units_of(stage.module))
 
 
-@pytest.mark.parametrize(("num_ranks", "sharded"), [(4, True), (4, False), (8, True)])
-def test_every_schedule_with_data_parallelism(num_ranks, sharded):
+@pytest.mark.parametrize(
+    ("num_ranks", "sharded", "names"),
+    [
+        (4, True, NAMES),
+        (4, False, NAMES),
+        (8, True, ("interleaved_zero_bubble", "dualpipev")),  # stages in a ring, and in a V
+        pytest.param(8, True, NAMES, marks=pytest.mark.slow),
+    ],
+)
+def test_every_schedule_with_data_parallelism(num_ranks, sharded, names):
     """Two or four stages' ranks times two replicas, parameters divided among these, or copied."""
-    run_ranks(_with_replicas, num_ranks, sharded, timeout_s=60 * num_ranks)
+    run_ranks(_with_replicas, num_ranks, sharded, names, timeout_s=60 * num_ranks)

@@ -13,8 +13,8 @@ from echelon.dist.pipeline.plan.check import check_plan
 from echelon.dist.pipeline.plan.deadlock import find_deadlock
 from echelon.dist.pipeline.plan.lower import add_messages, add_sharding
 
-RANKS = (1, 2, 3, 4, 5, 6, 7, 8)
-MICROBATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 20, 24, 28, 30, 32)
+RANKS = (1, 2, 3, 4, 5, 8)
+MICROBATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16, 32)
 CHUNKED = ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble")
 COSTS = [(1, 1, 1), (2, 3, 1), (3, 2, 2), (1, 1, 2)]
 
@@ -59,7 +59,7 @@ def test_the_closed_form_holds_throughout_its_domain(name):
             num_cases += 1
         peaks = [eval(peak, {"min": min}, {**numbers, "r": r}) for r in range(p)]
         assert found.peak_activations == peaks, numbers
-    assert num_cases > 50
+    assert num_cases > 40
 
 
 def test_the_fractions_of_the_table():
