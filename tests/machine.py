@@ -64,7 +64,7 @@ def run_there(
     *,
     timeout_s: float,
     environ: Mapping[str, str] | None = None,
-    patience_s: float = 5.0,
+    patience_s: float = 30.0,
 ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """Run a command to its end; return it, and a line for everything that it left behind.
 

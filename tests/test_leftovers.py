@@ -25,9 +25,11 @@ pytestmark = [
 )
 def test_a_job_leaves_nothing(num_ranks, fault, code, tmp_path):
     pytest.importorskip("torch")
+    stall_timeout_s = 5 if fault == "hang" else 60
     job = [
         sys.executable, "-m", "echelon", "run", "--nproc-per-node", str(num_ranks),
-        "--stall-timeout", "5", "--on-stall", "stop", "--run-dir", str(tmp_path / "run"),
+        "--stall-timeout", str(stall_timeout_s), "--on-stall", "stop",
+        "--run-dir", str(tmp_path / "run"),
         str(_BREAK_IT), "--fault", fault, "--rank", "1", "--at-step", "3", "--steps", "20",
     ]  # fmt: skip
     done, left = run_there(job, timeout_s=240, environ={"TMPDIR": str(tmp_path)})

@@ -12,6 +12,7 @@ import echelon.dist as dist
 from tests.examples.runs import analyse, launch
 
 NUM_RANKS = 3  # so that the ranks without the fault are more than the one with it
+STALLED = 3
 ANY_FAILURE = None  # ranks raise the mismatch; which of them ends first is up to the scheduler
 
 pytestmark = pytest.mark.ranks
@@ -22,8 +23,8 @@ pytestmark = pytest.mark.ranks
     [
         ("kill", 0, 137, "dead_process"),
         ("exception", 1, 1, "exception"),
-        ("hang", 2, 3, "host_hang"),
-        ("slow-data", 0, 3, "data_starvation"),
+        ("hang", 2, STALLED, "host_hang"),
+        ("slow-data", 0, STALLED, "data_starvation"),
         ("skip", 1, ANY_FAILURE, "skipped_collective"),
         ("shape", 2, ANY_FAILURE, "shape_mismatch"),
         ("dtype", 0, ANY_FAILURE, "dtype_mismatch"),
@@ -32,7 +33,8 @@ pytestmark = pytest.mark.ranks
 )
 def test_the_verdict_names_cause_and_culprit(fault, culprit, exit_code, cause, tmp_path):
     options = ("--fault", fault, "--rank", str(culprit), "--at-step", "3")
-    ended = launch(NUM_RANKS, tmp_path, "break_it.py", *options)
+    stall_timeout_s = 5 if exit_code == STALLED else 60
+    ended = launch(NUM_RANKS, tmp_path, "break_it.py", *options, stall_timeout_s=stall_timeout_s)
     assert ended.code != 0, ended.explain()
     assert exit_code in (ANY_FAILURE, ended.code), ended.explain()
 

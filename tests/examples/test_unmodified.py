@@ -68,7 +68,8 @@ def test_an_unmodified_program_is_explained(tmp_path, script, fault):
 @pytest.mark.parametrize("script", _SCRIPTS)
 def test_a_healthy_program_trains_without_an_alarm(tmp_path, script):
     pytest.importorskip(_SCRIPTS[script], reason=f"{script}.py needs it: pip install .[clients]")
-    done = launch(2, tmp_path / "run", f"unmodified/{script}.py", f"--folder={tmp_path}")
+    arguments = (f"unmodified/{script}.py", f"--folder={tmp_path}")
+    done = launch(2, tmp_path / "run", *arguments, stall_timeout_s=5)
     assert done.code == 0, done.explain()
     assert "loss " in done.out
     assert "stall" not in done.out + done.err
