@@ -27,10 +27,11 @@ def load_batch():
 
 def serve_dumps():
     # What torch's NCCL backend does with these two variables, on what Gloo has recorded.
+    def content():
+        return torch._C._distributed_c10d._dump_fr_trace(True, True, False)
     def dump():
-        content = torch._C._distributed_c10d._dump_fr_trace(True, True, False)
         with open(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + os.environ["RANK"], "wb") as file:
-            file.write(content)
+            file.write(content())
     def watch():
         while True:
             time.sleep(0.1)
@@ -40,6 +41,7 @@ def serve_dumps():
             if os.read(pipe, 128):
                 dump()
     name = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + os.environ["RANK"] + ".pipe"
+    content()  # the first loads hundreds of modules, longer than a busy machine has time later
     os.mkfifo(name)
     pipe = os.open(name, os.O_RDONLY | os.O_NONBLOCK)
     threading.Thread(target=watch, daemon=True).start()

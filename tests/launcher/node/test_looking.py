@@ -13,12 +13,13 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from echelon.host.facts import OUTSIDE, SIGNAL
-from echelon.host.stacks import can_spy
+from echelon.host.stacks import can_spy, spy_stacks
 from echelon.launcher.incident.harvest import harvest
 from echelon.launcher.incident.worker import Occasion, Worker
 from echelon.launcher.node.guard import Guard
@@ -83,6 +84,16 @@ def settled_call(pid: int, how: str) -> str:
     return looks[-1]
 
 
+@pytest.fixture
+def patient_spy(monkeypatch):
+    """Let py-spy take as long as it needs: ten of them at once are slow on a busy machine."""
+    monkeypatch.setattr(
+        "echelon.launcher.incident.stacks.spy_stacks", partial(spy_stacks, timeout_s=60.0)
+    )
+    monkeypatch.setattr("echelon.launcher.incident.harvest._SPY_S", 90.0)
+
+
+@pytest.mark.usefixtures("patient_spy")
 def test_a_harvest_leaves_every_hang_as_it_was(tmp_path):
     script = tmp_path / "hang.py"
     script.write_text(ALONE)
