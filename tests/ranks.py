@@ -68,7 +68,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 30.0,
+    timeout_s: float = 120.0,
     exit_codes: Mapping[int, int] | None = None,
     environ: Mapping[str, str] | None = None,
     ranks: list[int] | None = None,
@@ -265,7 +265,7 @@ def _die_with_the_test() -> None:
         server._forkserver_alive_fd = None
 
 
-def run_echelon(*argv: str, timeout_s: float = 180.0, **options: Any) -> Any:
+def run_echelon(*argv: str, timeout_s: float = 600.0, **options: Any) -> Any:
     """Run `python -m echelon ...` to its end; return the completed process with its texts."""
     import subprocess
 

@@ -17,7 +17,7 @@ FULL = Path("/dev/full")
 def _echelon(*arguments: str, stdout) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "echelon", *arguments],
-        stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=300, check=False,
     )  # fmt: skip
 
 

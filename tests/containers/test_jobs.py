@@ -109,7 +109,7 @@ def test_a_full_shared_memory_is_named_with_the_option(folder):
 
 
 def test_without_the_right_to_trace_cause_and_rank_are_named(folder):
-    options = ("--stall-timeout", "2", "--on-stall", "stop")
+    options = ("--stall-timeout", "5", "--on-stall", "stop")
     job = [*WITHOUT_TRACING, *_job(folder, _HANG, *options), "--untraceable"]
     code, told = run(job, cwd=folder)
     assert code == 3, told

@@ -141,7 +141,7 @@ def _stay_away(rank: int, world_size: int) -> None:
             world.barrier()
         _store().set("gave-up", "1")
     else:
-        _store().get("gave-up", timeout=20)
+        _store().get("gave-up", timeout=60)
     dist.shutdown()
 
 

@@ -48,7 +48,7 @@ def _run(body: str, engine: str) -> list[subprocess.CompletedProcess[str]]:
             for rank in range(2)
         ]
         try:
-            texts = [rank.communicate(timeout=60)[1] for rank in ranks]
+            texts = [rank.communicate(timeout=300)[1] for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()

@@ -215,7 +215,7 @@ def _fail_half_way(world: Any, engine: str) -> None:
 
 def _raise_half_way(*_: object, **__: object) -> None:
     """Fail once all ranks are here: none waits in a library for one that has given up."""
-    store_of_world().barrier("half way", dist.world().size, timeout=40)
+    store_of_world().barrier("half way", dist.world().size, timeout=60)
     raise RuntimeError("half way")
 
 

@@ -274,7 +274,7 @@ def test_a_verdict_that_closing_did_not_wait_for_is_published_all_the_same(freez
     state.close()
     assert not client.check(["group/end"])
     released.set()
-    assert b"out of memory" in client.get("group/end", timeout=20)
+    assert b"out of memory" in client.get("group/end", timeout=60)
     client.close()
 
 

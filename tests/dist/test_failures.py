@@ -67,11 +67,11 @@ def _stop_in_monitored_barrier(rank: int, world_size: int, backend: str) -> None
             world.monitored_barrier()
         store.set("continued", "1")
     elif rank == 2:
-        store.get("timed out", timeout=40)
+        store.get("timed out", timeout=60)
         with contextlib.suppress(CollectiveError):
             world.monitored_barrier()
     else:
-        world.state.evidence._store.get("arrived/1/1", timeout=20)
+        world.state.evidence._store.get("arrived/1/1", timeout=60)
         os.kill(pids[1], signal.SIGSTOP)
         try:
             with pytest.raises(CollectiveTimeoutError, match="barrier #") as caught:
@@ -80,7 +80,7 @@ def _stop_in_monitored_barrier(rank: int, world_size: int, backend: str) -> None
             os.kill(pids[1], signal.SIGCONT)
         assert caught.value.ranks == (2,), caught.value
         store.set("timed out", "1")
-        store.get("continued", timeout=40)
+        store.get("continued", timeout=60)
     dist.shutdown()
 
 
@@ -154,7 +154,7 @@ def _lag_behind_a_failure(rank: int, world_size: int) -> None:
         check = python.PythonEngine._check_same_call
 
         def check_late(engine, operation) -> None:
-            store.get(f"rank 1 has failed after {operation.kind}", timeout=20)
+            store.get(f"rank 1 has failed after {operation.kind}", timeout=60)
             check(engine, operation)
 
         python.PythonEngine._check_same_call = check_late
@@ -180,8 +180,8 @@ def _wait_for_late(rank: int, world_size: int) -> None:
     world.timeout_s = 1.0
     if rank == 1:
         # Comes only when the others have given up: their store key says so.
-        dist_store().get("gave-up-0", timeout=20)
-        dist_store().get("gave-up-2", timeout=20)
+        dist_store().get("gave-up-0", timeout=60)
+        dist_store().get("gave-up-2", timeout=60)
         with pytest.raises(CollectiveError) as caught:
             world.all_reduce(np.ones(3))
         assert caught.value.ranks == (1,), str(caught.value)
@@ -210,7 +210,7 @@ def _give_up_first(rank: int, world_size: int, how: str) -> None:
     if rank == 2:
         once_inside("all_reduce", lambda: dist_store().set("rank 2 waits", "1"))
     if rank == 0:
-        dist_store().get("rank 2 waits", timeout=40)
+        dist_store().get("rank 2 waits", timeout=60)
         if how == "timeout":
             world.timeout_s = 0.5
         else:
@@ -219,7 +219,7 @@ def _give_up_first(rank: int, world_size: int, how: str) -> None:
             world.all_reduce(np.ones(3))
     else:
         if rank == 1:  # comes only once rank 2 has heard
-            dist_store().get("rank 2 has failed", timeout=40)
+            dist_store().get("rank 2 has failed", timeout=60)
         with pytest.raises(CollectiveError) as caught:
             world.all_reduce(np.ones(3))
         assert caught.value.ranks == ((1,) if how == "timeout" else (0,)), str(caught.value)
@@ -266,7 +266,7 @@ def _wait_for_missing(rank: int, world_size: int, backend: str) -> None:
     with TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), timeout=60) as store:
         store.barrier("about to join", 2)  # else the first to come might miss the second
     with pytest.raises(CollectiveTimeoutError, match="missing: 1, 3") as caught:
-        dist.init(backend, timeout_s=1.5)
+        dist.init(backend, timeout_s=4)  # for two ranks to meet on a busy machine
     assert caught.value.ranks == (1, 3)
     dist.shutdown()
 
@@ -290,7 +290,7 @@ def _stay_away(rank: int, world_size: int, backend: str, in_message: bool) -> No
         timer.join()
         dist_store().set("interrupted", "1")
     else:
-        dist_store().get("interrupted", timeout=20)
+        dist_store().get("interrupted", timeout=60)
         with pytest.raises(CollectiveError) as caught:
             world.all_reduce(np.ones(3))
         assert caught.value.ranks == (0,)
@@ -406,11 +406,11 @@ def test_two_ranks_that_swap_are_ended_like_any_others(end):
 
 
 def _come_after_the_limit_of_init(rank: int, world_size: int) -> None:
-    world = dist.init("gloo", timeout_s=1.0)
+    world = dist.init("gloo", timeout_s=4.0)
     world.timeout_s = 60.0
     if rank == 1:
         with pytest.raises(StoreTimeoutError):
-            dist_store().get("never", timeout=2.0)
+            dist_store().get("never", timeout=5.0)
     x = np.ones(BIG, np.float32)
     world.all_reduce(x)
     assert x[0] == x[-1] == world_size

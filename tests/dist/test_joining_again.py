@@ -70,7 +70,7 @@ def _vanish(rank: int, world_size: int, backend: str) -> None:
 def _die_while_joining(rank: int, world_size: int, port: int) -> None:
     def kill_when_joining() -> None:
         with TCPStore("127.0.0.1", port) as store:
-            store.wait([f"echelon/none/0/join/came/{rank}"], timeout=30)
+            store.wait([f"echelon/none/0/join/came/{rank}"], timeout=60)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=kill_when_joining, daemon=True).start()
@@ -81,7 +81,7 @@ def _missing(rank: int, world_size: int) -> list[int]:
     with TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), timeout=60) as store:
         store.barrier("about to join", 2)  # else the first to come might miss the second
     with pytest.raises(CollectiveTimeoutError, match="missing: 2") as caught:
-        dist.init("gloo", timeout_s=1)
+        dist.init("gloo", timeout_s=4)
     dist.shutdown()
     return list(caught.value.ranks)
 

@@ -35,7 +35,7 @@ def test_a_full_dev_shm_is_an_error_and_no_bus_error_later():
     command = 'mount -t tmpfs -o size=4m none /dev/shm && exec "$0" -c "$1"'
     done = subprocess.run(
         ["unshare", "-m", "sh", "-c", command, sys.executable, _SCRIPT],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 7, done.stderr
 

@@ -217,7 +217,7 @@ def _take_all(rank: int, world_size: int, backend: str) -> None:
         works = []
         for index in range(num):
             if index == num // 2:
-                _store().get("posted", timeout=30)
+                _store().get("posted", timeout=60)
             if index % 3 == rank - 1:
                 value = np.full(size_of[index], 1000 * rank + index)
                 works.append(world.send(value, 0, tag_of[index], async_op=True))
@@ -239,7 +239,7 @@ def _take_what_is_left(rank: int, world_size: int, backend: str) -> None:
     x = np.zeros(3)
     if rank == 0:
         work = world.recv(x, None, tag=3, async_op=True)
-        _store().get("left", timeout=20)
+        _store().get("left", timeout=60)
         _store().set("seen", "1")
         work.wait()
         assert (work.source, x[0]) == (3, 7)
@@ -250,10 +250,10 @@ def _take_what_is_left(rank: int, world_size: int, backend: str) -> None:
         world.close()
         _store().set("left", "1")
     elif rank == 3:
-        _store().get("seen", timeout=20)
+        _store().get("seen", timeout=60)
         time.sleep(0.3)  # for the core to notice that rank 1 has left
         world.send(np.full(3, 7.0), 0, tag=3)
-    _store().get("gave up", timeout=30)
+    _store().get("gave up", timeout=60)
     dist.shutdown()
 
 
@@ -350,14 +350,14 @@ def _use_many_tags(rank: int, world_size: int, backend: str) -> None:
         assert [int(out[0]) for out in outs] == list(range(300))
         never = [world.recv(out, 1, tag=1000 + tag, async_op=True) for tag, out in enumerate(outs)]
     else:
-        _store().get("posted", timeout=30)
+        _store().get("posted", timeout=60)
         for tag in reversed(range(300)):
             world.send(np.array([tag]), 0, tag=tag)
         never = []
     assert threading.active_count() <= before + 4
     world.barrier()
     if rank == 1:
-        _store().get("closed", timeout=30)  # a rank that leaves ends what others need it for
+        _store().get("closed", timeout=60)  # a rank that leaves ends what others need it for
     begun_s = lived_s()
     world.close()
     assert lived_s() - begun_s < 3, "close is bounded, whatever is under way"
@@ -379,7 +379,7 @@ def _wait_behind(rank: int, world_size: int, backend: str) -> None:
     world = dist.init(backend, timeout_s=30)
     world.barrier()
     if rank == 1:
-        _store().get("timed out", timeout=30)
+        _store().get("timed out", timeout=60)
         dist.shutdown()
         return
     first = world.all_reduce(np.ones(3), async_op=True)
@@ -403,7 +403,7 @@ def _receive_with_two_limits(rank: int, world_size: int, backend: str) -> None:
     world = dist.init(backend, timeout_s=60)
     world.barrier()
     if rank == 1:
-        _store().get("timed out", timeout=30)
+        _store().get("timed out", timeout=60)
         dist.shutdown()
         return
     world.recv(np.ones(3), 1, tag=1, async_op=True)
@@ -425,7 +425,7 @@ def _close_under(rank: int, world_size: int, backend: str, call: str) -> None:
     world = dist.init(backend, timeout_s=60)
     world.barrier()
     if rank == 1:
-        _store().get("closed", timeout=30)
+        _store().get("closed", timeout=60)
         dist.shutdown()
         return
     seen: list[BaseException] = []
@@ -503,7 +503,7 @@ def _fault_in_messages(rank: int, world_size: int, backend: str, fault: str) -> 
         assert lived_s() - begun_s < 25
         assert caught.value.ranks == (1,), str(caught.value)
         store.set(f"saw-{rank}", "1")
-        store.wait([f"saw-{r}" for r in range(world_size) if r != 1], timeout=20)
+        store.wait([f"saw-{r}" for r in range(world_size) if r != 1], timeout=60)
     finally:
         if rank == 0 and fault == "stop":
             os.kill(pid, signal.SIGCONT)
@@ -523,7 +523,7 @@ def _wait_in_turn(rank: int, world_size: int, backend: str, way: str) -> None:
     last, store = world_size - 1, _store()
     world.barrier()
     if rank == 0:
-        store.wait(["waits"], timeout=20)
+        store.wait(["waits"], timeout=60)
         with pytest.raises(CollectiveTimeoutError) as caught:
             world.recv(np.zeros(1), 1, timeout_s=1.0)
         assert caught.value.ranks == (last,), str(caught.value)
@@ -531,7 +531,7 @@ def _wait_in_turn(rank: int, world_size: int, backend: str, way: str) -> None:
         assert "recv #0 from rank 1 in group 'world' (4 ranks)" in str(caught.value)
         store.set("seen", "1")
     elif rank == last:
-        store.wait(["seen"], timeout=20)
+        store.wait(["seen"], timeout=60)
     else:
         takes = way == "recv" and rank == 1
         if rank == 1:
@@ -554,14 +554,14 @@ def _time_out_in_turn(rank: int, world_size: int, backend: str) -> None:
     store = _store()
     world.barrier()
     if rank == 2:
-        store.wait(["saw-0", "saw-1"], timeout=30)
+        store.wait(["saw-0", "saw-1"], timeout=60)
     else:
         if rank == 0:
-            store.wait(["waits"], timeout=20)
+            store.wait(["waits"], timeout=60)
         else:
             once_inside("recv", lambda: store.set("waits", "1"))
         with pytest.raises(CollectiveTimeoutError) as caught:
-            world.recv(np.zeros(1), rank + 1, timeout_s=0.5 if rank == 0 else 1.0)
+            world.recv(np.zeros(1), rank + 1, timeout_s=1.0 if rank == 0 else 4.0)
         assert caught.value.ranks == (2,), str(caught.value)
         store.set(f"saw-{rank}", "1")
     dist.shutdown()
@@ -583,7 +583,7 @@ def _be_late_inside(rank: int, world_size: int, backend: str, call: str) -> None
         assert 3 in caught.value.ranks, str(caught.value)
         assert caught.value.ranks == (3,) or not is_message, str(caught.value)
         store.set("seen", "1")
-    store.wait(["seen"], timeout=20)
+    store.wait(["seen"], timeout=60)
     dist.shutdown()
 
 

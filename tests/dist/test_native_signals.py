@@ -302,7 +302,7 @@ def test_a_forked_child_that_exits_ends_neither_its_parents_group_nor_hangs():
             )
             for rank in (0, 1)
         ]
-        errors = [process.communicate(timeout=120)[1] for process in processes]
+        errors = [process.communicate(timeout=300)[1] for process in processes]
         assert [process.returncode for process in processes] == [0, 0], errors
     finally:
         for process in processes:

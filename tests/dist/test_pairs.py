@@ -107,7 +107,7 @@ def _wait_for_no_send(rank: int, world_size: int) -> None:
             work.wait()
         made_up.store().set("gave-up", "1")
     else:
-        made_up.store().get("gave-up", timeout=20)
+        made_up.store().get("gave-up", timeout=60)
     made_up.shutdown()
 
 
@@ -231,7 +231,7 @@ def _open_alone(rank: int, world_size: int) -> None:
             world.channel(1, "alone").open(array(torch.ones(1)), timeout_s=0.5)
         made_up.store().set("gave-up", "1")
     else:
-        made_up.store().get("gave-up", timeout=20)
+        made_up.store().get("gave-up", timeout=60)
     made_up.shutdown()
 
 

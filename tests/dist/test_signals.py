@@ -67,7 +67,7 @@ def _abort(rank: int, world_size: int, engine: str, in_message: bool) -> None:
         assert lived_s() - began[0] < MEANT_S
         _store().set("aborted", "1")
     else:
-        _store().get("aborted", timeout=20)
+        _store().get("aborted", timeout=60)
         with pytest.raises(CollectiveError) as caught:
             world.all_reduce(np.ones(3))
         assert caught.value.ranks == (0,), str(caught.value)
@@ -145,7 +145,7 @@ def _nest(rank: int, world_size: int, engine: str) -> None:
         world.all_reduce(x)
         assert lived_s() - began[0] < MEANT_S
     else:
-        store.get("in handler", timeout=20)
+        store.get("in handler", timeout=60)
         world.all_reduce(x)
         if nests:
             world.all_reduce(inner)
@@ -180,7 +180,7 @@ def _raise(rank: int, world_size: int, engine: str) -> None:
         with pytest.raises(CollectiveError, match="broken since"):
             world.barrier()
     else:
-        _store().get("raised", timeout=20)
+        _store().get("raised", timeout=60)
         with pytest.raises(CollectiveError) as caught:
             world.all_reduce(np.ones(3))
         assert caught.value.ranks == (0,), str(caught.value)

@@ -184,7 +184,7 @@ def _stay_away(rank: int, world_size: int) -> None:
             world.all_reduce(x)
         made_up.store().set("gave-up", "1")
     else:
-        made_up.store().get("gave-up", timeout=20)
+        made_up.store().get("gave-up", timeout=60)
     made_up.shutdown()
     assert not any(one.name.startswith("echelon-staged") for one in threading.enumerate())
 

@@ -164,7 +164,7 @@ def _wait_for_first_contact(rank: int, world_size: int) -> None:
             work.wait()
         made_up.store().set("gave-up", "1")
     else:
-        made_up.store().get("gave-up", timeout=20)
+        made_up.store().get("gave-up", timeout=60)
     made_up.shutdown()
 
 
@@ -206,7 +206,7 @@ def _wait_for_missing(rank: int, world_size: int) -> None:
         x.read()  # the stuck kernel is gone
         made_up.store().set("gave-up", "1")
     else:
-        made_up.store().get("gave-up", timeout=20)
+        made_up.store().get("gave-up", timeout=60)
     made_up.shutdown()
 
 
@@ -276,7 +276,7 @@ def _hear_of_failure(rank: int, world_size: int) -> None:
             work.wait()
         made_up.store().set("reported", "1")
     else:
-        made_up.store().get("reported", timeout=30)
+        made_up.store().get("reported", timeout=60)
     made_up.shutdown()
 
 
@@ -301,7 +301,7 @@ def _ask_a_broken_device(rank: int, world_size: int) -> None:
             world.all_reduce(y)
         made_up.store().set("reported", "1")
     else:
-        made_up.store().get("reported", timeout=30)
+        made_up.store().get("reported", timeout=60)
     made_up.shutdown()
 
 
@@ -326,7 +326,7 @@ def _abort_inside(rank: int, world_size: int, can_revoke: bool) -> None:
             work.wait(timeout_s=30)
         made_up.store().set("aborted", "1")
     else:
-        made_up.store().get("aborted", timeout=20)
+        made_up.store().get("aborted", timeout=60)
     began_s = lived_s()
     made_up.shutdown()
     assert lived_s() - began_s < 3
@@ -387,7 +387,7 @@ def _shut_down_while_it_runs(rank: int, world_size: int) -> None:
         made_up.shutdown()
         x.read()  # no kernel is left on the device
     else:
-        made_up.store().get("leaving", timeout=20)
+        made_up.store().get("leaving", timeout=60)
         made_up.shutdown()
 
 
@@ -612,7 +612,7 @@ def _keep_arrays(rank: int, world_size: int) -> None:
         assert kept() is not None, "the array of a running operation was freed"
         made_up.store().set("started", "1")
     else:
-        made_up.store().get("started", timeout=20)
+        made_up.store().get("started", timeout=60)
         work = world.all_reduce(x, async_op=True)
         del x
     works = [work]
@@ -668,7 +668,7 @@ def _ask_little(rank: int, world_size: int) -> None:
         assert made_up.Event.asked[me] - before < 10, "each call asks every event"
         made_up.store().set("asked", "1")
     else:
-        made_up.store().get("asked", timeout=30)
+        made_up.store().get("asked", timeout=60)
         works = [world.all_reduce(x, async_op=True) for _ in range(101)]
     for work in works:
         work.wait()

@@ -273,7 +273,7 @@ def _broken(rank: int, world_size: int, seed: int, how: int) -> None:
 def _wait_for_others_then_wake(rank: int, world_size: int, victim: int, pid: int) -> None:
     store = importlib.import_module("echelon.dist.runtime")._need().store
     store.set(f"saw-{rank}", "1")
-    store.wait([f"saw-{r}" for r in range(world_size) if r != victim], timeout=30)
+    store.wait([f"saw-{r}" for r in range(world_size) if r != victim], timeout=60)
     os.kill(pid, signal.SIGCONT)
 
 

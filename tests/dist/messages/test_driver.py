@@ -149,7 +149,7 @@ def test_each_receive_from_any_source_tells_its_sender(make):
     for _ in range(3):
         out = np.zeros(1000, np.int64)
         receive = group.recv(0, ANY_SOURCE, out)
-        assert receive.wait(10)
+        assert receive.wait(60)
         assert (out == receive.source).all()
         sources.add(receive.source)
     assert sources == {1, 2, 3}
@@ -163,10 +163,10 @@ def test_what_a_rank_sent_before_it_left_arrives_though_it_has_left():
         outs = [np.zeros(100_000 * (turn % 3), np.int64) for _ in range(5)]
         receives = [group.recv(1, 0, out, tag=1) for out in outs[:4]]
         for send in sends[:4]:
-            assert send.wait(10)
+            assert send.wait(60)
         group.drivers[0].close(10, Closed())
-        assert all(receive.wait(10) and receive.error is None for receive in receives), turn
-        assert early.wait(10)
+        assert all(receive.wait(60) and receive.error is None for receive in receives), turn
+        assert early.wait(60)
         assert isinstance(early.error, Lost)
         group.close()
 
@@ -177,11 +177,11 @@ def test_a_peer_that_ends_is_noticed_by_a_rank_that_only_waits_for_it(make):
     other = group.recv(0, 2, np.zeros(1))
     group.drivers[1].close(10, Closed())
     group.gone.append((1, "left"))
-    assert receive.wait(10)
+    assert receive.wait(60)
     assert isinstance(receive.error, Lost)
     assert not other.done
     group.send(2, 0, np.ones(1))
-    assert other.wait(10)
+    assert other.wait(60)
     assert other.error is None
 
 
@@ -192,11 +192,11 @@ def test_a_cut_ends_everything_at_once_and_whatever_comes_after(make):
     begun_s = lived_s()
     group.drivers[0].cut(Closed("cut"))
     for transfer in waiting:
-        assert transfer.wait(5)
+        assert transfer.wait(60)
         assert isinstance(transfer.error, Closed)
     assert lived_s() - begun_s < 1
     late = group.recv(0, 1, np.zeros(1))
-    assert late.wait(5)
+    assert late.wait(60)
     assert isinstance(late.error, Closed)
 
 
@@ -208,7 +208,7 @@ def test_300_tags_take_one_thread(make):
     receives = [group.recv(1, 0, out, tag=tag) for tag, out in enumerate(outs)]
     for tag in reversed(range(300)):
         group.send(0, 1, np.array([tag]), tag=tag)
-    assert all(receive.wait(10) for receive in receives)
+    assert all(receive.wait(60) for receive in receives)
     assert [int(out[0]) for out in outs] == list(range(300))
     assert threading.active_count() <= before + 2
     begun_s = lived_s()
@@ -229,7 +229,7 @@ def test_strangers_are_turned_away_and_the_group_works_on():
     silent = socket.create_connection(address, timeout=5)
     assert not receive.done
     group.send(1, 0, np.ones(1))
-    assert receive.wait(5)
+    assert receive.wait(60)
     assert receive.error is None
     silent.close()
     group.close()

@@ -118,7 +118,7 @@ def _command(*arguments):
         "from echelon.dist.pipeline.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300,
         check=False,
     )  # fmt: skip
 

@@ -33,7 +33,7 @@ def _program(folder: Path, backend: str = "echelon", options: str = "None", end:
 def _python(*argv: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *argv],
-        capture_output=True, text=True, timeout=150, check=False, cwd=folder,
+        capture_output=True, text=True, timeout=300, check=False, cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 

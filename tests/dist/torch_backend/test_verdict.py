@@ -52,7 +52,7 @@ def _run(tmp_path: Path, body: str, *options: str) -> tuple[Any, str, int]:
     program.write_text(_HEAD + body)
     folder = tmp_path / "run"
     argv = ("--nproc-per-node=3", f"--run-dir={folder}", *options, str(program))
-    done = run_echelon("run", *argv, timeout_s=150)
+    done = run_echelon("run", *argv)
     report = json.loads((folder / "report.json").read_text())
     incident = report["incidents"][0]
     verdict = folder / incident["folder"] / "verdict.json"
@@ -65,7 +65,7 @@ def _line_of(body: str, text: str) -> int:
 
 
 def test_a_skipped_collective_names_the_rank_and_the_line_of_the_others(tmp_path):
-    options = ("--stall-timeout=2", "--on-stall=stop")
+    options = ("--stall-timeout=5", "--on-stall=stop")
     report, text, code = _run(tmp_path, _SKIPPED, *options)
     verdict = report["verdict"]
     assert (verdict["culprit_ranks"], code) == ([2], 3), text
@@ -87,7 +87,7 @@ def test_a_killed_rank_under_ddp_is_the_root_and_its_victims_are_fallout(tmp_pat
 
 
 def test_groups_used_in_different_orders_are_named(tmp_path):
-    report, text, code = _run(tmp_path, _ORDER, "--stall-timeout=2", "--on-stall=stop")
+    report, text, code = _run(tmp_path, _ORDER, "--stall-timeout=5", "--on-stall=stop")
     verdict = report["verdict"]
     assert (verdict["cause"], code) == ("order_desync", 3), text
     assert "'rows', 'world'" in verdict["next_action"]

@@ -116,7 +116,7 @@ def test_a_hung_program_names_the_rank_that_the_others_wait_for(train, fault, do
 
 
 def test_a_crash_names_the_rank_and_not_its_victims(train):
-    done, verdict = train("raises")
+    done, verdict = train("raises", "--stall-timeout", "60")  # ends by itself, if slowly
     # Torch's threads may call std::terminate while the interpreter ends: SIGABRT then, and the
     # job's exit code is what rank 1 really ended by, as the evidence says.
     aborted = any("rank 1 ended by SIGABRT" in line for line in verdict["evidence"])
