@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.dist.membership.peers import Peers
+from echelon.dist.membership.peers import Peers, _Descriptors
 from echelon.host.identity import pid_namespace, start_ticks
 from tests.dist.contract import wait_until
 
@@ -78,3 +78,28 @@ def test_a_process_with_a_reused_pid_is_dead(children):
     namespace, pid, ticks = _process(children[0])
     with contextlib.closing(Peers({1: (namespace, pid, ticks - 1)})) as peers:
         assert peers.dead([1]) == [1]
+
+
+@pytest.mark.parametrize("has_pidfds", [True, False])
+def test_a_look_beside_a_close_finds_nothing_and_keeps_no_descriptor(
+    children, monkeypatch, has_pidfds
+):
+    """A thread that watches a group may be inside a look when the group is closed."""
+    before = _num_descriptors()
+    take = _Descriptors.take
+    monkeypatch.setattr(_Descriptors, "take", lambda *_: None)  # the limit is reached, say
+    peers = Peers({1: _process(children[0])})
+    if not has_pidfds:
+        children[0].kill()
+        children[0].wait()  # no longer in /proc: dead, if it were asked for
+
+    def close_meanwhile(descriptors, process):
+        peers.close()
+        return take(descriptors, process) if has_pidfds else None
+
+    monkeypatch.setattr(_Descriptors, "take", close_meanwhile)
+    assert peers.dead([1]) == []
+    assert peers.dead([1]) == []
+    assert peers.watched == set()
+    peers.close()
+    assert _num_descriptors() == before

@@ -101,10 +101,15 @@ def adopt(process: Process, fd: int) -> None:
 
 
 class Peers:
-    """The processes of the other members on this host, keyed by group rank."""
+    """The processes of the other members on this host, keyed by group rank.
+
+    `close` may run beside a call of another method, on another thread or in a signal handler: a
+    closed object finds no process dead and keeps no descriptor.
+    """
 
     def __init__(self, processes: Mapping[int, Process]) -> None:
         self._processes = dict(processes)
+        self._is_closed = False
         self._namespace = pid_namespace()
         self._pidfds: dict[int, int] = {}
         for rank in self._processes:
@@ -119,14 +124,19 @@ class Peers:
     @property
     def watched(self) -> set[int]:
         """The group ranks whose deaths can be detected."""
+        if self._is_closed:
+            return set()
         return {rank for rank in self._processes if rank in self._pidfds or self._is_near(rank)}
 
     def dead(self, ranks: Iterable[int]) -> list[int]:
         """Return the group ranks whose processes have ended. Does not block."""
+        if self._is_closed:
+            return []
         ended = _descriptors.ended()
         if not ended and not self._reused and len(self._pidfds) == len(self._processes):
             return []
-        return [rank for rank in ranks if rank in self._processes and self._is_dead(rank, ended)]
+        found = [rank for rank in ranks if rank in self._processes and self._is_dead(rank, ended)]
+        return [] if self._is_closed else found
 
     def table(self, size: int) -> list[tuple[int, int, int]]:
         """Return (pid, pidfd or -1, start ticks) for each group rank; zeros for unwatched ranks."""
@@ -144,10 +154,9 @@ class Peers:
 
     def close(self) -> None:
         """Release the descriptors. Safe to call twice."""
-        while self._pidfds:
-            rank, _ = self._pidfds.popitem()
-            _descriptors.release(self._processes[rank])
-        self._processes.clear()
+        self._is_closed = True
+        for rank in list(self._pidfds):
+            self._release(rank)
 
     def _is_near(self, rank: int) -> bool:
         return self._processes[rank][0] == self._namespace
@@ -158,7 +167,13 @@ class Peers:
             fd = _descriptors.take(self._processes[rank])
             if fd is not None:
                 self._pidfds[rank] = fd
+                if self._is_closed:  # since `dead` began, and without this descriptor
+                    self._release(rank)
         return fd
+
+    def _release(self, rank: int) -> None:
+        if self._pidfds.pop(rank, None) is not None:  # by one of two that release at once
+            _descriptors.release(self._processes[rank])
 
     def _is_dead(self, rank: int, ended: set[int]) -> bool:
         if rank in self._reused:
