@@ -35,7 +35,10 @@ $(VENV)/.ready-xccl: $(VENV)/.ready
 	@touch $@
 
 # Most tests wait for processes, so two files at a time (WORKERS); the tests of a file stay in order.
+# They start thousands of interpreters. Where PYTHONDONTWRITEBYTECODE is set, each would compile the
+# package again, which is almost half of the processor time of a start without torch.
 test: setup $(VENV)/.ready-xccl
+	$(BIN)/python -m compileall -q echelon tests examples benchmarks
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not gpu and not slow' $(ARGS)
 
 check: setup
