@@ -1,4 +1,4 @@
-"""Tell torch that there is a backend named `echelon`.
+"""Register a backend named `echelon` with torch.
 
 Torch loads this module, the entry point `torch.backends`, in every `import torch` of the
 environment, and an exception here would break that import. So it stands outside our package,
@@ -22,7 +22,7 @@ _OURS = "echelon"
 
 
 def register() -> None:
-    """Register the backend. Never raises."""
+    """Register the backend with torch. Never raises."""
     try:
         known = sys.modules["torch.distributed"].Backend
         known.register_backend(_OURS, _create, extended_api=True, devices=["cpu", "cuda"])
@@ -44,7 +44,7 @@ def register() -> None:
 
 
 def _is_recorded(environ) -> bool:  # noqa: ANN001
-    """Return whether a rank of this environment keeps a record."""
+    """Return whether ranks in this environment keep a record."""
     wanted = environ.get("ECHELON_RECORD", "")
     if wanted == "0" or environ.get("ECHELON_RECORDER_SIZE") == "0":
         return False
@@ -52,7 +52,7 @@ def _is_recorded(environ) -> bool:  # noqa: ANN001
 
 
 def _record() -> None:
-    """Begin the record when the program makes its first process group: nothing is loaded now."""
+    """Start recording when the program creates its first process group, loading nothing before."""
     try:
         c10d = sys.modules["torch.distributed.distributed_c10d"]
         make = c10d._new_process_group_helper
@@ -80,7 +80,7 @@ def _create(options, group_options):  # noqa: ANN001, ANN202 -- no typing import
 
 
 def _stand_in() -> None:
-    """Let the one function that makes all of torch's groups ask for our backend."""
+    """Make the function that creates all of torch's groups use echelon's backend."""
     c10d = sys.modules["torch.distributed.distributed_c10d"]
     make = c10d._new_process_group_helper
     code = make.__code__
@@ -101,7 +101,7 @@ def _stand_in() -> None:
 
 
 def _name(asked):  # noqa: ANN001, ANN202
-    """Return the backend, or a list such as "cpu:gloo,cuda:nccl", with ours in gloo's place."""
+    """Return the backend, or a list such as "cpu:gloo,cuda:nccl", with echelon in gloo's place."""
     if asked in ("undefined", "None", ""):  # torch takes gloo, and on a GPU machine nccl beside it
         return f"cpu:{_OURS},cuda:nccl" if sys.modules["torch"].cuda.is_available() else _OURS
     if asked == "gloo":

@@ -16,7 +16,7 @@ _FOLDER = "fingerprints"
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The record of one rank about one micro-batch, with bits as text."""
+    """One rank's record of one micro-batch, with the bits as text."""
 
     rank: int
     loss: str
@@ -25,7 +25,7 @@ class MicroBatch:
 
 @dataclass
 class Bits:
-    """The record of one run.
+    """The fingerprints that one run recorded.
 
     Attributes:
         micro_batches: the records of micro-batches, keyed by step and number; if a step was
@@ -41,7 +41,7 @@ class Bits:
 
 @dataclass(frozen=True)
 class Parting:
-    """The point where two runs diverge; `step` is None if they do not.
+    """The point at which two runs diverge; `step` is None if the runs do not diverge.
 
     Attributes:
         step: the first step in which bits differ.
@@ -65,7 +65,7 @@ def compare(first: Path, second: Path) -> Parting:
     one, two = read_bits(first), read_bits(second)
     common = sorted(set(one.micro_batches) & set(two.micro_batches))
     if not common:
-        raise ValueError(f"{first} and {second} have no micro-batch in common")
+        raise ValueError(f"{first} and {second} have no micro-batches in common")
     torn = one.num_torn + two.num_torn
     note = f"\n{torn} lines could not be read and were left out" if torn else ""
     steps = sorted({step for step, _ in common})

@@ -79,7 +79,7 @@ def analyze(path: str | Path) -> Report:
 
 
 def examine(path: str | Path) -> tuple[Picture, Report]:
-    """Do what `analyze` does, and also return the picture, which the renderers need.
+    """Do the same as `analyze`, and also return the picture, which the renderers need.
 
     Raises:
         DumpFormatError: as in `analyze`.
@@ -123,7 +123,7 @@ def merged_stacks(evidence: Evidence) -> tuple[Branch, ...]:
 
 
 def _with_losses(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Add to the verdict which ranks the job had lost before: they explain nothing of it."""
+    """Add to the verdict which ranks the job had lost earlier."""
     lost = sorted(evidence.incident.lost_earlier)
     root = next((place for place, finding in enumerate(findings) if not finding.info), None)
     if root is None or not lost:
@@ -135,7 +135,7 @@ def _with_losses(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Fin
 
 
 def _with_probes(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Add to the verdict what probes measured on suspect nodes before the attempt began."""
+    """Add to the verdict the measurements of suspect nodes from before the attempt."""
     root = next((place for place, finding in enumerate(findings) if not finding.info), None)
     if root is None or not evidence.incident.probes:
         return findings
@@ -146,7 +146,7 @@ def _with_probes(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Fin
 
 
 def _cautious(evidence: Evidence, finding: Finding) -> Finding:
-    """Lower `certain` after an early snapshot, unless some ranks differ from the others."""
+    """Lower `certain` after an early snapshot, unless some ranks differ from the other ranks."""
     differs = 0 < len(finding.culprit_ranks) < evidence.world_size
     if not evidence.incident.is_early or differs or finding.confidence is not Confidence.CERTAIN:
         return finding
@@ -154,7 +154,7 @@ def _cautious(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _advised(evidence: Evidence, finding: Finding) -> Finding:
-    """Add the meaning and remedy of a known message at the end of a culprit's output."""
+    """Add the meaning and remedy if a culprit's output ends with a known message."""
     if evidence.foreign == LOGS or finding.cause not in _ENDINGS:
         return finding
     for rank in finding.culprit_ranks[:_MAX_NAMED]:
@@ -166,7 +166,7 @@ def _advised(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _with_threads(evidence: Evidence, finding: Finding) -> Finding:
-    """Add the exceptions that ended threads of the culprits while the processes lived on."""
+    """Add the exceptions that ended threads of culprits whose processes continued to run."""
     if finding.info:
         return finding
     lines = []
@@ -181,7 +181,7 @@ def _with_threads(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _named(finding: Finding) -> Finding:
-    """Ensure that the evidence names each culprit as `rank R`, even if it lists many ranks."""
+    """Ensure that the evidence names each culprit as `rank R`, even if there are many ranks."""
     text = " ".join(finding.evidence) + " "
     if len(finding.culprit_ranks) > _MAX_NAMED:
         return finding
@@ -193,7 +193,7 @@ def _named(finding: Finding) -> Finding:
 
 
 def _findings(picture: Picture) -> list[Finding]:
-    """Return the root, the roots reported beside it, and the endings that followed."""
+    """Return the root, the roots that are reported in addition, and the endings that followed."""
     if picture.evidence.foreign == LOGS:
         return find_in_logs(picture)
     choice = choose(picture, propose(picture, RULES))

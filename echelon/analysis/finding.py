@@ -53,7 +53,7 @@ class Cause(str, Enum):
 
 
 class Confidence(str, Enum):
-    """How sure a finding is: seen directly, the best reading, or one of several readings.
+    """How certain a finding is: seen directly, the best reading, or one of several readings.
 
     Example:
         >>> [confidence.value for confidence in Confidence]
@@ -66,7 +66,7 @@ class Confidence(str, Enum):
 
 
 class Scope(Enum):
-    """Which ranks' trouble a finding explains, apart from ranks that wait for those ranks."""
+    """The ranks whose trouble a finding explains, besides the ranks that wait for them."""
 
     CULPRITS = "those who wait for its culprits"
     GROUP = "those inside its operation or a later one of its group"
@@ -76,7 +76,7 @@ class Scope(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alternative:
-    """A runner-up: another proposed root, with the arguments against it."""
+    """Another root that was proposed, with the arguments against it."""
 
     cause: Cause
     culprit_ranks: tuple[int, ...]
@@ -97,7 +97,7 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that is wrong, the ranks that caused it, and the evidence.
+    """A fault, with the ranks that caused it and the evidence for it.
 
     `operation` and `sequence` identify the operation in which other ranks wait for the culprits or
     in which calls differ; they are None if no operation is involved. `info` findings are worth
@@ -127,7 +127,7 @@ class Finding:
     alternatives: tuple[Alternative, ...] = ()  # other roots that were considered
 
     def changed(self, **changes: Any) -> Finding:
-        """Return a copy with some fields replaced."""
+        """Return a copy of the finding in which some fields are replaced."""
         return replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
@@ -193,7 +193,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of `fr-analyze`: 0 if nothing is wrong, else 1."""
+        """The exit code of `fr-analyze`: 0 if nothing is wrong, and 1 otherwise."""
         return 0 if self.healthy else 1
 
     def to_json(self) -> dict[str, Any]:

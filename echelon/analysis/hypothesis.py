@@ -50,13 +50,13 @@ class Hypothesis:
 
     @property
     def score(self) -> float:
-        """The score that measures how much the hypothesis explains."""
+        """The score of a hypothesis, which measures how much it explains."""
         return len(self.explains) * (_WEAK if self.is_weak else 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """The chosen root and the findings beside it; `roots` is empty without any hypothesis."""
+    """The chosen root and the additional findings. `roots` is empty if there is no hypothesis."""
 
     roots: tuple[Finding, ...]
     rest: tuple[Hypothesis, ...]
@@ -107,7 +107,10 @@ def _is_weak(picture: Picture, finding: Finding) -> bool:
 
 
 def choose(picture: Picture, hypotheses: Sequence[Hypothesis]) -> Choice:
-    """Choose the root and any further roots for ranks it does not explain; judge the confidence."""
+    """Choose the root, and further roots for ranks that it leaves unexplained.
+
+    Judge the confidence.
+    """
     if not hypotheses:
         return Choice(roots=(), rest=())
     ordered = sorted(hypotheses, key=lambda one: (-one.score, one.place))
@@ -128,14 +131,14 @@ def choose(picture: Picture, hypotheses: Sequence[Hypothesis]) -> Choice:
 
 
 def _is_alike(root: Hypothesis, other: Hypothesis) -> bool:
-    """Return whether two roots can share a finding; endings cannot, because their order matters."""
+    """Return whether two roots can share a finding. Endings cannot, because their order matters."""
     if root.finding.scope is not Scope.CULPRITS:
         return False
     return other.place == root.place and other.finding.cause is root.finding.cause
 
 
 def _merged(root: Hypothesis, taken: Sequence[Hypothesis]) -> Hypothesis:
-    """Merge roots of one cause if each is needed, because neither explains the others.
+    """Merge roots of the same cause if neither explains the other, so that both are needed.
 
     Each root keeps its own words and evidence.
     """
@@ -159,14 +162,14 @@ def _merged(root: Hypothesis, taken: Sequence[Hypothesis]) -> Hypothesis:
 
 
 def _is_same(one: Hypothesis, taken: Sequence[Hypothesis]) -> bool:
-    """Return whether the roots chosen so far already name all ranks of a proposal."""
+    """Return whether the roots chosen so far already include all ranks of a proposal."""
     named = {rank for other in taken for rank in other.finding.culprit_ranks}
     ranks = set(one.finding.culprit_ranks)
     return bool(ranks) and ranks <= named
 
 
 def _judged(picture: Picture, root: Hypothesis, rivals: Sequence[Hypothesis]) -> Finding:
-    """Lower the root's confidence according to its rivals, and list them."""
+    """Lower the root's confidence according to the rival hypotheses, and list the rivals."""
     finding = _as_sure_as_seen(picture, root.finding)
     alternatives: list[Alternative] = []
     for rival in rivals:
@@ -204,7 +207,7 @@ def _as_sure_as_seen(picture: Picture, finding: Finding) -> Finding:
 
 
 def _against(picture: Picture, root: Hypothesis, rival: Hypothesis) -> str:
-    """Describe what distinguishes a rival from the root; "" if nothing does."""
+    """Describe what distinguishes a rival from the root, or return "" if nothing does."""
     ranks = rival.finding.culprit_ranks
     if not ranks:
         return "singles out no rank"
@@ -221,12 +224,12 @@ def _against(picture: Picture, root: Hypothesis, rival: Hypothesis) -> str:
 
 
 def is_joint(picture: Picture, one: Finding, other: Finding) -> bool:
-    """Return whether one operation waits for both, which makes both roots and not alternatives."""
+    """Return whether one operation waits for both hypotheses, so that both are roots."""
     return picture.graph.is_joint(one.culprit_ranks, other.culprit_ranks)
 
 
 def _capped(finding: Finding, rival: Finding) -> Finding:
-    """Lower the confidence if a rival explains as much; the surer the rival, the lower it gets."""
+    """Lower the confidence if a rival explains as much; a surer rival lowers it further."""
     if rival.confidence is Confidence.POSSIBLE:
         return finding
     highest = Confidence.LIKELY if finding.confidence is Confidence.CERTAIN else Confidence.POSSIBLE

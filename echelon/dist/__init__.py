@@ -1,4 +1,4 @@
-"""Collectives: `init()` joins the world and returns the `ProcessGroup` on which they are called."""
+"""Provide collectives: `init()` joins the world and returns the `ProcessGroup` that offers them."""
 
 from echelon.dist.agreement.stop import request_stop, should_stop, stop_on_signals, stop_reason
 from echelon.dist.group import ProcessGroup

@@ -1,4 +1,4 @@
-"""Channels: ordered connections between two ranks, independent of all other calls in their group.
+"""Provide channels: ordered connections between two ranks that are independent of other calls.
 
 A channel is implemented as a negative tag, which user messages cannot have. The two ends agree on
 the tag through the store, so that two names never share a tag, and neither end waits for the other
@@ -48,7 +48,7 @@ class ChannelTags:
 
 
 class Channel:
-    """One end of a channel to another rank. Created by `ProcessGroup.channel`, never directly.
+    """One end of a channel to another rank. Use `ProcessGroup.channel` to create it.
 
     Messages in one direction of a channel arrive in order, separately for host and device arrays. A
     channel on which nothing is received does not block any collective, tag or other channel.
@@ -106,7 +106,7 @@ class Channel:
         )
 
     def recv(self, x: Array, async_op: bool = False, timeout_s: Timeout = None) -> Work | None:
-        """Receive into `x` the next message from the other end.
+        """Receive the next message from the other end into `x`.
 
         Args:
             x: any shape; the dtype and the number of elements must match the sender's.

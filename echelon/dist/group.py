@@ -1,4 +1,4 @@
-"""ProcessGroup: the interface of a group other than its calls on arrays, which are in `calls/`."""
+"""Define ProcessGroup, the interface of a group; its calls on arrays are in `calls/`."""
 
 from __future__ import annotations
 
@@ -92,10 +92,10 @@ class ProcessGroup(Collectives, PointToPoint):
     # ---- objects ----
 
     def broadcast_object(self, obj: Any, root: int, timeout_s: Timeout = None) -> Any:
-        """Return the object of `root` on every rank. It must be plain data that msgpack supports.
+        """Return the object of `root` on every rank. The object must be plain data.
 
-        Supported values are None, bool, numbers, str, bytes, lists and dicts; a tuple arrives as a
-        list. The call blocks until the root has called it.
+        The values that msgpack supports are None, bool, numbers, str, bytes, lists and dicts; a
+        tuple arrives as a list. The call blocks until the root has called it.
 
         Args:
             obj: the object to send on `root`; ignored on other ranks.
@@ -153,7 +153,9 @@ class ProcessGroup(Collectives, PointToPoint):
 
     @contextlib.contextmanager
     def coalesce(self) -> Iterator[None]:
-        """Launch the operations called inside the block together; all are done when the block ends.
+        """Launch the operations called inside the block together.
+
+        All have ended when the block ends.
 
         An exception raised in the block is propagated. In that case nothing is launched on a
         device. If the block had already called an operation, the group ends, because other ranks
@@ -227,7 +229,7 @@ class ProcessGroup(Collectives, PointToPoint):
         """
         peer = self._check_peer(peer, "peer")
         if not isinstance(name, str) or not name:
-            raise ValueError(f"name {name!r}: a channel needs a name")
+            raise ValueError(f"a channel needs a name, got {name!r}")
         if self._channels is None:
             raise ValueError(f"group {self.name!r} does not have a store, which channels need")
         return Channel(peer, name, self._channels.tag(peer, name), self._message)
@@ -235,7 +237,7 @@ class ProcessGroup(Collectives, PointToPoint):
     # ---- the end ----
 
     def abort(self) -> None:
-        """End the group on all ranks, where waiting operations raise CollectiveError.
+        """End the group on all ranks; waiting operations raise CollectiveError.
 
         Callable from any thread and from a signal handler. Returns within 1 s without contacting
         other ranks.
@@ -244,7 +246,7 @@ class ProcessGroup(Collectives, PointToPoint):
             self._state.abort()
 
     def close(self) -> None:
-        """End the group on this rank and release its resources. Safe to call twice.
+        """End the group on this rank and release its resources. Calling this twice is safe.
 
         The call takes at most 1 s and does not contact other ranks. Ranks that still need this rank
         raise PeerLostError. If a signal handler closes the group during one of its calls, that call
@@ -254,7 +256,10 @@ class ProcessGroup(Collectives, PointToPoint):
 
     @property
     def state(self) -> GroupState:
-        """The group's calls and how the group ended; outlives a group that is dropped."""
+        """The group's calls, and how the group ended.
+
+        The state outlives a group that is dropped.
+        """
         return self._state
 
     def _check_object_call(self, call: str, root: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""Makes the C library keep its heap between steps instead of releasing and refaulting it.
+"""Make the C library keep its heap between steps, instead of releasing it and faulting it in again.
 
 Training on the CPU allocates and frees the same few hundred megabytes of activations and gradients
 in every step. By default glibc maps large blocks one by one and returns the top of the heap to the
@@ -25,7 +25,7 @@ _SET_BY_USER = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHO
 
 @functools.lru_cache(maxsize=1)
 def keep() -> bool:
-    """Ask glibc, at most once, to keep freed memory; return whether it does.
+    """Ask glibc, at most once, to keep freed memory; return whether glibc keeps it.
 
     Settings in the program's environment take precedence; other C libraries are not affected.
     """

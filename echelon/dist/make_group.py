@@ -1,4 +1,4 @@
-"""Creates all groups, for `init`, `new_group`, `split` and torch."""
+"""Create all groups, for `init`, `new_group`, `split` and torch."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class GroupMaker:
         return group
 
     def _drop(self, state: GroupState) -> None:
-        """Close a group that was dropped without closing, later and on the watcher's thread.
+        """Close a group that was dropped without being closed, later and on the watcher's thread.
 
         Ranks drop a group at different moments, so a group whose library requires all ranks to
         close together is kept.
@@ -159,7 +159,7 @@ def _host_backend(facts: Facts) -> str:
 
 
 def _address(store: Store) -> str:
-    """Return this host's address on the route to the store, by which other hosts can reach it."""
+    """Return the address at which other hosts can reach this host, on its route to the store."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return address_towards(store.host, store.port) if isinstance(store, TCPStore) else ""

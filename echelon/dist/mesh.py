@@ -1,4 +1,4 @@
-"""DeviceMesh: arranges the world's ranks as a grid, with a group along each axis."""
+"""Arrange the world's ranks as a grid, with a group along each axis."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class DeviceMesh:
         """
         wanted = (names,) if isinstance(names, str) else tuple(names)
         if not wanted:
-            raise ValueError(f"a sub-mesh has at least one axis; the axes: {self._axes()}")
+            raise ValueError(f"a sub-mesh needs at least one axis; the axes are  {self._axes()}")
         _check_distinct(wanted)
         axes = [self._axis(name) for name in wanted]
         part = DeviceMesh.__new__(DeviceMesh)
@@ -87,7 +87,7 @@ class DeviceMesh:
         if name is None:
             if len(self.names) != 1:
                 raise ValueError(
-                    f"{self!r} has several groups; name one of its axes: {self._axes()}"
+                    f"{self!r} has several groups; name one of the axes  {self._axes()}"
                 )
             name = self.names[0]
         return self._groups[self.names[self._axis(name)]]
@@ -95,7 +95,7 @@ class DeviceMesh:
     get_group = group
 
     def completed(self, names: Sequence[str]) -> DeviceMesh:
-        """Return a mesh with these axes; missing axes are added with one rank each.
+        """Return a mesh with the given axes, adding each missing axis with a single rank.
 
         Collective if an axis is missing: every rank of the world must make this call with the same
         names.
@@ -110,7 +110,9 @@ class DeviceMesh:
         _check_distinct(tuple(names))
         left_out = [name for name in self.names if name not in names]
         if left_out:
-            raise ValueError(f"axis {left_out[0]!r} of {self!r} is not among {tuple(names)}")
+            raise ValueError(
+                f"axis {left_out[0]!r} of {self!r} is missing from the names {tuple(names)}"
+            )
         groups = dict(self._groups)
         lacking = [name for name in names if name not in self.names]
         if lacking:
@@ -130,7 +132,7 @@ class DeviceMesh:
 
     def _axis(self, name: str) -> int:
         if name not in self.names:
-            raise ValueError(f"the mesh has no axis {name!r}; its axes: {self._axes()}")
+            raise ValueError(f"the mesh has no axis {name!r}; its axes are  {self._axes()}")
         return self.names.index(name)
 
     def _axes(self) -> str:

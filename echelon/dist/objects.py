@@ -1,4 +1,4 @@
-"""Exchanges objects between ranks as msgpack; nothing is ever pickled.
+"""Exchange objects between ranks as msgpack, so that nothing is ever pickled.
 
 The ranks first exchange the sizes, then the bytes, padded to the longest object. So each call
 consists of two collectives, the second of which needs the result of the first.

@@ -1,4 +1,4 @@
-"""Options: holds a group's settings in one object, as torch's `pg_options` does."""
+"""Hold a group's settings in one object, like torch's `pg_options`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Manages the world of this process: `init`, `world`, `new_group`, `shutdown`.
+"""Manage the world of this process: `init`, `world`, `new_group`, `shutdown`.
 
 `init` meets the other ranks at the store that the launcher (or torchrun, or rank 0) hosts, creates
 the world group and connects the parts: waits at the store become `store` spans in the black box,
@@ -116,14 +116,14 @@ class _Joining:
         self.pid = os.getpid()
 
     def cancel(self) -> None:
-        """Make the call raise; callable from any thread or an interrupting signal handler."""
+        """Make the call raise an error. Callable from any thread and from a signal handler."""
         self.is_cancelled = True
         if self.connection is not None:
             self.connection.close()
 
     def check(self) -> None:
         if self.is_cancelled:
-            raise CollectiveError("init was ended by shutdown()", operation="init")
+            raise CollectiveError("init was cancelled by shutdown()", operation="init")
 
 
 _current: _World | None = None
@@ -170,9 +170,9 @@ def init(
     with _lock:
         if _current is not None:
             _check_process(_current)
-            raise ValueError("init was already called; call shutdown first")
+            raise ValueError("init was already called; call shutdown() first")
         if _joining is not None:
-            raise ValueError("init is running in another thread")
+            raise ValueError("init is already running in another thread")
         rendezvous = Rendezvous.from_environment()
         joining = _joining = _Joining()
     try:
@@ -335,7 +335,7 @@ _before_shutdown: list[Callable[[], None]] = []
 
 
 def before_shutdown(action: Callable[[], None]) -> Callable[[], None]:
-    """Make `shutdown` call `action` first, and raise any exception from it at the end."""
+    """Make `shutdown` call `action` first, and raise any exception from `action` at the end."""
     _before_shutdown.append(action)
     return action
 
@@ -387,8 +387,8 @@ def _need() -> _World:
 def _check_process(state: _World) -> None:
     if os.getpid() != state.pid:
         raise ValueError(
-            f"the world belongs to process {state.pid}, of which this is a fork: it cannot take "
-            "part; start ranks with a launcher, or call init only in the child"
+            f"the world belongs to process {state.pid}, of which this process is a fork: a "
+            "fork cannot take part. Start ranks with a launcher, or call init only in the child"
         )
 
 
@@ -413,7 +413,7 @@ def _join(
 
 
 def _attempt(rendezvous: Rendezvous, connection: TCPStore | MemoryStore) -> PrefixStore:
-    """Return the attempt's view of the store, in which each world has its own part."""
+    """Return the part of the store for this attempt, in which each world has its own keys."""
     return PrefixStore(rendezvous.namespace or "echelon/solo", connection)
 
 
@@ -451,7 +451,7 @@ def _meet(
 
 
 def _clock_offset(state: _World, rendezvous: Rendezvous) -> ClockOffset | None:
-    """Measure this rank's clock offset to rank 0; None on one host or if this is impossible."""
+    """Measure this rank's clock offset to rank 0; return None on one host or if it fails."""
     if rendezvous.local_world_size >= rendezvous.world_size:
         return None
     try:

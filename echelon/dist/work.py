@@ -1,4 +1,4 @@
-"""Work: the handle of an operation that may still be running."""
+"""Define the handle of an operation that may still be running."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Work:
-    """An operation in flight. `done` is True only once the result is in place.
+    """An operation in progress. `done` is True only once the result is in place.
 
     Attributes:
         operation: the operation that was called.
@@ -92,8 +92,8 @@ class Work:
 
         Raises:
             ValueError: `timeout_s` is below 0 or not a duration.
-            CollectiveTimeoutError: the operation has not ended within `timeout_s`, but continues
-                and can be waited for again.
+            CollectiveTimeoutError: the operation has not ended within `timeout_s`, but continues;
+                `wait` may be called again.
             CollectiveError: the operation itself failed.
         """
         wait_s = check_wait(timeout_s)
@@ -101,8 +101,8 @@ class Work:
             assert wait_s is not None
             members, one = self._state.members, self.operation
             raise CollectiveTimeoutError(
-                f"{build.place(members, one)}: not done after {wait_s} s of wait(); "
-                "it continues and can be waited for again",
+                f"{build.place(members, one)}: not complete after {wait_s} s of wait(); the "
+                "operation continues, and wait() may be called again",
                 group=members.name,
                 operation=one.kind,
                 sequence=one.sequence,

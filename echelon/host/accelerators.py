@@ -1,4 +1,4 @@
-"""Find the accelerators of this machine: how many there are, and where.
+"""Find the accelerators of this machine: their number and their location.
 
 Everything is read from the kernel's files and never through a library, because the launcher starts
 without torch.

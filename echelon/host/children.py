@@ -1,4 +1,4 @@
-"""Examine the descendants of a process: whether they live, what they wait for, where they are.
+"""Examine the descendants of a process: whether they are alive, and what they are waiting for.
 
 The stack of a rank that waits for a data loader's worker shows only where the rank itself is. So
 the worker is examined in the same way as the rank: from outside, without disturbing the process.
@@ -20,7 +20,7 @@ _EXIT_CODE_FIELD = 49  # in /proc/PID/stat, counted after the name; readable if 
 
 
 def look_at_children(pid: int, *, limit: int = MAX_CHILDREN) -> tuple[tuple[HostChild, ...], int]:
-    """Examine the first `limit` descendants of a process; also return how many exist."""
+    """Examine the first `limit` descendants of a process; also return the total number."""
     below = descendants(pid)
     return tuple(child for one in below[:limit] if (child := look_at(one)).state), len(below)
 

@@ -51,13 +51,13 @@ def _tables(path: str) -> tuple[Segments, list[int], Symbols]:
 def _read(file: object) -> tuple[Segments, list[int], Symbols]:
     def part(offset: int, size: int) -> bytes:
         if size > _MAX_TABLE_BYTES:
-            raise ValueError("a table too large")
+            raise ValueError("the ELF file has a table that is too large")
         file.seek(offset)  # type: ignore[attr-defined]
         return bytes(file.read(size))  # type: ignore[attr-defined]
 
     head = _HEADER.unpack(part(0, _HEADER.size))
     if not head[0].startswith(_MAGIC):
-        raise ValueError("not an ELF file")
+        raise ValueError("the file is not an ELF file")
     segments_at, sections_at, num_segments, num_sections = head[5], head[6], head[10], head[12]
     segments = [
         (offset, address, size)

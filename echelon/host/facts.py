@@ -16,7 +16,7 @@ TRACING = "ptrace"  # among `not_permitted`: its stacks and memory may not be re
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Socket:
-    """A TCP connection of a rank, as the host sees it; -1 means that a value is unknown."""
+    """A TCP connection of a rank, as the host sees it. A value of -1 means unknown."""
 
     local: str = ""  # "10.0.0.1:29500"
     peer: str = ""
@@ -66,7 +66,7 @@ class HostChild:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostFacts:
-    """The agent's observations of a rank; None and "" mean unknown or not permitted."""
+    """The agent's observations of a rank. None and "" mean unknown or not permitted."""
 
     alive: bool | None = None
     exit_code: int | None = None  # as in `subprocess`: -9 is SIGKILL

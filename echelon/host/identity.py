@@ -45,7 +45,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def find_process(own_pid: int, ticks: int) -> int | None:
-    """Return the pid, in this process's namespace, of a process whose own pid is `own_pid`.
+    """Return the pid, as seen by this process, of a process whose own pid is `own_pid`.
 
     The two pids differ if that process runs in a PID namespace below this one, as in a container
     seen from its host.
@@ -70,7 +70,7 @@ def find_process(own_pid: int, ticks: int) -> int | None:
 
 
 def pid_inside(pid: int) -> int:
-    """Return a process's pid in its own PID namespace, or `pid` if the kernel does not tell."""
+    """Return a process's pid in its own PID namespace, or `pid` if the kernel does not show it."""
     try:
         text = Path(f"/proc/{pid}/status").read_text("utf-8", "replace")
     except OSError:
@@ -101,7 +101,7 @@ def stat_fields(pid: int) -> list[str]:
 
 
 def host_identity() -> dict[str, Any]:
-    """Return this host's identity; two processes may share memory if "boot" and "net" are equal."""
+    """Return this host's identity. Processes may share memory if "boot" and "net" are equal."""
     return {"boot": boot_id(), "net": _namespace("net"), "pids": pid_namespace()}
 
 

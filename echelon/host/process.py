@@ -1,4 +1,4 @@
-"""Read what the host shows about a process in /proc. The agent reads this, never the rank.
+"""Read what /proc shows about a process. The agent calls this, never the rank.
 
 A container may deny access to any of these files. A denied file is named in `not_permitted`, and
 its values are left empty, never guessed.
@@ -87,7 +87,7 @@ def send(pid: int, start_ticks: int, number: int) -> bool:
 
 
 def cpu_share(before: Sample, after: Sample, elapsed_s: float) -> float | None:
-    """Return the share of one core that a process and its descendants used between two looks."""
+    """Return the share of one core that a process and its descendants used between two samples."""
     if not before.state or not after.state or elapsed_s <= 0:
         return None
     ticks = max(0, after.cpu_ticks - before.cpu_ticks)  # negative if a child left its parent

@@ -1,4 +1,4 @@
-"""Read the kernel's files about processes, and tell "missing" from "not permitted".
+"""Read the kernel's files about processes, and distinguish missing from denied files.
 
 A container may deny access to any file. The name of a denied file is noted, and its text is empty;
 no value is guessed.
@@ -12,7 +12,7 @@ _MAX_BYTES = 1 << 22
 
 
 def read_text(path: str, name: str, denied: list[str]) -> str:
-    """Return a file's text, or "" if it is missing or denied; if denied, add `name` to `denied`."""
+    """Return a file's text, or "" if it is missing or denied. A denial adds `name` to `denied`."""
     try:
         with Path(path).open("rb") as file:
             return file.read(_MAX_BYTES).decode("utf-8", "replace")

@@ -60,7 +60,7 @@ def sockets(pid: int, denied: list[str]) -> tuple[Socket, ...]:
 
 
 def moved(before: tuple[Socket, ...], after: tuple[Socket, ...]) -> tuple[Socket, ...]:
-    """Return `after`, with the number of bytes that each connection has carried since `before`."""
+    """Return the sockets of `after` with the number of bytes carried since `before`."""
     earlier = {(one.local, one.peer): one for one in before}
     return tuple(_moved(earlier.get((one.local, one.peer)), one) for one in after)
 

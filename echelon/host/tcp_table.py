@@ -1,4 +1,4 @@
-"""Read the kernel's tables of TCP sockets, /proc/net/tcp and tcp6.
+"""Read the kernel's tables of TCP sockets, /proc/net/tcp and /proc/net/tcp6.
 
 Rows are kept as text, because a busy host has a hundred thousand rows and a caller needs only a
 few. So a caller converts the address that it looks for to the table's form, and compares.
@@ -54,7 +54,7 @@ def rows(table: str) -> Iterator[Row]:
 
 
 def plain_address(host: str) -> str:
-    """Return a numeric address without its scope, and IPv4-mapped IPv6 addresses as IPv4."""
+    """Return a numeric address without its scope; IPv4-mapped IPv6 addresses become IPv4."""
     address = ipaddress.ip_address(host.partition("%")[0])
     mapped = getattr(address, "ipv4_mapped", None)
     return str(mapped or address)
@@ -74,7 +74,7 @@ def spellings(host: str, port: int) -> list[str]:
 
 
 def unspell(end: str) -> tuple[bytes, int]:
-    """Return the packed address and the port of one of a row's addresses."""
+    """Return the packed address and the port of one of a row's two addresses."""
     words, _, port = end.partition(":")
     raw = bytes.fromhex(words)
     if sys.byteorder == "little":

@@ -1,4 +1,4 @@
-"""Read the threads of another process: their names, and the system call in which each waits.
+"""Read the threads of another process: their names, and the system calls in which they wait.
 
 If a process neither records nor may be traced, these calls distinguish a rank that waits for its
 peers from a rank that sleeps. The kernel shows a blocked thread's call and its arguments to every
@@ -50,7 +50,7 @@ def threads(pid: int, denied: list[str], limit: int = MAX_THREADS) -> tuple[Host
 
 
 def program_of(pid: int) -> int:
-    """Return the process that does the work: the only child of a shell, or the process itself."""
+    """Return the process that does the work: a shell's only child, or the process itself."""
     while read_text(f"/proc/{pid}/comm", "comm", []).strip() in _SHELLS:
         below = children(pid)
         if len(below) != 1:

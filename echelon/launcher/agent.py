@@ -255,7 +255,7 @@ class _Agent:
 
     @property
     def where_rings_lie(self) -> str:
-        """Return a phrase that says where the rings are; "" if they are in the run directory."""
+        """Return a phrase that says where the rings are; "" means in the run directory."""
         return self._node.where_rings_lie
 
     def run(self) -> None:
@@ -291,7 +291,10 @@ class _Agent:
         self._terminal.say(f"still trying to reach the coordinator: {why}")
 
     def _coordinate(self) -> float:
-        """Run the coordinator if this node hosts it; return when to call this method again."""
+        """Run the coordinator if this node hosts it.
+
+        Return the time of the next call to this method.
+        """
         due = float("inf")
         if self._failover is not None:
             self._failover.step(self._node)
@@ -308,7 +311,10 @@ class _Agent:
         self._link.send(event)
 
     def _seek(self) -> bool:
-        """Look for another host after the current host is lost; return False if none is found."""
+        """Look for another host after the current host is lost.
+
+        Return False if no host is found.
+        """
         failover = self._failover
         if failover is None or not failover.is_seeking:
             return True
@@ -339,7 +345,7 @@ class _Agent:
         self._link.close()
 
     def close(self) -> None:
-        """Release the resources that the loop holds."""
+        """Release the resources of the event loop."""
         self._node.close()
         self._selector.close()
 
@@ -376,7 +382,7 @@ class _Agent:
         self.over = m.Over(exit_code=code, ended_by=decide.EndedBy.SIGNAL.value)
 
     def _obey(self) -> bool:
-        """Carry out the coordinator's commands; return False once the coordinator is lost."""
+        """Carry out the coordinator's commands; return False if the coordinator was lost."""
         for command in self._link.take():
             if command is None:
                 why = getattr(self._link, "lost_because", "")
@@ -387,7 +393,10 @@ class _Agent:
         return True
 
     def _lose_host(self, why: str) -> bool:
-        """Handle the loss of the coordinator; return whether another host may be found."""
+        """Handle the loss of the coordinator.
+
+        Return whether this node may still find another host.
+        """
         self.lost_because = why
         failover = self._failover
         if failover is None or self._user.first:

@@ -44,7 +44,7 @@ _HEAR_S = 0.3  # after a standstill, beats that arrived during it must be read f
 
 
 class Failover:
-    """One node's part in the succession of the job's hosts.
+    """One node's part in replacing the job's host.
 
     Args:
         hello: the greeting that this node sends to a host.
@@ -108,7 +108,7 @@ class Failover:
         self._extend(until_s, self._world_term, node)
 
     def _extend(self, until_s: float, term: int, node: NodeAgent) -> None:
-        """Let ranks run until `until_s`, unless an earlier host started these ranks."""
+        """Let ranks run until `until_s`, unless an earlier host started them."""
         if node.has_workers and term != self._world_term:
             return
         if until_s > self._fence_s + _LEAST_MOVE_S:
@@ -170,7 +170,10 @@ class Failover:
         return float("inf")
 
     def seek(self, node: NodeAgent) -> Link | None:
-        """Continue to look for a host; return the link once found. This node may be the host."""
+        """Continue to look for a host.
+
+        Return the link to the host, which may be this node, once found.
+        """
         candidacy = self._standby.seek()
         if candidacy is None or not (candidacy.found or candidacy.is_elected):
             return None

@@ -152,7 +152,7 @@ class Hosting:
                 self.server.hang_up(node)
 
     def write_report(self) -> None:
-        """Write report.json; if the disk refuses it, only the report is lost."""
+        """Write report.json; if writing fails, the job loses only its report."""
         try:
             self.report.write(self._directory.report_file)
         except OSError as err:

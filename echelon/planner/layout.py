@@ -46,7 +46,9 @@ class Job:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.ranks > self.ranks_per_node and self.ranks % self.ranks_per_node:
-            raise ValueError(f"{self.ranks_per_node} ranks per node do not divide {self.ranks}")
+            raise ValueError(
+                f"{self.ranks} ranks cannot be divided among nodes of {self.ranks_per_node} ranks"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,7 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """Number of ranks among which the batch is divided."""
+        """The number of ranks among which the batch is divided."""
         return self.replicate * self.shard
 
     @property
@@ -99,7 +101,7 @@ class Layout:
         return ", ".join(parts)
 
     def spans(self, axis: str) -> int:
-        """Return how many neighbouring ranks a group along an axis extends over."""
+        """Return the number of consecutive ranks over which a group along an axis extends."""
         if axis == "tp":
             return self.tp
         if axis == "shard":

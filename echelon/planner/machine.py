@@ -36,9 +36,9 @@ class Figure:
         """
         numbers = (self.low, self.likely, self.high)
         if not all(isinstance(n, int | float) and math.isfinite(n) and n >= 0 for n in numbers):
-            raise ValueError(f"{numbers} are not three finite numbers of 0 or more")
+            raise ValueError(f"expected three finite numbers of at least 0, got {numbers}")
         if not self.low <= self.likely <= self.high:
-            raise ValueError(f"low, likely and high are {numbers}, which are not in order")
+            raise ValueError(f"low, likely and high must be in ascending order, got {numbers}")
 
     @classmethod
     def about(cls, likely: float, factor: float) -> Figure:
@@ -152,17 +152,17 @@ def read_machine(path: str | Path, base: Machine) -> Machine:
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(content, dict) or content.get("echelon_links") != FORMAT:
-            raise ValueError(f"echelon_links is not {FORMAT}")
+            raise ValueError(f"the field echelon_links is not {FORMAT}")
         links = tuple(_link(one) for one in content["links"])
         if not links:
-            raise ValueError("it holds no links")
+            raise ValueError("the file contains no links")
         known = {
             name: _figure(content[name])
             for name in ("flops_per_s", "bytes_per_s", "overlap", "block_s")
             if name in content
         }
     except (KeyError, TypeError, ValueError) as err:
-        raise ValueError(f"{path} does not describe links: {err}") from err
+        raise ValueError(f"{path} is not a file of measured links: {err}") from err
     origins = {**base.origins, "links": f"measured: {path}"}
     if "flops_per_s" in known:
         origins["processors"] = f"measured: {path}"
@@ -176,7 +176,7 @@ def _figure(value: Any) -> Figure:
 def _link(value: Any) -> Link:
     size = value["size"]
     if not isinstance(size, int) or size < 1:
-        raise ValueError(f"invalid group size {size!r}")
+        raise ValueError(f"the group size {size!r} is invalid")
     bandwidth = _figure(value["bytes_per_s"])
     if bandwidth.low <= 0:
         raise ValueError("a link's bandwidth must be above 0")

@@ -101,7 +101,7 @@ def time_link(
     num_small: int = _SMALL_CALLS,
     num_large: int = _LARGE_CALLS,
 ) -> tuple[list[float], list[float]]:
-    """Return the latency per ring step, s, and the bandwidth, bytes/s, of each of some all_reduces.
+    """Return the latency (s) per ring step and the bandwidth (bytes/s) of several all_reduces.
 
     All ranks of `world` measure at the same time, each in its group of at least two ranks.
     """

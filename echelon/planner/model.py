@@ -79,61 +79,63 @@ class Model:
                 if not isinstance(value, int) or value < least:
                     raise ValueError(f"{field.name} is {value!r}; it must be at least {least}")
         if not self.head_width and self.width % self.heads:
-            raise ValueError(f"width {self.width} does not split into {self.heads} heads")
+            raise ValueError(
+                f"width {self.width} cannot be divided evenly among {self.heads} heads"
+            )
         usual = -(-8 * self.width // 192) * 64 if self.is_gated else 4 * self.width
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "head_width", self.head_width or self.width // self.heads)
         object.__setattr__(self, "hidden", self.hidden or usual)
         if self.heads % self.kv_heads:
-            raise ValueError(f"{self.kv_heads} kv_heads do not divide {self.heads} heads")
+            raise ValueError(f"{self.heads} heads are not a multiple of {self.kv_heads} kv_heads")
 
     @property
     def query_width(self) -> int:
-        """Number of features of all query heads together."""
+        """The number of features of all query heads together."""
         return self.heads * self.head_width
 
     @property
     def key_width(self) -> int:
-        """Number of features of all key heads together, and of all value heads together."""
+        """The number of features of all key heads together, and of all value heads together."""
         return self.kv_heads * self.head_width
 
     @property
     def block_matrices(self) -> int:
-        """Number of weights in a block's matrices; biases and norms add less than a thousandth."""
+        """The number of weights in a block's matrices, without the few in biases and norms."""
         attention = 2 * self.width * (self.query_width + self.key_width)
         return attention + (3 if self.is_gated else 2) * self.width * self.hidden
 
     @property
     def block_parameters(self) -> int:
-        """Number of weights in one block."""
+        """The number of weights in one block."""
         return self.block_matrices + 2 * self.width
 
     @property
     def first_parameters(self) -> int:
-        """Number of weights before the blocks, which are the embeddings."""
+        """The number of weights before the blocks, which are the embeddings."""
         positions = self.context * self.width if self.learns_positions else 0
         return self.vocabulary * self.width + positions
 
     @property
     def last_parameters(self) -> int:
-        """Number of weights after the blocks: the last norm, and the head if it is not tied."""
+        """The number of weights after the blocks: the last norm, and the head if it is not tied."""
         return self.width + (0 if self.is_tied else self.vocabulary * self.width)
 
     @property
     def num_parameters(self) -> int:
-        """Number of weights in the model; tied weights count once."""
+        """The number of weights in the model, counting tied weights once."""
         return self.layers * self.block_parameters + self.first_parameters + self.last_parameters
 
     def block_flops(self, context: int) -> float:
-        """Operations of one block's forward pass on one token that attends to the full context."""
+        """The operations of a block's forward pass on a token that attends to a full context."""
         return 2.0 * self.block_matrices + 4.0 * self.query_width * context
 
     def head_flops(self) -> float:
-        """Operations of the head's forward pass on one token."""
+        """The operations of the head's forward pass on one token."""
         return 2.0 * self.vocabulary * self.width
 
     def train_flops(self, context: int) -> float:
-        """Operations of forward and backward on one token: 6 N + 12 L H D T (PaLM, appendix B)."""
+        """The operations to train on one token: 6 N + 12 L H D T (PaLM, appendix B)."""
         return 3.0 * (self.layers * self.block_flops(context) + self.head_flops())
 
 
@@ -153,8 +155,8 @@ def read_model(text: str) -> Model:
         path = path / "config.json"
     if not path.exists():
         raise ValueError(
-            f"no model {text!r}: give {', '.join(PRESETS)}, layers=..,width=..,heads=.., or a "
-            "config.json"
+            f"unknown model {text!r}: give one of {', '.join(PRESETS)}, "
+            "layers=..,width=..,heads=.., or a config.json"
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -170,7 +172,9 @@ def _from_pairs(text: str) -> Model:
         name, _, value = pair.partition("=")
         name = name.strip()
         if name not in kinds:
-            raise ValueError(f"a model has no {name!r}; it has {', '.join(kinds)}")
+            raise ValueError(
+                f"a model has no setting {name!r}; its settings are {', '.join(kinds)}"
+            )
         if kinds[name] == "bool":
             sizes[name] = _as_bool(name, value)
         elif not value.strip().isdecimal():
@@ -179,7 +183,7 @@ def _from_pairs(text: str) -> Model:
             sizes[name] = int(value)
     missing = [name for name in ("layers", "width", "heads") if name not in sizes]
     if missing:
-        raise ValueError(f"the model's {', '.join(missing)} is missing")
+        raise ValueError(f"these settings of the model are missing: {', '.join(missing)}")
     return Model(**sizes)
 
 
@@ -193,7 +197,9 @@ def _as_bool(name: str, value: str) -> bool:
 def _from_config(config: Any, text: str) -> Model:
     """Read the config.json that Hugging Face's `transformers` writes next to the weights."""
     if not isinstance(config, Mapping):
-        raise ValueError(f"{text} is not a model's config.json: it holds no object")
+        raise ValueError(
+            f"{text} is not a model's config.json: the file does not contain a JSON object"
+        )
     sizes: dict[str, Any] = {}
     for name, keys in _CONFIG_NAMES.items():
         found = [config[key] for key in keys if config.get(key) is not None]
@@ -201,7 +207,9 @@ def _from_config(config: Any, text: str) -> Model:
             sizes[name] = found[0]
     missing = [name for name in ("layers", "width", "heads", "vocabulary") if name not in sizes]
     if missing:
-        raise ValueError(f"{text} is not a model's config.json: it has no {', '.join(missing)}")
+        raise ValueError(
+            f"{text} is not a model's config.json: these keys are missing: {', '.join(missing)}"
+        )
     is_gpt2 = "n_embd" in config
     return Model(
         **sizes,

@@ -43,9 +43,9 @@ def main() -> None:
 
 
 def measure(world: ProcessGroup, rounds: Sequence[Sequence[Pair]]) -> dict[str, Any]:
-    """Return the measurements on every rank; each pair is [rank, rank, s, bytes/s]. Collective."""
+    """Return all ranks' measurements; each pair is [rank, rank, s, bytes/s]. Collective."""
     if world.size == 1:
-        return {"error": "a single rank has no link: give --nproc-per-node"}
+        return {"error": "a single rank has no links: start more ranks with --nproc-per-node"}
     latency_s, bytes_per_s = _middles(world, world)
     return {
         "backend": world.backend,

@@ -78,8 +78,8 @@ def plan(model: Model, job: Job, machine: Machine, memory_bytes: float) -> Outco
     every = [(layout, memory(model, layout, job)) for layout in layouts(model, job)]
     if not every:
         raise ValueError(
-            f"no layout of {job.ranks} ranks divides a batch of {job.batch} and the model's "
-            f"{model.layers} layers and {model.kv_heads} kv_heads evenly"
+            f"no layout of {job.ranks} ranks can evenly divide a batch of {job.batch} and the "
+            f"model's {model.layers} layers and {model.kv_heads} kv_heads"
         )
     room = memory_bytes * (1 - RESERVE)
     fitting = [pair for pair in every if pair[1].total <= room]
@@ -96,7 +96,7 @@ def plan(model: Model, job: Job, machine: Machine, memory_bytes: float) -> Outco
 def _best_of_each_mesh(
     model: Model, job: Job, machine: Machine, fitting: Sequence[tuple[Layout, Memory]]
 ) -> list[tuple[Layout, Memory]]:
-    """Of the layouts that differ only in micro-batches and recomputation, keep the fastest."""
+    """Keep the fastest of the layouts that differ only in micro-batches and recomputation."""
     best: dict[object, tuple[float, Layout, Memory]] = {}
     for layout, needed in fitting:
         key = (layout.pp, layout.replicate, layout.shard, layout.tp, layout.schedule)

@@ -40,7 +40,7 @@ def note_checkpoint(path: Path, step: int | None) -> None:
 
 
 def last_step() -> int | None:
-    """Return the last step that this rank began; before its first step, that of an earlier attempt.
+    """Return the last step that this rank began, or that an earlier attempt began before this one.
 
     Returns:
         The step, or None if no step is known because nothing is recorded or no attempt has begun a
@@ -59,7 +59,7 @@ def last_step() -> int | None:
 
 
 def _attempts() -> list[dict[str, Any]]:
-    """Return how earlier attempts ended, as far as the launcher recorded it."""
+    """Return how the earlier attempts ended, as far as the launcher has recorded this."""
     name = os.environ.get("ECHELON_ATTEMPTS", "")
     if not name:
         return []

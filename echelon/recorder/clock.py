@@ -30,7 +30,7 @@ NOT_MEASURED = -1  # as `Identity.clock_error_ns`
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """The offset to rank 0's clock, which is at local stamp + offset_ns, within error_ns."""
+    """The offset to rank 0's clock, which reads local stamp + offset_ns, within error_ns."""
 
     offset_ns: int
     error_ns: int
@@ -72,7 +72,7 @@ class HostTime:
 
     @classmethod
     def read(cls) -> HostTime | None:
-        """Read the clocks together; return None if the thread was preempted in between."""
+        """Read the clocks together, or return None if the thread was preempted in between."""
         began = time.monotonic_ns()
         wall = time.time_ns()
         boot = _boot_ns()
@@ -83,10 +83,10 @@ class HostTime:
 
 
 class HostClocks:
-    """Detects changes of a host's clocks between observations. Not thread-safe."""
+    """A detector of changes of a host's clocks between observations. Not thread-safe."""
 
     def __init__(self, mono_ns: int, wall_ns: int) -> None:
-        """Start from one moment that was read on two clocks."""
+        """Begin with one moment that was read on both clocks."""
         self._wall_offset_ns = wall_ns - mono_ns
         self._boot_offset_ns: int | None = None
 
@@ -102,6 +102,6 @@ class HostClocks:
 
 
 def _boot_ns() -> int | None:
-    """Return the clock that includes suspended time; None if the system has no such clock."""
+    """Return the clock that includes suspended time, or None if the system has no such clock."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     return None if clock is None else time.clock_gettime_ns(clock)

@@ -1,4 +1,4 @@
-"""What the launcher and its ranks exchange when ranks are lost and the others continue.
+"""Define what the launcher and its ranks exchange when ranks are lost and the others continue.
 
     launcher -> ranks   an epoch, in the job's store: which ranks are left
     rank -> launcher    a standing, RANK_DIR/standing.json: whether it can continue, and how it did
@@ -21,13 +21,13 @@ SHRINK = "shrink"  # of ECHELON_ON_LOSS: the launcher publishes epochs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Epoch:
-    """The ranks of an attempt from one loss to the next. A newer one replaces all before it.
+    """The ranks of an attempt from one loss to the next. A newer epoch replaces all earlier ones.
 
     Attributes:
         number: from 1; the attempt begins in epoch 0, which is not published.
         roster: the ranks that continue, ascending.
         lost: the ranks that the attempt has lost so far, ascending.
-        done: ranks that have finished all steps, and take part in none any more.
+        done: ranks that have finished all steps and take part in no further epoch.
     """
 
     number: int
@@ -36,22 +36,22 @@ class Epoch:
     done: tuple[int, ...] = ()
 
     def pack(self) -> str:
-        """Return it as one word."""
+        """Return the epoch encoded as one word."""
         return json.dumps({"format": 1, **asdict(self)}, separators=(",", ":"))
 
     @classmethod
     def unpack(cls, text: str | bytes) -> Epoch:
-        """Read what `pack` returned.
+        """Return the epoch that `pack` encoded.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the text is not an encoded epoch.
         """
         try:
             told = json.loads(text)
             lists = {name: tuple(map(int, told[name])) for name in ("roster", "lost", "done")}
             return cls(number=int(told["number"]), **lists)
         except (KeyError, TypeError) as err:
-            raise ValueError(f"not an epoch: {text[:80]!r}") from err
+            raise ValueError(f"the text does not describe an epoch: {text[:80]!r}") from err
 
 
 def epoch_key(number: int) -> str:
@@ -62,14 +62,14 @@ def epoch_key(number: int) -> str:
 def meeting_key(number: int) -> str:
     """Return the key below which the ranks of an epoch meet.
 
-    Its gate is set by the last rank to arrive, and by the launcher once a newer epoch replaces this
-    one: no rank waits for one that is lost.
+    The meeting's gate is set by the last rank to arrive, or by the launcher once a newer epoch
+    replaces this one. So no rank waits for a lost rank.
     """
     return f"continuation/{number}/meeting"
 
 
 class State(Enum):
-    """Where a rank stands."""
+    """The state of a rank within an epoch."""
 
     PROTECTED = "protected"  # it holds what it takes to continue without another rank
     DONE = "done"  # it has finished all steps
@@ -77,13 +77,13 @@ class State(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """What one rank reports of itself.
+    """What one rank reports about its own state.
 
     Attributes:
-        epoch: that it is in.
-        step: the first one of this epoch.
-        repeats: whether a rank had begun that step before.
-        ready_mono_ns: when it was ready to compute that step.
+        epoch: the number of the epoch that the rank is in.
+        step: the first step of this epoch.
+        repeats: whether a rank had begun this step before.
+        ready_mono_ns: the time at which the rank was ready to compute this step.
     """
 
     state: State
@@ -94,9 +94,9 @@ class Standing:
 
 
 def note_standing(standing: Standing) -> None:
-    """Report this rank's standing; nothing happens without a launcher.
+    """Report this rank's standing; do nothing without a launcher.
 
-    A disk that refuses it costs the protection: the launcher then treats a loss as a failure.
+    If the file cannot be written, the launcher treats a loss as a failure.
     """
     folder = os.environ.get("ECHELON_RANK_DIR", "")
     if not folder:
@@ -109,7 +109,7 @@ def note_standing(standing: Standing) -> None:
 
 
 def read_standing(rank_dir: Path) -> Standing | None:
-    """Return what a rank reported last; None if nothing that can be read."""
+    """Return what a rank reported last, or None if there is nothing that can be read."""
     try:
         told = json.loads((rank_dir / _FILE).read_text())
         return Standing(

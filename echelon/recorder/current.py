@@ -1,4 +1,4 @@
-"""Provide this process's recorder, `current()`. A process has at most one recorder.
+"""Provide this process's recorder, `current()`, of which there is at most one.
 
 The recorder writes to the file of `write/ring.py`, in a folder that the environment names. The
 launcher sets ECHELON_RANK_DIR, or the user sets ECHELON_RECORD_DIR. Without such a folder, or with
@@ -35,17 +35,17 @@ _open_lock = threading.Lock()
 
 
 def current() -> Recorder | None:
-    """Return this process's recorder, opened by the first call; None if nothing is recorded."""
+    """Return this process's recorder, opened by the first call, or None without recording."""
     return _recorder if _opened else _open()
 
 
 def if_opened() -> Recorder | None:
-    """Return this process's recorder if `current` has already opened it, else None."""
+    """Return this process's recorder if `current` has already opened it, or otherwise None."""
     return _recorder
 
 
 def record_as_rank(rank: int, world_size: int) -> None:
-    """Start recording if multiprocessing started this process as a rank of its own."""
+    """Start recording if multiprocessing started this process as a rank."""
     global _opened
     if not _was_spawned():
         return
@@ -89,7 +89,7 @@ def _start(settings: Settings) -> None:
 
 
 def say(text: str) -> None:
-    """Print one line to the standard error, if there is one."""
+    """Print one line to standard error, if the process has one."""
     with contextlib.suppress(Exception):
         print(f"echelon: {text}", file=sys.stderr)
 

@@ -58,7 +58,7 @@ class span:  # noqa: N801 -- reads as a statement: `with span("data_wait"):`
 
 
 def step(number: int | None = None) -> None:
-    """Mark the start of training step `number`, or without a number, of the step after the last.
+    """Mark the start of training step `number`, or of the step after the last one.
 
     Example:
         >>> for batch in range(3):
@@ -72,7 +72,7 @@ def step(number: int | None = None) -> None:
 
 
 def watch(loader: Iterable[_T]) -> Iterator[_T]:
-    """Iterate over `loader`, recording every wait for its next item as a `data_wait` span.
+    """Iterate over `loader`, recording each wait for the next item as a `data_wait` span.
 
     Example:
         >>> for batch in recorder.watch(["first", "second"]):

@@ -1,4 +1,4 @@
-"""Protect mapped rings whose files may be truncated, so that only their contents are lost.
+"""Protect mapped rings against truncation of their files.
 
 Reading a page that the file no longer has raises SIGBUS. The C core's handler then replaces the
 mapping with empty memory. Without the core, the process dies as it would without this module.
@@ -22,6 +22,6 @@ def protect(memory: mmap.mmap) -> int:
 
 
 def release(protected: int) -> None:
-    """End the protection of a mapping, before the mapping is closed."""
+    """End the protection of a mapping. Call this before the mapping is closed."""
     if protected:
         _native.release(protected)

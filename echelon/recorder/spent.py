@@ -1,4 +1,4 @@
-"""Track the time that a thread has spent so far in its spans, by name, and in collectives.
+"""Track the time that a thread has spent in its spans, by name, and in collectives.
 
 A ring holds only the newest operations and spans, and only if the process records. A program that
 logs its own figures needs totals that neither wrap around nor depend on recording, so the totals

@@ -1,4 +1,4 @@
-"""`python -m echelon.store`, which is the same as `echelon store`."""
+"""Run `echelon store` as `python -m echelon.store`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks callers' arguments (keys, values, numbers, ranks) before anything is sent.
+"""Check callers' arguments (keys, values, numbers, ranks) before anything is sent.
 
 Every function returns the argument in its wire form, or raises ValueError or TypeError with a
 one-line message. The limits are the same as in torch's protocol.
@@ -23,9 +23,11 @@ def key(text: Any) -> bytes:
 
 
 def fitting(raw: bytes) -> bytes:
-    """Return a key, including its prefix, after checking that it is not too long."""
+    """Return a key that includes its prefix, after checking that the key is not too long."""
     if len(raw) > MAX_KEY_BYTES:
-        raise ValueError(f"key of {len(raw)} bytes, limit {MAX_KEY_BYTES}: {raw[:40]!r}...")
+        raise ValueError(
+            f"the key has {len(raw)} bytes, but the limit is {MAX_KEY_BYTES}: {raw[:40]!r}..."
+        )
     return raw
 
 
@@ -34,15 +36,15 @@ def keys(texts: Sequence[str]) -> list[bytes]:
     if isinstance(texts, str):
         raise TypeError(f"keys must be a list of str, got the str {texts[:40]!r}")
     if len(texts) > MAX_KEYS:
-        raise ValueError(f"{len(texts)} keys in one call, limit {MAX_KEYS}")
+        raise ValueError(f"the call has {len(texts)} keys, but the limit is {MAX_KEYS}")
     return [key(text) for text in texts]
 
 
 def together(keys: Sequence[bytes], values: Sequence[bytes] = ()) -> None:
-    """Check that keys and values fit into one command."""
+    """Check that keys and values together fit into one command."""
     size = sum(map(len, keys)) + sum(map(len, values)) + 9 * len(keys) + 8 * len(values)
     if size > MAX_COMMAND_BYTES:
-        raise ValueError(f"{size} bytes in one call, limit {MAX_COMMAND_BYTES}")
+        raise ValueError(f"the call has {size} bytes, but the limit is {MAX_COMMAND_BYTES}")
 
 
 def value(given: Any) -> bytes:
@@ -56,7 +58,7 @@ def value(given: Any) -> bytes:
     else:
         raise TypeError(f"value must be bytes or str, got {type(given).__name__}")
     if len(raw) > MAX_VALUE_BYTES:
-        raise ValueError(f"value of {len(raw)} bytes, limit {MAX_VALUE_BYTES}")
+        raise ValueError(f"the value has {len(raw)} bytes, but the limit is {MAX_VALUE_BYTES}")
     return raw
 
 

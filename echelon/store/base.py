@@ -1,4 +1,4 @@
-"""Defines the interface of every store: torch's Store API plus `gather`, among other additions.
+"""Define the interface of every store: torch's Store API with additions such as `gather`.
 
 `Store` checks arguments, turns text into bytes, gives every call a deadline, and notifies the
 observer of calls that may block. Each store implements the `_do_*` primitives. For stores without
@@ -107,17 +107,17 @@ class Store(ABC):
         self._do_set(arguments.key(key), arguments.value(value))
 
     def get(self, key: str, timeout: Timeout | None = None) -> bytes:
-        """Return the value of a key, blocking until the key has a value."""
+        """Return the value of a key; block until the key has a value."""
         raw = arguments.key(key)
         with self._observed("get", key):
             return self._do_get(raw, self._deadline(timeout))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a decimal counter, which is 0 if missing, and return the new value."""
+        """Add to a decimal counter and return the new value. A missing counter is 0."""
         return self._do_add(arguments.key(key), arguments.int64(amount))
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Append to the value of a key; a missing key is treated as empty."""
+        """Append to the value of a key. A missing key is treated as empty."""
         self._do_append(arguments.key(key), arguments.value(value))
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -125,7 +125,7 @@ class Store(ABC):
         return self._do_check(arguments.keys(keys))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Store `desired` if the key holds `expected`, or is missing and `expected` is empty.
+        """Store `desired` if the key holds `expected`. A missing key matches an empty `expected`.
 
         Returns the value of the key afterwards, or `expected` if the key is still missing.
         """
@@ -134,7 +134,7 @@ class Store(ABC):
         )
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key and the queue of that name; return whether either existed."""
+        """Delete a key and the queue of the same name; return whether either of them existed."""
         return self._do_delete(arguments.key(key))
 
     def wait(
@@ -171,7 +171,7 @@ class Store(ABC):
         return [key.decode("utf-8", "surrogateescape") for key in self._do_list_keys()]
 
     def multi_get(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
-        """Return the values of several keys, blocking until all keys have values."""
+        """Return the values of several keys; block until all keys have values."""
         raw = arguments.keys(keys)
         if not raw:
             return []
@@ -182,7 +182,9 @@ class Store(ABC):
         """Store several values at once."""
         raw = arguments.keys(keys)
         if len(raw) != len(values):
-            raise ValueError(f"multi_set of {len(raw)} keys and {len(values)} values")
+            raise ValueError(
+                f"multi_set needs one value per key, got {len(raw)} keys and {len(values)} values"
+            )
         if raw:
             checked = [arguments.value(value) for value in values]
             arguments.together(raw, checked)
@@ -227,7 +229,7 @@ class Store(ABC):
         *,
         rank: int | None = None,
     ) -> None:
-        """Wait until `world_size` callers have joined; the key can be reused at once.
+        """Wait until `world_size` callers have joined. The key can be reused at once.
 
         If `rank` is given, a timeout error names the missing ranks. Either all callers of a round
         must pass `rank`, or none.
@@ -261,7 +263,7 @@ class Store(ABC):
     # Beyond torch's API. On our server each is one round trip; elsewhere plain operations stand in.
 
     def set_confirmed(self, key: str, value: str | bytes) -> None:
-        """Store a value, and return once the store has received it. (`set` may return earlier.)"""
+        """Store a value and return once the store has received it; `set` may return earlier."""
         self._do_set_confirmed(arguments.key(key), arguments.value(value))
 
     def pipeline(self) -> Pipeline:
@@ -285,7 +287,7 @@ class Store(ABC):
         """
         lease_s = seconds(lease)
         if not 0.1 <= lease_s <= 600:
-            raise ValueError(f"lease of {lease_s} s, expected 0.1 to 600")
+            raise ValueError(f"lease_s must be from 0.1 to 600, got {lease_s}")
         return self._do_presence(arguments.key(key), arguments.value(value), lease_s)
 
     # Primitives. Keys and values are bytes and checked; those with a deadline wait.
@@ -342,7 +344,7 @@ class Store(ABC):
         self._do_set(key, value)
 
     def _do_look(self, key: bytes) -> bytes | None:
-        """Return the value of a key without blocking, or None if it is missing."""
+        """Return the value of a key without blocking, or None if the key is missing."""
         if not self._do_check([key]):
             return None
         try:
@@ -400,7 +402,7 @@ class Store(ABC):
     def _do_gather(
         self, key: bytes, rank: int, world_size: int, value: bytes, deadline: Deadline
     ) -> list[bytes]:
-        """Gather with plain operations (see the module's note)."""
+        """Carry out a gather with plain operations (see the module's note)."""
         counter = b"%s/rounds/%d" % (key, rank)
         number = self._do_add(counter, 1)
         names = [b"%s/round/%d/%d" % (key, number, r) for r in range(world_size)]
@@ -432,17 +434,17 @@ class Store(ABC):
     def _raise_wait_timeout(
         self, operation: str, keys: list[bytes], missing: list[bytes], deadline: Deadline
     ) -> NoReturn:
-        """Raise the timeout error for a wait in which not all keys appeared."""
+        """Raise the timeout error for a wait in which some keys did not appear."""
         names = [key.decode("utf-8", "replace") for key in missing]
         first = keys[0].decode("utf-8", "replace")
         story = (
-            "it was never set"
+            "the key was never set"
             if len(keys) == 1
             else (f"{len(keys) - len(missing)} of {len(keys)} keys exist (missing: {_few(names)})")
         )
         raise StoreTimeoutError(
-            f"{operation}({first!r}) on {self.endpoint} after {deadline.timeout_s:.1f} s: {story}. "
-            f"Check the rank that should set it",
+            f"{operation}({first!r}) on {self.endpoint} after {deadline.timeout_s:.1f} s: "
+            f"{story}. Check the rank that should set the key",
             key=first,
             endpoint=self.endpoint,
             missing=names,
@@ -457,12 +459,12 @@ class Store(ABC):
         missing: Sequence[int],
         deadline: Deadline,
     ) -> NoReturn:
-        """Raise the timeout error for a barrier or gather that not all ranks joined."""
+        """Raise the timeout error for a barrier or gather that some ranks did not join."""
         name = key.decode("utf-8", "replace")
         who = f" (missing: {_few([str(rank) for rank in missing])})" if missing else ""
         raise StoreTimeoutError(
             f"{operation}({name!r}) on {self.endpoint} after {deadline.timeout_s:.1f} s: "
-            f"{came} of {world_size} ranks arrived{who}. See the output of the missing ones",
+            f"{came} of {world_size} ranks arrived{who}. See the output of the missing ranks",
             key=name,
             endpoint=self.endpoint,
             missing=missing,
@@ -470,6 +472,6 @@ class Store(ABC):
 
 
 def _few(names: Sequence[str], most: int = 16) -> str:
-    """Join names for a message, shortening a long list."""
+    """Join names for a message, and shorten a long list."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown}, and {len(names) - most} more"

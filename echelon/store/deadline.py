@@ -1,4 +1,4 @@
-"""Converts timeouts, as users give them, into the deadlines that calls use."""
+"""Convert timeouts, as users give them, into the deadlines that calls use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def seconds(timeout: Timeout) -> float:
 
 
 class Deadline:
-    """A point in time by which a call must be done.
+    """A point in time by which a call must be complete.
 
     Attributes:
         timeout_s: the timeout from which the deadline was created.

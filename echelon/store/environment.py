@@ -1,4 +1,4 @@
-"""Reads the settings of a store client from the environment of a job's worker.
+"""Read the settings of a store client from the environment of a job's worker.
 
 | variable | meaning |
 |---|---|
@@ -18,7 +18,7 @@ from pathlib import Path
 
 
 def job_secret(host: str, port: int) -> bytes | None:
-    """Return the secret of the job's store if the address belongs to that store, else None.
+    """Return the secret of the job's store if the address belongs to that store, or otherwise None.
 
     A client of the job's store always uses the secret, which is never used with another server.
 
@@ -56,7 +56,7 @@ def _addresses(host: str) -> set[str]:
 
 
 def job_observer() -> Callable[[str, str], AbstractContextManager[object]] | None:
-    """Return the observer that records a worker's waits in its black box; None outside a job."""
+    """Return the observer that records a worker's waits in its black box, or None outside a job."""
     if "ECHELON_RANK_DIR" not in os.environ:
         return None
     from echelon.recorder import span  # loaded only where there is a box to write to

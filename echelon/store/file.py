@@ -1,4 +1,4 @@
-"""FileStore: a store in one file, in a folder that all processes share.
+"""Provide FileStore: a store in one file, in a folder that all processes share.
 
 The file is a log: a header, then records of changes, each with a length, checksums and a command in
 the store's own encoding. A writer locks the file, reads the records that others appended, decides,
@@ -120,16 +120,16 @@ class FileStore(Store):
         self._read_to = 0
 
     def _check_owner(self, status: os.stat_result) -> None:
-        """Refuse a file that processes of other users could write."""
+        """Refuse a file to which processes of other users could write."""
         if not stat.S_ISREG(status.st_mode):
-            raise self._error("not a regular file")
+            raise self._error("the path is not a regular file")
         if status.st_uid != os.geteuid():
-            raise self._error(f"the file belongs to user {status.st_uid}")
+            raise self._error(f"the file belongs to another user ({status.st_uid})")
         if status.st_mode & 0o022:
             raise self._error("other users can write to the file; run chmod 600 on it")
 
     def descriptors(self) -> list[int]:
-        """Return the descriptor of the file, whose lock a forked child must not hold."""
+        """Return the descriptor of the file, whose lock a forked child must not keep."""
         return [self._descriptor]
 
     def _error(self, text: str) -> StoreError:
@@ -137,7 +137,7 @@ class FileStore(Store):
 
     @contextmanager
     def _locked(self, deadline: Deadline) -> Iterator[StoreState]:
-        """Hold the file lock; on entry, bring the in-memory state up to date."""
+        """Hold the lock on the file inside the block, and first update the state in memory."""
         import fcntl
 
         if not self._lock.acquire(timeout=deadline.left_s):
@@ -174,7 +174,10 @@ class FileStore(Store):
         )
 
     def _catch_up(self) -> None:
-        """Read the records appended since the last read; truncate a half-written last record."""
+        """Read the records that were appended since the last read.
+
+        Truncate an incomplete last record.
+        """
         size = os.fstat(self._descriptor).st_size
         if self._read_to == 0:
             self._check_header(size)
@@ -187,24 +190,24 @@ class FileStore(Store):
             length, checksum, of_header = _RECORD.unpack_from(data, position)
             at = self._read_to + position
             if zlib.crc32(_PLACED.pack(length, checksum, at)) != of_header:
-                raise self._error(f"damaged at byte {at}")
+                raise self._error(f"the file is damaged at byte {at}")
             start = position + _RECORD.size
             command = data[start : start + length]
             if len(command) < length:
                 break
             if zlib.crc32(command) != checksum:
-                raise self._error(f"damaged at byte {at}")
+                raise self._error(f"the file is damaged at byte {at}")
             try:
                 self._replay(command)
             except (ValueError, KeyError) as error:
-                raise self._error(f"damaged at byte {at}: {error}") from None
+                raise self._error(f"the file is damaged at byte {at}: {error}") from None
             position = start + length
         self._read_to += position
         if position < len(data):  # what a writer that died had begun: its header is whole or cut
             os.ftruncate(self._descriptor, self._read_to)
 
     def _read(self, size: int) -> bytes:
-        """Return the file's unread bytes up to offset `size`; single reads may be short."""
+        """Return the file's unread bytes up to offset `size`, which may take several reads."""
         pieces: list[bytes] = []
         at = self._read_to
         while at < size:
@@ -222,11 +225,11 @@ class FileStore(Store):
         elif size < len(_HEADER) and _HEADER.startswith(found):
             os.pwrite(self._descriptor, _HEADER, 0)
         else:
-            raise self._error(f"not a store's file (it begins with {found[:16]!r})")
+            raise self._error(f"the file is not a store (it begins with {found[:16]!r})")
         self._read_to = len(_HEADER)
 
     def _replay(self, command: bytes) -> None:
-        """Apply one recorded change."""
+        """Apply one recorded change to the state."""
         parser = Parser(_LIMITS)
         parser.admitted = True
         messages = parser.feed(_OPENING + command)
@@ -235,11 +238,11 @@ class FileStore(Store):
         query, *operands = messages[0]
         act = _REPLAY.get(query) if isinstance(query, int) else None
         if act is None:
-            raise ValueError(f"query {query} changes nothing")
+            raise ValueError(f"the file contains query {query}, which changes nothing")
         act(self._state, *operands)
 
     def _append(self, query: int, *fields: bytes | list[bytes]) -> None:
-        """Append a change to the file and apply it at once; the caller holds the lock."""
+        """Append a change to the file and apply it at once. The caller must hold the lock."""
         command = p.encode(query, *fields)
         self._append_record(command)
         self._replay(command)

@@ -1,4 +1,4 @@
-"""Keeps forked children from holding the sockets and files of stores open.
+"""Keep forked children from holding the sockets and files of stores open.
 
 A descriptor outlives its process as long as a child has a copy. Close-on-exec does not help for a
 child that does not call exec, such as a data loader's worker. After its parent was killed, such a
@@ -29,7 +29,7 @@ _owners: weakref.WeakSet[Owner] = weakref.WeakSet()
 
 
 def keep_from_children(owner: Owner) -> None:
-    """Make forked children release the owner's descriptors; only a weak reference to it is kept."""
+    """Make forked children release the owner's descriptors, keeping only a weak reference to it."""
     _owners.add(owner)
 
 

@@ -1,4 +1,4 @@
-"""MemoryStore: a store inside one process, which uses the server's state without a server.
+"""Provide MemoryStore: a store inside one process, without a server.
 
 The store is meant for tests and for worlds of one rank. Threads may share it. Each wait sleeps on
 its own lock, so that a wake-up reaches exactly the callers that the server would have answered.
@@ -63,7 +63,7 @@ class MemoryStore(Store):
         return twin
 
     def _run(self, act: Callable[[StoreState], T]) -> T:
-        """Carry out an operation on the state, and wake the callers whose waits it satisfies."""
+        """Carry out an operation on the state, and wake the callers that it satisfies."""
         with self._lock:
             result = act(self._state)
             self._wake()
@@ -77,7 +77,10 @@ class MemoryStore(Store):
         woken.clear()
 
     def _sleep(self, caller: _Caller, waiter: Waiter, deadline: Deadline) -> RoundStory | None:
-        """Sleep until the waiter is woken and return None; at the deadline, withdraw the waiter."""
+        """Sleep until the waiter is woken, and return None.
+
+        At the deadline, withdraw the waiter.
+        """
         if caller.sleep(deadline):
             return None
         with self._lock:

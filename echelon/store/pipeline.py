@@ -1,4 +1,4 @@
-"""Sends several store operations in one packet.
+"""Send several store operations in one packet.
 
 Answers arrive in order, so a pipeline costs one round trip however many operations it holds, and
 all answers have arrived when its `with` block ends. No operation in it blocks: a `get` of a missing
@@ -45,7 +45,7 @@ class Reply(Generic[T]):
         return cast(T, self._answer)
 
     def settle(self, answer: object) -> None:
-        """Set the answer, or the error that takes its place."""
+        """Set the answer, or the error that replaces it."""
         self._answer = answer
         self._is_there = True
 
@@ -68,7 +68,7 @@ class Step:
 
 
 class Pipeline:
-    """A collection of operations, sent when its `with` block ends without an exception."""
+    """A collection of operations that is sent when its `with` block ends without an exception."""
 
     def __init__(self, send: Callable[[list[Step]], None]) -> None:
         self._send = send
@@ -87,15 +87,15 @@ class Pipeline:
         return self._step("set", key, arguments.value(value))
 
     def get(self, key: str) -> Reply[bytes | None]:
-        """Return the value of a key, or None if it is missing."""
+        """Return the value of a key, or None if the key is missing."""
         return self._step("get", key)
 
     def add(self, key: str, amount: int) -> Reply[int]:
-        """Add to a decimal counter."""
+        """Add to a decimal counter and return the new value."""
         return self._step("add", key, arguments.int64(amount))
 
     def append(self, key: str, value: str | bytes) -> Reply[None]:
-        """Append to the value of a key."""
+        """Append data to the value of a key."""
         return self._step("append", key, arguments.value(value))
 
     def check(self, key: str) -> Reply[bool]:

@@ -1,4 +1,4 @@
-"""PrefixStore: a view of a store in which every key carries a prefix.
+"""Provide PrefixStore: a view of a store in which every key has a prefix.
 
 Every operation, including gather and barrier, goes to the underlying store under "prefix/key", so
 no feature is lost, and torch's PrefixStore sees the same keys.

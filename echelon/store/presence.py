@@ -1,4 +1,4 @@
-"""Presence: a key that exists as long as its owner does.
+"""Provide presences: keys that exist as long as their owner does.
 
 On echelon's server the key has a lease, which the client renews from a thread, over its current
 connection (see `leases`). On every other store, the key is an ordinary key that `close` deletes and

@@ -1,4 +1,4 @@
-"""Watches report the changes of some keys.
+"""Report the changes of some keys.
 
 Echelon's server pushes every change in order. On every other store a watch polls every 20 ms and
 sees only the latest value of a key, not each value in between.
@@ -24,7 +24,7 @@ _LOOK_S = 0.02
 
 @dataclass(frozen=True)
 class Change:
-    """The change of a watched key's value.
+    """A change of the value of a watched key.
 
     Attributes:
         key: the key that changed.
@@ -36,10 +36,10 @@ class Change:
 
 
 class Watch(ABC):
-    """Reports the changes of some keys, from its creation until it is closed."""
+    """A watch, which reports the changes of some keys from its creation until it is closed."""
 
     def next(self, timeout: Timeout) -> Change:
-        """Wait for the next change and return it.
+        """Wait for the next change of a key and return the change.
 
         Raises:
             StoreTimeoutError: nothing changed in time; the watch remains usable.

@@ -63,12 +63,12 @@ class Index:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens in all shards."""
+        """The number of tokens in all shards."""
         return sum(shard.num_tokens for shard in self.shards)
 
     @property
     def num_documents(self) -> int:
-        """Number of documents in the folder."""
+        """The number of documents in the folder."""
         return sum(shard.num_documents for shard in self.shards)
 
     @property
@@ -114,7 +114,10 @@ def _index_of(fields: Any) -> Index:
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise ValueError(f'"format" is not "{FORMAT}"')
     if fields.get("version") != VERSION:
-        raise ValueError(f"version {fields.get('version')}, this echelon reads {VERSION}")
+        raise ValueError(
+            f"the index has version {fields.get('version')}, but this version of echelon reads "
+            f"{VERSION}"
+        )
     if fields["dtype"] not in DTYPES:
         raise ValueError(f"dtype {fields['dtype']!r} is not one of {', '.join(DTYPES)}")
     index = Index(
@@ -126,7 +129,7 @@ def _index_of(fields: Any) -> Index:
     )
     if fields["num_tokens"] != index.num_tokens:
         raise ValueError(
-            f"num_tokens is {fields['num_tokens']}, its shards have {index.num_tokens}"
+            f"num_tokens is {fields['num_tokens']}, but the shards have {index.num_tokens} tokens"
         )
     return index
 
@@ -145,7 +148,7 @@ def _entry_of(fields: dict[str, Any]) -> ShardEntry:
 def _count(fields: dict[str, Any], name: str) -> int:
     value = fields[name]
     if not isinstance(value, int) or value < 0:
-        raise ValueError(f'"{name}" is {value!r}, not an integer from 0 up')
+        raise ValueError(f'"{name}" is {value!r}, not an integer of at least 0')
     return value
 
 
@@ -164,7 +167,8 @@ def _require_size(path: Path, num_bytes: int) -> None:
         raise TokenShardsError(f"cannot read {path}: {_reason(error)}", path=path) from error
     if size != num_bytes:
         raise TokenShardsError(
-            f"{path} has {size:,} bytes, its index says {num_bytes:,}: truncated or replaced",
+            f"{path} has {size:,} bytes, but its index says {num_bytes:,}: "
+            "the file was truncated or replaced",
             path=path,
         )
 

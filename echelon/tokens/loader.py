@@ -62,7 +62,7 @@ class Batch:
 
     @property
     def positions(self) -> NDArray[np.int64]:
-        """The position of each token in its document, counted within the row: int64 [B, T]."""
+        """The position of each token within its document, counted within the row: int64 [B, T]."""
         places = np.broadcast_to(np.arange(self.documents.shape[1]), self.documents.shape)
         starts = np.zeros_like(self.documents)
         begins = self.documents[:, 1:] != self.documents[:, :-1]
@@ -89,7 +89,7 @@ class _Pending:
 
 
 class TokenLoader:
-    """Iterates over batches indefinitely; each epoch of a source has a different order.
+    """An iterator over batches without an end; each epoch of a source has a different order.
 
     Each source is cut into windows of `context` tokens, each read with the token that follows, or
     its documents are packed into samples of that size. Each sample is drawn once per epoch.
@@ -142,7 +142,7 @@ class TokenLoader:
         _require_at_least(1, context=context, batch=batch, world_size=world_size)
         _require_at_least(1, num_workers=num_workers, prefetch=prefetch)
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} is not in 0 to {world_size - 1}")
+            raise ValueError(f"rank must be from 0 to {world_size - 1}, got {rank}")
         names = [source.name for source in sources]
         if len(set(names)) < len(names):
             raise ValueError(f"two sources have the same name: {', '.join(names)}")
@@ -305,27 +305,31 @@ class TokenLoader:
 
     def _require_same(self, state: Mapping[str, Any]) -> None:
         if state.get("version") != _VERSION:
-            raise ValueError(f"the position has version {state.get('version')}, not {_VERSION}")
+            raise ValueError(
+                f"the position has version {state.get('version')}, but this "
+                f"loader reads version {_VERSION}"
+            )
         for name in ("context", "seed"):
             if state[name] != getattr(self, name):
                 raise ValueError(
-                    f"the position was taken with {name} {state[name]}, here it is "
+                    f"the position was taken with {name} {state[name]}, but this loader has "
                     f"{getattr(self, name)}: the samples would differ"
                 )
         if state.get("pack_documents", False) != self._packs:
             raise ValueError(
-                f"the position was taken with pack_documents {not self._packs}, here it is "
-                f"{self._packs}: the samples would differ"
+                f"the position was taken with pack_documents {not self._packs}, but this "
+                f"loader has {self._packs}: the samples would differ"
             )
         here = {source.name: source.shards for source in self.sources}
         for name, row in state["sources"].items():
             if name not in here:
                 raise ValueError(
-                    f"the position contains source {name!r}: pass it, with weight 0 if unused"
+                    f"the position contains source {name!r}: pass that source too, with weight "
+                    "0 if it is unused"
                 )
             if row["fingerprint"] != here[name].index.fingerprint:
                 raise ValueError(
-                    f"source {name!r} has different tokens from those when the position was taken: "
+                    f"source {name!r} has changed since the position was taken: "
                     f"{here[name].folder} was prepared again"
                 )
 

@@ -44,7 +44,9 @@ class Source:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and self.weight >= 0):
-            raise ValueError(f"the weight of source {self.name!r} is {self.weight}, not 0 or more")
+            raise ValueError(
+                f"the weight of source {self.name!r} must be at least 0, got {self.weight}"
+            )
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Mixture:
     def __init__(self, weights: list[float]) -> None:
         total = sum(weights)
         if not total > 0:
-            raise ValueError("no source has a weight above 0")
+            raise ValueError("at least one source must have a weight above 0")
         self._weights = [round(weight / total * _UNIT) for weight in weights]
         self._total = sum(self._weights)
         self.credits = [0] * len(weights)
@@ -89,6 +91,6 @@ class Mixture:
         return Drawn(source, number)
 
     def _richest(self) -> int:
-        """Return the source with the largest credit: the first of equals, never one of weight 0."""
+        """Return the first source with the largest credit among those with a weight above 0."""
         drawn = [i for i, weight in enumerate(self._weights) if weight]
         return max(drawn, key=lambda i: (self.credits[i], -i))

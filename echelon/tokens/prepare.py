@@ -1,4 +1,4 @@
-"""`echelon prepare`: convert text into folders of token shards."""
+"""Convert text into folders of token shards (`echelon prepare`)."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def _write_all(
         num_documents = sum(writer.num_documents for writer in writers)
         part = "training" if empty[0] is writers[0] else "validation"
         raise ValueError(
-            f"none of {num_documents} documents went to {part}: give more documents, or prepare "
-            "the validation text as a folder of its own"
+            f"none of {num_documents} documents went to {part}: give more documents, or "
+            "prepare the validation text in a separate folder"
         )
 
 

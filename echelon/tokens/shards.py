@@ -57,7 +57,10 @@ class TokenShards:
                 damaged.
         """
         if first < 0 or num_tokens < 0 or first + num_tokens > len(self):
-            raise ValueError(f"tokens {first} to {first + num_tokens} of {len(self)} do not exist")
+            raise ValueError(
+                f"there are only {len(self)} tokens, but tokens {first} to "
+                f"{first + num_tokens} were requested"
+            )
         out = np.empty(num_tokens, np.int64)
         done = 0
         number = int(np.searchsorted(self._firsts, first, side="right")) - 1
@@ -91,8 +94,8 @@ class TokenShards:
         ends = np.concatenate([np.empty(0, np.int64), *self._ends])
         if len(ends) and (ends[0] < 1 or ends[-1] > len(self) or (np.diff(ends) < 1).any()):
             raise TokenShardsError(
-                f"{self.folder}: the ends of documents are not ascending within {len(self)} "
-                "tokens: a file is damaged",
+                f"{self.folder}: the document ends are not in ascending order within "
+                f"{len(self)} tokens: a file is damaged",
                 path=self.folder,
             )
         return ends
@@ -110,7 +113,9 @@ class TokenShards:
             ):
                 path = self.folder / name
                 if _crc32_of(path) != expected:
-                    raise TokenShardsError(f"{path} differs from what was written", path=path)
+                    raise TokenShardsError(
+                        f"{path} differs from the file that was written", path=path
+                    )
 
     def _ends_between(self, first: int, end: int) -> NDArray[np.int64]:
         """Return the positions after `first` and before `end` at which a new document begins."""

@@ -61,7 +61,7 @@ def make_tokenizer(name: str) -> Tokenizer:
         return _tiktoken(name, rest)
     if kind == "tokenizers" and rest:
         return _tokenizers(name, rest)
-    raise ValueError(f"no tokenizer {name!r}; there are {_NAMES}")
+    raise ValueError(f"unknown tokenizer {name!r}; choose from {_NAMES}")
 
 
 def _tiktoken(name: str, encoding_name: str) -> Tokenizer:
@@ -69,7 +69,9 @@ def _tiktoken(name: str, encoding_name: str) -> Tokenizer:
     try:
         encoding = tiktoken.get_encoding(encoding_name)
     except Exception as error:  # fetching its tables may raise any network error
-        raise ValueError(f"tiktoken cannot make {encoding_name!r}: {_first_line(error)}") from error
+        raise ValueError(
+            f"tiktoken cannot create the encoding {encoding_name!r}: {_first_line(error)}"
+        ) from error
     return Tokenizer(
         name=name,
         vocabulary_size=encoding.n_vocab,
@@ -88,7 +90,7 @@ def _tokenizers(name: str, path: str) -> Tokenizer:
     ends = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
     found = [token for end in ends if (token := tokenizer.token_to_id(end)) is not None]
     if not found:
-        raise ValueError(f"{path} has no token that ends a document: none of {', '.join(ends)}")
+        raise ValueError(f"{path} has no token that ends a document, such as {', '.join(ends)}")
     highest = max(tokenizer.get_vocab(with_added_tokens=True).values())
     return Tokenizer(
         name=name,

@@ -22,7 +22,7 @@ class Row:
 
 
 class Windows:
-    """Consecutive samples of `context` tokens and the token after each; a rest is dropped.
+    """Consecutive samples of `context` tokens with the token after each; a remainder is dropped.
 
     Args:
         shards: the tokens to cut into samples.
@@ -35,7 +35,9 @@ class Windows:
 
     def __init__(self, shards: TokenShards, context: int, *, masks: bool = False) -> None:
         if len(shards) <= context:
-            raise ValueError(f"{len(shards):,} tokens; context {context} needs {context + 1}")
+            raise ValueError(
+                f"{len(shards):,} tokens are too few: context {context} needs {context + 1}"
+            )
         self.shards = shards
         self.context = context
         self._masks = masks

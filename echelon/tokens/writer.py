@@ -116,12 +116,12 @@ class ShardWriter:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens written so far, including end-of-document tokens."""
+        """The number of tokens written so far, including end-of-document tokens."""
         return self._num_tokens
 
     @property
     def num_documents(self) -> int:
-        """Number of documents that have ended."""
+        """The number of documents that have ended."""
         open_ones = self._open[1].num_items if self._open else 0
         return sum(shard.num_documents for shard in self._shards) + open_ones
 
@@ -140,7 +140,9 @@ class ShardWriter:
         low, high = int(wide.min()), int(wide.max())
         if low < 0 or high >= self._vocabulary_size:
             wrong = low if low < 0 else high
-            raise ValueError(f"token {wrong} is not in 0 to {self._vocabulary_size - 1}")
+            raise ValueError(
+                f"token {wrong} is outside the vocabulary (0 to {self._vocabulary_size - 1})"
+            )
         self._document_tokens += len(wide)
         self._append(wide.astype(np.dtype(self._dtype).newbyteorder("<")))
 
@@ -224,7 +226,9 @@ class ShardWriter:
         if self._open is not None:
             self._close_shard()
         if not self._num_tokens:
-            raise TokenShardsError(f"no token to write into {self._folder}", path=self._folder)
+            raise TokenShardsError(
+                f"there are no tokens to write into {self._folder}", path=self._folder
+            )
         index = Index(
             dtype=self._dtype,
             vocabulary_size=self._vocabulary_size,

@@ -100,7 +100,7 @@ def costly_operations() -> list[Any]:
 
 
 class _Checkpointed:
-    """The checkpointed forward of a block; an object, so that copying the block copies it too."""
+    """The checkpointed forward of a block. It is an object, so that copying the block copies it."""
 
     def __init__(self, forward: Callable[..., Any], kept: frozenset[Any] | None) -> None:
         self._forward = forward
@@ -137,7 +137,7 @@ def _check(blocks: list[nn.Module], mode: str, every: int, keep: Sequence[Any] |
             raise ValueError(f"blocks must be modules, got {type(block).__name__}")
         if isinstance(block, (nn.ModuleList, nn.ModuleDict)):
             raise ValueError(
-                f"a {type(block).__name__} has no forward of its own: pass the modules in it"
+                f"a {type(block).__name__} has no forward of its own: pass the modules inside it"
             )
         if isinstance(block.forward, _Checkpointed):
             raise ValueError(f"this {type(block).__name__} is already checkpointed")

@@ -133,7 +133,7 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
         for number, parameter in enumerate(self._parameters()):
             average = loaded.get(number, {}).get(_STATE)
             if average is None:
-                raise ValueError(f"the state has no average of parameter {number}")
+                raise ValueError(f"the state does not contain an average of parameter {number}")
             self.state[parameter][_STATE] = _copy(average.to(parameter.device), parameter.dtype)
 
     def step(self, closure: Any = None) -> Any:  # noqa: ARG002 -- as the base class has it
@@ -142,14 +142,18 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
         Raises:
             TypeError: always.
         """
-        raise TypeError("a moving average takes no steps: call update() after the optimizer's step")
+        raise TypeError(
+            "a moving average has no optimizer step: call update() after the optimizer's step()"
+        )
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         return (one for group in self.param_groups for one in group["params"])
 
     def _check_not_applied(self, call: str) -> None:
         if self._backup is not None:
-            raise ValueError(f"{call} inside applied(): the parameters are the averages there")
+            raise ValueError(
+                f"{call} is not allowed inside applied(), where the parameters hold the averages"
+            )
 
 
 def _owner(parameter: nn.Parameter) -> nn.Parameter:
@@ -158,7 +162,7 @@ def _owner(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _copy(values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a copy in which small changes accumulate: in float32 for lower-precision dtypes."""
+    """Return a copy in which small changes accumulate: float32 for lower-precision dtypes."""
     kept = torch.promote_types(dtype or values.dtype, torch.float32)
     return values.detach().to(kept, copy=True)
 

@@ -145,8 +145,8 @@ class _ChunkedLoss(torch.autograd.Function):
             sums, ctx.gradients = ctx.gradients, None
             if sums is None:
                 raise RuntimeError(
-                    "a second backward through chunked_cross_entropy, which keeps its gradients "
-                    "for one: pass recompute=True"
+                    "chunked_cross_entropy keeps its gradients for a single backward: pass "
+                    "recompute=True to allow a second one"
                 )
             sums.scale(upstream)
         return sums.of_hidden, sums.result_of_weight(), None, None, None, None
@@ -168,7 +168,7 @@ def _recompute(ctx: Any, upstream: Tensor) -> _Gradients:
 
 
 class _Gradients:
-    """The sums over chunks of the gradients of `hidden` and `weight`; None where not needed."""
+    """The sums over chunks of the gradients of `hidden` and `weight`; None if not needed."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, plan: _Plan, wants: tuple[bool, ...]
@@ -217,7 +217,7 @@ def _parts(numel: int, size: int) -> list[slice]:
 
 
 def _states(hidden: Tensor, counts: Tensor, plan: _Plan) -> Tensor:
-    """Return a chunk in the dtype of the products, with zeros for the tokens that are ignored.
+    """Return a chunk in the dtype of the products, with zeros for ignored tokens.
 
     A NaN in an ignored token would otherwise stay NaN when it is multiplied by a weight of 0.
     """
@@ -230,7 +230,8 @@ def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
         return torch.get_autocast_dtype(kind)
     if hidden.dtype != weight.dtype:
         raise ValueError(
-            f"hidden is {hidden.dtype} and weight {weight.dtype}: convert one, or use autocast"
+            f"hidden is {hidden.dtype}, but weight is {weight.dtype}: convert one of them, or "
+            "use autocast"
         )
     return hidden.dtype
 
@@ -246,12 +247,13 @@ def _check(
     part = slice_of(weight)
     if part is not None:
         raise ValueError(
-            f"weight is rows {part.index * len(weight)} to {(part.index + 1) * len(weight) - 1} of "
-            f"the head's {part.shape[0]}, which axis tp divides: leave the head out of plan.tensor"
+            f"weight holds rows {part.index * len(weight)} to "
+            f"{(part.index + 1) * len(weight) - 1} of the head's {part.shape[0]} rows, which "
+            "axis tp divides: leave the head out of plan.tensor"
         )
     if hidden.shape[:-1] != targets.shape or targets.dtype != torch.int64:
         raise ValueError(
-            f"targets must be int64 {list(hidden.shape[:-1])}, one for each state of hidden, got "
+            f"targets must be int64 {list(hidden.shape[:-1])}, one per hidden state, got "
             f"{targets.dtype} {list(targets.shape)}"
         )
     if not hidden.is_floating_point() or not weight.is_floating_point():
@@ -269,5 +271,6 @@ def _check_targets(targets: Tensor, counts: Tensor, vocabulary: int) -> None:
     if wrong.any():
         first = int(wrong.nonzero()[0])
         raise IndexError(
-            f"target {int(targets[first])} of token {first} is not in a vocabulary of {vocabulary}"
+            f"target {int(targets[first])} of token {first} is outside the vocabulary of "
+            f"{vocabulary}"
         )

@@ -98,7 +98,7 @@ def _mix(rank: int, world_size: int) -> None:
     assert out.host.tolist() == list(range(world_size))
     with pytest.raises(ValueError, match="backend 'pretend' has no reduce_scatter"):
         world.reduce_scatter(DeviceArray([0.0]), DeviceArray([1.0] * world_size))
-    with pytest.raises(ValueError, match="out is on cpu, x is on cuda:0"):
+    with pytest.raises(ValueError, match="out is on cpu, but x is on cuda:0"):
         world.all_gather(np.zeros(world_size, np.float32), DeviceArray([1.0]))
     halves = world.split(rank % 2)  # a group of its own, with its own engine
     z = DeviceArray([1.0])

@@ -99,9 +99,9 @@ def test_arrays_on_two_devices_are_refused():
                 "version": 3, "shape": shape, "typestr": "<f4", "data": (4096, False),
             }  # fmt: skip
 
-    with pytest.raises(ValueError, match="out is on cuda:0, x is on cuda:1"):
+    with pytest.raises(ValueError, match="out is on cuda:0, but x is on cuda:1"):
         _pair(Device(0, (6,)), Device(1, (3,)), 0)
-    with pytest.raises(ValueError, match="out is on cuda:0, x is on cpu"):
+    with pytest.raises(ValueError, match="out is on cuda:0, but x is on cpu"):
         _pair(Device(0, (6,)), np.zeros(3, np.float32), 0)
 
 

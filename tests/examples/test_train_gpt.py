@@ -206,7 +206,7 @@ def test_a_finished_run_can_be_looked_at_again(alone, text):
         ("--checkpoint /no/such/folder/gpt", "cannot write /no/such/folder/gpt"),
         ("--checkpoint-every 5", "--checkpoint-every needs --checkpoint FOLDER"),
         ("--backend ring --data {text}", "backend 'ring' is not known"),
-        ("--resume {empty}", "empty: it does not contain a complete checkpoint"),
+        ("--resume {empty}", "empty: the folder does not contain a complete checkpoint"),
         ("--resume auto", "--resume auto needs --checkpoint FOLDER"),
         ("--save-every-s 5", "--save-every-s needs --checkpoint FOLDER"),
         ("--set training.lrr=3", "no setting training.lrr; did you mean training.lr?"),

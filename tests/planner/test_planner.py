@@ -96,13 +96,13 @@ def test_a_config_of_hugging_face_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("gpt5", "no model"),
-        ("layers=2,width=64", "heads is missing"),
-        ("layers=2,width=64,heads=4,depth=1", "no 'depth'"),
+        ("gpt5", "unknown model 'gpt5'"),
+        ("layers=2,width=64", "settings of the model are missing: heads"),
+        ("layers=2,width=64,heads=4,depth=1", "no setting 'depth'"),
         ("layers=2,width=x,heads=4", "whole number"),
-        ("layers=2,width=65,heads=4", "does not split"),
+        ("layers=2,width=65,heads=4", "cannot be divided evenly"),
         ("layers=0,width=64,heads=4", "layers is 0"),
-        ("layers=2,width=64,heads=4,kv_heads=3", "do not divide"),
+        ("layers=2,width=64,heads=4,kv_heads=3", "are not a multiple"),
         ("layers=2,width=64,heads=4,is_tied=maybe", "true or false"),
     ],
 )
@@ -152,7 +152,7 @@ def test_measured_links_replace_what_was_assumed(tmp_path):
 def test_a_file_that_describes_no_links_is_refused(tmp_path, content):
     path = tmp_path / "links.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match="does not describe links"):
+    with pytest.raises(ValueError, match="is not a file of measured links"):
         read_machine(path, MACHINE)
 
 

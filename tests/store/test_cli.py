@@ -56,7 +56,7 @@ def test_its_parent_can_publish_admit_torchs_clients_and_begin_anew(tmp_path, cl
     server.stdin.write("nonsense\nadmit not-an-address\nadmit 10.9.8.7\nrenew\n")
     server.stdin.flush()
     assert server.stdout.readline() == "renew\n"
-    with pytest.raises(StoreError, match=r"restarted and its keys are lost|connection broke"):
+    with pytest.raises(StoreError, match=r"restarted, and its keys are lost|connection broke"):
         store.get("kept")
     fresh = closing(TCPStore("127.0.0.2", port, timeout=20.0, secret="s3cret that is long enough"))
     assert fresh.num_keys() == 0
@@ -235,4 +235,4 @@ def test_a_port_that_is_none_is_quoted(port, capsys):
     with pytest.raises(SystemExit) as end:
         command.main(["--port", port])
     assert end.value.code == 2
-    assert f"{port} is not a port (0-65535)" in capsys.readouterr().err
+    assert f"{port} is not a port number (0-65535)" in capsys.readouterr().err

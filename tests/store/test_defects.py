@@ -192,14 +192,14 @@ def test_12_a_prefixed_barrier_is_a_barrier(server, client):
 def test_13_add_on_text_is_an_error_for_us_and_a_clear_log_line_for_torch(client, raw, caplog):
     store = client()
     store.set("k", "abc")
-    with pytest.raises(StoreError, match=r"add\('k'\).*holds b'abc', not an integer"):
+    with pytest.raises(StoreError, match=r"add\('k'\).*contains b'abc', which is not an integer"):
         store.add("k", 1)
     assert store.get("k") == b"abc"
     peer = raw()
     with caplog.at_level(logging.WARNING, "echelon.store"):
         peer.send(p.encode(p.ADD, b"/k", 1))
         assert peer.is_closed_by_server()
-    assert "key k holds b'abc', not an integer" in caplog.text
+    assert "key k contains b'abc', which is not an integer" in caplog.text
 
 
 def test_14_a_large_command_is_parsed_once_and_carried_out_at_once(server, raw, client):

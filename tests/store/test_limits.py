@@ -56,15 +56,15 @@ def refusal(caplog):
 @pytest.mark.parametrize(
     ("traffic", "why"),
     [
-        (p.encode(p.SET, b"k" * 65, b""), "key of 65 bytes, limit 64"),
-        (p.encode(p.SET, b"k", bytes(4097)), "value of 4097 bytes, limit 4096"),
-        (p.encode(p.APPEND, b"k", bytes(4096)) * 2, "would hold 8192 bytes"),
+        (p.encode(p.SET, b"k" * 65, b""), "the key has 65 bytes, but the limit is 64"),
+        (p.encode(p.SET, b"k", bytes(4097)), "the value has 4097 bytes, but the limit is 4096"),
+        (p.encode(p.APPEND, b"k", bytes(4096)) * 2, "would have 8192 bytes"),
         (b"".join(p.encode(p.SET, b"%d" % i, b"") for i in range(51)), "more than 50 keys"),
         (p.encode(p.MULTI_SET, [x for i in range(51) for x in (b"%d" % i, b"")]), "more than 50"),
         (b"".join(p.encode(p.QUEUE_PUSH, b"%d" % i, b"") for i in range(51)), "more than 50"),
         (p.encode(p.WAIT, [b"never"]) * 11, "more than 10 open waits"),
         (p.encode(p.BARRIER, b"b", 0), "world size 0"),
-        (p.encode(p.BARRIER, b"b", 1 << 60), "of world size 1152921504606846976"),
+        (p.encode(p.BARRIER, b"b", 1 << 60), "for world size 1152921504606846976"),
         (p.encode(p.BARRIER, b"b", 3) + p.encode(p.BARRIER, b"b", 2), "where others wait"),
         (OPENING, "unknown query 0x00"),
     ],
@@ -102,7 +102,7 @@ def test_who_stops_inside_a_command_is_closed(hasty, caplog):
         peer.sync()
         peer.send(p.encode(p.SET, b"k", b"value")[:-1])
         assert peer.is_closed_by_server()
-    assert "a command is incomplete after" in refusal(caplog)[0]
+    assert "a command is still incomplete after" in refusal(caplog)[0]
 
 
 def test_dribbling_bytes_buys_no_time(hasty, caplog):
@@ -119,7 +119,7 @@ def test_dribbling_bytes_buys_no_time(hasty, caplog):
         return len(command)
 
     assert dribble() < len(command)
-    assert "a command is incomplete after" in refusal(caplog)[0]
+    assert "a command is still incomplete after" in refusal(caplog)[0]
 
 
 def test_a_command_that_the_server_does_not_read_has_all_the_time_it_needs(closing):

@@ -129,11 +129,11 @@ def test_nothing_passes_after_a_violation(noise, sent):
 @pytest.mark.parametrize(
     ("command", "why"),
     [
-        (bytes((p.SET,)) + p.pack_u64(41), "key of 41 bytes"),
-        (bytes((p.SET,)) + p.pack_u64(1 << 63), "key of"),
-        (bytes((p.SET,)) + p.pack_string(b"k") + p.pack_u64(301), "value of 301 bytes"),
-        (bytes((p.CHECK,)) + p.pack_u64(31), "CHECK of 31 keys"),
-        (bytes((p.MULTI_SET,)) + p.pack_u64((1 << 64) - 1), "MULTI_SET of"),
+        (bytes((p.SET,)) + p.pack_u64(41), "the key has 41 bytes"),
+        (bytes((p.SET,)) + p.pack_u64(1 << 63), "the key has"),
+        (bytes((p.SET,)) + p.pack_string(b"k") + p.pack_u64(301), "the value has 301 bytes"),
+        (bytes((p.CHECK,)) + p.pack_u64(31), "CHECK has 31 keys"),
+        (bytes((p.MULTI_SET,)) + p.pack_u64((1 << 64) - 1), "MULTI_SET has"),
         (p.encode(p.MULTI_SET, [b"k", bytes(300)] * 20), "too long"),
         (b"\x13", "unknown query 0x13"),
         (bytes((p.VALIDATE,)), "unknown query 0x00"),
@@ -149,7 +149,7 @@ def test_limits_are_held_before_the_bytes_come(command, why):
 def test_a_stranger_gets_small_commands_only():
     parser = Parser(Limits(untrusted_bytes=100))
     parser.feed(OPENING + bytes((p.SET,)) + p.pack_u64(200))
-    assert parser.violation == "SET: command too long for one peer"
+    assert parser.violation == "SET: the command is too long for one peer"
 
 
 def test_our_queries_need_our_announcement():
@@ -165,7 +165,7 @@ def test_strings_of_a_reply_are_whole_or_refused(strings, cut):
     payload = p.pack_strings(strings)
     assert p.unpack_strings(payload) == strings
     if strings:
-        with pytest.raises(StoreProtocolError, match="cut short"):
+        with pytest.raises(StoreProtocolError, match="ends inside a"):
             p.unpack_strings(payload[: len(payload) - min(cut, len(strings[-1]) + 7)])
 
 

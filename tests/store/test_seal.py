@@ -50,17 +50,17 @@ def test_a_changed_byte_is_noticed(at):
         record = record[:-1]
     if at == 1:  # 256 more are waited for; the next records are taken for them
         record += bytes(300)
-    with pytest.raises(StoreProtocolError, match="changed on its way"):
+    with pytest.raises(StoreProtocolError, match="changed in transit"):
         opener.open(bytes(record))
 
 
 def test_records_count_once_in_order_and_in_their_direction():
     first, second = (sealer := Sealer(KEY)).seal(b"1"), sealer.seal(b"2")
     for stream in (second, first + first, second + first):
-        with pytest.raises(StoreProtocolError, match="changed on its way"):
+        with pytest.raises(StoreProtocolError, match="changed in transit"):
             Opener(KEY).open(stream)
     to_server, to_client = stream_keys(b"secret", b"nonces")
-    with pytest.raises(StoreProtocolError, match="changed on its way"):
+    with pytest.raises(StoreProtocolError, match="changed in transit"):
         Opener(to_client).open(Sealer(to_server).seal(b"1"))
 
 
@@ -84,7 +84,7 @@ def test_what_a_relay_puts_into_an_answer_is_not_believed(relay, closing):
     victim = closing(TCPStore("127.0.0.1", relay.port, timeout=20.0, secret=SECRET))
     victim.set_confirmed("k", b"true")
     relay.inject_back(Sealer(KEY).seal(p.frame(p.OK, 1, b"false")))
-    with pytest.raises(StoreConnectionError, match="changed on its way"):
+    with pytest.raises(StoreConnectionError, match="changed in transit"):
         victim.add("n", 1)
 
 

@@ -41,7 +41,7 @@ def test_who_knows_the_secret_is_let_in(guarded, closing):
 
 
 def test_who_does_not_is_told_so(guarded, server, closing):
-    for secret, why in ((WRONG, "does not know this client's"), (None, "demands a secret")):
+    for secret, why in ((WRONG, "does not know this client's"), (None, "requires a secret")):
         with pytest.raises(StoreConnectionError, match=why):
             TCPStore("127.0.0.1", guarded.port, timeout=20.0, secret=secret)
     with pytest.raises(StoreConnectionError, match="does not know this client's secret"):
@@ -272,9 +272,9 @@ def test_the_kernel_knows_whose_connection_it_is(closing):
 def test_empty_and_short_secrets_are_refused():
     with pytest.raises(ValueError, match="secret is empty"):
         StoreServer(secret="")
-    with pytest.raises(ValueError, match="secret of 15 bytes, at least 16"):
+    with pytest.raises(ValueError, match="the secret has 15 bytes, but at least 16"):
         StoreServer(secret="x" * 15)
-    with pytest.raises(ValueError, match="secret of 6 bytes"):
+    with pytest.raises(ValueError, match="the secret has 6 bytes"):
         TCPStore("127.0.0.1", 1, secret="s3cret", timeout=1.0)
 
 

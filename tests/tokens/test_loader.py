@@ -120,7 +120,10 @@ def test_sources_may_be_added_and_reweighted_but_not_lost(tmp_path, counted, loa
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"context": 9}, "context 10, here it is 9"), ({"seed": 4}, "seed 3, here it is 4")],
+    [
+        ({"context": 9}, "context 10, but this loader has 9"),
+        ({"seed": 4}, "seed 3, but this loader has 4"),
+    ],
 )
 def test_a_position_of_other_samples_is_refused(counted, loader_of, change, message):
     loader = loader_of([counted])
@@ -181,8 +184,8 @@ def test_closing_leaves_no_thread_and_the_loader_refuses_to_go_on(counted, loade
         ({"batch": 0}, "batch must be at least 1"),
         ({"prefetch": 0}, "prefetch must be at least 1"),
         ({"num_workers": 0}, "num_workers must be at least 1"),
-        ({"rank": 2, "world_size": 2}, "rank 2 is not in 0 to 1"),
-        ({"context": 1000}, "1,000 tokens; context 1000 needs 1001"),
+        ({"rank": 2, "world_size": 2}, "rank must be from 0 to 1, got 2"),
+        ({"context": 1000}, "1,000 tokens are too few: context 1000 needs 1001"),
     ],
 )
 def test_impossible_arguments_are_refused(counted, settings, message):
@@ -193,7 +196,7 @@ def test_impossible_arguments_are_refused(counted, settings, message):
 def test_names_differ_and_weights_are_numbers(counted):
     with pytest.raises(ValueError, match="the same name"):
         TokenLoader([counted, counted], context=10, batch=1)
-    with pytest.raises(ValueError, match="weight of source 'x' is -1"):
+    with pytest.raises(ValueError, match="weight of source 'x' must be at least 0, got -1"):
         Source("x", counted.shards, weight=-1)
 
 

@@ -73,5 +73,5 @@ def test_a_source_without_weight_is_never_drawn():
 
 @pytest.mark.parametrize("weights", [[], [0, 0]])
 def test_some_source_has_a_weight(weights):
-    with pytest.raises(ValueError, match="no source has a weight"):
+    with pytest.raises(ValueError, match="at least one source must have a weight"):
         Mixture(weights)

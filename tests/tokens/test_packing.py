@@ -116,7 +116,9 @@ def test_the_stream_continues_at_the_sample_on_another_number_of_ranks(source, l
 
 def test_a_position_in_windows_is_none_in_packed_rows(source, loader_of):
     state = loader_of(source, pack_documents=False).state_dict()
-    with pytest.raises(ValueError, match="taken with pack_documents False, here it is True"):
+    with pytest.raises(
+        ValueError, match="taken with pack_documents False, but this loader has True"
+    ):
         loader_of(source).load_state_dict(state)
     del state["pack_documents"]  # of before there was packing
     loader_of(source, pack_documents=False).load_state_dict(state)
@@ -132,7 +134,7 @@ def test_positions_start_again_with_each_document(source, loader_of):
 
 def test_documents_of_one_token_and_damaged_ends_are_refused(tmp_path, loader_of):
     alone = Source("ones", write(tmp_path / "ones", [[1], [2], [3]]))
-    with pytest.raises(ValueError, match="source 'ones' has no document of two tokens"):
+    with pytest.raises(ValueError, match="source 'ones' has no document of at least two tokens"):
         loader_of(alone)
     shards = write(tmp_path / "damaged", [[1, 2], [3, 4]])
     file = tmp_path / "damaged" / shards.index.shards[0].documents_name

@@ -334,5 +334,5 @@ def test_a_heads_slice_is_refused_rather_than_taken_for_the_whole_vocabulary():
     hidden, weight, targets = _inputs()
     part = nn.Parameter(weight.detach().clone())
     set_slice(part, Slice(shape=(2 * _V, _C), dim=0, index=1, count=2))
-    with pytest.raises(ValueError, match=f"weight is rows {_V} to {2 * _V - 1} of the head's"):
+    with pytest.raises(ValueError, match=f"weight holds rows {_V} to {2 * _V - 1} of the head's"):
         chunked_cross_entropy(hidden, part, targets)

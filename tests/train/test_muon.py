@@ -120,7 +120,7 @@ def test_hidden_matrices_are_told_from_embeddings_heads_and_vectors():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda _: Muon([nn.Parameter(torch.ones(3))]), r"Muon trains matrices.*\[3\]"),
+        (lambda _: Muon([nn.Parameter(torch.ones(3))]), r"Muon trains only matrices.*\[3\]"),
         (lambda m: Muon(m, lr=-1.0), "lr must be"),
         (lambda m: Muon(m, momentum=1.0), "momentum"),
         (lambda m: Muon(m, betas=(0.9, 1.0)), "betas"),

@@ -1,4 +1,4 @@
-"""Read from a thread's C frames what it waits for, where its Python frames do not show that.
+"""Determine from a thread's C frames what it waits for, if its Python frames do not show that.
 
 The function that a thread waits in is certain. Its callers, marked with `?`, were found by a scan
 of the stack's memory and may be left over from calls that have returned (`host/native_stacks.py`).
@@ -35,7 +35,7 @@ def main_frames(native: str) -> tuple[str, ...]:
 
 
 def read_c_stack(frames: tuple[str, ...]) -> tuple[Doing, str] | None:
-    """Return what a thread waits for and the C function that shows it; None if this is unknown."""
+    """Return what a thread waits for and the C function that shows this, or None if unknown."""
     near = frames[:_NEAR]
     waits_in_torch = any(map(C_CONDITION.search, near[:2])) and any(map(C_TORCH.search, near))
     if waits_in_torch:

@@ -9,7 +9,7 @@ from echelon.analysis.evidence.stacks import Frame
 
 
 class Doing(Enum):
-    """What a thread is doing, worded to follow "rank R "."""
+    """What a thread is doing, in words that follow "rank R "."""
 
     COLLECTIVE = "waits for its peers in a collective"
     BACKWARD = "is in a backward pass"

@@ -1,4 +1,4 @@
-"""Represent calls with their arguments, which are what members vote on.
+"""Represent calls with their arguments, which the members of a group vote on.
 
 [Note: exact calls and comparable calls] Two ranks of a well-matched collective need not pass equal
 arguments: the splits of an all_to_all are each other's transpose, and torch's record of a gather
@@ -47,7 +47,7 @@ class Tables:
         self._comparable_index: dict[object, int] = {}
 
     def text(self, text: str) -> int:
-        """Return the number of a text; add the text if it is new."""
+        """Return the number of a text, adding the text if it is new."""
         known = self._text_index.get(text)
         if known is None:
             known = self._text_index[text] = len(self.texts)
@@ -55,7 +55,7 @@ class Tables:
         return known
 
     def call(self, call: Call, comparable: object = None) -> int:
-        """Return the number of a call; add the call if it is new.
+        """Return the number of a call, adding the call if it is new.
 
         Args:
             comparable: the part that must be equal on all members. None derives this part by the

@@ -1,4 +1,4 @@
-"""Index the sends and receives in echelon's records: which pairs exchanged how many messages.
+"""Index the sends and receives in echelon's records by the pair of ranks that exchanged them.
 
 The n-th send of a pair matches the pair's n-th receive, by the numbers that both sides count. The
 rules then need only look-ups, so their cost depends on the number of rows even with thousands of
@@ -64,7 +64,10 @@ class Exchanges:
 
     @staticmethod
     def _first_pending(facts: RankEvidence, places: Any, rows: Any, is_send: Any) -> list[Any]:
-        """Return the first pending row per (group, peer, direction); a failed last row counts."""
+        """Return the first pending row per (group, peer, direction).
+
+        A failed last row is also pending.
+        """
         inside = (rows["state"] == State.CREATED) | (rows["state"] == State.STARTED)
         inside |= (rows["state"] == State.FAILED) & (places == len(facts.rows) - 1)
         first: dict[tuple[int, int, bool], Any] = {}
@@ -78,17 +81,17 @@ class Exchanges:
         return bool(self._sends[int(row["call"])])
 
     def is_answered(self, rank: int, row: Any) -> bool:
-        """Return whether a row's peer has posted the other side, as far as the records show."""
+        """Return whether a row's peer has posted the matching operation, if the records show it."""
         side = (int(row["peer"]), int(row["group"]), rank, not self.is_send(row))
         latest = self._latest.get(side)
         return latest is not None and latest >= int(row["p2p_sequence"])
 
     def has_done(self, rank: int, row: Any) -> bool:
-        """Return whether a rank has previously completed such an operation with the same peer."""
+        """Return whether a rank has completed the same operation with the same peer before."""
         return (rank, int(row["peer"]), int(row["call"])) in self._done
 
     def unheard(self, rank: int) -> list[int]:
-        """Return the ranks that sent a rank more messages than it has received from them."""
+        """Return the ranks that sent a rank more messages than the rank has received from them."""
         return sorted(
             sender
             for sender in self._senders.get(rank, ())

@@ -1,4 +1,4 @@
-"""Measure a rank's habit: how much of its latest stream it has called before in the same order.
+"""Measure a rank's habit: how many of its latest calls it has made before in the same order.
 
 Training repeats itself, so the end of a stream usually also occurs earlier in the stream. For a
 rank that left out a call, made an extra call or changed the order, only the calls since that place
@@ -28,7 +28,7 @@ _FIELDS = ("group", "call", "site", "peer")
 
 
 def habit_length(rows: npt.NDArray[Any]) -> int:
-    """Return how many of the latest calls were also made earlier in the same order."""
+    """Return how many of the latest calls were made earlier in the same order."""
     if len(rows) < 2:
         return 0
     keys = _keys(rows)
@@ -49,7 +49,7 @@ def _keys(rows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 
 def in_one_launch(rows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return which messages were launched together with the row before them: [num_rows]."""
+    """Return which messages were launched together with the preceding row: [num_rows]."""
     is_message = (rows["flags"] & Flag.P2P) > 0
     together = is_message.copy()
     together[:1] = False
@@ -83,7 +83,7 @@ def _up_to_head(streams: Streams, rank: int) -> npt.NDArray[Any]:
 
 
 def slip_of(streams: Streams, rank: int) -> tuple[str, int] | None:
-    """Return what a rank did at the point where its latest calls left its habit.
+    """Return what a rank did at the point where its latest calls departed from its habit.
 
     Returns:
         "left out" and the row, from an earlier round, of the missing call; or "extra" and the row
@@ -113,7 +113,7 @@ def slip_of(streams: Streams, rank: int) -> tuple[str, int] | None:
 
 
 def _last_time(keys: list[int], place: int) -> int | None:
-    """Return the last position at which the calls before `place` led to a different call."""
+    """Return the last position where the calls before `place` were followed by a different call."""
     for length in _CONTEXTS:
         context = keys[place - length : place]
         if place < length:

@@ -1,4 +1,4 @@
-"""Lay collectives side by side: for each group, a matrix of members by sequence numbers.
+"""Arrange the collectives of each group as a matrix of members by sequence numbers.
 
 This is where collectives are matched: the same column is the same collective, regardless of the
 order of rows, the length of rings or the process-wide numbers. All later steps (vote, wait-for
@@ -46,7 +46,7 @@ class Lanes:
     rows: npt.NDArray[np.int32]
 
     def column(self, field: str, absent: int = ABSENT) -> npt.NDArray[Any]:
-        """Return a field of all rows, or `absent` without a row: [num_members, num_columns]."""
+        """Return a field of all rows, `absent` if missing: [num_members, num_columns]."""
         dtype = np.int64 if field.endswith("_ns") or field == "num_bytes" else np.int32
         out = np.full(self.rows.shape, absent, dtype)
         for index, rank in enumerate(self.members.tolist()):
@@ -70,21 +70,21 @@ class Lanes:
 
     @cached_property
     def first(self) -> npt.NDArray[np.int64]:
-        """Each member's first column; the number of columns if it has none: [num_members]."""
+        """Each member's first column, or the number of columns if it has none: [num_members]."""
         present = self.rows >= 0
         none = self.rows.shape[1]
         return np.asarray(np.where(present.any(axis=1), present.argmax(axis=1), none), np.int64)
 
     @cached_property
     def last(self) -> npt.NDArray[np.int64]:
-        """Each member's last column; -1 if it has none: [num_members]."""
+        """Each member's last column, or -1 if the member has none: [num_members]."""
         present = self.rows[:, ::-1] >= 0
         place = self.rows.shape[1] - 1 - present.argmax(axis=1)
         return np.asarray(np.where(present.any(axis=1), place, -1), np.int64)
 
     @cached_property
     def pending(self) -> npt.NDArray[np.int64]:
-        """The first column that each member is still inside; -1 if there is none: [num_members].
+        """The first column that each member is still inside, or -1 without one: [num_members].
 
         A failed operation counts if it is the member's last operation, because the member timed out
         or aborted in it.
@@ -97,7 +97,7 @@ class Lanes:
 
     @cached_property
     def proven(self) -> npt.NDArray[np.bool_]:
-        """Whether some member completed a column, so that all must have entered: [num_columns].
+        """Whether some member completed a column, which proves that all entered it: [num_columns].
 
         In a rooted operation, some members may finish before all members have entered, so such
         operations prove nothing.
@@ -131,7 +131,7 @@ def all_lanes(evidence: Evidence) -> list[Lanes]:
 
 
 def _distinct(numbers: npt.NDArray[Any]) -> list[int]:
-    """Return the distinct values of a long column that has few, without sorting the column."""
+    """Return the distinct values of a long column with few distinct values, without sorting it."""
     found: list[int] = []
     while len(numbers) and len(found) < _FEW:
         found.append(int(numbers[0]))
@@ -163,7 +163,7 @@ def _lanes(evidence: Evidence, group: int, own: dict[int, npt.NDArray[Any]]) -> 
 
 
 def _axis(numbers: list[npt.NDArray[Any]]) -> npt.NDArray[np.int64]:
-    """Return the column axis, which is a contiguous range of sequence numbers.
+    """Return the axis of columns, which is a contiguous range of sequence numbers.
 
     The sequence numbers of a group are consecutive on every rank, so a range is as dense as the
     records. A rank whose numbers are far from those of the other ranks (a broken file) must not

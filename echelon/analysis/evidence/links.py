@@ -1,4 +1,4 @@
-"""Find stalled TCP connections between ranks, and the end that most of them share.
+"""Find stalled TCP connections between ranks, and the host or rank that most of them share.
 
 Each rank's snapshot lists its connections as its host sees them. A connection is a link if both of
 its ends are ranks of the job. A link is broken if bytes wait to be acknowledged, or to be read by
@@ -21,7 +21,7 @@ _End = TypeVar("_End", int, str)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BrokenLink:
-    """A connection on which data waits and does not move, as seen from the sending end."""
+    """A connection on which data waits without moving, as seen from the sending end."""
 
     sender: int
     receiver: int
@@ -33,7 +33,7 @@ class BrokenLink:
 
     @property
     def is_dead(self) -> bool:
-        """Whether packets are lost: sent, not acknowledged, and the other end is not slow."""
+        """Whether packets are lost: data is not acknowledged, and the other end is not slow."""
         return bool(self.unsent_bytes) and not self.unread_bytes
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class BrokenLink:
 
 
 def broken_links(ranks: Mapping[int, RankEvidence]) -> tuple[BrokenLink, ...]:
-    """Return the broken links, sorted by waiting bytes, most first."""
+    """Return the broken links, those with the most waiting bytes first."""
     ends = {
         (one.local, one.peer): (rank, one)
         for rank, facts in ranks.items()
@@ -66,7 +66,7 @@ def broken_links(ranks: Mapping[int, RankEvidence]) -> tuple[BrokenLink, ...]:
 
 
 def common_end(links: Iterable[BrokenLink]) -> tuple[int, ...]:
-    """Return the ranks at the end that most broken links share; () if no end stands out.
+    """Return the ranks at the end that most broken links share, or () if no end stands out.
 
     Hosts are compared first, to find the host that most other hosts have lost. If hosts tie, ranks
     are compared.

@@ -1,4 +1,4 @@
-"""Prepare the input of the rules: the evidence, with common questions about it answered once.
+"""Prepare the input of the rules: the evidence, and the answers to common questions about it.
 
 A `Picture` is made once per analysis. It holds facts (which rank is inside which operation, how
 ranks ended, which rank waits for which) but never conclusions, which only the rules draw.
@@ -41,7 +41,7 @@ class Picture:
     _memory: dict[str, Any] = field(default_factory=dict)
 
     def remembered(self, key: str, find: Callable[[Picture], _Found]) -> _Found:
-        """Return a fact about the whole job, computed once even if needed for many ranks."""
+        """Return a fact about the whole job, computing it only once even if many ranks need it."""
         if key not in self._memory:
             self._memory[key] = find(self)
         found: _Found = self._memory[key]
@@ -49,18 +49,18 @@ class Picture:
 
     @cached_property
     def exchanges(self) -> Exchanges:
-        """The sends and receives, matched by the numbers in echelon's records."""
+        """The sends and receives, matched by the numbers in echelon's own records."""
         return self.own_exchanges or Exchanges(self.evidence)
 
     @cached_property
     def graph(self) -> WaitGraph:
-        """The waits that count as stuck: long ones, and those of a snapshot taken for trouble."""
+        """The waits that are considered stuck: long ones, and those in a snapshot after trouble."""
         waits = [wait for wait in self.all_waits.waits if not self.is_over(wait)]
         old = [wait for wait in waits if self.is_stuck(wait)]
         return WaitGraph(tuple(self._with_reached(old, waits)))
 
     def is_stuck(self, wait: Wait) -> bool:
-        """Return whether a wait counts as stuck, as opposed to an operation in flight.
+        """Return whether a wait is considered stuck, rather than being an operation in progress.
 
         A job may be making progress while a few of its ranks are stalled, so a wait that is much
         younger than the oldest wait is considered in flight.
@@ -76,7 +76,7 @@ class Picture:
         return age_s < STUCK_AFTER_S
 
     def is_over(self, wait: Wait) -> bool:
-        """Return whether all ranks of a wait made progress between the two snapshots."""
+        """Return whether all ranks of a wait have made progress between the two snapshots."""
         return bool(wait.waiting) and self._moved.issuperset(wait.waiting)
 
     @cached_property
@@ -89,7 +89,7 @@ class Picture:
 
     @staticmethod
     def _with_reached(old: list[Wait], waits: list[Wait]) -> list[Wait]:
-        """Add the younger waits of ranks that older waits wait for, as they lead to the root."""
+        """Add the younger waits of ranks that older waits wait for; they lead to the root."""
         kept = {id(wait) for wait in old}
         by_rank: dict[int, list[Wait]] = {}
         for wait in waits:
@@ -104,12 +104,12 @@ class Picture:
         return [wait for wait in waits if id(wait) in kept]
 
     def waited_s(self, wait: Wait) -> float:
-        """Return how long a wait had lasted when its ranks were last seen; 0 if unknown."""
+        """Return how many seconds a wait had lasted when its ranks were last seen; 0 if unknown."""
         return wait.age_s
 
     @cached_property
     def heads(self) -> dict[int, tuple[int, int]]:
-        """The (group, sequence) of each rank's first pending row, which holds up its stream."""
+        """The (group, sequence) of each rank's first pending row, which blocks its stream."""
         found: dict[int, tuple[int, int]] = {}
         for rank, facts in self.evidence.ranks.items():
             pending = np.flatnonzero(np.isin(facts.rows["state"], (State.CREATED, State.STARTED)))
@@ -146,7 +146,7 @@ class Picture:
 
     @cached_property
     def broken_links(self) -> tuple[BrokenLink, ...]:
-        """The connections between ranks on which data waits and does not move."""
+        """The connections between ranks on which data waits without moving."""
         return broken_links(self.evidence.ranks)
 
     def links_within(self, ranks: Iterable[int]) -> tuple[BrokenLink, ...]:
@@ -157,22 +157,22 @@ class Picture:
         )
 
     def is_cut_off(self, wait: Wait) -> bool:
-        """Return whether packets are lost between a wait's ranks, or to those that completed it."""
+        """Return whether packets are lost between a wait's ranks, or to ranks that are through."""
         return any(one.is_dead for one in self.links_within((*wait.waiting, *wait.completed)))
 
     @property
     def in_trouble(self) -> bool:
-        """Whether anything is wrong, apart from rows that look odd."""
+        """Whether anything is wrong, apart from rows that merely look odd."""
         return bool(self.disturbed) or self.evidence.incident.kind in _CONCLUSIVE
 
     def fallout(self, culprits: Iterable[int]) -> tuple[int, ...]:
-        """Return the ranks that suffer because of `culprits`."""
+        """Return the ranks that are affected only because of `culprits`."""
         culprits = set(culprits)
         reached = set(self.graph.fallout(culprits)) | self.disturbed
         return tuple(sorted(reached - culprits))
 
     def dragged_along(self, gone: set[int]) -> set[int]:
-        """Return the ranks that share a pending operation with ranks that have exited.
+        """Return the ranks that are inside the same operation as ranks that have exited.
 
         A rank that died inside an operation had entered that operation, so no other rank waits
         there for its arrival.
@@ -214,7 +214,7 @@ def last_row(facts: RankEvidence) -> Any | None:
 
 
 def has_moved(facts: RankEvidence) -> bool:
-    """Return whether a rank made progress between the two snapshots.
+    """Return whether a rank has made progress between the two snapshots.
 
     Other threads of the rank may record too, so a rank whose main thread was seen at the same place
     twice made no progress.

@@ -1,4 +1,4 @@
-"""Compare ranks that run the same program, by the sequence of all calls of each rank.
+"""Compare ranks that run the same program by the sequence of all their calls.
 
 `Lanes` compare the collectives of one group. This module compares the whole sequence of a rank's
 calls (in all groups, including messages) with the sequences of the other ranks of a group, starting
@@ -46,7 +46,7 @@ class Parting:
 
 
 def partings(streams: Streams) -> list[Parting]:
-    """Return the positions at which single ranks diverged from the program of the other ranks.
+    """Return the positions at which single ranks departed from the program of the other ranks.
 
     Groups are tried from the largest to the smallest; the first group with a rank that differs is
     used.
@@ -64,7 +64,7 @@ def partings(streams: Streams) -> list[Parting]:
 
 
 def _keys(streams: Streams) -> Mapping[int, npt.NDArray[np.int64]]:
-    """Return each rank's calls as numbers, which are equal for calls that are alike.
+    """Return the calls of each rank as numbers, with equal numbers for equivalent calls.
 
     A call is identified by the name of its group, its operation and its place in the program; a
     message is also identified by the distance to its peer.
@@ -97,7 +97,7 @@ def _keys(streams: Streams) -> Mapping[int, npt.NDArray[np.int64]]:
 def _steps_away(
     ranks: Sequence[int], rank: int, peers: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.int64]:
-    """Return how many places after a rank its peers are in a group, wrapping around at the end."""
+    """Return how many places after a rank its peers are in a group, counted cyclically."""
     order = np.argsort(np.array(ranks))
     places = order[np.searchsorted(np.array(ranks), peers, sorter=order) % len(ranks)]
     own = ranks.index(rank) if rank in ranks else 0
@@ -107,7 +107,7 @@ def _steps_away(
 def _in_group(
     streams: Streams, group: int, keys: Mapping[int, npt.NDArray[np.int64]]
 ) -> Iterator[Parting]:
-    """Yield the divergences among a group's ranks, from their earliest common collective on."""
+    """Yield the divergences among a group's ranks, starting at their earliest common collective."""
     starts: dict[int, dict[int, int]] = {}
     for rank in streams.evidence.groups[group].ranks:
         facts = streams.evidence.ranks.get(rank)
@@ -137,7 +137,7 @@ def _in_group(
 def _alike(
     keys: Mapping[int, npt.NDArray[np.int64]], spans: Mapping[int, tuple[int, int]]
 ) -> Iterator[dict[int, int]]:
-    """Yield sets of ranks whose calls in the given spans are the same, with each span's start."""
+    """Yield sets of ranks whose calls in the given spans are equal, with the start of each span."""
     programs: dict[tuple[int, ...], dict[int, int]] = {}
     for rank, (begin, end) in spans.items():
         programs.setdefault(tuple(keys[rank][begin:end].tolist()), {})[rank] = begin
@@ -147,7 +147,7 @@ def _alike(
 def _parting(
     streams: Streams, starts: Mapping[int, int], keys: Mapping[int, npt.NDArray[np.int64]]
 ) -> Parting | None:
-    """Return where one of the ranks that run a program differs from the others."""
+    """Return where one of the ranks that run a program differs from the other ranks."""
     if len(starts) < 2:
         return None
     lines = {rank: keys[rank][start:] for rank, start in starts.items()}
@@ -178,13 +178,13 @@ def _parting(
 
 
 def _are_replicas(streams: Streams, ranks: Sequence[int]) -> bool:
-    """Return whether two ranks share more than the group of all ranks, unlike pipeline stages."""
+    """Return whether two ranks share a group other than that of all ranks, as replicas do."""
     shared = [g.ranks for g in streams.evidence.groups if set(ranks) <= set(g.ranks)]
     return len({frozenset(one) for one in shared}) > 1
 
 
 def _first_difference(lines: Sequence[npt.NDArray[np.int64]]) -> int | None:
-    """Return the first position at which two sequences differ, within their common length."""
+    """Return the first position at which two sequences differ within their common length."""
     found: list[int] = []
     usual = max(lines, key=len)
     for line in lines:
@@ -194,7 +194,7 @@ def _first_difference(lines: Sequence[npt.NDArray[np.int64]]) -> int | None:
 
 
 def _is_novel(line: npt.NDArray[np.int64], place: int) -> bool:
-    """Return whether a different call always followed the calls before a position.
+    """Return whether the calls before a position were always followed by a different call.
 
     The longest context that occurred before decides; if no context occurred before, nothing is
     novel.

@@ -1,4 +1,4 @@
-"""Merge the stacks of all ranks into one tree: 1,021 ranks here, 3 there.
+"""Merge the stacks of all ranks into one tree, which shows how many ranks are at each place.
 
 A node is a run of frames that the same ranks share; the tree forks where their stacks differ. Ranks
 with equal stacks are merged before any comparison, so the cost depends on the number of distinct
@@ -29,7 +29,7 @@ class Branch:
 
 
 def merge(stacks: Mapping[int, tuple[str, ...]]) -> tuple[Branch, ...]:
-    """Merge stacks, which are given outermost frame first; empty stacks are left out.
+    """Merge stacks, each of which is given with its outermost frame first; leave out empty stacks.
 
     The branch with the most ranks comes first.
     """
@@ -61,7 +61,7 @@ def _branch(way: _Stacks, depth: int) -> Branch:
 
 @lru_cache(maxsize=4096)
 def short_form(frames: tuple[Frame, ...]) -> tuple[str, ...]:
-    """Return the user's frames of a stack, outermost first, and the call out of the innermost.
+    """Return the user's frames of a stack, outermost first, and the call that leaves the innermost.
 
     Args:
         frames: the frames of the stack, innermost first.
@@ -77,7 +77,7 @@ def short_form(frames: tuple[Frame, ...]) -> tuple[str, ...]:
 
 
 def long_form(frames: tuple[Frame, ...]) -> tuple[str, ...]:
-    """Return all frames of a stack, outermost first; library frames are given without their line.
+    """Return all frames of a stack, outermost first, without line numbers for library frames.
 
     Args:
         frames: the frames of the stack, innermost first.

@@ -1,4 +1,4 @@
-"""Find the line that matters in a stack, which is in the innermost frame of the user's own code.
+"""Find the line that matters in a stack: the innermost frame of the user's own code.
 
 Stacks are given as faulthandler's text (all threads, most recent call first), as the short stacks
 of recorded operations, and as tracebacks on stderr. All of these are untrusted texts from other
@@ -40,7 +40,7 @@ class Frame:
 
     @property
     def is_users(self) -> bool:
-        """Whether the file is not part of echelon, the standard library or a package."""
+        """Whether the file is the user's own, and not echelon's, Python's or a package's."""
         return not _LIBRARY.search(self.file[-_MAX_PATH_CHARS:])
 
     def __str__(self) -> str:
@@ -75,7 +75,10 @@ def file_name(path: str) -> str:
 
 
 def threads(text: str) -> tuple[Thread, ...]:
-    """Parse faulthandler's text; if the text holds several snapshots, parse only the last."""
+    """Parse faulthandler's text.
+
+    If the text contains several snapshots, parse only the last one.
+    """
     found: list[tuple[str, list[Frame]]] = []
     seen: set[str] = set()
     for line in text[-_MAX_STACK_CHARS:].splitlines():
@@ -94,14 +97,14 @@ def threads(text: str) -> tuple[Thread, ...]:
 
 @lru_cache(maxsize=16384)  # several rules ask about each rank, and no two texts are equal
 def main_thread(text: str) -> Thread | None:
-    """Return the thread that began in a script, or else the thread listed last."""
+    """Return the thread that began in a script, or otherwise the thread that is listed last."""
     listed = threads(text)
     mains = [thread for thread in listed if thread.is_main]
     return mains[-1] if mains else (listed[-1] if listed else None)
 
 
 def users_frame(frames: tuple[Frame, ...]) -> Frame | None:
-    """Return the innermost frame of the user's own code, or else of any code with a file."""
+    """Return the innermost frame of the user's own code, or otherwise of any code with a file."""
     if not frames:
         return None
     own = next((frame for frame in frames if frame.is_users), None)
@@ -125,7 +128,7 @@ def short_site(site: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """A traceback from stderr: the exception that was raised, and the user's innermost frame."""
+    """An exception from a traceback on stderr, with the user's innermost frame."""
 
     type: str
     message: str  # its first line
@@ -146,7 +149,7 @@ _MAX_REST_LINES = 8
 
 
 def last_traceback(stderr: str) -> Raised | None:
-    """Return the last complete traceback at the end of a stderr; None if there is none.
+    """Return the last complete traceback at the end of stderr, or None if there is none.
 
     torch prefixes every line of its ranks' tracebacks with `[rank3]: `, and Python prefixes the
     lines of exception groups with a bar. An exception that Python reports as ignored did not end

@@ -1,4 +1,4 @@
-"""Build the wait-for graph of torch's dumps, with one wait per head (`streams.py`)."""
+"""Build the wait-for graph of torch's dumps, with one wait per stream head (`streams.py`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from echelon.analysis.evidence.waits import Wait, WaitGraph
 
 
 def stream_graph(streams: Streams) -> WaitGraph:
-    """Build the wait-for graph, which is empty if the job was moving while it was dumped."""
+    """Build the wait-for graph. It is empty if the job was moving while the dumps were taken."""
     evidence = streams.evidence
     if streams.is_moving and not evidence.incident.kind:
         return WaitGraph(())
@@ -52,12 +52,12 @@ def _collective_wait(streams: Streams, place: tuple[int, int], heads: list[Head]
 
 
 def silent_ranks(streams: Streams) -> list[int]:
-    """Return the ranks whose dumps hold no operation and which may belong to an inferred group."""
+    """Return the ranks whose dumps contain no operation but which may be in an inferred group."""
     return [rank for rank, facts in streams.evidence.ranks.items() if not len(facts.rows)]
 
 
 def _message_waits(streams: Streams, head: Head) -> Iterator[Wait]:
-    """Yield one wait per message in a launch for which the other side is not at its rank's head."""
+    """Yield one wait per message in a launch whose other side is not at the head of its rank."""
     evidence = streams.evidence
     rows = evidence.ranks[head.rank].rows
     for index in head.rows:

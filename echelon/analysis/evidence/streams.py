@@ -1,4 +1,4 @@
-"""Derive from torch's records how far each rank's streams are, and which rank waits for which.
+"""Derive from torch's records how far each rank's streams are and which ranks wait for others.
 
 Only the head of a rank's queue waits. The head is the first pending operation in the rank's own
 order over all groups and messages. It waits for each member that has not entered the operation *or
@@ -66,7 +66,7 @@ class Message:
 
 
 class Streams:
-    """The streams of all ranks of one set of torch's dumps."""
+    """The streams of all ranks in one set of torch's dumps."""
 
     def __init__(self, evidence: Evidence) -> None:
         self.evidence = evidence
@@ -88,7 +88,7 @@ class Streams:
 
     @cached_property
     def heads(self) -> Mapping[int, Head]:
-        """The head of each rank; ranks with nothing pending are left out."""
+        """The head of each rank; a rank without pending operations has no head."""
         found: dict[int, Head] = {}
         for rank, facts in self.evidence.ranks.items():
             head = _head(facts)
@@ -98,7 +98,7 @@ class Streams:
 
     @cached_property
     def messages(self) -> Mapping[tuple[Way, bool], Sequence[Message]]:
-        """The pending messages in the order of their rank, keyed by (direction, whether sends)."""
+        """The pending messages in the order of each rank, keyed by (direction, whether sends)."""
         found: dict[tuple[Way, bool], list[Message]] = {}
         for rank, facts in self.evidence.ranks.items():
             for index in _pending_messages(facts):
@@ -149,7 +149,7 @@ class Streams:
         return line[message.place] if message.place < len(line) else None
 
     def _origin(self, rank: int, peer: int, group: int) -> tuple[int, int] | None:
-        """Return the rows from which on two ranks' messages correspond; None if unknown."""
+        """Return the rows from which two ranks' messages correspond, or None if unknown."""
         key = (rank, peer, group)
         if key not in self._origins:
             if self.is_whole(rank, group) and self.is_whole(peer, group):
@@ -174,7 +174,7 @@ class Streams:
         return known
 
     def is_whole(self, rank: int, group: int) -> bool:
-        """Return whether a rank lists every launch of messages in a group, from the first on."""
+        """Return whether a rank lists all launches of messages in a group, from the first one."""
         known = self._whole.get((rank, group))
         if known is None:
             rows = self.evidence.ranks[rank].rows
@@ -187,7 +187,7 @@ class Streams:
         return known
 
     def _line(self, rank: int, way: Way, is_send: bool) -> list[int]:
-        """Return the rows of all messages of one direction and side, oldest first."""
+        """Return the rows of all sends or all receives of one direction, oldest first."""
         known = self._lines.get((rank, way, is_send))
         if known is None:
             rows = self.evidence.ranks[rank].rows
@@ -229,7 +229,7 @@ class Streams:
         return is_whole and bool(len(own)) and int(own.min()) > sequence
 
     def is_at(self, rank: int, place: Place) -> bool:
-        """Return whether a collective is the head of a rank."""
+        """Return whether a collective is the head of a rank's queue."""
         head = self.heads.get(rank)
         return head is not None and (head.group, head.sequence) == place
 
@@ -263,7 +263,7 @@ class Streams:
         return any(self._is_past(rank, group, slowest) for rank in there)
 
     def _is_past(self, rank: int, group: int, sequence: int) -> bool:
-        """Return whether a rank completed an unrooted collective with a higher number."""
+        """Return whether a rank has completed an unrooted collective with a higher number."""
         entered = self.entered(rank, group)
         if entered <= sequence:
             return False

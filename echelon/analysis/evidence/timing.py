@@ -1,4 +1,4 @@
-"""Measure where the time goes: arrival lags, phases of each rank, and times of collectives.
+"""Measure where the time goes: lateness of arrivals, phases of ranks, and times of collectives.
 
 The lag of a rank at a collective is how much later it arrived than the first rank. Ranks on the
 same host share a clock; across hosts, the recorded offset and its error are taken into account. If
@@ -63,7 +63,7 @@ class Arrivals:
 
     @property
     def cost_ns(self) -> npt.NDArray[np.int64]:
-        """How much later the last member arrived than the second-to-last, per collective."""
+        """How much later the last member arrived than the one before it, for each collective."""
         if self.lag_ns.shape[0] < 2:
             return np.zeros(self.lag_ns.shape[1], np.int64)
         upper = np.partition(self.lag_ns, -2, axis=0)
@@ -97,7 +97,7 @@ def arrivals(lanes: Lanes) -> Arrivals | None:
 
 
 def clocks_are_common(evidence: Evidence, ranks: list[int]) -> bool:
-    """Return whether the ranks' stamps are comparable: one host, or measured clock offsets."""
+    """Return whether the ranks' timestamps are comparable: one host, or measured offsets."""
     if evidence.foreign:
         return True  # wall clocks: nothing better is recorded
     identities = [evidence.ranks[rank].identity for rank in ranks]
@@ -109,7 +109,7 @@ def clocks_are_common(evidence: Evidence, ranks: list[int]) -> bool:
 def clocks_contradict(
     lanes: Lanes, created_ns: npt.NDArray[np.int64], ended_ns: npt.NDArray[np.int64]
 ) -> bool:
-    """Return whether the record proves that the hosts' clocks moved after they were measured.
+    """Return whether the records prove that a host's clock changed after its offset was measured.
 
     Offsets are measured once, when the world is created. Later, a clock may drift, or the clock of
     a suspended host may step. No member leaves such a collective before the last member has entered
@@ -131,7 +131,7 @@ def clocks_contradict(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTime:
-    """How one rank spent its time; `phases_s` holds spans by name, and waits for communication."""
+    """How one rank spent its time. `phases_s` contains the spans by name and the communication."""
 
     rank: int
     window_s: float
@@ -191,7 +191,7 @@ def timing_of(picture: Picture) -> Timing:
 
 
 def _add_calls(calls: dict[tuple[str, int], list[float]], lanes: Lanes, found: Arrivals) -> None:
-    """Add the count, nanoseconds and bytes of each kind of call, as its first member made it."""
+    """Add the count, nanoseconds and bytes of each kind of call, as its first member saw them."""
     numbers = lanes.column("call")[0, found.columns]
     sizes = lanes.column("num_bytes", 0)[0, found.columns]
     for number in np.unique(numbers).tolist():

@@ -46,7 +46,7 @@ class Wait:
     gave_up: bool = False  # an error is recorded: a timeout expired
 
     def __str__(self) -> str:
-        """Name the operation, such as `all_reduce #1042` or `recv from rank 2`."""
+        """Return the name of the operation, such as `all_reduce #1042` or `recv from rank 2`."""
         if self.is_p2p:
             return (
                 f"{self.operation} {'to' if self.operation in SENDS else 'from'} rank {self.peer}"
@@ -55,7 +55,7 @@ class Wait:
 
     @property
     def number(self) -> int | None:
-        """The sequence number; None if no number is recorded."""
+        """The sequence number, or None if no number is recorded."""
         return self.sequence if self.sequence >= 0 else None
 
 
@@ -72,7 +72,7 @@ class WaitGraph:
 
     @cached_property
     def wanted(self) -> frozenset[int]:
-        """The ranks that another rank waits for."""
+        """The ranks for which other ranks wait."""
         return frozenset(self._by_absent)
 
     @cached_property
@@ -91,7 +91,7 @@ class WaitGraph:
 
     @property
     def sinks(self) -> tuple[int, ...]:
-        """The ranks that are waited for and wait for no rank."""
+        """The ranks that other ranks wait for and that wait for no rank themselves."""
         return tuple(sorted(self.wanted - self.blocked))
 
     def waits_for(self, ranks: Iterable[int]) -> tuple[Wait, ...]:
@@ -106,7 +106,7 @@ class WaitGraph:
         return tuple(sorted(found, key=lambda wait: (not alone[id(wait)], wait.since_ns)))
 
     def is_joint(self, some: Iterable[int], others: Iterable[int]) -> bool:
-        """Return whether a single operation waits for ranks of both sets."""
+        """Return whether some single operation waits for ranks of both sets."""
         first = {number for rank in some for number in self._by_absent.get(rank, ())}
         return any(number in first for rank in others for number in self._by_absent.get(rank, ()))
 
@@ -126,7 +126,7 @@ class WaitGraph:
         return tuple(sorted(reached - culprits))
 
     def cycle(self) -> tuple[int, ...]:
-        """Return the ranks of a cycle of waits; () if there is no cycle.
+        """Return the ranks of a cycle of waits, or () if there is no cycle.
 
         Of several cycles, the cycle with the earliest wait is returned. Ranks that only wait for
         the cycle are not part of it.
@@ -193,7 +193,7 @@ def _collective_waits(evidence: Evidence, lane: Lanes) -> Iterable[Wait]:
 
 
 def _age_s(evidence: Evidence, rank: int, row: Any) -> float:
-    """Return how long a rank had been inside an operation, by the rank's own clock alone."""
+    """Return how long a rank had been inside an operation, according to the rank's own clock."""
     return max(0, evidence.ranks[rank].seen_ns - int(row["created_ns"])) / 1e9
 
 

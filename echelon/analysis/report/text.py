@@ -26,7 +26,7 @@ _MAX_FRAMES = 4  # innermost frames shown of a run that ranks share
 
 
 def render_text(report: Report, console: Console, timing: Timing | None = None) -> None:
-    """Print a report on a rich console; if that is not a terminal, print one line per sentence.
+    """Print a report on a rich console, or one line per sentence if the output is not a terminal.
 
     Args:
         timing: how the job spent its time, which is shown below a healthy report.
@@ -129,7 +129,7 @@ def _sections(finding: Finding, report: Report) -> list[tuple[str, list[str]]]:
 
 
 def stack_lines(branches: Sequence[Branch], culprits: Sequence[int]) -> list[str]:
-    """Show where the ranks are: one line per place with its number of ranks, culprits first.
+    """Show where the ranks are, with one line per place; the culprits come first.
 
     A place at which stacks fork is shown with the frames that its ranks share, and the places that
     follow are indented below it.
@@ -240,7 +240,7 @@ def _timing_rows(timing: Timing) -> Iterator[tuple[list[str], list[list[str]]]]:
 
 
 def phase_words(rank: RankTime) -> str:
-    """Format how a rank's time splits, such as `compute 61%, communication 22%, data_wait 5%`."""
+    """Format how a rank's time is divided, such as `compute 61%, communication 22%`."""
     pairs: Sequence[tuple[str, float]] = sorted(rank.phases_s.items(), key=lambda item: -item[1])
     parts = [(name, length / rank.window_s) for name, length in pairs[:4]]
     return ", ".join(f"{name} {share:.0%}" for name, share in parts if share >= 0.005)

@@ -1,4 +1,4 @@
-"""Find and read the contents of a folder: an incident, a `dump/`, a run directory, foreign dumps.
+"""Find and read the contents of a folder: an incident, a `dump/`, a run directory or foreign dumps.
 
 A folder is recognised by its contents, and a file by its first bytes; only the rank is taken from
 the name of a file. One unreadable file among readable files is a warning and makes its rank a
@@ -44,7 +44,7 @@ class Place:
 
 
 def load(path: Path) -> Evidence:
-    """Read all the evidence found below a folder.
+    """Read all evidence that is found below a folder.
 
     Raises:
         DumpFormatError: files exist, but none can be read.
@@ -70,7 +70,7 @@ def load(path: Path) -> Evidence:
 
 
 def find(path: Path) -> Place | None:
-    """Choose which of echelon's own files to read; None if the folder holds no such files."""
+    """Choose which of echelon's own files to read, or return None if the folder contains none."""
     if path.is_file():
         is_foreign = _looks_foreign(path) or path.suffix in LOG_SUFFIXES
         return None if is_foreign else Place(((-1, path),), f"one file, {path}")
@@ -207,7 +207,7 @@ def _ended(value: Any) -> tuple[int, ...]:
 
 
 def _epochs(value: Any) -> dict[int, int]:
-    """Return rank -> epoch of `[[rank, epoch], ...]`, without entries of any other form."""
+    """Return the epoch of each rank from `[[rank, epoch], ...]`, ignoring malformed entries."""
     rows = value if isinstance(value, list) else ()
     pairs = [row for row in rows if isinstance(row, list) and len(row) == 2]
     return {
@@ -218,7 +218,7 @@ def _epochs(value: Any) -> dict[int, int]:
 
 
 def _reasons(value: Any) -> dict[int, str]:
-    """Return texts keyed by rank, without entries of any other form."""
+    """Return texts keyed by rank, ignoring entries of any other form."""
     pairs = value.items() if isinstance(value, dict) else ()
     return {int(rank): _text(why) for rank, why in pairs if _RANK.match(rank) and _text(why)}
 
@@ -232,7 +232,7 @@ def _count(value: Any) -> int:
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[int, Path]]:
-    """Yield the entries of a folder whose names match, with their number; none if unreadable."""
+    """Yield the entries of a folder whose names match, with their numbers."""
     try:
         entries = list(folder.iterdir()) if folder.is_dir() else []
     except OSError:
@@ -244,7 +244,7 @@ def _numbered(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[int, Pat
 
 
 def _looks_foreign(path: Path) -> bool:
-    """Return whether a file begins like torch's pickles or JSON and so cannot be echelon's."""
+    """Return whether a file begins like a pickle of torch or like JSON, so it is not echelon's."""
     try:
         with path.open("rb") as file:
             head = file.read(2)

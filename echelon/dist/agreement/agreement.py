@@ -106,13 +106,13 @@ class Agreement:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it has been closed, as when its ranks have left their groups."""
+        """Whether the agreement was closed, for example because its ranks left their groups."""
         return self._is_closed
 
     def unanswered(self) -> str:
-        """Return the request that no call has answered yet, of whichever rank; "" if there is none.
+        """Return any rank's request that no call has answered yet, or "" if there is none.
 
-        Also after `close`.
+        May be called after `close`.
 
         Raises:
             StoreError: the store does not answer.
@@ -123,7 +123,7 @@ class Agreement:
         return self._store.get(key).decode(errors="replace") if self._store.check([key]) else ""
 
     def close(self) -> None:
-        """Stop the thread. Safe to call twice.
+        """Stop the thread. Calling this twice is safe.
 
         Ranks that ask later can read how many calls this rank answered, since it may have left its
         loop.
@@ -175,7 +175,7 @@ class Agreement:
                 self._fail(CollectiveError(f"no agreement on {self._what}: this rank has left"))
 
     def _leave(self) -> None:
-        """Join the agreement even if no rank has asked, unless the group or store has failed."""
+        """Join the agreement even without a request, unless the group or store has failed."""
         with self._lock:
             is_left = not self._is_held and self._state.error is None
             self._is_held = True
@@ -213,7 +213,7 @@ class Agreement:
             self._is_passed.clear()
 
     def _decide(self, client: Store, wish: str) -> bool:
-        """Hold this rank, exchange the numbers of answered calls with the others, and choose."""
+        """Hold this rank, exchange the numbers of answered calls, and choose a common call."""
         with self._lock:
             if self._is_closed:
                 return False
@@ -245,7 +245,7 @@ class Agreement:
         self._is_decided.set()
 
     def _check(self) -> None:
-        """Raise if the group has ended or a rank is known to have died.
+        """Raise an error if the group has ended or a rank is known to have died.
 
         Raises:
             PeerLostError: a rank has died; the error names it.

@@ -112,7 +112,9 @@ def stop_on_signals(*signals: int) -> None:
     """
     stop = _need()
     if threading.current_thread() is not threading.main_thread():
-        raise ValueError("signal handlers can be installed only on the main thread: call it there")
+        raise ValueError(
+            "signal handlers can be installed only on the main thread: call stop_on_signals there"
+        )
     for number in signals or (signal.SIGTERM,):
         stop.handle(number)
 

@@ -1,1 +1,1 @@
-"""Reductions on the host, and small operations whose data travels with the comparison of calls."""
+"""Provide reductions on the host, and small operations that travel with the comparison of calls."""

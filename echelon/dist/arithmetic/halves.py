@@ -1,4 +1,4 @@
-"""Conversion of 16-bit floats to float32 and back: float16, and bfloat16 stored as uint16.
+"""Convert 16-bit floats to float32 and back: float16, and bfloat16 stored as uint16.
 
 Rounding is to nearest even; every NaN becomes a quiet NaN. If torch is loaded, its loops are used:
 NumPy takes 10 to 20 times as long (1 to 0.4 GB/s on one core).

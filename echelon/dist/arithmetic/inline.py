@@ -1,4 +1,4 @@
-"""Carries out small operations by sending a rank's data with the description of its call.
+"""Carry out small operations by sending a rank's data together with the description of its call.
 
 Backends over connections compare the ranks' calls before every collective, which takes an exchange.
 That exchange also carries up to 256 bytes of data, from which each rank computes the result, so a
@@ -45,7 +45,7 @@ def calls(rows: Flat) -> list[bytes]:
 
 
 def is_small(operation: Operation) -> bool:
-    """Return whether the data was sent with the call; ranks with equal calls agree on this."""
+    """Return whether the data was sent with the call. Ranks with equal calls get equal answers."""
     data = operation.target if operation.source is None else operation.source
     if operation.input_splits or operation.output_splits:
         return False  # sizes differ between the ranks

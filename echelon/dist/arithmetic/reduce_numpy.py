@@ -1,4 +1,4 @@
-"""Reductions of the ranks' parts in rank order.
+"""Reduce the ranks' parts in rank order with NumPy.
 
 The fixed order makes the result bitwise identical on every rank and in every run. 16-bit floats are
 accumulated in float32 and rounded once, to nearest even. Sums of integers wrap around in their own

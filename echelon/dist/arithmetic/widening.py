@@ -1,4 +1,4 @@
-"""Chooses the dtype in which an engine's levels accumulate, and provides memory for that.
+"""Choose the dtype in which an engine's levels accumulate, and provide memory for the sums.
 
 16-bit floats are passed between the levels as float32, so that they are rounded only once, at the
 end.
@@ -18,18 +18,21 @@ _MOST_KEPT_BYTES = 4 << 20
 
 
 def array_of(data: Flat | None) -> Flat:
-    """Return an array of an operation, which must not be None."""
+    """Return an operation's array, which must not be None."""
     assert data is not None
     return data
 
 
 def summing_of(operation: Operation) -> str:
-    """Return the reduction of each level: a sum for averages, which are divided at the end."""
+    """Return the reduction that each level performs.
+
+    For averages this is a sum, divided at the end.
+    """
     return "sum" if operation.reduce_op == "avg" else operation.reduce_op
 
 
 def wide_of(operation: Operation) -> str:
-    """Return the dtype in which levels accumulate: float32 for 16-bit floats, else `dtype`."""
+    """Return the dtype in which levels accumulate: float32 for 16-bit floats, otherwise `dtype`."""
     rounds = operation.dtype in HALVES and operation.reduce_op in ("sum", "avg", "prod")
     return "float32" if rounds else operation.dtype
 
@@ -41,7 +44,7 @@ def carried_of(operation: Operation) -> np.dtype[Any]:
 
 
 def convert(dtype: str, out: Flat, data: Flat) -> None:
-    """Copy between an array of `dtype` and an array of the dtype in which levels accumulate it."""
+    """Copy between an array of `dtype` and an array of the dtype in which levels accumulate."""
     if out is data:
         return
     if out.dtype == data.dtype:
@@ -62,7 +65,7 @@ class Scratch:
         self._kept: dict[str, Flat] = {}
 
     def take(self, name: str, length: int, dtype: Any) -> Flat:
-        """Return memory of [length] under a name; the earlier contents under that name are lost."""
+        """Return memory of shape [length] under a name, whose earlier contents are lost."""
         num_bytes = length * np.dtype(dtype).itemsize
         if num_bytes > _MOST_KEPT_BYTES:
             return np.empty(length, dtype)

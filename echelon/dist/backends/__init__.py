@@ -1,1 +1,1 @@
-"""The engines that move the data, each in its own folder or file, behind `interface.Engine`."""
+"""Provide the engines that move data, each in its own folder or file, behind `interface.Engine`."""

@@ -1,4 +1,4 @@
-"""`python -m echelon.dist.backends [--json]`: lists the backends that can run on this machine."""
+"""List the backends that can run on this machine (`python -m echelon.dist.backends [--json]`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HostEngine: the parts that the Python engine and the gloo engine share.
+"""Provide the parts that the Python engine and the gloo engine share.
 
 Collectives run one after the other on one thread (progress/serial.py), and messages run on another
 thread (messages/driver.py). Both threads are started on demand. So any number of operations under
@@ -51,7 +51,7 @@ class HostEngine(ABC):
         """Carry out one collective on this thread when its turn comes; block until it is done."""
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:  # noqa: ARG002
-        """Return "": every operation is supported."""
+        """Return "", because every operation is supported."""
         return ""
 
     def prepare(self, operation: Operation) -> None:  # noqa: B027 -- most have nothing to add
@@ -81,13 +81,13 @@ class HostEngine(ABC):
         return self._post(transfer)
 
     def submit_beside(self, operation: Operation, watch: Watch, rival: Withdrawable) -> Transfer:
-        """Start a receive from any rank that competes with `rival` for one message."""
+        """Start a receive from any rank that competes with the receive `rival` for one message."""
         transfer = Transfer(operation, watch)
         transfer.rival = rival
         return self._post(transfer)
 
     def batch(self) -> AbstractContextManager[object]:
-        """Do nothing special, because submitted operations start at once."""
+        """Do nothing special, because operations start as soon as they are submitted."""
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:

@@ -1,4 +1,4 @@
-"""The contract between a process group and the engines that carry out its operations.
+"""Define the contract between a process group and the engines that carry out its operations.
 
 An engine carries out the checked operations of one group: it prepares, launches and polls them. It
 does not check arguments, number or record operations, or decide which rank is at fault, and it
@@ -38,7 +38,7 @@ CHECK_EVERY_S = 0.1  # the longest time between two calls of `Watch.check` in a 
 
 
 class ConnectionBroken(Exception):  # noqa: N818 -- not an error that a user sees
-    """A connection of the engine broke, or another rank closed its end.
+    """A connection of the engine broke, or another rank closed its end of the connection.
 
     Attributes:
         peer: rank within the group at the other end; None if the engine's library does not report
@@ -51,7 +51,7 @@ class ConnectionBroken(Exception):  # noqa: N818 -- not an error that a user see
 
 
 class EndedElsewhere(Exception):  # noqa: N818 -- not an error that a user sees
-    """Another rank's operation timed out, which ended this one.
+    """An operation ended because the operation of another rank timed out.
 
     Attributes:
         error: the error to report if that rank has no more precise error.
@@ -63,7 +63,10 @@ class EndedElsewhere(Exception):  # noqa: N818 -- not an error that a user sees
 
 
 class Refused(ValueError):  # noqa: N818 -- to a user it is a ValueError
-    """All ranks' engines refused an operation after it was numbered; the group remains usable."""
+    """The engines of all ranks refused an operation after it was numbered.
+
+    The group remains usable.
+    """
 
 
 def _keep_waiting() -> None:
@@ -72,7 +75,7 @@ def _keep_waiting() -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Members:
-    """Describes the group for which an engine is created.
+    """The members of the group for which an engine is created, and their settings.
 
     Attributes:
         name: the group's name, as errors show it.
@@ -103,7 +106,7 @@ class Members:
 
 
 class Watch(Protocol):
-    """The limits of one operation, passed to the engine together with the operation.
+    """The limits of one operation, which the engine receives together with the operation.
 
     Attributes:
         deadline_s: when the operation times out, on the monotonic clock; counted from the call.
@@ -112,7 +115,9 @@ class Watch(Protocol):
     deadline_s: float
 
     def check(self, needed: Callable[[], Sequence[int]] | None = None) -> None:
-        """Raise if this operation must end; called in wait loops, at least every `CHECK_EVERY_S`.
+        """Raise an error if this operation must end.
+
+        Called at least every `CHECK_EVERY_S` during waits.
 
         The check does only local work, except after the deadline or a death, when it may take up to
         2 s to determine the ranks at fault. Safe on any thread.
@@ -138,11 +143,14 @@ class Pending(Protocol):
 
     @property
     def ended_mono_ns(self) -> int:
-        """When the operation ended, on the monotonic clock; 0 until then."""
+        """The time at which the operation ended, on the monotonic clock; 0 until then."""
 
     @property
     def error(self) -> BaseException | None:
-        """The error that the operation raised, as listed in this module; None without a failure."""
+        """The error that the operation raised, as listed in this module.
+
+        None if it did not fail.
+        """
 
     def wait(self, timeout_s: float | None) -> bool:
         """Block until the operation ends or the timeout expires; return whether it has ended.
@@ -167,21 +175,21 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str:
-        """The backend's name (see the class)."""
+        """The name of the backend."""
 
     @property
     def device(self) -> str:
-        """The kind of device whose arrays the engine carries (see the class)."""
+        """The kind of device whose arrays the engine carries."""
 
     @property
     def nests(self) -> bool:
-        """Whether operations may nest (see the class)."""
+        """Whether operations may be nested."""
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
-        """Return why the engine cannot carry such operations, or "" if it can. Never blocks."""
+        """Return why the engine cannot carry out such operations, or "" if it can. Never blocks."""
 
     def prepare(self, operation: Operation) -> None:
-        """Check what `refuses` cannot check, such as the device index of the arrays.
+        """Check conditions that `refuses` cannot check, such as the device index of the arrays.
 
         Called before the operation gets its final sequence number. Does no I/O.
 
@@ -206,10 +214,10 @@ class Engine(Protocol):
         """
 
     def batch(self) -> AbstractContextManager[object]:
-        """Launch the operations submitted inside the block together if the library can."""
+        """Launch the operations submitted inside the block together, if the library can."""
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """End all local progress: every wait in the engine raises, on any thread.
+        """End all local progress: every wait in the engine raises an error, on any thread.
 
         The group calls it once: from a signal handler, from the watcher, or from the thread whose
         operation failed, which may be inside `execute`. So it takes no lock that `execute` or
@@ -222,7 +230,7 @@ class Engine(Protocol):
         """
 
     def close(self) -> None:
-        """Release everything. Does only local work, takes at most 1 s, and is safe to call twice.
+        """Release all resources. This takes at most 1 s, does only local work, and may be repeated.
 
         The group calls it after `cut`, when no thread is inside the engine.
         """

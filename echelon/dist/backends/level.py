@@ -1,4 +1,4 @@
-"""Level: a subgroup on which a two-level engine carries out its steps, with the watch for them."""
+"""Provide a level: a subgroup on which a two-level engine carries out its steps."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class LevelWatch:
     __slots__ = ("_places", "_watch", "deadline_s")
 
     def __init__(self, watch: Watch, places: Sequence[int]) -> None:
-        """Map the ranks of the subgroup to ranks of the whole group according to `places`."""
+        """Map the ranks of the subgroup to ranks of the whole group, as given by `places`."""
         self._watch = watch
         self._places = places
         self.deadline_s = watch.deadline_s
 
     def check(self, needed: Callable[[], Sequence[int]] | None = None) -> None:
-        """Raise if the operation must end; see `interface.Watch.check`."""
+        """Raise an error if the operation must end; see `interface.Watch.check`."""
         if needed is None:
             self._watch.check(None)
         else:
@@ -57,7 +57,7 @@ class Level:
         reduce_op: str = "",
         root: int = -1,
     ) -> None:
-        """Carry out one step of `like` among this level's members, in its dtype or in another."""
+        """Carry out one step of operation `like` among this level's members, in any dtype."""
         shown = source if source is not None else target
         shape = None if shown is None else (len(shown),)
         dtype = dtype or like.dtype

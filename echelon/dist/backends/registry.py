@@ -1,4 +1,4 @@
-"""Lists the available backends and creates a backend's engine for a group.
+"""List the available backends, and create a backend's engine for a group.
 
 A backend is listed in `_OWN`, or provided by an installed package through the entry point group
 `echelon.backends`: the entry point's object is a function like `create` in
@@ -35,7 +35,7 @@ Create = Callable[[Members, PrefixStore, float], Engine]
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Whether a backend can run here, and otherwise the `reason` why not."""
+    """Whether a backend can run here, with the `reason` if it cannot."""
 
     name: str
     ready: bool
@@ -71,7 +71,7 @@ def check_name(name: str) -> None:
 
 
 def for_device(device: str) -> tuple[str, str]:
-    """Return the backend for a device's arrays, preferring echelon's; or "" and the reason."""
+    """Return the backend for a device's arrays, preferring echelon's own, or "" with the reason."""
     reason = f"no backend carries arrays on {device}"
     names = [_DEVICES[device]] if device in _DEVICES else []
     for name in (*names, *sorted(_plugins())):
@@ -106,7 +106,7 @@ def runtime(device: str) -> Callable[[str], Any] | None:
 
 
 def statuses() -> list[Status]:
-    """Return the status of every known backend, echelon's own first."""
+    """Return the status of every known backend, beginning with echelon's own."""
     found = []
     for name in (*_OWN, *sorted(_plugins())):
         try:
@@ -126,7 +126,7 @@ def _find(name: str) -> tuple[Create, Callable[[], str], str]:
         except ModuleNotFoundError as err:
             if err.name is None or not err.name.startswith("echelon"):
                 raise
-            raise ValueError(f"backend {name!r} is not part of this version") from None
+            raise ValueError(f"backend {name!r} is not part of this version of echelon") from None
         return module.create, module.not_ready, "echelon"
     plugins = _plugins()
     if name not in plugins:

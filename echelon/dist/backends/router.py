@@ -1,4 +1,4 @@
-"""Chooses a group's engine for each operation, by its device and separately for messages.
+"""Choose a group's engine for each operation, by its device and separately for messages.
 
 A group has more than one engine in three cases:
 
@@ -78,7 +78,7 @@ class Router:
 
     @property
     def closes_together(self) -> bool:
-        """Whether releasing an engine waits for the other members, as device libraries do."""
+        """Whether releasing an engine requires waiting for the other members."""
         return any(
             engine.device != "cpu" or getattr(engine, "closes_together", False)
             for engine in self._all()
@@ -89,7 +89,7 @@ class Router:
         return self._engines.get(device)
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
-        """Return why the host engines refuse such operations, or "" if they do not."""
+        """Return why the host engines refuse such operations, or "" if they accept them."""
         engine = self._messages if kind in ("send", "recv") else self._host
         return engine.refuses(kind, dtype, reduce_op)
 
@@ -128,7 +128,7 @@ class Router:
         self._engine(operation, watch).execute(operation, watch)
 
     def submit(self, operation: Operation, watch: Watch) -> Pending:
-        """Start one operation; the first on a device blocks until all ranks have called it."""
+        """Start one operation. A device's first operation blocks until all ranks have called it."""
         if operation.kind == OPEN and operation.device == self.device:
             return DonePending()  # messages of the host need no connection of their own
         return self._engine(operation, watch).submit(operation, watch)
@@ -142,7 +142,7 @@ class Router:
             yield
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """End all progress in every engine."""
+        """End the progress of all operations in every engine."""
         self._cut_for.append(reason)
         for engine in self._all():
             engine.cut(reason)
@@ -181,7 +181,7 @@ class Router:
         return engine
 
     def _make(self, operation: Operation, watch: Watch) -> Engine:
-        """Create a device's engine during an operation in which all members take part."""
+        """Create the engine for a device, during an operation in which all members take part."""
         self._compare(operation, watch)
         data = operation.source if operation.source is not None else operation.target
         members = dataclasses.replace(
@@ -203,7 +203,7 @@ class Router:
         return engine
 
     def _compare(self, operation: Operation, watch: Watch) -> None:
-        """Compare the calls of all members over the host engine."""
+        """Compare the calls of all members with the help of the host engine."""
         meeting = Operation(
             "barrier", operation.sequence, timeout_s=operation.timeout_s, call=operation.call
         )
@@ -217,7 +217,7 @@ class Router:
             raise
 
     def _rename(self, error: CollectiveError, meeting: Operation, operation: Operation) -> None:
-        """Make an error from the comparison name the user's operation."""
+        """Make an error that arose during the comparison name the user's operation."""
         before, now = (build.place(self._members, one) for one in (meeting, operation))
         error.args = (str(error).replace(before, now, 1),)
         error.operation = operation.kind

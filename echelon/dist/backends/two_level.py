@@ -1,4 +1,4 @@
-"""The shm+gloo backend: shared memory inside a host, one Gloo ring per local rank between hosts.
+"""Provide the shm+gloo backend: shared memory inside a host, and Gloo between hosts.
 
 With L ranks on each of H hosts and n bytes per array:
 
@@ -152,7 +152,7 @@ class TwoLevelEngine(HostEngine):
         return super().submit(operation, watch)
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """End all progress on both levels, in an orderly way only if no collective is in progress.
+        """End all progress on both levels, in an orderly way only if no collective is running.
 
         The levels' own threads are idle while this engine's thread drives them, so they cannot
         determine whether a collective is in progress.
@@ -203,7 +203,7 @@ class TwoLevelEngine(HostEngine):
         return bool(ordered) or is_uneven or operation.kind not in self._run
 
     def _retold(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return an error that names the user's call instead of one of its steps."""
+        """Return an error that names the user's call instead of one of the call's steps."""
         told = str(error).startswith(build.place(self._members, operation))
         if told or isinstance(error, CollectiveMismatchError):
             return error
@@ -391,7 +391,7 @@ class TwoLevelEngine(HostEngine):
         return operation.peer == ANY_SOURCE and 1 < len(self._hosts[self._mine]) < self._size
 
     def _submit_to_both(self, operation: Operation, watch: Watch) -> Pending:
-        """Start a receive on both levels; the level between hosts watches the deadline."""
+        """Start a receive on both levels; the level between hosts checks the deadline."""
         engine: Any = self._inside.engine
         longer = dataclasses.replace(operation, timeout_s=operation.timeout_s + _LATER_S)
         inside = engine.submit_shared(longer, self._watch_inside(watch))
@@ -399,7 +399,7 @@ class TwoLevelEngine(HostEngine):
         return EitherPending(inside, across, self._hosts[self._mine])
 
     def _route(self, operation: Operation, watch: Watch) -> tuple[Engine, Operation, Watch]:
-        """Return the level that carries a message, and the message as called on that level."""
+        """Return the level that carries a message, and the message in the form for that level."""
         near = self._hosts[self._mine]
         if operation.peer == ANY_SOURCE and len(near) == self._size:
             return self._inside.engine, operation, self._watch_inside(watch)

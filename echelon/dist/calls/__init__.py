@@ -1,1 +1,1 @@
-"""The calls of a group, each of which checks its arguments and starts one operation."""
+"""Define the calls of a group, each of which checks its arguments and starts one operation."""

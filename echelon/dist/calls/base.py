@@ -1,4 +1,4 @@
-"""The base of a group's calls, through which every operation passes.
+"""Provide the base of a group's calls, through which every operation passes.
 
 Only here is an operation numbered, recorded and passed to the engine. The callers check their
 arguments first, so an engine never receives invalid arguments, and the black box never misses an
@@ -34,14 +34,14 @@ _P2P = int(Flag.P2P)
 
 
 class _Coalesced(threading.local):
-    """The `coalesce` block that a thread has entered: its number and the works launched in it."""
+    """A `coalesce` block that a thread has entered, with its number and its works."""
 
     # On the class: looking for an attribute that is not there costs a small collective's tenth.
     batch: tuple[int, list[Work]] | None = None
 
 
 class Calls:
-    """Base of the classes of calls, which check their arguments and pass operations to it."""
+    """The base of the classes that check a call's arguments and then start its operation."""
 
     def __init__(
         self, members: Members, engine: Engine, timeout_s: float, evidence: Evidence | None
@@ -165,7 +165,7 @@ class Calls:
         return work if async_op or peer == ANY_SOURCE else None
 
     def _is_inline(self, operation: Operation) -> bool:
-        """Return whether a blocking operation runs on this thread, so that no `Work` is needed."""
+        """Return whether a blocking operation runs on the calling thread, without a `Work`."""
         is_open = operation.kind == OPEN
         return operation.device == "cpu" and operation.peer != ANY_SOURCE and not is_open
 
@@ -208,7 +208,10 @@ class Calls:
         return self._record(operation, shown, async_op)
 
     def _raise_failure(self, err: BaseException, record: int) -> NoReturn:
-        """Record a failure and raise it; an error of the group also names the caller's line."""
+        """Record a failure and raise it.
+
+        An error of the group also names the line of the caller.
+        """
         recorder = None if record == NOT_RECORDED else black_box.current()
         if recorder is not None:
             recorder.failed(record, err)
@@ -294,7 +297,7 @@ class Calls:
         raise ValueError(f"group {self.name!r} is shut down")
 
     def _new_call(self, key: tuple[Any, ...], shown: View | None) -> tuple[bytes, Any]:
-        """Encode and prepare a collective that the engine accepts; cache results up to a limit."""
+        """Encode and prepare a collective that the engine accepts; cache up to a limit."""
         kind, reduce_op, dtype, root = key[:4]
         self._check_use(kind, shown, reduce_op)
         if len(self._calls) >= _MAX_CALLS:
@@ -315,11 +318,13 @@ class Calls:
 
     def _check_any_source(self, data: View, async_op: bool) -> None:
         if data.device != "cpu":
-            raise ValueError(f"recv of {data} from any rank: on {data.device} name the source")
+            raise ValueError(
+                f"recv of {data} from any rank is not possible on {data.device}: name the source"
+            )
         if self._batch() is not None and not async_op:
             raise ValueError(
-                "recv from any rank inside coalesce(): pass async_op=True; its work names the "
-                "source once the block has ended"
+                "recv from any rank inside coalesce() needs async_op=True: the returned work "
+                "names the source after the block"
             )
 
     def _check_rank(self, rank: Any, name: str) -> int:
@@ -335,5 +340,5 @@ class Calls:
         if root == self.rank:
             return view(array, name, writable=writable)
         if array is not None:
-            raise ValueError(f"only root {root} passes {name}; pass None on rank {self.rank}")
+            raise ValueError(f"only root {root} may pass {name}: pass None on rank {self.rank}")
         return None

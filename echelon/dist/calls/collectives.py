@@ -1,4 +1,4 @@
-"""The collectives of a group, each of which checks its arguments and starts one operation.
+"""Define the collectives of a group.
 
 Every call has two forms. By default it blocks and returns once the operation has ended on this
 rank. With `async_op=True` it returns a `Work` at once. The docstring of `ProcessGroup` describes
@@ -445,7 +445,7 @@ class Collectives(Calls):
         async_op: bool = False,
         timeout_s: Timeout = None,
     ) -> Work | None:
-        """Send each rank its part of the `x` of `root`, and store it in `out`.
+        """Send each rank its part of the `x` of `root`, which the rank stores in `out`.
 
         Args:
             out: [n, ...], the same shape on all ranks.
@@ -482,7 +482,7 @@ class Collectives(Calls):
         return self._collective("barrier", None, None, timeout_s=timeout_s, async_op=async_op)
 
     def monitored_barrier(self, timeout_s: Timeout = None) -> None:
-        """Block until every rank has called this method; a timeout error names missing ranks.
+        """Block until every rank has called this method. A timeout error names the missing ranks.
 
         A rank that has made the call is not named, even if its process has been stopped since. On
         backends that use connections, the call takes two exchanges with the store.

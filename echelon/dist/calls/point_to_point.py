@@ -1,4 +1,4 @@
-"""Send and receive, each of which checks its arguments and starts one operation."""
+"""Define send and receive, each of which checks its arguments and starts one operation."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PointToPoint(Calls):
     def send(
         self, x: Array, to: int, tag: int = 0, async_op: bool = False, timeout_s: Timeout = None
     ) -> Work | None:
-        """Send `x` to a rank, which receives it with the same tag, dtype and size.
+        """Send `x` to a rank, which must receive it with the same tag, dtype and size.
 
         The call may return before the receiver has called `recv`. Once it returns, `x` may be
         modified. Messages between the same two ranks with the same tag arrive in order.
@@ -100,7 +100,7 @@ class PointToPoint(Calls):
         async_op: bool = False,
         timeout_s: Timeout = None,
     ) -> Work | int:
-        """Receive into `x` the next message with this tag from a rank.
+        """Receive the next message with this tag from a rank into `x`.
 
         Args:
             x: any shape; the dtype and the number of elements must match the sender's.

@@ -1,4 +1,4 @@
-"""Computes sums over ranks in the order of the canonical tree, on any backend.
+"""Compute sums over ranks in the order of the canonical tree, on any backend.
 
     reduce_scatter    all_to_all: each rank sends every other rank's block of elements of each of
                       its nodes; each then adds the nodes of its block in the tree's order.
@@ -24,7 +24,7 @@ from echelon.errors import CollectiveMismatchError
 
 
 def agree_runs(group: ProcessGroup, run: Run) -> tuple[Run, ...]:
-    """Return every rank's run. Collective: blocks until all ranks have called it or it times out.
+    """Return the run of every rank. Collective: blocks until all ranks have called it.
 
     Raises:
         CollectiveMismatchError: the runs have different totals, or a rank's run does not begin
@@ -37,8 +37,8 @@ def agree_runs(group: ProcessGroup, run: Run) -> tuple[Run, ...]:
         if one.total != following.total or one.stop != following.start:
             raise CollectiveMismatchError(
                 f"runs of micro-batches in group {group.name!r}: rank {group.ranks[rank]} has "
-                f"{following}, rank {group.ranks[rank - 1]} before it has {one}. "
-                "Give the ranks adjacent runs of one total, such as even_runs(total, size)",
+                f"{following}, but the preceding rank {group.ranks[rank - 1]} has {one}. Give "
+                "the ranks adjacent runs of one total, such as even_runs(total, size)",
                 group=group.name,
                 operation="agree_runs",
                 ranks=[group.ranks[rank]],
@@ -70,9 +70,14 @@ def reduce_scatter(
     """
     splits = even_splits(sums.numel, group.size) if splits is None else list(splits)
     if len(splits) != group.size or sum(splits) != sums.numel or min(splits) < 0:
-        raise ValueError(f"splits {splits}: expected {group.size} that add up to {sums.numel}")
+        raise ValueError(
+            f"splits {splits}: expected {group.size} numbers that add up to {sums.numel}"
+        )
     if len(runs) != group.size or runs[group.rank] != sums.run:
-        raise ValueError(f"runs {list(runs)}: rank {group.rank} of {group.size} has {sums.run}")
+        raise ValueError(
+            f"runs {list(runs)} do not match rank {group.rank} of {group.size}, "
+            f"whose run is {sums.run}"
+        )
     union = Run(runs[0].start, runs[-1].stop, sums.run.total)
     nodes = sums.nodes()
     if group.size == 1:
@@ -126,7 +131,7 @@ def even_splits(numel: int, size: int) -> list[int]:
 def _by_destination(
     nodes: Sequence[tuple[Node, torch.Tensor]], splits: Sequence[int], sums: TreeSums
 ) -> torch.Tensor:
-    """Return each rank's block of every node, rank by rank: [len(nodes) * numel]."""
+    """Return each rank's block of every node, ordered by rank: [len(nodes) * numel]."""
     if len(nodes) == 1:
         return nodes[0][1]
     packed = torch.empty(len(nodes) * sums.numel, dtype=sums.dtype, device=sums.device)

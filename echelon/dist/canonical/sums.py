@@ -1,4 +1,4 @@
-"""TreeSums: adds one rank's micro-batches in the order of the canonical tree.
+"""Add one rank's micro-batches in the order of the canonical tree.
 
 The algorithm is that of a binary counter: a value that completes a node is added to its left
 neighbour at once. At most log2(numbers) + 1 vectors are alive for a run that begins at a multiple
@@ -50,7 +50,7 @@ class TreeSums:
         device: torch.device | str = "cpu",
     ) -> None:
         if sum_dtype(dtype) != dtype:
-            raise TypeError(f"sums in {dtype} lose bits: use {sum_dtype(dtype)}")
+            raise TypeError(f"sums in {dtype} lose precision: use {sum_dtype(dtype)}")
         self.run = run
         self.numel = numel
         self.dtype = dtype
@@ -76,11 +76,13 @@ class TreeSums:
         if number != self._next or number not in self.run:
             done = self._next == self.run.stop
             wanted = "none, the run is complete" if done else f"{self._next}"
-            raise ValueError(f"micro-batch {number} of {self.run}: the next one is {wanted}")
+            raise ValueError(
+                f"micro-batch {number} of {self.run} is out of turn: the next one is {wanted}"
+            )
         if vector.shape != (self.numel,) or vector.device != self.device:
             raise ValueError(
-                f"micro-batch {number}: a vector {list(vector.shape)} on {vector.device}, "
-                f"the sums are [{self.numel}] on {self.device}"
+                f"micro-batch {number}: the vector is {list(vector.shape)} on {vector.device}, "
+                f"but the sums are [{self.numel}] on {self.device}"
             )
         self._next += 1
         leaf = (Node(0, number), vector.detach().to(self.dtype))
@@ -94,7 +96,8 @@ class TreeSums:
         """
         if self._next != self.run.stop:
             raise ValueError(
-                f"micro-batches {self._next} to {self.run.stop - 1} of {self.run} were not added"
+                f"micro-batches {self._next} to {self.run.stop - 1} of {self.run} were not "
+                "added yet"
             )
         return list(self._nodes)
 
@@ -106,14 +109,17 @@ class TreeSums:
         """
         nodes = self.nodes()
         if len(self.run) != self.run.total:
-            raise ValueError(f"{self.run} is only a part: reduce it over the ranks first")
+            raise ValueError(
+                f"{self.run} covers only some of the micro-batches: reduce the "
+                "sums over the ranks first"
+            )
         return nodes[0][1]
 
     @classmethod
     def joined(
         cls, run: Run, numel: int, like: TreeSums, nodes: list[tuple[Node, torch.Tensor]]
     ) -> TreeSums:
-        """Return sums over `run` made from the nodes of adjacent ranks, whose memory is reused."""
+        """Return sums over `run` made from the nodes of adjacent ranks, reusing their memory."""
         found = cls(run, numel, like.dtype, like.device)
         found._nodes = combine(nodes, run, _add)
         found._next = run.stop

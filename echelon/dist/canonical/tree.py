@@ -1,4 +1,4 @@
-"""Defines the canonical tree: the order in which values of numbered micro-batches are added.
+"""Define the canonical tree: the order in which values of numbered micro-batches are added.
 
     number        0   1   2   3   4   5   6
     height 1      [0  1]  [2  3]  [4  5]  6
@@ -40,13 +40,13 @@ class Node:
         return Node(self.height + 1, self.index >> 1)
 
     def stop(self, total: int) -> int:
-        """Return one past the last number that the node covers, in a tree over `total` numbers."""
+        """Return one more than the last number that the node covers, in a tree over `total`."""
         return min((self.index + 1) << self.height, total)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The numbers of one rank: `start` to `stop` - 1, out of 0 to `total` - 1. A run may be empty.
+    """The numbers of one rank, from `start` to `stop` - 1, out of 0 to `total` - 1. May be empty.
 
     Raises:
         ValueError: the numbers are not in order.
@@ -115,7 +115,7 @@ def maximal_nodes(run: Run) -> tuple[Node, ...]:
 def combine(
     nodes: Iterable[tuple[Node, T]], run: Run, add: Callable[[T, T], T]
 ) -> list[tuple[Node, T]]:
-    """Add neighbouring nodes as far as the tree allows within a run.
+    """Add neighbouring nodes as far as the tree allows this within a run.
 
     Args:
         nodes: nodes with their values, in ascending order and without gaps, from the run's start
@@ -134,7 +134,7 @@ def combine(
 
 
 def _fold(stack: list[tuple[Node, T]], run: Run, add: Callable[[T, T], T]) -> None:
-    """Replace the last node by its parent for as long as all of the parent is available."""
+    """Replace the last nodes by their parent as long as the whole parent is available."""
     while stack:
         node, value = stack[-1]
         parent = node.parent

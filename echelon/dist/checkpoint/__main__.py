@@ -1,4 +1,4 @@
-"""The command line that shows, verifies and exports checkpoints.
+"""Run the command line that shows, verifies and exports checkpoints.
 
     python -m echelon.dist.checkpoint show FOLDER
     python -m echelon.dist.checkpoint verify FOLDER
@@ -68,7 +68,10 @@ def show(path: Path) -> int:
 
 
 def verify(path: Path) -> int:
-    """Read every version, oldest first, and print a line for each; return 1 if any is damaged."""
+    """Read every version, oldest first, and print one line per version.
+
+    Return 1 if any is damaged.
+    """
     code = 0
     for version in _all_versions(path):
         try:

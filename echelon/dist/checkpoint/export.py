@@ -1,4 +1,4 @@
-"""Exports a checkpoint to a single file that other programs can read."""
+"""Export a checkpoint to a single file that other programs can read."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def _only_module(source: Version) -> str:
     modules = [path for path, kind in source.manifest.kinds.items() if kind == MODULE]
     if len(modules) != 1:
         names = ", ".join(modules) or "none"
-        raise ValueError(f"{source.path}: name the module to export (key): {names}")
+        raise ValueError(f"{source.path}: choose the module to export with key: {names}")
     return modules[0]
 
 
 def _write_safetensors(source: Version, path: Path, key: str) -> None:
     if source.manifest.kinds.get(key) != MODULE:
-        raise ValueError(f"{source.path}: {key} is not a module in this checkpoint")
+        raise ValueError(f"{source.path}: {key} is not a module of this checkpoint")
     prefix = f"{key}/"
     paths = _one_per_name(source.manifest.tensors, prefix)
     tensors = {name: source.manifest.tensors[path] for name, path in paths.items()}
@@ -105,7 +105,7 @@ def _everything(source: Version) -> dict[str, Any]:
 def _entry(source: Version, key: str) -> Any:
     kind = source.manifest.kinds.get(key)
     if kind is None or kind == RANDOM:
-        raise ValueError(f"{source.path}: there is no {key} to export")
+        raise ValueError(f"{source.path}: the checkpoint has no {key} to export")
     if kind == OBJECT and key not in source.manifest.values:
         raise ValueError(f"{source.path}: {key} differs between ranks and cannot be exported")
     if kind == MODULE:
@@ -129,7 +129,7 @@ def _module(source: Version, prefix: str) -> dict[str, Any]:
 
 
 def _optimizer(source: Version, prefix: str) -> dict[str, Any]:
-    """Return an optimizer's state with numbered parameters, as torch does."""
+    """Return an optimizer's state with numbered parameters, as torch stores it."""
     values = {
         path.removeprefix(prefix): _resolve(source, unpack(value))
         for path, value in source.manifest.values.items()

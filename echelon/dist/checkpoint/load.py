@@ -1,4 +1,4 @@
-"""Loads a state into any number of ranks, regardless of how many ranks saved it."""
+"""Load a state into any number of ranks, regardless of the number of ranks that saved it."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def load_source(
 def _fill(
     open_source: Callable[[], Source], state: dict[str, Any], peers: Peers, doing: str
 ) -> None:
-    """Fill the state from one source.
+    """Fill the state from a single source.
 
     Raises:
         DamagedError: the data on disk is damaged; raised on all ranks.
@@ -153,7 +153,7 @@ def _read_manifest(path: Path | Remote) -> Manifest:
 
 
 def _choose(path: Path | Remote, *, is_again: bool) -> list[str]:
-    """Return the candidates for loading, the best first.
+    """Return the versions that can be loaded, best first.
 
     Args:
         path: the path that the caller passed.

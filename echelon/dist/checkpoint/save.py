@@ -1,4 +1,4 @@
-"""Saves a state: every rank writes its share, and the last step commits the version."""
+"""Save a state: every rank writes its share, and the last step commits the version."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SHARED_S = 10.0  # after this, a folder that another rank made is not on a shar
 
 
 class _LostPartError(CheckpointError):
-    """A save in the background needs a rank that is lost; the others have continued without it."""
+    """A save in the background needs a lost rank, without which the other ranks have continued."""
 
 
 def save(
@@ -87,12 +87,16 @@ def save(
         >>> pending.wait()
     """
     if keep < 1:
-        raise ValueError(f"keep {keep}: must be at least 1, because this checkpoint is kept")
+        raise ValueError(
+            f"keep must be at least 1, because this checkpoint itself is kept; got {keep}"
+        )
     root = place_of(path)
     if isinstance(root, Path) and (
         root.suffix in (".pt", ".pth", ".safetensors") or root.is_file()
     ):
-        raise ValueError(f"{root}: a checkpoint is a folder; `export` writes such a file from one")
+        raise ValueError(
+            f"{root}: a checkpoint is a folder; use `export` to write a single file from it"
+        )
     peers = find(to_write=True)
     return begin(root, state, peers, async_op=async_op, keep=keep, timeout_s=timeout_s)
 
@@ -107,7 +111,7 @@ def begin(
     timeout_s: float | None,
     then: Callable[[], None] | None = None,
 ) -> PendingSave | None:
-    """Save as `save` does, and call `then` on rank 0 once the version is committed.
+    """Save like `save`, and call `then` on rank 0 once the version is committed.
 
     Exceptions raised by `then` are ignored, because the checkpoint is already safe.
     """
@@ -146,7 +150,7 @@ def _prepare(
 
 
 def _unless_lost(peers: Peers, error: Exception | None) -> Exception | None:
-    """Warn where the save before has lost a rank: this one replaces it."""
+    """Warn if the previous save has lost a rank; the current save replaces it."""
     if not isinstance(error, _LostPartError):
         return error
     if peers.rank == 0:
@@ -170,8 +174,8 @@ def _require_shared(unfinished: Unfinished | RemoteUnfinished) -> None:
     while not unfinished.is_seen():
         if time.monotonic() > deadline_s:
             raise CheckpointError(
-                f"{unfinished.path}: created by rank 0, but not visible here: all hosts must "
-                "share this file system",
+                f"{unfinished.path}: rank 0 created this folder, but it is not visible here: "
+                "all hosts must share this file system",
                 path=str(unfinished.path),
             )
         time.sleep(_LOOK_S)
@@ -179,7 +183,7 @@ def _require_shared(unfinished: Unfinished | RemoteUnfinished) -> None:
 
 @dataclass(kw_only=True)
 class _Job:
-    """One rank's share of the work of a save."""
+    """The part of a save that one rank does."""
 
     unfinished: Unfinished | RemoteUnfinished
     contents: Contents
@@ -191,7 +195,7 @@ class _Job:
     step: int | None = None  # at which it was begun
 
     def snapshot(self) -> None:
-        """Copy the data that this rank writes, so that training can continue to modify it."""
+        """Copy the data that this rank writes, so that training can change the original."""
         held = self.mine
         self.mine = [_copy(one) for one in held]
         self.contents.held = []
@@ -211,7 +215,7 @@ class _Job:
             raise
 
     def run_apart(self, deadline_s: float) -> None:
-        """Write and commit without communication, by watching for the other ranks' files.
+        """Write and commit without communication, by watching for the files of the other ranks.
 
         Communication is left to the training, which continues at the same time.
         """
@@ -265,13 +269,15 @@ class _Job:
         while not is_there():
             failure = self.unfinished.failure()
             if failure is not None:
-                raise CheckpointError(f"{root}: not saved: {failure}", path=str(root))
+                raise CheckpointError(
+                    f"{root}: the checkpoint was not saved: {failure}", path=str(root)
+                )
             self._require_time(deadline_s)
             self._require_ranks(is_there)
             time.sleep(_LOOK_S)
 
     def _require_ranks(self, is_there: Callable[[], bool]) -> None:
-        """Raise if this save can no longer be completed, since a rank that it needs is lost."""
+        """Raise an error if this save cannot be completed because a needed rank is lost."""
         gone = self.peers.gone()
         if not gone:
             return
@@ -282,7 +288,9 @@ class _Job:
             return
         root = self.unfinished.final.parent
         shown = ", ".join(map(str, lost))
-        raise _LostPartError(f"{root}: not saved, because rank {shown} was lost", path=str(root))
+        raise _LostPartError(
+            (f"{root}: the checkpoint was not saved, because rank {shown} was lost"), path=str(root)
+        )
 
     def _require_time(self, deadline_s: float) -> None:
         if time.monotonic() <= deadline_s:
@@ -290,7 +298,8 @@ class _Job:
         root = self.unfinished.final.parent
         missing = self.unfinished.missing(self.peers.size)
         raise CheckpointError(
-            f"{root}: not saved within {self.timeout_s:g} s; parts missing of ranks: "
+            f"{root}: the checkpoint was not saved within {self.timeout_s:g} s; ranks whose "
+            "parts are missing: "
             f"{', '.join(map(str, missing)) or 'none, but rank 0 did not finish'}",
             path=str(root),
         )

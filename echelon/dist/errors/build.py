@@ -1,4 +1,4 @@
-"""Builds the errors of a group's operations in one place, so that all engines report alike."""
+"""Build the errors of a group's operations in one place, so that all engines raise equal errors."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def aborted(members: Members, operation: Operation) -> CollectiveError:
 
 
 def interrupted(members: Members, operation: Operation, raised: BaseException) -> CollectiveError:
-    """Build the error for a group in which a signal handler of this rank raised."""
+    """Build the error for a group whose call a signal handler's exception interrupted."""
     what = f"{type(raised).__name__} in a signal handler"
     return _of_this_rank(members, operation, f"the group was aborted on rank {{rank}}: {what}")
 

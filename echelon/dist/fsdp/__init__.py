@@ -1,4 +1,4 @@
-"""fully_shard: divides parameters, gradients and optimizer state among ranks."""
+"""Divide parameters, gradients and optimizer state among ranks (`fully_shard`)."""
 
 from echelon.dist.fsdp.control import (
     gradient_sync,

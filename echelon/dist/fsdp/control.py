@@ -1,4 +1,4 @@
-"""Controls sharding manually, for schedules that split or reorder the backward pass."""
+"""Control sharding by hand, for schedules that split or reorder the backward pass."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def unshard(module: nn.Module) -> None:
 
 @uncompiled_call
 def reshard(module: nn.Module) -> None:
-    """Release all units in a module. Units that a backward still needs are gathered again later.
+    """Release all units in a module. A unit that a backward still needs is gathered again later.
 
     Example:
         >>> _ = fully_shard(model, reshard_after_forward=False)

@@ -1,4 +1,4 @@
-"""The settings of `fully_shard`."""
+"""Define the settings of `fully_shard`."""
 
 from __future__ import annotations
 

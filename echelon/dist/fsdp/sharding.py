@@ -1,4 +1,4 @@
-"""fully_shard: turns a module into a unit whose parameters are divided among ranks."""
+"""Turn a module into a unit whose parameters are divided among ranks (`fully_shard`)."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _modules(given: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, ...]:
             raise ValueError(f"this {type(module).__name__} is already sharded")
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             raise ValueError(
-                f"a {type(module).__name__} has no forward of its own; shard the modules in it"
+                f"a {type(module).__name__} has no forward of its own; shard the modules inside it"
             )
     return modules
 
@@ -188,7 +188,7 @@ def _driver(group: ProcessGroup | None, mesh: DeviceMesh | None) -> Driver:
     group = world() if group is None else group
     if not isinstance(group, ProcessGroup):
         raise ValueError(
-            f"group must be a ProcessGroup or None, got {group!r}; a mesh goes to mesh="
+            f"group must be a ProcessGroup or None, got {group!r}; pass a mesh as mesh="
         )
     # Kept on the group: both live equally long.
     drivers: list[Driver] = group.__dict__.setdefault("_echelon_drivers", [])
@@ -202,7 +202,7 @@ def _driver(group: ProcessGroup | None, mesh: DeviceMesh | None) -> Driver:
 def _groups_of(
     group: ProcessGroup | None, mesh: DeviceMesh
 ) -> tuple[ProcessGroup, ProcessGroup | None]:
-    """Return the sharding group, and the replicating group or None if there is only one copy."""
+    """Return the sharding group and the replicating group, which is None without replicas."""
     if group is not None:
         raise ValueError("group= and mesh= are mutually exclusive")
     if not isinstance(mesh, DeviceMesh) or len(mesh.names) not in (1, 2):
@@ -215,7 +215,7 @@ def _groups_of(
 
 
 def _check_reshard(reshard: bool | int, group: ProcessGroup) -> int:
-    """Return how many near ranks jointly keep the parameters, or 0 if this is not requested."""
+    """Return how many near ranks together keep the parameters, or 0 if none are to be kept."""
     if isinstance(reshard, bool):
         return 0
     if not isinstance(reshard, int) or reshard < 1 or group.size % reshard:
@@ -227,7 +227,7 @@ def _check_reshard(reshard: bool | int, group: ProcessGroup) -> int:
 
 
 def _sources(modules: tuple[nn.Module, ...], ignored: set[int]) -> tuple[list[Source], list[Unit]]:
-    """Return the parameters that no unit owns yet, and the units that own the other parameters."""
+    """Return the parameters that no unit owns yet, and the units that own the remaining ones."""
     sources: dict[int, Source] = {}
     within = {module for _, module in _parts(modules)}
     borrowed: dict[Unit, None] = {}
@@ -264,7 +264,7 @@ def _check_parameter(title: str, parameter: nn.Parameter, *, is_sparse: bool) ->
     if parameter.is_complex():
         raise ValueError(
             f"parameter {title!r} is {parameter.dtype}, which cannot be reduced; pass it to "
-            "ignored_params=, or keep its real and imaginary parts (torch.view_as_real)"
+            "ignored_params=, or store the real and imaginary parts (torch.view_as_real)"
         )
 
 
@@ -277,7 +277,7 @@ def _parts(modules: tuple[nn.Module, ...]) -> list[tuple[str, nn.Module]]:
 
 
 def _alike(sources: list[Source]) -> list[list[Source]]:
-    """Group parameters by dtype, by device, and by whether they require gradients."""
+    """Group parameters that have the same dtype, device and `requires_grad`."""
     groups: dict[Any, list[Source]] = {}
     for source in sources:
         parameter = source.parameter

@@ -1,4 +1,4 @@
-"""Provides the state of a sharded model: this rank's part of each parameter, or the whole model.
+"""Provide the state of a sharded model: this rank's shards, or the whole model.
 
 `model.state_dict()` returns the shards, without any communication; `load_state_dict` takes shards
 or whole parameters. `shards` describes each shard's place in its parameter, for checkpoints;
@@ -206,8 +206,8 @@ def _show_shards(unit: Unit) -> None:
     driver = driver_of(unit)
     if driver.is_at_work(unit):
         raise RuntimeError(
-            f"the state of {unit} was asked for, or set, inside of a forward or backward, which "
-            "needs its whole parameters: do that between two steps"
+            f"the state of {unit} was read or set during a forward or backward, which needs "
+            "the whole parameters: read or set the state between two steps"
         )
     unit.adopt()
     driver.release([unit])
@@ -216,10 +216,13 @@ def _show_shards(unit: Unit) -> None:
 def _before_load(
     unit: Unit, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """Reduce whole parameters in a state dict to this rank's part before it is loaded."""
+    """Replace whole parameters in a state dict by this rank's shards before the dict is loaded."""
     _show_shards(unit)
     if metadata.get("assign_to_params_buffers"):
-        raise ValueError("load_state_dict(assign=True) would put other parameters in the shards'")
+        raise ValueError(
+            "load_state_dict(assign=True) would replace the shards by other "
+            "parameters: use assign=False"
+        )
     for name, member in _named(module, unit):
         value = state.get(prefix + name)
         if isinstance(value, torch.Tensor) and value.shape == member.piece.shape:

@@ -1,4 +1,4 @@
-"""Keeps torch.compile from tracing hooks, guards and public calls, which run outside graphs.
+"""Keep torch.compile from tracing hooks, guards and public calls, which run outside graphs.
 
 These functions start collectives, inspect attributes of tensors and keep state, none of which
 belongs in a compiled graph. A graph that reaches one of these functions is split there.
@@ -16,7 +16,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def uncompiled(function: _Function) -> _Function:
-    """Wrap a function so that it and its callees are never traced. Loads torch._dynamo."""
+    """Wrap a function so that torch never traces the function or its callees.
+
+    Loads torch._dynamo.
+    """
     disabled: _Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return disabled
 

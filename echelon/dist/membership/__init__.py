@@ -1,1 +1,1 @@
-"""Membership: meets the other ranks, and tracks their hosts, processes and clocks."""
+"""Meet the other ranks, and track their hosts, processes and clocks."""

@@ -1,4 +1,4 @@
-"""Finds the address at which the other hosts of a job reach this host."""
+"""Find the address at which the other hosts of a job reach this host."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 
 
 def own_address(endpoint: str) -> str:
-    """Return this host's address on the route to the store, by which other hosts can reach it.
+    """Return the address at which other hosts can reach this host, on its route to the store.
 
     Args:
         endpoint: "host:port" of the store at which the members meet. For a store without an

@@ -1,4 +1,4 @@
-"""Answer: a rank's answer in a liveness check, and how the ranks at fault follow from answers.
+"""Define a rank's answer in a liveness check, and derive the ranks at fault from the answers.
 
 A message that times out shows only that its peer did not send. The peer may itself be waiting, for
 another message or in a collective. In that case the rank at the end of that chain must be named.
@@ -82,7 +82,7 @@ def origins(
 
 
 def _needed(rank: int, answers: Mapping[int, Answer], silent: Sequence[int]) -> list[int]:
-    """Return the ranks that a rank is waiting for, as far as the answers show."""
+    """Return the ranks for which a rank is waiting, as far as the answers show."""
     if rank not in answers:
         return []
     mine = answers[rank]

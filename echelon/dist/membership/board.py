@@ -1,4 +1,4 @@
-"""Posts short notices on a board in the store, which every rank of a world reads at once.
+"""Post short notices on a board in the store, which every rank of a world reads at once.
 
 A rank whose group failed posts a verdict; a rank that must find out which ranks are dead posts a
 question, which every member's process answers, whatever its main thread is doing. Notices are
@@ -59,7 +59,7 @@ class Board:
         self._thread: threading.Thread | None = None
 
     def attach(self, path: str, take: Take) -> None:
-        """Call `take` with the notices for one group from now on, on the board's thread.
+        """Call `take` with each notice for one group from now on, on the board's thread.
 
         Raises:
             StoreError: the store cannot be reached within its own timeout.
@@ -81,7 +81,10 @@ class Board:
                 self._thread.start()
 
     def detach(self, path: str) -> None:
-        """Stop passing on notices for a group; the board stops listening after the last group."""
+        """Stop passing on the notices for a group.
+
+        The board stops listening after the last group.
+        """
         with self._lock:
             self._takers.pop(path, None)
             if self._takers or self._thread is None:

@@ -1,4 +1,4 @@
-"""Aligns the hosts' clocks once, at `init`: finds each clock's offset to rank 0's clock.
+"""Align the hosts' clocks once, at `init`, by finding each clock's offset to rank 0's clock.
 
 Ranks that share rank 0's clock (all of them, on one host) do not need this. On every other host one
 rank asks rank 0 for the time, by round trips through the store's queues, and passes the result to

@@ -1,4 +1,4 @@
-"""Reads the environment variables of this package: torchrun's worker variables and a few more.
+"""Read the environment variables of this package: torchrun's worker variables and a few more.
 
 | variable | meaning |
 |---|---|
@@ -63,12 +63,12 @@ class Rendezvous:
 
 
 def num_ranks_here(at_least: int) -> int:
-    """Return the number of ranks on this node according to the launcher, or `at_least`."""
+    """Return the number of ranks on this node as set by the launcher, or `at_least` if not set."""
     return max(at_least, _number("LOCAL_WORLD_SIZE", at_least))
 
 
 def local_rank() -> int:
-    """Return this rank's number within its node, or its rank if the launcher does not set one.
+    """Return this rank's number within its node, or its rank if the launcher sets no such number.
 
     Raises:
         ValueError: the variable is not a number.
@@ -97,8 +97,8 @@ def _text(name: str) -> str:
     value = os.environ.get(name)
     if not value:
         raise ValueError(
-            f"RANK and WORLD_SIZE are set but {name} is not: start the script with "
-            "`echelon run` or torchrun, or unset them for a world of one"
+            f"RANK and WORLD_SIZE are set but {name} is not: start the script with `echelon "
+            "run` or torchrun, or unset both for a world of one"
         )
     return value
 

@@ -1,4 +1,4 @@
-"""Finds the other ranks' processes on this host, and this host's address on a route."""
+"""Find the other ranks' processes on this host, and this host's address on a route."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from echelon.host.identity import Process, is_same_host, process_of
 
 
 def processes_here(facts: list[dict[str, Any]], rank: int) -> dict[int, Process]:
-    """Return the other ranks' processes on the host of the given rank."""
+    """Return the processes of the other ranks on the host of the given rank."""
     return {
         other: process_of(fact)
         for other, fact in enumerate(facts)

@@ -1,4 +1,4 @@
-"""Determines which members of a group are at fault: dead, closed, late, or blamed by a rank.
+"""Determine which members of a group are at fault: dead, closed, late, or blamed by a rank.
 
 Evidence, strongest first:
 
@@ -90,7 +90,7 @@ class Liveness:
         self._is_closed = False
 
     def use_board(self) -> None:
-        """Use the world's board even if every member is watched directly; call this before `serve`.
+        """Use the world's board even if every member is watched directly. Call this before `serve`.
 
         A broken connection shows that a rank left or failed, but not which rank or why.
         """
@@ -104,7 +104,7 @@ class Liveness:
             self._board.attach(self._path, self._take)
 
     def check_joining(self) -> None:
-        """Raise if a member is known to have died while the group is being created.
+        """Raise an error if a member is known to have died while the group is being created.
 
         Raises:
             PeerLostError: a member has died; the error names it.
@@ -150,7 +150,7 @@ class Liveness:
                 time.sleep(_ASK_AGAIN_S)
 
     def explain(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return why a rank left, as observed by the engine, if it published the reason."""
+        """Return the error that explains why a rank left, if the rank published the reason."""
         if self._is_of_a_part(operation, error):
             return self.find(operation, None, [operation.peer])
         if self._is_late_here(operation, error):
@@ -164,7 +164,7 @@ class Liveness:
         return self._heard_or(operation, error, _HEARSAY_S)
 
     def hear(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return the verdict of the rank whose failure ended an operation here, else `error`."""
+        """Return the verdict of the rank whose failure ended an operation, or else `error`."""
         wait_s = _HEARSAY_S if self._board is None else _VERDICT_S
         return self._heard_or(operation, error, wait_s)
 
@@ -208,7 +208,7 @@ class Liveness:
         self._try(lambda store: store.delete_key(mark))  # after a failure others may read it
 
     def _try(self, ask: Callable[[Store], object]) -> None:
-        """Call the store with a short limit; if the store does not answer, no mark is set."""
+        """Call the store with a short limit. If the store does not answer, the mark is not set."""
         with contextlib.suppress(StoreError), contextlib.closing(quick(self._store)) as store:
             ask(store)
 
@@ -224,7 +224,10 @@ class Liveness:
             watcher().post(self._mark_left)
 
     def close(self, timeout_s: float = 2 * QUICK_S) -> None:
-        """Publish everything still pending, and release all resources. Safe to call twice."""
+        """Publish everything that is still pending, and release all resources.
+
+        May be called twice.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -330,7 +333,7 @@ class Liveness:
         return [rank for rank in late if not store.check([f"{self._arrivals}/{rank}"])]
 
     def _ask(self, operation: Operation, store: Store) -> tuple[dict[int, Answer], list[int]]:
-        """Return the other ranks' calls and waits, and the ranks that did not answer the check."""
+        """Return the calls and waits of other ranks, and the ranks that did not answer."""
         if self._board is None:
             return {}, []
         question = f"{operation.kind}-{operation.peer}-{operation.sequence}"
@@ -364,7 +367,7 @@ class Liveness:
     # ---- verdicts and answers ----
 
     def _take(self, notice: dict[str, Any]) -> None:
-        """Answer a question or pass on a verdict from the board. Runs on the board's thread."""
+        """Answer a question from the board, or pass on a verdict. Runs on the board's thread."""
         state = self._state
         if state is None:
             return

@@ -1,4 +1,4 @@
-"""Exchanges one value per member through the store, which is how every group begins."""
+"""Exchange one value per member through the store, as every new group does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echelon.store.base import Store
 def gather(
     members: Members, store: PrefixStore, key: str, mine: Any, deadline_s: float
 ) -> list[Any]:
-    """Exchange one value per member through the store; the key may be reused.
+    """Exchange one value per member through the store, under a key that may be reused.
 
     The first rank to time out withdraws its arrival, so the next rank to time out would report it
     as missing too. A mark that outlives the withdrawal shows which ranks had arrived.
@@ -85,7 +85,7 @@ def exchange(
 
 
 def arrive(members: Members, store: Store, key: str, mine: Any) -> None:
-    """Do this rank's part of an `exchange` without waiting for the other ranks."""
+    """Do this rank's part of an `exchange`, without waiting for other ranks."""
     store.set(f"{key}/{members.rank}", json.dumps(mine))
     if store.add(f"{key}/arrived", 1) == members.size:
         store.set(f"{key}/gate", b"1")

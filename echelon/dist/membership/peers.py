@@ -1,4 +1,4 @@
-"""Detects other ranks' processes that have ended.
+"""Detect that the processes of other ranks have ended.
 
 Processes are watched through pidfds, which are not affected by reused pids and report a zombie as
 dead. If the kernel or a sandbox denies pidfds, the pid and the start time in /proc are used. A pid
@@ -37,7 +37,7 @@ class _Descriptors:
                 self._open[process] = (fd, 0)
 
     def take(self, process: Process) -> int | None:
-        """Return the pidfd of a process, or None if there is none."""
+        """Return the pidfd of a process, or None if no pidfd is available."""
         with self._lock:
             fd, users = self._open.get(process, (-1, 0))
             if fd < 0:
@@ -96,7 +96,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def adopt(process: Process, fd: int) -> None:
-    """Watch a process in another PID namespace through the pidfd that it sent."""
+    """Watch a process in another PID namespace through a pidfd that the process sent."""
     _descriptors.adopt(process, fd)
 
 

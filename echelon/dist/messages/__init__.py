@@ -1,1 +1,1 @@
-"""Messages between two ranks: matching, flow control, and the thread that moves the bytes."""
+"""Provide messages between two ranks: matching, flow control, and the thread that moves bytes."""

@@ -1,4 +1,4 @@
-"""Runs a group's thread that moves the bytes of its messages.
+"""Run the thread that moves the bytes of a group's messages.
 
 Callers only append to a queue and wake the thread. So a call may come from any thread, from a
 signal handler that interrupted another call, or from a process that is about to fork, because only
@@ -33,7 +33,7 @@ class Streams(Interface):
     slice_s: float  # the longest `wait`, where `broken` has to be asked now and then
 
     def open(self, peer: int) -> None:
-        """Prepare the streams to and from a peer, which will be needed."""
+        """Prepare the streams to and from a peer that will be needed."""
 
     def drop(self, peer: int) -> None:
         """Close the streams to and from a peer."""
@@ -46,7 +46,7 @@ class Streams(Interface):
         """
 
     def writable(self) -> list[int]:
-        """Return the peers to which a `write` was refused for lack of room and may now succeed."""
+        """Return the peers to which an earlier `write` was refused and may now succeed."""
 
     def read(self, peer: int, view: memoryview) -> int:
         """Read a peer's bytes into `view`; return the number of bytes, which may be 0.
@@ -72,7 +72,7 @@ class Streams(Interface):
         """Wake another thread's current `wait`, or its next one."""
 
     def close(self) -> None:
-        """Release all resources. Called by the driver's thread, or by its closer if not started."""
+        """Release all resources. Called by the driver's thread or by the driver's closer."""
 
 
 Lost = Callable[[int, str], BaseException]
@@ -82,7 +82,7 @@ class Driver:
     """Runs a group's message protocol over its streams."""
 
     def __init__(self, name: str, protocol: Protocol, streams: Streams, lost: Lost) -> None:
-        """Create the driver; `lost(peer, why)` creates the error for a transfer that is cut off."""
+        """Create the driver. `lost(peer, why)` creates the error for a transfer that is cut off."""
         self._name = name
         self._protocol = protocol
         self._streams = streams
@@ -111,7 +111,7 @@ class Driver:
             self._streams.wake()
 
     def cut(self, error: BaseException) -> None:
-        """End current and later transfers with `error`; never blocks."""
+        """End current and future transfers with `error`; never blocks."""
         if self._end is None:
             self._end = error
         self._streams.wake()
@@ -132,7 +132,7 @@ class Driver:
         return not thread.is_alive()
 
     def _may_have_unread(self, peer: int) -> bool:
-        """Return whether a peer's bytes may be in transit to a receive; callable from any thread.
+        """Return whether a peer's bytes may be in transit to a receive. Callable from any thread.
 
         The result is True if bytes have arrived, and while the driver's thread is working. That
         thread may have read bytes without having passed them to the receive yet, or may not have
@@ -197,7 +197,7 @@ class Driver:
         return min(self._streams.slice_s, CHECK_EVERY_S if self._live else _IDLE_S)
 
     def _look_around(self) -> None:
-        """Check the watches of one transfer per peer and of transfers past their deadline."""
+        """Check the watches of one transfer per peer, and of the transfers past their deadline."""
         now = time.monotonic()
         self._look_at_s = now + CHECK_EVERY_S
         for transfer in self._live:

@@ -1,4 +1,4 @@
-"""EitherPending: runs a receive from any rank on two engines, of which one gets the message.
+"""Run a receive from any rank on two engines, one of which gets the message.
 
 [Note: one message for two receives] The receive is started on both levels, into the same array. The
 receive inside the host decides: its engine claims it when a message matches, and the level between
@@ -16,7 +16,7 @@ from echelon.dist.messages.transfer import Transfer
 
 
 class Inside(Pending, Protocol):
-    """A receive inside the host that can be cancelled."""
+    """A receive inside the host that can be withdrawn."""
 
     def withdraw(self) -> bool:
         """Cancel the receive; see `messages.transfer.Withdrawable`."""
@@ -41,7 +41,7 @@ class EitherPending:
         self._near = near
 
     def _ended(self) -> Pending | None:
-        """Return the receive whose end decides the outcome, or None until it is known."""
+        """Return the receive whose end decides the outcome, or None while this is open."""
         across, inside = self._across, self._inside
         if across.done and (across.error is not None or across.source >= 0):
             return across
@@ -62,7 +62,7 @@ class EitherPending:
 
     @property
     def ended_mono_ns(self) -> int:
-        """When the receive ended; 0 until then."""
+        """The time at which the receive ended; 0 until then."""
         ended = self._ended()
         return 0 if ended is None else ended.ended_mono_ns
 

@@ -1,4 +1,4 @@
-"""Encodes the frames of a message stream, each a 64-byte header with or without a payload.
+"""Encode the frames of a message stream, each of which is a 64-byte header and perhaps a payload.
 
     EAGER   a whole message: header (tag, dtype, size), then its bytes
     OFFER   a message that waits at the sender: header only; `number` identifies it
@@ -72,7 +72,7 @@ def unpack(data: bytes | bytearray | memoryview) -> Header:
     try:
         return Header(FrameKind(kind), tag, number, size, dtype.rstrip(b"\0"))
     except ValueError:
-        raise FrameError(f"a frame of kind {kind}") from None
+        raise FrameError(f"the peer sent a frame of unknown kind {kind}") from None
 
 
 def dtype_key(name: str) -> bytes:
@@ -84,5 +84,5 @@ def dtype_key(name: str) -> bytes:
 
 
 def dtype_name(key: bytes) -> str:
-    """Return the name of a dtype, given its key, for an error message."""
+    """Return the name of a dtype for an error message, given the dtype's key."""
     return key.decode("utf-8", "replace")

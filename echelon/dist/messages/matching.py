@@ -1,4 +1,4 @@
-"""Matches receives and messages by sender and tag, in order within each pair and tag.
+"""Match receives and messages by sender and tag, in order within each pair and tag.
 
 A receive that does not name a sender competes with all others. Of all receives that match a
 message, the one that was posted first gets the message. Of all messages that match a receive, the
@@ -51,7 +51,10 @@ class Matcher:
         self._num_early = 0
 
     def post(self, receive: Transfer) -> Arrival | None:
-        """Return the message for a receive; without one, keep the receive and return None."""
+        """Return the message for a receive.
+
+        If there is no message yet, keep the receive and return None.
+        """
         operation = receive.operation
         by_peer = self._early.get(operation.tag)
         if by_peer and operation.peer == ANY_SOURCE and not receive.take():
@@ -67,7 +70,7 @@ class Matcher:
         return None
 
     def match(self, peer: int, tag: int) -> Transfer | None:
-        """Return and remove the receive for a message that has just arrived."""
+        """Return and remove the receive that matches a message that has just arrived."""
         named = self._posted.get((peer, tag))
         while unnamed := self._posted.get((ANY_SOURCE, tag)):
             if named and named[0].order < unnamed[0].order:
@@ -86,7 +89,7 @@ class Matcher:
         by_peer.setdefault(arrival.peer, deque()).append(arrival)
 
     def drop_offers(self, peer: int) -> None:
-        """Forget messages that a rank offered but will no longer send."""
+        """Forget messages that a rank has offered but will no longer send."""
         for tag, by_peer in list(self._early.items()):
             kept = deque(one for one in by_peer.get(peer, ()) if one.is_complete)
             self._set_early(tag, by_peer, peer, kept)

@@ -1,4 +1,4 @@
-"""Implements the message protocol between two ranks, as a state machine without I/O.
+"""Implement the message protocol between two ranks as a state machine without I/O.
 
 A small message is sent at once (EAGER). A large message, or one that would use more of the
 receiver's memory than granted, is offered first and sent directly into the receiver's array once a
@@ -127,7 +127,7 @@ class Protocol:
             self._end_receives(peer, gone)
 
     def _deliver(self, receive: Transfer, arrival: Arrival) -> None:
-        """Deliver a message to a receive that was posted after the message came or was offered."""
+        """Deliver a message that had arrived or been offered before its receive was posted."""
         if arrival.number < 0:
             self._credit(arrival.peer, arrival.size)
         if not self._fits(receive, arrival.peer, arrival.dtype, arrival.size):
@@ -142,7 +142,10 @@ class Protocol:
     # ---- what goes out ----
 
     def outgoing(self, peer: int) -> list[memoryview]:
-        """Return the next bytes to write to a peer, which stay the same until `wrote` is called."""
+        """Return the next bytes to write to a peer.
+
+        The bytes stay the same until `wrote` is called.
+        """
         out = self._outboxes.get(peer)
         if out is None:
             return []
@@ -230,7 +233,7 @@ class Protocol:
         elif header.kind == FrameKind.GRANT:
             transfer = self._offered.pop((peer, header.number), None)
             if transfer is None:
-                raise FrameError(f"a grant of message {header.number}, which was not offered")
+                raise FrameError(f"the peer granted message {header.number}, which was not offered")
             self._outbox(peer).granted.append((header.number, transfer))
             self.dirty.add(peer)
         else:
@@ -239,7 +242,7 @@ class Protocol:
 
     def _begin_eager(self, peer: int, inbox: _Inbox, header: Header) -> None:
         if header.size > EAGER_BYTES:
-            raise FrameError(f"{header.size} bytes that were not offered first")
+            raise FrameError(f"the peer sent {header.size} bytes that it had not offered")
         receive = self._matcher.match(peer, header.tag)
         if receive is None:
             early = Arrival(
@@ -267,7 +270,8 @@ class Protocol:
         receive = self._claimed.get((peer, header.number))
         if receive is None or header.size > len(receive.data) - receive.moved:
             raise FrameError(
-                f"{header.size} bytes of message {header.number}, which was not granted"
+                f"the peer sent {header.size} bytes of message {header.number}, which was not "
+                "granted"
             )
         place = receive.data[receive.moved : receive.moved + header.size]
         receive.moved += header.size
@@ -287,7 +291,7 @@ class Protocol:
         self._advance(inbox, body)
 
     def _fits(self, receive: Transfer, peer: int, dtype: bytes, size: int) -> bool:
-        """Record the sender, and end a receive whose dtype or size differs."""
+        """Record the sender, and end a receive whose dtype or size differs from the message's."""
         receive.source = peer
         if (dtype, size) == (receive.dtype, len(receive.data)):
             return True
@@ -315,7 +319,7 @@ class Protocol:
     # ---- the end ----
 
     def lost(self, peer: int, error: BaseException) -> None:
-        """End transfers that need a peer whose streams have ended; earlier messages remain."""
+        """End transfers that need a peer whose streams have ended; earlier messages are kept."""
         if peer in self._gone:
             return
         self._gone[peer] = error
@@ -345,7 +349,7 @@ class Protocol:
         self._matcher = Matcher()
 
     def forget(self, transfer: Transfer) -> None:
-        """Cancel a receive that has no message, because its caller stopped waiting."""
+        """Cancel a receive that has no message yet, because its caller has stopped waiting."""
         self._matcher.withdraw(transfer)
 
     def pending(self) -> list[Transfer]:

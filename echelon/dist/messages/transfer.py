@@ -1,4 +1,4 @@
-"""Transfer: a posted send or receive, from the call until it ends."""
+"""Define a transfer: a posted send or receive, from the call until its end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Watch(Protocol):
     deadline_s: float
 
     def check(self, needed: Callable[[], Sequence[int]] | None = None) -> None:
-        """Raise if the deadline has passed or a `needed` rank has died."""
+        """Raise an error if the deadline has passed or a rank in `needed` has died."""
 
 
 def _has_none(peer: int) -> bool:  # noqa: ARG001
@@ -31,7 +31,7 @@ def _has_none(peer: int) -> bool:  # noqa: ARG001
 
 
 class Withdrawable(Protocol):
-    """A receive from any rank in another engine, competing with a receive here for a message."""
+    """A receive from any rank in another engine that competes with a receive in this one."""
 
     def withdraw(self) -> bool:
         """Cancel the receive; return False if it already has a message or has ended."""
@@ -100,7 +100,7 @@ class Transfer(Outcome):
 
     @property
     def is_over(self) -> bool:
-        """Whether the transfer has ended, or stopped waiting because its rival got a message."""
+        """Whether the transfer has ended, or no longer waits because its rival has a message."""
         return self.done or (self.rival is not None and self.rival.source >= 0)
 
     def needed(self) -> list[int]:
@@ -108,17 +108,20 @@ class Transfer(Outcome):
         return [] if self.done else [self.operation.peer]
 
     def needed_alive(self) -> list[int]:
-        """Return the ranks whose deaths end the transfer, except one that may have sent already."""
+        """Return the ranks whose deaths end the transfer, except one that may have sent."""
         ranks = [rank for rank in self.needed() if not self.has_unread(rank)]
         return [] if self.done else ranks  # it may have arrived while we looked
 
     def check(self) -> None:
-        """Check the transfer's watch, and raise the watch's error; see `Watch.check`."""
+        """Check the transfer's watch, and raise the error that the watch reports.
+
+        See `Watch.check`.
+        """
         if self.watch is not None:
             self.check_with(self.watch)
 
     def check_with(self, watch: Watch) -> None:
-        """Check a watch, but allow for a rank that sent a message and exited before it was read."""
+        """Check a watch, allowing for a rank that sent a message and exited before it was read."""
         if self.operation.peer == ANY_SOURCE:
             watch.check(None)
         else:

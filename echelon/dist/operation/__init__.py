@@ -1,1 +1,1 @@
-"""Operations: calls whose arguments have been checked, with flat views of their arrays."""
+"""Describe operations: calls whose arguments have been checked, with flat views of their arrays."""

@@ -1,4 +1,4 @@
-"""Views users' arrays without copying them: NumPy, torch, CuPy, and anything with DLPack.
+"""View users' arrays without copying them: NumPy, torch, CuPy, and any array with DLPack.
 
 A view is one flat NumPy array over the caller's own memory, plus the name of the true dtype: NumPy
 does not have bfloat16, so such data is carried as uint16 and named "bfloat16"; a dtype that can be
@@ -66,7 +66,7 @@ _TYPES = {name: "<u2" if name == "bfloat16" else np.dtype(name).str for name in 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFlat:
-    """Contiguous memory on a device, the counterpart of a flat NumPy array on the host.
+    """Contiguous memory on a device, which corresponds to a flat NumPy array on the host.
 
     Attributes:
         pointer: the address of the memory on the device.
@@ -94,7 +94,7 @@ class DeviceFlat:
 
 @dataclass(slots=True)  # not frozen: that makes each one three times as expensive
 class View:
-    """A view of an array for the backends.
+    """A view of an array, as the backends use it.
 
     Attributes:
         data: [numel], over the caller's memory. Its dtype is uint16 if `dtype` is "bfloat16". It is
@@ -123,7 +123,7 @@ def is_floating(dtype: str) -> bool:
 
 
 def is_numeric(dtype: str) -> bool:
-    """Return whether a dtype can be reduced and not only moved."""
+    """Return whether a dtype can be reduced, and not only moved."""
     return dtype in _NUMERIC
 
 
@@ -157,20 +157,22 @@ def view(array: Any, name: str, *, writable: bool) -> View:
 
 def _view_numpy(array: Flat, name: str, *, writable: bool) -> View:
     if isinstance(array, np.ma.MaskedArray):
-        raise ValueError(f"{name}: a masked array's mask cannot be carried; pass its .data")
+        raise ValueError(
+            f"{name}: the mask of a masked array cannot be sent; pass the array's .data"
+        )
     array = np.asarray(array)  # without the subclass: np.matrix never becomes flat
     dtype = array.dtype.name
     if array.dtype.hasobject:
-        raise ValueError(f"{name}: dtype {dtype} cannot be carried: its elements are objects")
+        raise ValueError(f"{name}: dtype {dtype} cannot be sent, because its elements are objects")
     if not array.dtype.isnative:
         raise ValueError(f"{name}: dtype {array.dtype.str} is not in this machine's byte order")
     if not array.flags.c_contiguous:
         raise ValueError(
             f"{name}: a {dtype}{list(array.shape)} array with strides {array.strides} is not "
-            "contiguous; pass numpy.ascontiguousarray(...) of it"
+            "contiguous; pass numpy.ascontiguousarray(array)"
         )
     if writable and not array.flags.writeable:
-        raise ValueError(f"{name}: the array is read-only, but the result is stored in it")
+        raise ValueError(f"{name}: the array is read-only, but the result is written to it")
     flat = array.reshape(-1)
     if dtype == "bfloat16":
         flat = flat.view(np.uint16)
@@ -185,8 +187,8 @@ def _view_torch(torch: Any, tensor: Any, name: str) -> View:
         raise ValueError(f"{name}: a tensor on {tensor.device} has no memory that can be sent")
     if tensor.layout != torch.strided or not tensor.is_contiguous():
         raise ValueError(
-            f"{name}: a {dtype}{list(tensor.shape)} tensor that is not contiguous; "
-            "pass tensor.contiguous()"
+            f"{name}: a {dtype}{list(tensor.shape)} tensor is not contiguous; pass "
+            "tensor.contiguous()"
         )
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError(f"{name}: the tensor is lazily conjugated or negated; pass tensor.clone()")
@@ -228,7 +230,7 @@ def _view_cuda(array: Any, name: str, *, writable: bool) -> View:
     if strides is not None and not _are_contiguous(shape, tuple(strides), dtype.itemsize):
         raise ValueError(f"{name}: a {dtype.name}{list(shape)} device array is not contiguous")
     if writable and read_only:
-        raise ValueError(f"{name}: the array is read-only, but the result is stored in it")
+        raise ValueError(f"{name}: the array is read-only, but the result is written to it")
     index = _device_index(getattr(array, "device", None))
     data: Any = DeviceFlat(pointer, math.prod(shape), dtype.itemsize, index, array)
     return View(data, dtype.name, shape, "cuda")
@@ -252,15 +254,17 @@ def _are_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: 
 
 
 def _from_other_library(array: Any, name: str, *, writable: bool) -> Flat:
-    """View an array through DLPack or, where NumPy's DLPack does not suffice, `__array__`."""
+    """View an array through DLPack or, if NumPy's DLPack support is insufficient, `__array__`."""
     kind = f"{type(array).__module__.partition('.')[0]}.{type(array).__name__}"
     if not hasattr(array, "__dlpack__"):
         raise ValueError(
-            f"{name}: expected a NumPy array, a torch tensor or an array with DLPack, "
+            f"{name}: expected a NumPy array, a torch tensor or an array that supports DLPack, "
             f"got {type(array).__name__}"
         )
     if not _lies_on_host(array):
-        raise ValueError(f"{name}: {kind} is on a device; copy it to the host or to a torch tensor")
+        raise ValueError(
+            f"{name}: {kind} is on a device; copy the data to the host or to a torch tensor"
+        )
     try:
         viewed = np.from_dlpack(array)
     except (BufferError, RuntimeError, TypeError) as err:
@@ -269,7 +273,7 @@ def _from_other_library(array: Any, name: str, *, writable: bool) -> Flat:
         viewed = np.asarray(array)  # JAX's bfloat16, say: NumPy's DLPack has no such type
     if writable and not viewed.flags.writeable:
         raise ValueError(
-            f"{name}: {kind} is read-only, but the result is stored in it; pass a NumPy array"
+            f"{name}: {kind} is read-only, but the result is written to it; pass a NumPy array"
         )
     return viewed
 

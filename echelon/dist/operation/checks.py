@@ -1,4 +1,4 @@
-"""Checks the caller's arguments; each check raises a ValueError that quotes the argument."""
+"""Check the caller's arguments. Each check raises a ValueError that quotes the argument."""
 
 from __future__ import annotations
 
@@ -68,22 +68,22 @@ def check_pair(
 
 
 def check_rows(call: str, out: View, x: View) -> None:
-    """Check that the rows (dim 0) of two arrays match in dtype and shape, on one device.
+    """Check that two arrays are on one device and that their rows match in dtype and shape.
 
     Raises:
         ValueError: the rows do not match.
     """
     _check_alike(call, "out", out, "x", x)
     if out.shape[1:] != x.shape[1:]:
-        raise ValueError(f"{call}: out is {out}, x is {x}: rows differ")
+        raise ValueError(f"{call}: out is {out}, but x is {x}: their rows differ")
 
 
 def _check_alike(call: str, a_name: str, a: View, b_name: str, b: View) -> None:
     if a.dtype != b.dtype:
-        raise ValueError(f"{call}: {a_name} is {a}, {b_name} is {b}: dtypes differ")
+        raise ValueError(f"{call}: {a_name} is {a}, but {b_name} is {b}: their dtypes differ")
     places = [_place(a), _place(b)]
     if places[0] != places[1]:
-        raise ValueError(f"{call}: {a_name} is on {places[0]}, {b_name} is on {places[1]}")
+        raise ValueError(f"{call}: {a_name} is on {places[0]}, but {b_name} is on {places[1]}")
 
 
 def _place(data: View) -> str:
@@ -94,7 +94,7 @@ def _place(data: View) -> str:
 def check_overlap(
     call: str, large_name: str, large: View, small_name: str, small: View, offset: int = -1
 ) -> None:
-    """Check by address that two arrays do not share memory, whatever library they come from.
+    """Check by address that two arrays do not share memory, whichever libraries they come from.
 
     Args:
         offset: the only allowed position of the small array, in bytes from the start of the large
@@ -113,7 +113,7 @@ def check_overlap(
 
 
 def _shared_starts(a: View, b: View) -> tuple[int, int] | None:
-    """Return the start addresses of both arrays if they share memory, else None."""
+    """Return the start addresses of both arrays if they share memory, and otherwise None."""
     if a.device == "cpu" and not np.may_share_memory(a.data, b.data):  # bounds only: it is fast
         return None
     starts = [_address(a), _address(b)]
@@ -179,12 +179,14 @@ def check_uneven(
     (whole_name, large), (part_name, small) = whole, part
     _check_alike(call, whole_name, large, part_name, small)
     if large.shape[1:] != small.shape[1:]:
-        raise ValueError(f"{call}: {whole_name} is {large}, {part_name} is {small}: rows differ")
+        raise ValueError(
+            f"{call}: {whole_name} is {large}, but {part_name} is {small}: their rows differ"
+        )
     rows = tuple(check_index(count, splits[0]) for count in splits[1])
     counts = check_splits(splits[0], rows, large, size)
     if len(small.data) != counts[rank] or (small.shape[0] if small.shape else 1) != rows[rank]:
         raise ValueError(
-            f"{call}: {splits[0]} {list(rows)} give rank {rank} {rows[rank]} rows, "
+            f"{call}: {splits[0]} {list(rows)} give rank {rank} {rows[rank]} rows, but "
             f"{part_name} is {small}"
         )
     itemsize = small.num_bytes // len(small.data) if len(small.data) else 0
@@ -193,7 +195,7 @@ def check_uneven(
 
 
 def check_index(value: Any, name: str) -> int:
-    """Return an integer as a Python int; integers of NumPy and other libraries are accepted.
+    """Return an integer as a Python int. Integers of NumPy and other libraries are accepted.
 
     Raises:
         ValueError: the value is not an integer but a float, a string or a bool.
@@ -278,7 +280,7 @@ def check_ranks(ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
     if not members:
         raise ValueError("a group needs at least one rank")
     if len(set(members)) != len(members):
-        raise ValueError(f"ranks {list(members)}: one is listed twice")
+        raise ValueError(f"ranks {list(members)} list the same rank twice")
     outside = [rank for rank in members if not 0 <= rank < world_size]
     if outside:
         raise ValueError(f"ranks {outside} are not in the world (0-{world_size - 1})")

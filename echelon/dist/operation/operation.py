@@ -1,4 +1,4 @@
-"""Describes one checked operation, with flat views instead of the caller's arrays.
+"""Describe one checked operation, with flat views in place of the caller's arrays.
 
 Everything that must be equal on all ranks is packed into `call`, a fixed number of bytes that any
 engine can compare without interpreting them; `describe_call` decodes them for error messages.
@@ -107,7 +107,7 @@ class Operation:
 
 
 def encode_dtype(dtype: str, num_bytes: int) -> bytes:
-    """Encode a dtype's name in at most `num_bytes` bytes; a longer name ends in a checksum.
+    """Encode a dtype's name in at most `num_bytes` bytes. A longer name ends in a checksum.
 
     The checksum keeps different names from becoming equal by truncation.
     """

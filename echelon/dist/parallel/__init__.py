@@ -1,4 +1,4 @@
-"""Divides a model over one mesh: replicas, shards, pipeline stages and tensor parallelism.
+"""Divide a model over one mesh into replicas, shards, pipeline stages and tensor-parallel slices.
 
 Plans do not need torch; `parallelize` and `Parallel` load it when first used.
 """

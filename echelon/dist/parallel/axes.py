@@ -1,4 +1,4 @@
-"""Axes: provides the groups of a mesh by the purpose of each axis."""
+"""Provide the groups of a mesh by the purpose of each axis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""parallelize: divides a model, which every rank has, into the parts of the ranks."""
+"""Divide a model that every rank has into the parts of the ranks."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _shard(
     axes: Axes,
     settings: dict[str, Any],
 ) -> None:
-    """If needed, make units of the blocks in each top module and of its remaining parameters.
+    """Make units of the blocks in each top module and of its remaining parameters, if needed.
 
     A rank that does not share its parameters with others has nothing to gather; it needs units only
     to compute in another dtype or to allocate a model on the meta device.
@@ -179,7 +179,7 @@ def _shard(
 
 @contextlib.contextmanager
 def _own_seed(axes: Axes) -> Iterator[None]:
-    """Use a different seed on each rank of axis tp, as slices are parts of one random matrix."""
+    """Use a different seed on each rank of axis tp, whose slices form one random matrix."""
     if axes.tensor.size == 1:
         yield
         return

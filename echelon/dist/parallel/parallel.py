@@ -1,4 +1,4 @@
-"""Parallel: one rank's part of a model that `parallelize` has divided."""
+"""Define one rank's part of a model that `parallelize` has divided."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from echelon.dist.pipeline.execute.stage import LossFn
 
 
 class Parallel:
-    """One rank's part of a model, and the calls that train it; created by `parallelize`.
+    """One rank's part of a model, with the calls that train it. Created by `parallelize`.
 
     Attributes:
         model: this rank's module, with the whole model's names; in a pipeline, a module of this
@@ -131,7 +131,7 @@ class Parallel:
             ValueError, CollectiveError: as in `step`.
         """
         if self.has_loss and self._loss_fn is not None and targets is None:
-            raise ValueError("evaluate: targets are None, but there is a loss_fn")
+            raise ValueError("evaluate: pass targets, because there is a loss_fn")
         self._compare(inputs, targets)
         if self.pipeline is not None:
             with self._ending_on_failure("evaluate"):
@@ -191,7 +191,7 @@ class Parallel:
     ) -> list[tuple[list[Tensor], list[Tensor] | None]]:
         num = self.num_microbatches
         if self._loss_fn is not None and targets is None:
-            raise ValueError("step: targets are None, but there is a loss_fn")
+            raise ValueError("step: pass targets, because there is a loss_fn")
         parts = split_batch("inputs", inputs, num)
         if targets is None:
             return [(part, None) for part in parts]
@@ -226,12 +226,13 @@ class Parallel:
         if len(set(sums)) > 1:
             other = next(rank for rank, one in enumerate(sums) if one != sums[0])
             raise ValueError(
-                f"ranks {group.ranks[0]} and {group.ranks[other]} were given different data: the "
-                "ranks of axis tp share theirs. Divide data by parallel.data, not by rank"
+                f"ranks {group.ranks[0]} and {group.ranks[other]} were given different data, "
+                "but the ranks of axis tp must share the same data. Divide data by "
+                "parallel.data, not by rank"
             )
 
     def _ending_on_failure(self, call: str) -> contextlib.AbstractContextManager[None]:
-        """End the groups if a pipeline's step fails, as other ranks may be waiting in axis tp."""
+        """End the groups if a pipeline's step fails, because other ranks may wait in axis tp."""
         group = self._axes.tensor
         rank = group.ranks[group.rank]
         return ending_on_failure(call, next(self._numbers), rank, lambda: [group])

@@ -1,4 +1,4 @@
-"""Plan: describes the units, the divided modules and the stages of a model."""
+"""Describe the units, the divided modules and the stages of a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STYLES = get_args(TensorStyle)
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Describes how to divide a kind of model. In names, `*` matches one part of a dotted name.
+    """A description of how to divide a kind of model. In names, `*` matches one dotted part.
 
     Attributes:
         blocks: the modules that become units of `fully_shard`, in the order of the model. The rest
@@ -89,4 +89,6 @@ def matches(
                 yield name, module, pattern
                 break
     if unused:
-        raise ValueError(f"the plan's {unused[0]!r} matches no module of {type(model).__name__}")
+        raise ValueError(
+            f"the plan's pattern {unused[0]!r} matches no module of {type(model).__name__}"
+        )

@@ -1,4 +1,4 @@
-"""Cuts a model into this rank's stages, and finds the parameters that stages share."""
+"""Cut a model into this rank's stages, and find the parameters that stages share."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def cut(model: nn.Module, plan: Plan, schedule: Schedule, group: ProcessGroup) -
     """
     if plan.stages is None:
         raise ValueError(
-            f"the mesh has {group.size} ranks on axis pp, but the plan does not define how to cut "
-            f"{type(model).__name__} into stages: plan.stages"
+            f"the mesh has {group.size} ranks on axis pp, but the plan does not define how to "
+            f"cut {type(model).__name__} into stages: set plan.stages"
         )
     num = schedule.num_stages
     return [
@@ -70,7 +70,7 @@ def find_ties(
 
 
 def copies(stages: Sequence[Stage], ties: Sequence[Sequence[str]]) -> list[nn.Parameter]:
-    """Return this rank's copies of parameters that are counted in an earlier stage."""
+    """Return this rank's copies of parameters that an earlier stage counts."""
     by_index = {
         stage.index: dict(stage.module.named_parameters(remove_duplicate=False)) for stage in stages
     }

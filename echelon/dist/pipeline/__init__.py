@@ -1,4 +1,4 @@
-"""Pipeline parallelism: schedules as data, a simulator, and one executor for all schedules.
+"""Provide pipeline parallelism: schedules as data, a simulator, and one executor for all of them.
 
 Plans and their simulation do not need torch; `Pipeline`, `Stage` and `split` load it when first
 used.

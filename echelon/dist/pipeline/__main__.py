@@ -1,4 +1,4 @@
-"""`python -m echelon.dist.pipeline`: shows, checks and searches schedules. Does not need torch."""
+"""Show, check and search schedules (`python -m echelon.dist.pipeline`). Does not need torch."""
 
 from __future__ import annotations
 

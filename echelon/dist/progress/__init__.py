@@ -1,1 +1,1 @@
-"""Operations in progress: how they are waited for and executed, and how they end."""
+"""Manage operations in progress: how they are executed and waited for, and how they end."""

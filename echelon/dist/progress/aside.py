@@ -1,4 +1,4 @@
-"""Runs a job on a separate thread that can be abandoned if the job blocks in a library."""
+"""Run a job on a separate thread that can be abandoned if the job blocks in a library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evidence: the interface that gives a group information about other ranks beyond the engine's.
+"""Define the interface through which a group learns about other ranks, besides its engine.
 
 `membership/liveness.py` implements it for groups of several ranks.
 """
@@ -49,7 +49,7 @@ class Evidence(Protocol):
         """Return a better explanation of the engine's error if another rank has published one."""
 
     def hear(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return the verdict of the rank whose failure ended an operation here, else `error`.
+        """Return the verdict of the rank whose failure ended an operation, or else `error`.
 
         Blocks for at most 3 s, while that rank determines which rank is at fault.
         """
@@ -64,7 +64,7 @@ class Evidence(Protocol):
         """Notify the other members that this rank closed the group. Returns at once."""
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Release everything. Safe to call twice.
+        """Release all resources. Calling this twice is safe.
 
         Args:
             timeout_s: how long publishing pending notices may take.
@@ -81,7 +81,7 @@ class NoEvidence:
         """Do nothing."""
 
     def dead(self, ranks: Sequence[int]) -> list[int]:  # noqa: ARG002
-        """Return no ranks, because there are no others."""
+        """Return no ranks, because the group has no others."""
         return []
 
     def find(
@@ -91,7 +91,7 @@ class NoEvidence:
         needed: Sequence[int] | None,
         dead: Sequence[int] = (),  # noqa: ARG002
     ) -> CollectiveError:
-        """Return what the engine observed."""
+        """Return the error that the engine observed, without further ranks."""
         if broken is not None:
             return build.connection_broken(self._members, operation, broken)
         return build.timed_out(self._members, operation, needed or [])
@@ -105,7 +105,7 @@ class NoEvidence:
         return error
 
     def arriving(self) -> AbstractContextManager[object]:
-        """Do nothing in the block but run it."""
+        """Run the block, without notifying any rank."""
         return contextlib.nullcontext()
 
     def publish(self, error: CollectiveError) -> None:

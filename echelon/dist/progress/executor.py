@@ -1,4 +1,4 @@
-"""The lane for a library that allows only one call at a time per process (oneCCL on the host).
+"""Provide a lane for a library that allows only one call at a time per process (oneCCL).
 
 All groups share the lane, so a collective may be called on any thread and waits for its turn. A
 blocking call runs on the caller's thread if the lane is idle.
@@ -16,7 +16,7 @@ _CLOSE_S = 5.0
 
 
 class LanePending(Outcome):
-    """An operation in a lane."""
+    """An operation that was submitted to a lane."""
 
     __slots__ = ()
 
@@ -65,7 +65,7 @@ class Lane:
         return pending
 
     def run(self, job: Callable[[], None]) -> None:
-        """Run a job on this thread if the lane is idle, otherwise when its turn comes."""
+        """Run a job on this thread: at once if the lane is idle, otherwise in its turn."""
         with self._changed:
             inline = not self._busy and not self._jobs
             self._busy = self._busy or inline
@@ -80,7 +80,7 @@ class Lane:
                 self._changed.notify_all()
 
     def close(self, *, wait: bool = True) -> None:
-        """Stop the thread after the queued jobs, which the caller has already made fail."""
+        """Stop the thread after the queued jobs, all of which the caller has already made fail."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

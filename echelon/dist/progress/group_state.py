@@ -1,4 +1,4 @@
-"""GroupState: tracks a group's calls, its operations in progress, and how the group ended.
+"""Track a group's calls, its operations in progress, and how the group ended.
 
 This is the only place that records whether a group is broken, aborted or closed. Engines raise what
 they observed (see `backends/interface.py`). This module turns that into the group's first error,
@@ -60,7 +60,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Turn:
-    """A lock that records its owner, because a signal handler may request it on the same thread.
+    """A lock that records its owner, because a signal handler may request it on the owner's thread.
 
     Used as `with turn as is_nested`, where a nested block runs within the owner's block.
     """
@@ -89,14 +89,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """How a group ended on this rank: by an error, an abort (without an error), or a close."""
+    """How a group ended on this rank: by an error, by an abort without an error, or by a close."""
 
     error: CollectiveError | None = None
     is_abort: bool = False
 
 
 class GroupState:
-    """The operations of one group on this rank, from their numbering until the group ends."""
+    """The operations of one group on this rank, from the first number until the group ends."""
 
     def __init__(self, members: Members, engine: Engine, evidence: Evidence | None = None) -> None:
         self.members = members
@@ -125,7 +125,10 @@ class GroupState:
 
     @property
     def error(self) -> CollectiveError | None:
-        """The error that ended the group; None if it has not ended, or ended without an error."""
+        """The error that ended the group.
+
+        None if the group has not ended, or ended without an error.
+        """
         end = self._ends.get("end")
         return None if end is None else end.error
 
@@ -136,7 +139,9 @@ class GroupState:
         return self._message_numbers.get((kind, peer), 0)
 
     def admit(self, operation: Operation, *, is_nested: bool = False) -> None:
-        """Assign an operation its final number, unless it is refused; the caller holds the turn.
+        """Assign an operation its final number, unless it is refused.
+
+        The caller must hold the turn.
 
         Raises:
             ValueError: the engine refuses the operation; no number was assigned.
@@ -213,7 +218,10 @@ class GroupState:
             spent.collectives_s = before_s + time.monotonic() - began_s
 
     def _leave(self, thread: tuple[int, Operation]) -> None:
-        """Record that a thread left the engine; the last one releases a closed group's engine."""
+        """Record that a thread left the engine.
+
+        The last thread releases the engine of a closed group.
+        """
         self._inside.remove(thread)
         if self.is_closed and not self._inside:
             self._release(time.monotonic() + _CLOSE_S)
@@ -221,14 +229,14 @@ class GroupState:
     # ---- operations under way ----
 
     def sweep(self) -> None:
-        """Settle all operations that have ended."""
+        """Settle all operations that have ended but are not settled."""
         if self._works:
             with self._lock:
                 for work in self._ended():
                     self._settle(work)
 
     def settle(self, work: Work) -> None:
-        """Record that an operation ended, after earlier ones, so that the first error is the cause.
+        """Record an operation's end after those of earlier ones, so that the cause comes first.
 
         An operation on a device may still be running after a wait. In that case its end is recorded
         later.
@@ -240,7 +248,10 @@ class GroupState:
                 self._settle(work)
 
     def tick(self) -> bool:
-        """Settle and check operations on the watcher's thread; return False if none is left."""
+        """Settle and check operations on the watcher's thread.
+
+        Return False if no operation is left.
+        """
         self.sweep()
         with self._lock:
             works = list(self._works)
@@ -331,7 +342,10 @@ class GroupState:
         return error
 
     def waits(self) -> list[Operation]:
-        """Return the operations that this rank's threads wait for; callable from any thread."""
+        """Return the operations that this rank's threads are waiting for.
+
+        Callable from any thread.
+        """
         return [operation for _, operation in list(self._inside)] + list(self._explained)
 
     def fail(self, error: CollectiveError) -> CollectiveError | None:
@@ -398,7 +412,7 @@ class GroupState:
         return build.closed(self.members, operation)
 
     def check_end(self, operation: Operation) -> None:
-        """Raise if the group has ended."""
+        """Raise an error if the group has ended."""
         if self._ends:
             raise self.end_of(operation)
 
@@ -457,7 +471,7 @@ class OperationWatch:
         self.deadline_s = time.monotonic() + operation.timeout_s
 
     def check(self, needed: Callable[[], Sequence[int]] | None = None) -> None:
-        """Raise if this operation must end; see `interface.Watch.check`."""
+        """Raise an error if this operation must end; see `interface.Watch.check`."""
         state, operation = self._state, self._operation
         state.check_end(operation)
         members = state.members

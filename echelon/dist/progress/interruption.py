@@ -1,4 +1,4 @@
-"""Distinguishes exceptions raised by signal handlers from those raised by libraries."""
+"""Distinguish exceptions raised by signal handlers from exceptions raised by libraries."""
 
 from __future__ import annotations
 

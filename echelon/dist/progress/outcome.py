@@ -1,4 +1,4 @@
-"""Outcome: records how an operation ended, for its waiters; the base of `Pending` on the host."""
+"""Record how an operation ended, for the threads that wait for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import time
 
 
 class Outcome:
-    """The outcome of an operation: not ended, failed with an error, or succeeded. Thread-safe."""
+    """The outcome of an operation: still running, failed with an error, or succeeded.
+
+    Thread- safe.
+    """
 
     __slots__ = ("_ended_mono_ns", "_error", "_finished")
 
@@ -28,7 +31,7 @@ class Outcome:
 
     @property
     def ended_mono_ns(self) -> int:
-        """When the operation ended; 0 until then."""
+        """The time at which the operation ended; 0 until then."""
         return self._ended_mono_ns
 
     def wait(self, timeout_s: float | None) -> bool:

@@ -1,4 +1,4 @@
-"""Serial: runs the collectives of a blocking engine one after the other on one thread.
+"""Run the collectives of a blocking engine one after the other on one thread.
 
 Every collective runs on that thread, even one for which the caller waits. So a Python signal
 handler never interrupts a collective halfway, because the handler runs on the caller's thread,
@@ -34,7 +34,7 @@ class Job(Outcome):
 
 
 class Serial:
-    """Runs one engine's collectives in the order in which they were called."""
+    """A queue that runs one engine's collectives in the order in which they were called."""
 
     def __init__(self, name: str, carry_out: CarryOut) -> None:
         self._name = name
@@ -113,7 +113,7 @@ class Serial:
         job.finish(error)
 
     def _check_waiting(self) -> None:
-        """End queued jobs whose deadline has passed, because the running job may take long."""
+        """End queued jobs whose deadline has passed while the running job takes long."""
         self._take(block=False)
         now = time.monotonic()
         for job in [one for one in self._waiting if now >= one.watch.deadline_s]:
@@ -126,7 +126,7 @@ class Serial:
 
 
 class _Turn:
-    """The watch of the running job, which also checks the jobs that are queued after it."""
+    """The watch of the running job, which also checks the jobs that are queued behind it."""
 
     def __init__(self, watch: Watch, check_waiting: Callable[[], None]) -> None:
         self._watch = watch

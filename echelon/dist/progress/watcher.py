@@ -1,4 +1,4 @@
-"""The process's watcher, which is one thread that monitors the operations of all groups.
+"""Run the watcher: one thread per process that monitors the operations of all groups.
 
 The watcher settles operations that no caller waits for, so that the black box records their ends.
 It checks deadlines and deaths for engines without a thread of their own. It also runs jobs that
@@ -64,7 +64,7 @@ class Watcher:
             thread.join(_JOIN_S)
 
     def post(self, job: Callable[[], None]) -> None:
-        """Run a job on the watcher's thread. The job must bound its own time to about a second."""
+        """Run a job on the watcher's thread. The job must limit its own time to about a second."""
         self._jobs.append(job)
         self._start()
         self._wake.set()

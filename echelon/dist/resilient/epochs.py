@@ -1,4 +1,4 @@
-"""The epochs that the launcher publishes, and how the ranks of one meet.
+"""Read the epochs that the launcher publishes, and let the ranks of an epoch meet.
 
 A rank reads only its own copy of the newest epoch and never decides who is lost. Where a rank that
 others wait for is lost in turn, the launcher opens the gate of their meeting, and they find that a
@@ -17,15 +17,15 @@ from echelon.store.base import Store
 
 
 class Superseded(Exception):  # noqa: N818 -- not an error that a user sees
-    """A newer epoch has replaced the one whose ranks were meeting."""
+    """A newer epoch has replaced the epoch whose ranks were meeting."""
 
 
 class Epochs:
     """This rank's view of the epochs of its attempt.
 
     Args:
-        store: the job's.
-        rank: this process, as the launcher numbers it.
+        store: the job's store.
+        rank: the launcher's number of this process.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
@@ -34,10 +34,10 @@ class Epochs:
         self.number = 0
 
     def next(self, timeout_s: float) -> Epoch:
-        """Return the newest epoch after the last one that was returned; waits for one.
+        """Return the newest epoch after the last one returned; wait until there is one.
 
         Raises:
-            StoreTimeoutError: there was none within `timeout_s`.
+            StoreTimeoutError: no new epoch was published within `timeout_s`.
             StoreError: the store cannot be reached.
         """
         number = self.number + 1
@@ -49,13 +49,13 @@ class Epochs:
         return Epoch.unpack(text)
 
     def meet(self, epoch: Epoch, mine: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
-        """Exchange one value per rank of an epoch; blocks until all of them have arrived.
+        """Exchange one value per rank of an epoch; block until all ranks have arrived.
 
         Returns:
             The values, in the order of the roster.
 
         Raises:
-            Superseded: a rank of this epoch is lost.
+            Superseded: a rank of this epoch was lost.
             StoreTimeoutError: a rank did not arrive within `timeout_s`.
             StoreError: the store cannot be reached.
         """

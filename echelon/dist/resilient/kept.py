@@ -1,4 +1,4 @@
-"""A rank's copy of the training state as of a step's start, in its own memory.
+"""Keep a rank's copy of the training state at the start of a step, in the rank's own memory.
 
 Tensors are copied into memory that is kept from one step to the next, and restored in place:
 parameters stay the objects that the model, the optimizer and the caller hold.
@@ -17,7 +17,7 @@ from torch import nn
 
 
 class Stateful(Protocol):
-    """What has a state of its own: a schedule, an average of the weights, a sampler.
+    """An object with a state of its own: a schedule, an average of the weights, a sampler.
 
     Example:
         >>> schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -37,12 +37,12 @@ class Stateful(Protocol):
 class KeptState:
     """The state of a model, its optimizer and random numbers at one moment.
 
-    Memory: as much as the parameters, the buffers and the optimizer's state take.
+    The copy needs as much memory as the parameters, the buffers and the optimizer's state.
 
     Args:
-        model: replicated on all ranks.
-        optimizer: of its parameters.
-        also: what else the steps change.
+        model: the model, which is replicated on all ranks.
+        optimizer: the optimizer of the model's parameters.
+        also: other objects whose state the steps change.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class KeptState:
 
     @property
     def num_bytes(self) -> int:
-        """How much the copies of tensors take."""
+        """The memory that the copies of tensors take, in bytes."""
         copies = [kept for _, kept in self._tensors]
         copies += [v for one in self._state.values() for v in one.values() if _is_tensor(v)]
         return sum(one.numel() * one.element_size() for one in copies)
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Copy the present state over the one kept before. Local."""
+        """Copy the present state over the previous copy. Local."""
         self._owned = [
             (values, dict(values))
             for module in self._model.modules()
@@ -88,7 +88,7 @@ class KeptState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the kept state back, in place, and drop gradients. Local."""
+        """Restore the kept state in place, and drop gradients. Local."""
         for values, before in self._owned:  # a step may have assigned other tensors
             values.clear()
             values.update(before)
@@ -104,7 +104,7 @@ class KeptState:
         _set_random_state(self._random)
 
     def drop(self) -> None:
-        """Release the copies: no other rank is left that could be lost."""
+        """Release the copies, because no other rank is left that could be lost."""
         self._tensors.clear()
         self._owned.clear()
         self._state.clear()
@@ -131,7 +131,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _copied(value: Any, place: Any) -> Any:
-    """Return a copy of a value: of a tensor in `place`, if that is one of the same form."""
+    """Return a copy of a value; a tensor is copied into `place` if that has the same form."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     is_alike = (
@@ -150,7 +150,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _random_state() -> dict[str, Any]:
-    """Return the state of the generators of torch, Python and, where it is loaded, NumPy."""
+    """Return the state of the random generators of torch, Python and, if loaded, NumPy."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if is_used:

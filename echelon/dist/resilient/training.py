@@ -1,4 +1,4 @@
-"""`run`: steps that are committed by all ranks, and repeated by the survivors when one is lost.
+"""Run steps that all ranks commit, and that the survivors repeat when a rank is lost.
 
 [Note: kept and finished] Each rank holds two numbers. `kept` is the step of whose start it has a
 copy; `finished` is one more once it has computed that step completely, so that its live state is
@@ -48,12 +48,12 @@ _OTHER_S = 2.0  # the same after another error, which need not be anyone's death
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The ranks that train together, from one loss to the next.
+    """The ranks that train together until the next loss.
 
     Attributes:
-        group: of all of them; also `echelon.dist.world()`.
-        epoch: 0 at the start, higher after each loss.
-        lost: ranks that were lost so far, as the launcher numbers them.
+        group: the group of all these ranks, which `echelon.dist.world()` also returns.
+        epoch: the number of the epoch, which is 0 at the start and higher after each loss.
+        lost: the ranks that were lost so far, as the launcher numbers them.
 
     Example:
         >>> def prepare(world):
@@ -78,7 +78,7 @@ def run(
     also: Sequence[Stateful] = (),
     on_commit: Callable[[int, _T], None] | None = None,
 ) -> None:
-    """Train the steps `first` to `total - 1`, and continue when ranks are lost.
+    """Train the steps `first` to `total - 1`, and continue if ranks are lost.
 
     Under `echelon run --on-loss shrink` the ranks that are left drop the step in which one died,
     restore the state of its start and repeat it, in the living processes. With gradients that do
@@ -94,8 +94,8 @@ def run(
             after each loss: groups from before are closed then. What it returns must change nothing
             but the model, the optimizer, `also` and random numbers, must not use gradients of an
             earlier step, and must let CollectiveError pass.
-        model: replicated: each rank has all of it.
-        optimizer: of its parameters.
+        model: the model, all of which each rank must have.
+        optimizer: the optimizer of the model's parameters.
         total: the number of the last step, plus one.
         first: the number of the first step.
         also: schedules, averages and other objects with a state that steps change.
@@ -144,7 +144,7 @@ def run(
 
 
 class _Training(Generic[_T]):
-    """One call of `run` on this rank. See the note on kept and finished."""
+    """One call of `run` on this rank."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class _Training(Generic[_T]):
         self._epochs = Epochs(runtime.job_store(), runtime.own_rank())
 
     def train(self, world: World) -> None:
-        """Train to the end, in as many worlds as it takes."""
+        """Train to the last step, in as many worlds as this takes."""
         now = world
         while True:
             try:
@@ -211,13 +211,13 @@ class _Training(Generic[_T]):
 
     @staticmethod
     def _check_groups() -> None:
-        """Raise what a step has swallowed: its result may be that of a collective that failed."""
+        """Raise the error of a failed collective that a step has ignored."""
         error = runtime.first_error()
         if error is not None:
             raise error
 
     def _commit(self, *, is_kept: bool) -> None:
-        """Make the live state the one to return to: every rank has it, or can have it."""
+        """Make the live state the one to return to, which every rank has or can have."""
         self._kept = self._finished
         if self._may_continue and is_kept:
             self._state.keep()
@@ -231,7 +231,7 @@ class _Training(Generic[_T]):
     # ---- after a loss ----
 
     def _recover(self, err: CollectiveError) -> World:
-        """Return the world of the ranks that are left.
+        """Return the world of the ranks that remain.
 
         Raises:
             CollectiveError: no epoch was published, or its ranks did not meet.
@@ -257,7 +257,7 @@ class _Training(Generic[_T]):
                     raise _unrepeated(err, why) from err
 
     def _join(self, epoch: Epoch) -> World:
-        """Agree with the ranks of an epoch on a step, restore its start, and make their world."""
+        """Agree with the ranks of an epoch on a step, restore its start, and create their world."""
         mine = {"kept": self._kept, "finished": self._finished, "process": process_identity()}
         timeout_s = runtime.world().timeout_s
         rows = self._epochs.meet(epoch, mine, timeout_s)
@@ -270,7 +270,7 @@ class _Training(Generic[_T]):
         return World(group, epoch.number, epoch.lost)
 
     def _note(self, first_step: int, *, repeats: bool = False) -> None:
-        """Report that this rank is ready to train in the present epoch."""
+        """Report that this rank is ready to train in the current epoch."""
         self._standing = Standing(
             state=State.PROTECTED,
             epoch=self._epochs.number,
@@ -281,7 +281,7 @@ class _Training(Generic[_T]):
         note_standing(self._standing)
 
     def _settle(self, target: int) -> None:
-        """Have the live state, and the copy, be those of the start of a step."""
+        """Restore the live state, and its copy, to the start of a step."""
         if self._kept == target:
             self._state.restore()
         elif self._finished == target == self._kept + 1:
@@ -302,7 +302,7 @@ def _unrepeated(err: CollectiveError, why: str) -> CollectiveError:
 
 
 def _why_none(err: CollectiveError, waited_s: float) -> str:
-    """Return what it means that the launcher has published no epoch."""
+    """Return why the launcher has published no epoch, as far as this is known."""
     if not isinstance(err, PeerLostError):
         return f"no rank was lost within {waited_s:g} s of this error"
     ranks = ", ".join(map(str, err.ranks))
@@ -313,7 +313,7 @@ def _why_none(err: CollectiveError, waited_s: float) -> str:
 
 
 def _claim() -> None:
-    """Refuse a second protected run: it would read the epochs and standings of the first."""
+    """Refuse a second protected run, which would read the epochs and standings of the first."""
     global _is_claimed
     if _is_claimed:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Creates the echelon group behind a torch group.
+"""Create the echelon group behind a torch group.
 
 Torch passes its store, a rank and a size; the members meet at that store, so a second rendezvous is
 not needed, and echelon's own `init` may be used in the same program.

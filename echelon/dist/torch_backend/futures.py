@@ -1,4 +1,4 @@
-"""Runs threads that complete torch futures, each thread in the order of its operations.
+"""Run threads that complete torch futures, each in the order of its operations.
 
 A future is completed by a thread that has waited for the future's operation. Callbacks chained to a
 future run on that thread. They may themselves wait for a later future, as DDP's PowerSGD hook does;

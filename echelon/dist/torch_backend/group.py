@@ -1,4 +1,4 @@
-"""The adapter, a torch process group that passes every operation to an echelon ProcessGroup.
+"""Adapt an echelon ProcessGroup to torch's interface of a process group.
 
 Torch's C++ and Python code call the methods below by these names; older names are aliases. The
 arguments of an operation are converted to contiguous arrays (tensors.py), the ProcessGroup checks,
@@ -106,7 +106,7 @@ class TorchGroup(Identity):
         return self._run(opts, start, [data], finish)
 
     def broadcast(self, tensor: Any, opts: Any = None) -> TorchWork:
-        """Copy the root's tensor into every rank's tensor, which must have as many elements."""
+        """Copy the root's tensor into every rank's tensor, which must have the same size."""
         data, root = tensors.only(tensor, "broadcast"), opts.rootRank
         group, (x, finish) = self._group, tensors.target(data)
         return self._run(opts, partial(group.broadcast, x.reshape(-1), root), [data], finish)
@@ -280,7 +280,7 @@ class TorchGroup(Identity):
         timeout: timedelta | None = None,
         wait_all_ranks: bool = False,  # noqa: ARG002 -- the error always names all of them
     ) -> None:
-        """Block until every rank has called this method; a timeout error names all that have not.
+        """Block until every rank has called this method. A timeout error names the missing ranks.
 
         With a timeout of 0, the method checks only once which ranks have called it, as Gloo does.
         """
@@ -299,7 +299,7 @@ class TorchGroup(Identity):
     def _check_list(self, listed: Sequence[Tensor], own: Tensor, call: str) -> None:
         if len(listed) != self._maker.size:
             raise ValueError(
-                f"{call}: a list of {self._maker.size} tensors is needed, one per rank of the "
+                f"{call}: expected a list of {self._maker.size} tensors, one per rank of the "
                 f"group, got {len(listed)}"
             )
         tensors.check_own(listed, own, self._maker.rank, call)
@@ -324,7 +324,10 @@ class TorchGroup(Identity):
         return False
 
     def abort(self) -> None:
-        """End the group on all ranks within 1 s, from any thread; waiting operations raise."""
+        """End the group on all ranks within 1 s, from any thread.
+
+        Waiting operations raise an error.
+        """
         if self._made is not None:
             self._made.abort()
 
@@ -343,11 +346,17 @@ class TorchGroup(Identity):
 
     @property
     def _group(self) -> ProcessGroup:
-        """The underlying group; the first use, in which all members must take part, creates it."""
+        """The underlying group, which is created when first used.
+
+        All members must then take part.
+        """
         return self._made or self._meet()
 
     def _meet(self) -> ProcessGroup:
-        """Create the underlying group if necessary. Blocks until all members have joined."""
+        """Create the underlying group if there is none yet.
+
+        Blocks until all members have joined.
+        """
         with self._making:
             if self._closed:
                 raise ValueError(f"group {self._description!r} is shut down")

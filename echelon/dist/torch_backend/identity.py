@@ -1,4 +1,4 @@
-"""Identity: provides a group's name, rank and size, which torch reads in C++ and in Python."""
+"""Provide a group's name, rank and size, which torch reads in C++ and in Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Translates torch's reduce operations into echelon's names."""
+"""Translate torch's reduce operations into echelon's names."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Reduction:
 
     @classmethod
     def of(cls, options: Any) -> Reduction:
-        """Return the operation in torch's options, a bare operation, or the default, a sum."""
+        """Return the operation that is given in torch's options or by itself; a sum by default."""
         if options is None:
             return _PLAIN[torch_dist.ReduceOp.SUM]
         kind = getattr(options, "reduceOp", options)

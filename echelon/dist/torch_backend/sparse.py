@@ -1,4 +1,4 @@
-"""Sums sparse tensors: each rank gets all non-zeros and adds them in rank order.
+"""Sum sparse tensors: each rank gets all non-zeros and adds them in rank order.
 
 DDP uses this for embeddings with sparse gradients. The sum takes three gathers on the host: the
 number of non-zeros of each rank, their indices, and their values, padded to the longest. The call

@@ -1,4 +1,4 @@
-"""Meeting: lets the members of a torch group join at torch's own store.
+"""Let the members of a torch group join at torch's own store.
 
 Torch passes the store of its rendezvous to a backend, so a second store is not needed. If it is a
 TCPStore, echelon's or torch's, echelon's client connects to the same server. The client's waits do
@@ -95,7 +95,7 @@ def _observed(operation: str, key: str) -> span:
 
 
 class TorchStore(Store):
-    """Adapts a torch store to echelon's interface; keys and values are unchanged."""
+    """An adapter that gives a torch store echelon's interface, with unchanged keys and values."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -160,7 +160,7 @@ class TorchStore(Store):
             self._do_set(key, value)
 
     def _do_queue_push(self, key: bytes, value: bytes) -> None:
-        """Implement a queue with numbered keys, because torch has queues only on its TCPStore."""
+        """Implement a queue with numbered keys, because only torch's TCPStore has queues."""
         self._do_set(b"%s/item/%d" % (key, self._do_add(key + b"/pushed", 1)), value)
 
     def _do_queue_pop(self, key: bytes) -> bytes | None:

@@ -1,4 +1,4 @@
-"""Converts torch's tensors to what groups accept: one contiguous input and one contiguous output.
+"""Convert torch's tensors to the form that groups accept: one contiguous input and output.
 
 Torch passes lists of tensors, tensors with gaps, and complex tensors. Tensors that already are one
 piece of memory are used in place. Other tensors go through a buffer, and `finish` copies the result
@@ -21,7 +21,7 @@ def only(data: Any, call: str) -> Tensor:
     if isinstance(data, torch.Tensor):
         return data
     if len(data) != 1:
-        raise ValueError(f"{call}: one tensor per rank is supported, got {len(data)}")
+        raise ValueError(f"{call}: expected one tensor per rank, got {len(data)}")
     return data[0]
 
 
@@ -30,12 +30,12 @@ def only_list(data: Any, call: str) -> Sequence[Tensor]:
     if data and isinstance(data[0], torch.Tensor):
         return list(data)
     if len(data) != 1:
-        raise ValueError(f"{call}: one list of tensors per rank is supported, got {len(data)}")
+        raise ValueError(f"{call}: expected one list of tensors per rank, got {len(data)}")
     return list(data[0])
 
 
 def flat_source(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors into one: a view if their memory allows it, otherwise a copy."""
+    """Concatenate tensors into one, as a view if their memory allows it and otherwise as a copy."""
     whole = _as_one_piece(tensors)
     if whole is not None:
         return whole
@@ -43,7 +43,7 @@ def flat_source(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def flat_target(tensors: Sequence[Tensor]) -> tuple[Tensor, Finish | None]:
-    """Return one target for several results, and a function that copies it to them if necessary."""
+    """Return one target for several results, and a function that copies the data to the results."""
     whole = _as_one_piece(tensors)
     if whole is not None:
         return whole, None
@@ -63,7 +63,7 @@ def source(tensor: Tensor) -> Tensor:
 
 
 def target(tensor: Tensor) -> tuple[Tensor, Finish | None]:
-    """Return a contiguous target for a result, and a function that copies it back if necessary."""
+    """Return a contiguous target for a result, and a function that copies to the result."""
     if tensor.is_contiguous():
         return tensor.detach(), None
     buffer = tensor.detach().contiguous()
@@ -71,7 +71,7 @@ def target(tensor: Tensor) -> tuple[Tensor, Finish | None]:
 
 
 def both(finishes: Sequence[Finish | None]) -> Finish | None:
-    """Return a single finish function that runs several finish functions."""
+    """Return a function that runs several finish functions."""
     some = [finish for finish in finishes if finish is not None]
     if not some:
         return None
@@ -110,7 +110,9 @@ def same_sizes(tensors: Sequence[Tensor], what: str) -> None:
     """
     numels = {tensor.numel() for tensor in tensors}
     if len(numels) > 1:
-        raise ValueError(f"{what}: tensors of equal size are needed, got {sorted(numels)} elements")
+        raise ValueError(
+            f"{what}: the tensors must have equal sizes, got {sorted(numels)} elements"
+        )
 
 
 def _copy_all(tensors: Sequence[Tensor], pieces: Sequence[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""TorchWork: wraps echelon's works as torch works, for `async_op=True` and for DDP.
+"""Wrap echelon's works as torch works, for `async_op=True` and for DDP.
 
 [Note: errors and futures] A torch future for a work is completed by a thread that waits for the
 work. Torch turns a Python exception into a wrong result in one place (`_create_work_from_future`)
@@ -57,7 +57,7 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
         return self._parts
 
     def take_finish(self) -> Finish | None:
-        """Return the function that copies the results, which the caller must then run."""
+        """Return the function that copies the results. The caller must then run the function."""
         with self._lock:
             finish, self._finish = self._finish, None
         return finish
@@ -112,7 +112,7 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
         return list(self._tensors)
 
     def source_rank(self) -> int:
-        """Return the group rank whose message a receive got."""
+        """Return the group rank whose message the receive got."""
         return self._parts[0].source if self._parts else -1
 
     _source_rank = source_rank
@@ -149,7 +149,7 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
 
 
 def joined(works: Sequence[TorchWork], complete_later: CompleteLater) -> TorchWork:
-    """Combine several works into one."""
+    """Combine several torch works into one."""
     parts = [part for work in works for part in work.parts]
     result = [tensor for work in works for tensor in work.result()]
     return TorchWork(parts, result, both([work.take_finish() for work in works]), complete_later)

@@ -1,1 +1,1 @@
-"""Find the ranks of a job that another launcher started, examine them twice, and explain it."""
+"""Find and examine the ranks of a job that another launcher started, and explain its state."""

@@ -121,7 +121,10 @@ class GrpcLink:
         return self._incoming.fileno()
 
     def take(self) -> list[Command | None]:
-        """Return the commands that have arrived; a final None means the coordinator is lost."""
+        """Return the commands that have arrived.
+
+        A None at the end means that the coordinator is lost.
+        """
         return self._incoming.take()
 
     def close(self) -> None:
@@ -195,13 +198,13 @@ class GrpcLink:
             if self._is_over or self._is_closing:
                 return
             if not isinstance(self._hello, Hello):
-                raise LaunchError(self.last_error or "connection closed")
+                raise LaunchError(self.last_error or "the connection was closed")
             if self.is_connected:
                 # The stream broke; the next one resumes the session.
                 self._deadline_s = self._heard_s + self._lost_after_s
 
     def _may_dial_again(self, error: BaseException) -> bool:
-        """Return whether to retry a failed greeting: a host with thousands of nodes is slow."""
+        """Return whether to retry a failed greeting, because a large job's host is slow."""
         code = getattr(error, "code", None)
         if callable(code) and code() == grpc.StatusCode.UNAUTHENTICATED:
             return False
@@ -234,7 +237,7 @@ class GrpcLink:
         await _write(call, seal.close(pack(greeting)))
         welcome = unpack(seal.open(await self._read(call)))
         if not isinstance(welcome, Welcome):
-            raise LaunchError("unexpected handshake")
+            raise LaunchError("the coordinator sent an unexpected handshake")
         self._token = welcome.token
         self._lost_after_s = welcome.lost_after_ms / 1e3
         self._beat_s = welcome.beat_ms / 1e3
@@ -272,7 +275,7 @@ class GrpcLink:
             if state == grpc.ChannelConnectivity.TRANSIENT_FAILURE:
                 self.last_error = await _why_not(self._endpoint) or self.last_error
                 if self.is_connected and self.last_error == _REFUSED:
-                    raise LaunchError("connection closed, then refused")
+                    raise LaunchError("the connection was closed and then refused")
             if self._now_lived_s() > self._deadline_s:
                 if self.is_connected:
                     raise LaunchError(f"no heartbeat for {self._lost_after_s:g} s")
@@ -333,14 +336,14 @@ async def _write(call: grpc.aio.StreamStreamCall[bytes, bytes], frame: bytes) ->
 
 
 async def _why_ended(call: grpc.aio.StreamStreamCall[bytes, bytes]) -> LaunchError | OSError:
-    """Return the reason why a stream ended: a refusal is final, any other error may be retried."""
+    """Return why a stream ended: a refusal is final, and any other error may be retried."""
     if await call.code() == grpc.StatusCode.UNAUTHENTICATED:
         return LaunchError(await call.details())
-    return OSError("connection closed")
+    return OSError("the connection was closed")
 
 
 async def _why_not(endpoint: str) -> str:
-    """Return why no connection can be made, or "" if one can be; gRPC gives no reason itself."""
+    """Return why no connection can be made, or "" if it can; gRPC gives no reason."""
     host, _, port = endpoint.rpartition(":")
     try:
         opening = asyncio.open_connection(host.strip("[]"), int(port))

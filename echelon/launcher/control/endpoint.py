@@ -42,7 +42,7 @@ class Rendezvous:
 
     @property
     def stays_here(self) -> bool:
-        """Whether only this machine can reach the host."""
+        """Whether the host can be reached only from this machine."""
         return ipaddress.ip_address(self.bind).is_loopback
 
     @property
@@ -82,8 +82,8 @@ def rendezvous(
     named_loopback = host not in _LITERAL_LOOPBACK and ipaddress.ip_address(bind).is_loopback
     if is_host and named_loopback and not args.bind:
         raise ValueError(
-            f"--rdzv-endpoint {host} is {bind} here, which other nodes cannot reach; "
-            "give the address that they dial, or --bind 0.0.0.0"
+            f"--rdzv-endpoint {host} resolves to {bind} here, which other nodes cannot reach; "
+            "give the address at which they reach this node, or --bind 0.0.0.0"
         )
     return Rendezvous(host=host, port=port, is_host=is_host, bind=bind, secret=secret)
 
@@ -159,14 +159,16 @@ def read_secret(path: Path | None, environ: Mapping[str, str]) -> bytes:
 
 
 def _checked(secret: bytes, source: str) -> bytes:
-    """Return the secret if the store accepts it and if it is long enough to resist guessing."""
+    """Return the secret after checking that the store accepts it and that it is long enough."""
     if len(secret) < MIN_SECRET_BYTES:
         raise ValueError(
-            f"{source}: a secret of {len(secret)} bytes, but at least {MIN_SECRET_BYTES} are "
-            "needed (create one: openssl rand -hex 32)"
+            f"{source}: the secret has {len(secret)} bytes, but at least {MIN_SECRET_BYTES} "
+            "are needed (create one with openssl rand -hex 32)"
         )
     try:
         secret.decode()
     except UnicodeDecodeError:
-        raise ValueError(f"{source}: not text; use openssl rand -hex 32") from None
+        raise ValueError(
+            f"{source}: the secret is not text; create one with openssl rand -hex 32"
+        ) from None
     return secret

@@ -18,7 +18,7 @@ _BACKLOG = 16
 
 
 class LifeSign:
-    """A listening socket that no thread serves, at the local address that reaches an endpoint.
+    """A listening socket without a thread, bound to the local address that reaches an endpoint.
 
     Attributes:
         port: the port of the socket; 0 if no socket could be opened.
@@ -64,7 +64,7 @@ async def is_gone(address: str, port: int) -> bool:
 
 
 def _own_addresses(endpoint: str) -> set[str]:
-    """Return the local addresses from which this machine reaches an endpoint; sends nothing.
+    """Return the local addresses from which this machine reaches an endpoint, without sending data.
 
     Raises:
         OSError: the endpoint's name cannot be resolved.

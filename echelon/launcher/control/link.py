@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class Mailbox(Generic[_T]):
-    """A queue that a select loop can wait on. `put` may be called from any thread."""
+    """A queue that a select loop can wait for. `put` may be called from any thread."""
 
     def __init__(self) -> None:
         self._items: deque[_T] = deque()
@@ -37,7 +37,7 @@ class Mailbox(Generic[_T]):
         return len(self._items)
 
     def put(self, item: _T) -> None:
-        """Add an item; items are dropped after `close`."""
+        """Add an item. After `close`, items are dropped."""
         with self._lock:
             if self._closed:
                 return
@@ -78,7 +78,10 @@ class Link(Protocol):
         """Return a descriptor that becomes readable when commands may have arrived."""
 
     def take(self) -> list[Command | None]:
-        """Return the commands that have arrived; a final None means the coordinator is lost."""
+        """Return the commands that have arrived.
+
+        A None at the end means that the coordinator is lost.
+        """
 
     def close(self) -> None:
         """Close the link."""

@@ -13,7 +13,9 @@ _KEPT = 64
 
 
 class LivedTime:
-    """A clock that stops during standstills. Pure: every call passes in the time, in seconds.
+    """A clock that stops during standstills.
+
+    Pure: the caller passes the time to every method, in seconds.
 
     Args:
         step_s: the longest gap between two ticks that counts as running time, in seconds. The rest
@@ -28,7 +30,7 @@ class LivedTime:
         self._gaps: deque[tuple[float, float, float]] = deque(maxlen=_KEPT)  # sum at the end
 
     def tick(self, now_s: float) -> None:
-        """Note that the process is running."""
+        """Record that the process is running at this time."""
         begin_s = self._last_s + self._step_s
         if now_s > begin_s:
             self._stood_s += now_s - begin_s
@@ -36,7 +38,7 @@ class LivedTime:
         self._last_s = now_s
 
     def at(self, moment_s: float) -> float:
-        """Return what this clock shows at a present or past moment."""
+        """Return the reading of this clock at the current or an earlier time."""
         moment_s = min(moment_s, self._last_s + self._step_s)
         stood_s = self._stood_s
         for begin_s, end_s, sum_s in reversed(self._gaps):
@@ -48,5 +50,5 @@ class LivedTime:
         return moment_s - stood_s
 
     def since(self, moment_s: float, now_s: float) -> float:
-        """Return how long the process has run since a moment."""
+        """Return how many seconds the process has run since an earlier time."""
         return self.at(now_s) - self.at(moment_s)

@@ -37,7 +37,10 @@ class Hello:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseReply:
-    """A node's answer to `LeaseBeat` or `Entrust`; `version` is the version of its mandate."""
+    """A node's answer to `LeaseBeat` or `Entrust`.
+
+    `version` is the version of the node's mandate.
+    """
 
     term: int
     number: int
@@ -47,7 +50,10 @@ class LeaseReply:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Poll:
-    """An event: a node without a host asks for a vote and the job's host. Answered by `Vote`."""
+    """An event: a node without a host asks for a vote and for the job's host.
+
+    The answer is a `Vote`.
+    """
 
     node: str
     term: int
@@ -152,7 +158,7 @@ class Unkillable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DumpPart:
-    """An event: a part of a rank's dump; the parts are sent in order."""
+    """An event: a part of a rank's dump. The parts of a dump are sent in order."""
 
     incident: int
     rank: int
@@ -193,7 +199,7 @@ class Left:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ask:
-    """A status client's request for the job's state, sent once for each answer."""
+    """A status client's request for the job's state. The client sends one request per answer."""
 
     version: int = VERSION
 
@@ -232,7 +238,10 @@ class Tock:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WaysTried:
-    """The answer to `TryWays`: [host, error] for each node, with error "" if it was reached."""
+    """The answer to `TryWays`: [host, error] for each node.
+
+    The error is "" if the node was reached.
+    """
 
     found: list[list[str]]
 
@@ -256,7 +265,7 @@ Event = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Welcome:
-    """The first answer to a greeting; all nodes use the host's settings that it contains."""
+    """The first answer to a greeting, with the host's settings, which all nodes then use."""
 
     token: str  # identifies the session at the next connection
     received: int
@@ -266,7 +275,7 @@ class Welcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseBeat:
-    """A host's heartbeat; the reply to number `echo` limits how long a node's ranks may run."""
+    """A host's heartbeat. The reply with number `echo` limits how long the node's ranks may run."""
 
     term: int
     host: str
@@ -320,7 +329,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stop:
-    """A command: signal the running workers, and kill the workers that still run after the grace.
+    """A command: signal the running workers, and after the grace period kill those that still run.
 
     Only the first stop of an attempt takes effect. If `urgent`, do not wait until an incident has
     been collected.
@@ -347,7 +356,7 @@ class Collect:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClearUp:
-    """A command: end processes that workers left behind, forward pending output, send `Idle`."""
+    """A command: end processes left behind by workers, forward pending output, and send `Idle`."""
 
     attempt: int
 
@@ -395,7 +404,7 @@ class Tick:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TryWays:
-    """A command: connect to each of these places: [host, address, port]."""
+    """A command: try to connect to each of these places, given as [host, address, port]."""
 
     places: list[list[str]]
 
@@ -434,7 +443,7 @@ def pack(message: Event | Command) -> bytes:
 
 
 def unpack(data: bytes) -> Event | Command:
-    """Return the message that `pack` wrote.
+    """Return the message that was encoded by `pack`.
 
     Raises:
         LaunchError: the bytes are not a valid message.
@@ -456,7 +465,7 @@ _PLAIN: dict[str, type[Any]] = {"int": int, "str": str, "bytes": bytes, "bool": 
 
 
 def _check(annotation: object, value: object) -> None:
-    """Check a value against a field's type: a plain value, or a list of plain values or lists."""
+    """Check a value against a field's type: a plain value, or a list of values or lists."""
     name, depth = str(annotation), 0
     while name.startswith("list["):
         name, depth = name[5:-1], depth + 1

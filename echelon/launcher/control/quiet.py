@@ -1,4 +1,4 @@
-"""Import gRPC in such a way that it prints nothing to stderr.
+"""Import gRPC without letting it print to stderr.
 
 Otherwise a client with a wrong certificate would fill the job's output with gRPC's own lines; the
 launcher reports what matters in one line. A GRPC_VERBOSITY that the user has set takes precedence,

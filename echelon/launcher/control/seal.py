@@ -1,4 +1,4 @@
-"""Seal messages with the job's secret: only members can send them, and none can be replayed.
+"""Seal messages with the job's secret, so that only members can send them and none can be replayed.
 
 Both sides begin with a fresh nonce; the keys for the two directions are derived from the secret and
 both nonces. A frame is `counter u64, MAC 32 bytes, body`. The MAC is HMAC-SHA256 over counter and
@@ -45,13 +45,16 @@ class Seal:
         self._received = 0
 
     def close(self, body: bytes) -> bytes:
-        """Return a frame with this body. Call this method in the order in which frames are sent."""
+        """Return a sealed frame with this body.
+
+        Frames must be sealed in the order in which they are sent.
+        """
         counter = _COUNTER.pack(self._sent)
         self._sent += 1
         return counter + hmac.new(self._mine, counter + body, hashlib.sha256).digest() + body
 
     def open(self, frame: bytes) -> bytes:
-        """Return the body of a frame.
+        """Check a frame's seal and return the frame's body.
 
         Raises:
             LaunchError: the frame was not sealed by a member, or is not the next frame of the

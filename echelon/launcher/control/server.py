@@ -114,12 +114,12 @@ class ControlServer:
             self._loop.call_soon_threadsafe(self._put, node, command)
 
     def hang_up(self, node: str) -> None:
-        """End a node's session once all pending messages have left."""
+        """End a node's session once all pending messages have been sent."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._put, node, None)
 
     def open(self, *, is_open: bool) -> None:
-        """Start to admit nodes, or end all their sessions and only answer polls."""
+        """Begin to admit nodes; without `is_open`, end all sessions and only answer polls."""
         self._is_open = is_open
         if not is_open:
             with contextlib.suppress(RuntimeError):
@@ -169,7 +169,7 @@ class ControlServer:
         else:
             self.port = server.add_secure_port(address, self._tls.for_server())
         if self.port == 0:
-            raise OSError("the port is taken, or the address is not this machine's")
+            raise OSError("the port is taken, or the address does not belong to this machine")
         await server.start()
         started.set()
         ticker = self._loop.create_task(self._tick())
@@ -197,7 +197,7 @@ class ControlServer:
                     member.wake.set()
 
     async def _room(self) -> None:
-        """Wait until the coordinator has caught up.
+        """Wait until the coordinator has caught up with its messages.
 
         A single task polls on behalf of all waiting nodes, because 1,024 polling tasks would take
         the processor time that the coordinator needs to catch up.
@@ -215,7 +215,7 @@ class ControlServer:
         return self._lived.at(self._loop.time())
 
     def _is_silent(self, member: _Member) -> bool:
-        """Return whether a node has been silent for so long that it counts as lost."""
+        """Return whether a node has been silent for so long that it is considered lost."""
         return self._now_lived_s() - member.heard_s > self._lost_after_s
 
     async def _session(
@@ -224,7 +224,7 @@ class ControlServer:
         try:
             nonce = await asyncio.wait_for(anext(frames), _GREETING_S)
             if len(nonce) != NONCE_BYTES:
-                raise LaunchError("unexpected handshake")
+                raise LaunchError("the peer sent an unexpected handshake")
             mine = new_nonce()
             seal = Seal(self._secret, nonce, mine, is_host=True)
             await context.write(mine)
@@ -276,7 +276,7 @@ class ControlServer:
         if isinstance(hello, Resume):
             member = self._members.get(hello.node)
             if member is None or not hmac.compare_digest(member.token, hello.token):
-                raise LaunchError("this node counts as lost")
+                raise LaunchError("this node has been declared lost")
             member.take_over()
             return member
         if isinstance(hello, Hello):
@@ -293,7 +293,7 @@ class ControlServer:
             name = f"visitor-{secrets.token_hex(8)}"
             member = _Member(name, hello, self._now_lived_s(), can_resume=False)
         else:
-            raise LaunchError("unexpected handshake")
+            raise LaunchError("the peer sent an unexpected handshake")
         self._members[member.name] = member
         return member
 
@@ -306,7 +306,7 @@ class ControlServer:
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
         stream = member.stream
-        why, is_broken = "connection closed", True
+        why, is_broken = "the connection was closed", True
         tasks: tuple[asyncio.Task[None], ...] = ()
         try:
             await self._welcome(member, hello, seal, context)
@@ -338,7 +338,7 @@ class ControlServer:
             await asyncio.sleep(_RESUME_S)
             if await is_gone(member.address, member.life_port) or self._is_silent(member):
                 break
-        self._lose(member, "connection closed")
+        self._lose(member, "the connection was closed")
 
     def _lose(self, member: _Member, why: str) -> None:
         if self._members.pop(member.name, None) is not None and member.greeting is None:
@@ -369,7 +369,7 @@ class ControlServer:
             try:
                 frame = await anext(frames)
             except StopAsyncIteration:  # gRPC reports a reset connection in the same way
-                raise OSError("connection closed") from None
+                raise OSError("the connection was closed") from None
             except asyncio.CancelledError:
                 if member.is_silent:
                     raise LaunchError(f"no heartbeat for {self._lost_after_s:g} s") from None
@@ -387,7 +387,7 @@ class ControlServer:
 
 
 class _TryAgainError(LaunchError):
-    """A greeting cannot be accepted now, but may be accepted later."""
+    """A greeting that cannot be accepted now but may be accepted later."""
 
 
 class _Member:
@@ -413,7 +413,7 @@ class _Member:
         self.is_silent = False
 
     def note_sent(self, now_s: float) -> None:
-        """Note that a frame was sent, which also counts as a heartbeat."""
+        """Record that a frame was sent; a frame also serves as a heartbeat."""
         self.owes_beat = False
         self.sent_s = now_s
 
@@ -433,7 +433,7 @@ class _Member:
 
 
 def _is_broken(task: asyncio.Task[None]) -> bool:
-    """Return whether a stream ended by a fault, not by a goodbye, silence or a protocol error."""
+    """Return whether a stream ended by a fault, not by a goodbye, silence or bad protocol."""
     if task.cancelled():
         return True
     error = task.exception()
@@ -441,12 +441,12 @@ def _is_broken(task: asyncio.Task[None]) -> bool:
 
 
 def _address(peer: str) -> str:
-    """Return the numeric address in a peer name of gRPC, such as `ipv6:%5B::1%5D:40404`."""
+    """Return the numeric address from gRPC's name for a peer, such as `ipv6:%5B::1%5D:40404`."""
     return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
 
 
 def _check_free(address: str) -> None:
-    """Check that an address can be bound, because gRPC's own error takes many lines.
+    """Check that an address can be bound, because gRPC's own error message is many lines long.
 
     Raises:
         LaunchError: the address cannot be bound.

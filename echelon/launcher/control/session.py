@@ -1,4 +1,4 @@
-"""Keep the state of a session across reconnections. Pure: there is no socket and no clock.
+"""Keep the state of a session across reconnections. Pure: without a socket and without a clock.
 
 Messages are numbered and kept until the other side has acknowledged them. When a connection breaks,
 the next connection continues the session, so that no message is lost or delivered twice. The amount
@@ -44,12 +44,12 @@ class Session:
         return not self._kept
 
     def owe_acknowledgement(self) -> None:
-        """Acknowledge received messages at once, so that the other side can end its session."""
+        """Request an acknowledgement of received messages, so that the peer can end its session."""
         self._unacknowledged_bytes = _ACK_BYTES
 
     @property
     def owes_acknowledgement(self) -> bool:
-        """Whether the other side may be waiting for an acknowledgement."""
+        """Whether the peer may be waiting for an acknowledgement."""
         return self._unacknowledged_bytes >= _ACK_BYTES
 
     def put(self, message: bytes) -> None:
@@ -58,7 +58,7 @@ class Session:
         self._kept.append((self._last, message))
 
     def frame(self) -> bytes | None:
-        """Return the next frame to send; None if there is none, or if too much is in flight."""
+        """Return the next frame to send, or None if there is none or too much data is in flight."""
         if self.is_idle or self._sent_bytes >= WINDOW_BYTES:
             return None
         number, message = self._kept[self._num_sent]
@@ -67,7 +67,7 @@ class Session:
         return self._head(number) + message
 
     def beat(self) -> bytes:
-        """Return a frame without a message."""
+        """Return a frame that carries no message and serves as a heartbeat."""
         return self._head(0)
 
     def goodbye(self) -> bytes:
@@ -75,13 +75,13 @@ class Session:
         return self._head(_GOODBYE)
 
     def take(self, frame: bytes) -> bytes | None:
-        """Handle a received frame; return its message, or None if it is empty or a repetition.
+        """Handle a received frame; return its message, or None if it is empty or repeated.
 
         Raises:
             LaunchError: a message is missing, or the bytes are not a valid frame.
         """
         if len(frame) < _HEADER.size:
-            raise LaunchError("malformed frame")
+            raise LaunchError("the peer sent a malformed frame")
         number, acknowledged = _HEADER.unpack_from(frame)
         self._drop(acknowledged)
         if number == _GOODBYE:
@@ -90,13 +90,13 @@ class Session:
         if number == 0 or number <= self.received:
             return None
         if number != self.received + 1:
-            raise LaunchError("a message is missing")
+            raise LaunchError("a message from the peer is missing")
         self.received = number
         self._unacknowledged_bytes += len(frame)
         return frame[_HEADER.size :]
 
     def resume(self, received: int) -> None:
-        """Resume on a new connection: resend the messages that the other side has not received."""
+        """Resume on a new connection by resending the messages that the peer has not received."""
         self._drop(received)
         self._num_sent = self._sent_bytes = 0
 

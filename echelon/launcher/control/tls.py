@@ -26,7 +26,7 @@ class TlsFiles:
     ca: bytes | None
 
     def for_server(self) -> grpc.ServerCredentials:
-        """Return the host's credentials."""
+        """Return the gRPC credentials of the hosting node."""
         import grpc
 
         assert self.cert is not None
@@ -36,14 +36,17 @@ class TlsFiles:
         )
 
     def for_client(self) -> grpc.ChannelCredentials:
-        """Return a node's credentials; without a CA file, the system's CAs are trusted."""
+        """Return the gRPC credentials of a node.
+
+        Without a CA file, the node trusts the system's CAs.
+        """
         import grpc
 
         return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
 
 
 def tls_files(args: argparse.Namespace, meeting: Rendezvous | None) -> TlsFiles | None:
-    """Read the certificate files named on the command line; return None if there are none.
+    """Read the certificate files named on the command line; return None if no file is named.
 
     Raises:
         ValueError: a file is missing, or cannot be read.

@@ -1,4 +1,4 @@
-"""The end of a job, derived from the end of its last world: the report and the exit code."""
+"""Derive the end of a job from the end of its last world: the report and the exit code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from echelon.launcher.job.report import EXIT_STALL, Report, exit_code
 def conclude(
     world: World, end: EndAttempt, report: Report, stop_signal: int
 ) -> tuple[EndedBy, int]:
-    """Complete the report with what a job's last world shows; return how the job ended.
+    """Complete the report with the facts of a job's last world; return how the job ended.
 
     Args:
         stop_signal: the signal with which the user ended the job; 0 for none.

@@ -164,7 +164,7 @@ class Coordinator:
     # ---- what comes in ----
 
     def take(self, node: str, event: m.Event) -> None:
-        """Handle a message from a node."""
+        """Handle a message that a node has sent."""
         if isinstance(event, m.Hello):
             self._join(node, event)
         elif isinstance(event, m.Left):
@@ -328,7 +328,7 @@ class Coordinator:
         self._decide(world, decide.WorkerEnded(event.rank, 1, "could not be killed"))
 
     def _lived_ns(self) -> int:
-        """Return the time by which ranks are judged, which excludes standstills of this process."""
+        """Return the time by which ranks are judged, without the standstills of this process."""
         return int(self._lived.at(time.monotonic()) * 1e9)
 
     def _look(self, world: World) -> None:
@@ -385,7 +385,7 @@ class Coordinator:
         self._explain_waiting(now_s)
 
     def _has_lapsed(self, succession: Succession) -> bool:
-        """Send heartbeats; stop this node alone if it may no longer host the job."""
+        """Send heartbeats; stop this node and return True if it may no longer host the job."""
         succession.step()
         world = self._world
         running = world is not None and world.clearing is None
@@ -425,7 +425,7 @@ class Coordinator:
             self.take(name, event)
 
     def _explain_waiting(self, now_s: float) -> None:
-        """Print what the job waits for, once the current state has lasted for a while."""
+        """Print what the job waits for, once its current state has lasted for a while."""
         why = self._why_waiting()
         if not why:
             self._waits_since_s, self._next_reason_s = now_s, now_s + _EXPLAIN_S
@@ -586,7 +586,7 @@ class Coordinator:
             self._say(f"{here} of {low} required nodes connected; waiting for more")
 
     def _note_cleared(self, world: World, end: decide.EndAttempt) -> None:
-        """Report once that a world has been cleaned up; the next step may wait for a verdict."""
+        """Report a world's cleanup once; the next step may still wait for a verdict."""
         if not world.is_reported:
             world.is_reported = True
             how = end.ended_by.value
@@ -594,7 +594,7 @@ class Coordinator:
             self._observers.tell(told)
 
     def _check_verdicts(self, now_s: float) -> None:
-        """Conclude the job once its incidents are explained, or the wait for verdicts is over."""
+        """Conclude the job once its incidents are explained or the time for that is over."""
         assert self._ending is not None
         world, end = self._ending
         stopped_by_user = self._stop_signal or end.ended_by in (EndedBy.SIGNAL, EndedBy.LEAVE)
@@ -604,7 +604,7 @@ class Coordinator:
         self._conclude(world, end)
 
     def _restart(self, world: World, end: decide.EndAttempt) -> bool:
-        """Return whether another attempt follows, and print the reason."""
+        """Return whether another attempt follows, and print the reason for that decision."""
         if world.unkillable or self._stop_signal:
             return False
         follows = self._restarting.decide(world, end)
@@ -624,7 +624,7 @@ class Coordinator:
         self._finish(ended_by, code)
 
     def _note_stopped(self) -> None:
-        """Report the step at which the last attempt stopped, if there was an attempt."""
+        """Report the step at which the last attempt stopped, provided that there was an attempt."""
         if self._latest < 0:
             return
         stopped = where_it_stopped(self._run, self._latest)

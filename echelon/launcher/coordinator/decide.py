@@ -123,7 +123,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class CollectIncident:
-    """An action: take a snapshot of all ranks and explain it.
+    """An action: take a snapshot of all ranks and have it explained.
 
     Attributes:
         is_early: whether a learned limit triggered the incident. Such an incident stops no rank.
@@ -138,7 +138,7 @@ class CollectIncident:
 
 @dataclass(frozen=True, slots=True)
 class StopWorkers:
-    """An action: signal all workers; each node kills the workers that still run after the grace.
+    """An action: signal all workers; each node kills its remaining workers after the grace period.
 
     Attributes:
         urgent: whether to stop without waiting until an incident has been collected.
@@ -181,11 +181,11 @@ class Attempt:
 
     @property
     def running(self) -> tuple[int, ...]:
-        """The ranks that have not ended."""
+        """The ranks that are still running."""
         return tuple(sorted(self._running))
 
     def on(self, event: Event, now_s: float) -> list[Action]:
-        """Return the actions that follow from an event, in order. `now_s` is monotonic."""
+        """Return the actions that follow from an event, in order; `now_s` is a monotonic time."""
         if self.phase is Phase.OVER:
             return []
         if isinstance(event, WorkerEnded):
@@ -209,7 +209,10 @@ class Attempt:
         return [] if self._running or self._may_be_stopped else self._over()
 
     def _on_worker_lost(self, event: WorkerLost, now_s: float) -> list[Action]:
-        """Note the loss of a worker; its incident is collected later, with further losses."""
+        """Record the loss of a worker.
+
+        Its incident is collected later, together with further losses.
+        """
         self._running.discard(event.rank)
         if not self._losses:
             self.deadline_s = now_s + SETTLE_S
@@ -225,7 +228,7 @@ class Attempt:
 
     @property
     def _may_be_stopped(self) -> bool:
-        """Whether the first failure may be due to a scheduler that also stops the launcher."""
+        """Whether a scheduler that also stops the launcher may have caused the first failure."""
         first = self._first_failure
         settles = self.phase is Phase.SETTLING
         return settles and first is not None and -first.code in _STOP_SIGNALS

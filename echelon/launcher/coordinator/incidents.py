@@ -1,4 +1,4 @@
-"""The incidents of one job: collecting them from the nodes, explaining them, and showing them.
+"""Collect the incidents of one job from the nodes, have them explained, and show the verdicts.
 
 One incident is collected at a time. An incident that cannot be stored (on a full disk) is reported
 and dropped: ending the job matters more than explaining it. An examined stall is passed back to the
@@ -74,11 +74,11 @@ class Incidents:
 
     @property
     def awaited(self) -> frozenset[str]:
-        """The nodes that have not sent everything."""
+        """The nodes that have not sent all their dumps."""
         return frozenset() if self._collection is None else frozenset(self._collection.waiting)
 
     def deadline_s(self) -> float:
-        """Return when waiting for the nodes ends."""
+        """Return the time at which waiting for the nodes ends."""
         return float("inf") if self._collection is None else self._collection.deadline_s
 
     def hurry(self) -> None:
@@ -88,17 +88,17 @@ class Incidents:
             self._collection.deadline_s = min(self._collection.deadline_s, hurried_s)
 
     def note_lost(self, node: str) -> None:
-        """Stop waiting for a lost node."""
+        """Stop waiting for a node that was lost."""
         if self._collection is not None:
             self._collection.waiting.discard(node)
 
     def note_harvested(self, node: str, event: m.Harvested) -> None:
-        """Note that a node has sent everything."""
+        """Record that a node has sent all its dumps."""
         if self._collection is not None:
             self._collection.note_harvested(node, event)
 
     def note_progress(self, world: World) -> None:
-        """Note that a stall has cleared: that of the incident being collected, or the last one."""
+        """Record that a stall has cleared: the stall that is being collected, or the last one."""
         self._observers.tell(StallCleared(attempt=world.number))
         if self._collection is not None:
             self._collection.is_overtaken = True
@@ -110,7 +110,7 @@ class Incidents:
         self._say("stall cleared: ranks are making progress again")
 
     def covers_stall(self) -> bool:
-        """Return whether the incident being collected also covers a stall that was just seen.
+        """Return whether the incident that is being collected also covers a newly seen stall.
 
         When a stall clears node by node, the nodes that still wait look like the next stall.
         """
@@ -169,7 +169,7 @@ class Incidents:
         self._tell(list(self._collection.waiting), collect)
 
     def _early_look(self, world: World, action: decide.CollectIncident) -> Incident | None:
-        """Return the early look at the present stall, or None if there was none."""
+        """Return the early look at the current stall, or None if there was no early look."""
         last = self._report.incidents[-1] if self._report.incidents else None
         is_stall = action.kind == "stall" and not action.is_early
         if last is None or not (is_stall and last.is_early and last.attempt == world.number):
@@ -177,7 +177,7 @@ class Incidents:
         return None if last.recovered else last
 
     def _add(self, incident: Incident, former: Incident | None) -> None:
-        """Add an incident to the report, in place of the early look that it continues."""
+        """Add an incident to the report, replacing the early look that the incident continues."""
         if former is None:
             self._report.incidents.append(incident)
             return
@@ -185,7 +185,7 @@ class Incidents:
         self._report.incidents[self._report.incidents.index(former)] = incident
 
     def keep(self, world: World | None, part: m.DumpPart) -> None:
-        """Write a part of a dump."""
+        """Write a received part of a dump."""
         if self._collection is None:
             return
         try:
@@ -194,11 +194,11 @@ class Incidents:
             self._give_up(world, err)
 
     def is_complete(self, now_s: float) -> bool:
-        """Return whether the present incident has received everything it can."""
+        """Return whether the current incident has received all dumps that can still arrive."""
         return self._collection is not None and self._collection.is_complete(now_s)
 
     def finish(self, world: World) -> None:
-        """Complete the present incident and have it explained."""
+        """Complete the current incident and start its analysis."""
         collection = self._collection
         assert collection is not None
         late = set(collection.waiting)
@@ -238,12 +238,15 @@ class Incidents:
         *,
         is_early: bool,
     ) -> None:
-        """Pass on an examined stall, which may end its attempt; an early look never ends it."""
+        """Pass an examined stall to its attempt, which may then end.
+
+        An early look never ends an attempt.
+        """
         if not is_early:
             self._examined(world, event, incident)
 
     def _give_up(self, world: World | None, err: OSError) -> None:
-        """Drop an incident that cannot be written."""
+        """Drop an incident that cannot be written to disk."""
         self.verdicts.expect_none()
         collection = self._collection
         if world is not None and collection is not None and collection.kind == "stall":

@@ -35,7 +35,7 @@ class MeetingPlace(Protocol):
     port: int
 
     def admit(self, address: str) -> None:
-        """Admit clients from a numeric address, although these clients cannot prove the secret."""
+        """Admit clients from a numeric address, although such clients cannot prove the secret."""
 
     def publish(self, key: str, value: str) -> None:
         """Store a value for the ranks to read; key and value are one word each."""
@@ -44,11 +44,11 @@ class MeetingPlace(Protocol):
         """Drop all keys and members of earlier attempts."""
 
     def how_it_died(self) -> str:
-        """Return how the server ended or stopped, or "" while it serves."""
+        """Return how the server ended or stopped, or "" while it is serving."""
 
 
 class StoreProcess:
-    """A store server that listens at a port of its own choice.
+    """A store server that listens at a port that it chooses itself.
 
     Args:
         bind: the address to bind.
@@ -109,7 +109,7 @@ class StoreProcess:
         self._tell(f"publish {key} {value}")
 
     def how_it_died(self) -> str:
-        """Return how the server ended or stopped, or "" while it serves."""
+        """Return how the server ended or stopped, or "" while it is serving."""
         code = self._process.poll()
         if code is None:
             return "is stopped by a signal" if self._is_stopped() else ""
@@ -123,7 +123,7 @@ class StoreProcess:
         return stat.rpartition(b")")[2].split()[0] == b"T"  # but not if it is traced
 
     def renew(self) -> None:
-        """Drop all members and keys; replace a server that has died with one at another port.
+        """Drop all members and keys; if the server has died, start a new one at another port.
 
         Wait at most 5 s for the server's confirmation, and 30 s for a new server.
 

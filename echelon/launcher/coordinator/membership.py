@@ -18,7 +18,7 @@ from echelon.launcher.options.options import Options
 
 
 class Membership:
-    """The nodes of one job, from the protocol's point of view."""
+    """The nodes of one job, as seen by the control protocol."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Membership:
         self._say = say
 
     def join(self, hello: m.Hello) -> bool:
-        """Admit a node, or send it the reason for its refusal and return False."""
+        """Admit a node; if it is refused, send the node the reason and return False."""
         refusal = self._roster.join(self._node_of(hello), time.monotonic())
         if hello.version != m.VERSION:
             refusal = f"it uses protocol version {hello.version}, but this job uses {m.VERSION}"
@@ -52,7 +52,7 @@ class Membership:
         return next((one.host for one in self._roster.nodes if one.name == node), node)
 
     def let_go(self, node: str, number: int) -> None:
-        """End a node's launcher, because its user sent it a signal to stop."""
+        """End the launcher of a node whose user sent it a signal to stop."""
         self._roster.leave(node)
         self._send(node, m.Over(exit_code=128 + number, ended_by=EndedBy.SIGNAL.value))
 
@@ -67,7 +67,7 @@ class Membership:
         )
 
     def _admit(self, hello: m.Hello) -> None:
-        """Admit the torch store clients of a node, because they cannot prove the secret."""
+        """Admit the torch store clients of a node, which cannot prove that they know the secret."""
         if not hello.address:
             return  # this node itself
         try:

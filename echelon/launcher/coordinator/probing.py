@@ -97,7 +97,7 @@ class Probing:
 
     @property
     def waits_for(self) -> str:
-        """What the check waits for, in words; "" if it waits for nothing."""
+        """What the check is waiting for, in words; "" if it is not waiting."""
         hosts = ", ".join(self._host_of(name) for name in self._suspects)
         return f"probes of {hosts} ({', '.join(self._probes)})" if hosts else ""
 
@@ -158,7 +158,7 @@ class Probing:
             self._conclude(present, now_s)
 
     def _ask(self, now_s: float) -> _Round:
-        """Request each suspect's own probes, and ask its partner to listen."""
+        """Request each suspect's own probes, and ask the suspect's partner to listen."""
         tasks: dict[str, list[Task]] = {}
         links = list(self._links()) if NETWORK in self._probes else []
         token = new_token()
@@ -198,7 +198,7 @@ class Probing:
 
     @property
     def _has_pairs(self) -> bool:
-        """Return whether the failure names several nodes, so a bad link is not one node's fault."""
+        """Return whether the failure names several nodes, so that a bad link may be the cause."""
         return len(self._named) > 1
 
     def _ask_links(self, present: _Round, now_s: float) -> None:
@@ -228,7 +228,7 @@ class Probing:
             self._send(name, m.Probe(number=present.number, tasks=packed))
 
     def _note_silent(self, present: _Round) -> None:
-        """Count a node that has not answered by the deadline as having failed its probes."""
+        """Treat nodes that have not answered by the deadline as having failed their probes."""
         for name, tasks in present.tasks.items():
             for task in tasks:
                 if task.probe != LISTEN:
@@ -284,7 +284,7 @@ class Probing:
         self._say(f"probe of {self._host_of(name)} failed: {what}; {after}")
 
     def _keep(self, rows: Sequence[tuple[str, Finding]]) -> None:
-        """Add findings to the decision; of the earlier findings, keep only the failures."""
+        """Add findings to the decision, and keep only the failures among the earlier findings."""
         kept = [one for one in self._last().get("probes", []) if one["state"] == State.BROKEN.value]
         for name, finding in rows:
             kept.append({"before": self._attempt, "host": self._host_of(name), **finding.to_json()})
@@ -316,7 +316,7 @@ class Probing:
 
 
 def evidence(decisions: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what was measured before the current attempt, as one sentence per probe."""
+    """Return the measurements made before the current attempt, as one sentence per probe."""
     probes = decisions[-1].get("probes", []) if decisions else []
     return [
         f"the probe before attempt {one['before']} "

@@ -109,11 +109,11 @@ class Restarting:
         return decision.action is not Action.STOP
 
     def history(self) -> str:
-        """Return how earlier attempts ended, as JSON for the workers of the next attempt."""
+        """Return how the earlier attempts ended, as JSON for the workers of the next attempt."""
         return json.dumps({"format": 1, "attempts": self._report.decisions[-_MAX_TOLD:]})
 
     def memory(self) -> str:
-        """Return what another node must know to continue the job's restart policy."""
+        """Return what another node needs in order to continue the job's restart policy."""
         known = Memory(
             failures=tuple(self.restarts.failures),
             avoided=self._roster.avoided,
@@ -122,7 +122,7 @@ class Restarting:
         return pack(known)
 
     def inherit(self, memory: str) -> None:
-        """Continue with a former host's memory; if it is unreadable, print one line about that."""
+        """Continue with a former host's memory; print one line if the memory cannot be read."""
         try:
             known = unpack(memory)
         except ValueError as err:

@@ -55,16 +55,16 @@ class Restarts:
 
     @property
     def is_judged(self) -> bool:
-        """Whether the verdict decides about restarts."""
+        """Whether the verdict influences the decision about a restart."""
         return self._policy == "smart"
 
     @property
     def asks_for_verdict(self) -> bool:
-        """Whether the next decision depends on why the attempt failed."""
+        """Whether the next decision depends on the reason for the failure."""
         return self._policy == "smart" and self.num_used < self._max
 
     def is_failure(self, end: EndAttempt) -> bool:
-        """Return whether an attempt failed, instead of succeeding or being stopped from outside."""
+        """Return whether an attempt failed, and did not succeed or was stopped from outside."""
         by = end.ended_by
         return end.failed and (by is EndedBy.WORKER or (by is EndedBy.STALL and self._after_stalls))
 
@@ -84,7 +84,7 @@ class Restarts:
         explain: Callable[[], Failure],
         others: Callable[[Sequence[str]], int] = lambda _: 0,
     ) -> Decision | None:
-        """Return what follows an attempt; None if there is nothing to decide.
+        """Return the decision about what follows an attempt, or None if there is nothing to decide.
 
         Args:
             end: how the attempt ended.

@@ -79,12 +79,12 @@ class Roster:
         self._awaited = frozenset(name for name in former if name in self._nodes)
 
     def open(self, now_s: float) -> None:
-        """Begin to gather a world; nodes that are already connected count as joining now."""
+        """Begin to gather a world; nodes that are already connected are treated as joining now."""
         self._opened_s = self._latest_join_s = now_s
         self._enough_since_s = now_s if len(self._nodes) >= self._min else None
 
     def join(self, node: Node, now_s: float) -> str:
-        """Add a node; return why it is refused, or "" if it is accepted."""
+        """Add a node; return the reason why it is refused, or "" if it is accepted."""
         if self.count_without(()) >= self._max + self._spares:
             nodes, spares = _count(self._max, "node"), _count(self._spares, "spare")
             return f"the job already has {nodes} and {spares}"
@@ -97,7 +97,7 @@ class Roster:
         return ""
 
     def avoid(self, names: Sequence[str]) -> None:
-        """Avoid these nodes: choose them only if too few other nodes are connected."""
+        """Avoid these nodes, which are then chosen only if too few other nodes are connected."""
         self._avoided |= set(names)
 
     @property
@@ -106,7 +106,7 @@ class Roster:
         return tuple(sorted(self._avoided))
 
     def count_without(self, names: Sequence[str]) -> int:
-        """Return how many nodes are connected, without the given nodes and the avoided ones."""
+        """Return how many nodes are connected, not counting the given nodes or the avoided ones."""
         return len(self._nodes.keys() - self._avoided - set(names))
 
     def _eligible(self) -> dict[str, Node]:

@@ -52,7 +52,10 @@ class Stalls:
     def on_examined(
         self, world: World, event: StallExamined, incident: Incident | None, now_s: float
     ) -> None:
-        """Handle an examined stall; `incident` is the stall's own, or None if none was kept."""
+        """Handle an examined stall.
+
+        `incident` is the stall's incident, or None if none was kept.
+        """
         if not (event.lasts and self._asks):
             self._end(world, event)
             return

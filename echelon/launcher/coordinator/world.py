@@ -1,4 +1,4 @@
-"""Keep the state of one attempt: which node has which ranks, and what is known of each rank."""
+"""Keep the state of one attempt: the ranks of each node, and what is known about each rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from echelon.recorder.stall.watchdog import Sight, Stall, StallRule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LostEarlier:
-    """The ranks that an attempt lost before an event, and without which the attempt continued.
+    """The ranks that an attempt had lost, and continued without, before an event.
 
     Attributes:
         ranks: the first epoch without each lost rank, keyed by rank.
@@ -76,7 +76,7 @@ class World:
         report_s: float = 0.0,
         now_mono_ns: int | None = None,
     ) -> tuple[World, list[int]]:
-        """Return the attempt on these nodes, given in rank order, and each node's first rank.
+        """Return the attempt on these nodes, given in rank order, with each node's first rank.
 
         Args:
             report_s: the longest time between two reports of a node whose ranks run.
@@ -111,7 +111,7 @@ class World:
 
     @property
     def ranks_lost_first(self) -> list[int]:
-        """The ranks of lost nodes, if the loss of a node was the attempt's first failure."""
+        """The ranks of lost nodes if the first failure of the attempt was the loss of a node."""
         failed = [ended for ended in self.ended.values() if ended.code != 0]
         first = min(failed, key=lambda ended: ended.order, default=None)
         if first is None or first.code is not None:
@@ -120,7 +120,7 @@ class World:
 
     @property
     def records(self) -> bool:
-        """Whether any rank records, so that its ring shows the rank's progress."""
+        """Whether any rank records its operations, so that its ring shows the rank's progress."""
         return any(key < 0 for key in self._sights)
 
     def node_of(self, rank: int) -> str:
@@ -141,13 +141,13 @@ class World:
         self._sights.pop(_folded(self.nodes[self.node_of(rank)].start), None)
 
     def note_continued(self, epoch: int, lost: Iterable[int], since_mono_ns: int) -> None:
-        """Note that the other ranks continue without the lost ranks."""
+        """Record that the other ranks continue without the lost ranks."""
         self.epochs[epoch] = since_mono_ns
         for rank in lost:
             self.ended[rank].epoch = self.ended[rank].epoch or epoch
 
     def lost_earlier(self, own: Collection[int]) -> LostEarlier:
-        """Return the losses that were over before an event.
+        """Return the losses that were completed before an event.
 
         Args:
             own: the ranks whose loss is the event itself.
@@ -161,7 +161,7 @@ class World:
         )
 
     def note_sights(self, node: str, event: m.Sights, now_mono_ns: int) -> None:
-        """Replace what a node last reported about its ranks."""
+        """Replace a node's last report about its ranks by a new report."""
         for rank in self.nodes[node]:
             self._sights.pop(rank, None)
         self._sights.pop(_folded(self.nodes[node].start), None)
@@ -203,11 +203,14 @@ class World:
         )
 
     def look(self, now_mono_ns: int) -> Stall | None:
-        """Return a new stall, or None. This scans all nodes' reports, so call it once per tick."""
+        """Return a newly detected stall, or None.
+
+        Call this once per tick: it scans all nodes' reports.
+        """
         return self.rule.look(list(self._sights.values()), now_mono_ns)
 
     def look_early(self, now_mono_ns: int) -> Look | None:
-        """Return an early look if the ranks' histories require one before a stall is found."""
+        """Return an early look if the ranks' histories call for one before a stall is detected."""
         return self.limits.look([self._views.get(node) for node in self.present], now_mono_ns)
 
     def why_absent(self, rank: int, late: Collection[str]) -> str:

@@ -43,7 +43,7 @@ T = TypeVar("T", bound=m.Event)
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One line of the checks' result."""
+    """One line of the results of the checks."""
 
     name: str
     text: str
@@ -52,7 +52,7 @@ class Result:
 
 @dataclass(slots=True)
 class Member:
-    """A node that has connected."""
+    """A node that has connected for the checks."""
 
     name: str  # the name of its session, "" for the host itself
     about: m.CheckIn
@@ -102,7 +102,7 @@ def check_nodes(
 
 
 class Host:
-    """The node that owns the endpoint, which requests the checks and combines the answers."""
+    """The node that owns the endpoint, requests the checks and combines the answers."""
 
     def __init__(self, meeting: Rendezvous, about: m.CheckIn, tls: TlsFiles | None) -> None:
         self._events: Mailbox[tuple[str, m.Event]] = Mailbox()
@@ -135,7 +135,7 @@ class Host:
     def probe(
         self, number: int, tasks: Sequence[tuple[Member, Sequence[Task]]], limit_s: float
     ) -> dict[str, m.Probed]:
-        """Let members run probes at the same time; return the answers, keyed by session name.
+        """Let members run probes at the same time; return their answers, keyed by session name.
 
         Wait at most `limit_s` seconds. A member that has not answered by then is missing from the
         result.
@@ -186,7 +186,7 @@ class Host:
         return None
 
     def _compare_clocks(self, node: Member) -> None:
-        """Measure a node's clock offset by the fastest of several exchanges.
+        """Measure a node's clock offset from the fastest of several exchanges.
 
         The node is assumed to have read its clock in the middle of the exchange.
         """
@@ -291,7 +291,7 @@ def _take_part(
 
 
 def _answered(probe: m.Probe) -> m.Probed:
-    """Run the probes that the host requests; wait until the longest deadline at most.
+    """Run the probes that the host requests, waiting at most until the longest deadline.
 
     Raises:
         LaunchError: the host requests something other than probes.
@@ -304,7 +304,7 @@ def _answered(probe: m.Probe) -> m.Probed:
 
 
 def compare_versions(nodes: Sequence[m.CheckIn]) -> Iterator[Result]:
-    """Yield one result with the versions if all nodes agree, or else one result per node."""
+    """Yield one result with the versions if all nodes agree, or otherwise one result per node."""
     alike = all(node.versions == nodes[0].versions for node in nodes)
     if alike:
         yield Result("versions", f"{_words(nodes[0])} on all nodes")
@@ -326,7 +326,7 @@ def _versions() -> list[list[str]]:
 
 
 def _try_all(places: Iterable[Sequence[str]]) -> list[tuple[str, str]]:
-    """Try to connect to all places; return each host with its error, or "" if there was none."""
+    """Try to connect to all places; return each host with its error, or with "" on success."""
     whole = [place for place in places if len(place) == 3 and place[2].isdecimal()]
     with concurrent.futures.ThreadPoolExecutor(_NUM_AT_ONCE) as pool:
         words = pool.map(lambda place: _try(place[1], int(place[2])), whole)

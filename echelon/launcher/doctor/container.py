@@ -1,4 +1,4 @@
-"""Check for what a container may deny: shared memory, tracing, a user, memory, processes.
+"""Check for features that a container may deny: shared memory, tracing, a user, memory, processes.
 
 Each check returns a `Check` and never raises. If something is missing, the text names the container
 option that would provide it.
@@ -111,7 +111,7 @@ def _memory(found: Limits) -> tuple[list[str], bool]:
 
 
 def user() -> Check:
-    """Check that the user has a name and a home, which compilers and caches require."""
+    """Check that the user has a name and a home directory, which compilers and caches require."""
     uid = os.getuid()
     try:
         name = getpass.getuser()  # from USER and others, otherwise from the user database

@@ -86,14 +86,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _across(args: argparse.Namespace, pairwise: Pairwise | None) -> Iterator[Check]:
-    """Prepare the checks across nodes; without an endpoint there are none.
+    """Prepare the checks across nodes, which are run only if an endpoint is given.
 
     Raises:
         ValueError: the options are used in the wrong way.
     """
     if not args.rdzv_endpoint and not args.master_addr:
         if pairwise is not None and args.nnodes[1] > 1:
-            raise ValueError("--nnodes above 1 needs --rdzv-endpoint HOST:PORT, the same on all")
+            raise ValueError(
+                "--nnodes above 1 needs --rdzv-endpoint HOST:PORT, the same on all nodes"
+            )
         return iter(())
     try:
         return _prepare(args, pairwise)
@@ -149,7 +151,7 @@ def cores() -> Check:
 
 
 def host_name() -> Check:
-    """Check that this host's name resolves to a reachable address, and this address to the name."""
+    """Check that this host's name resolves to a reachable address, and the address to a name."""
     name = socket.gethostname()
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})

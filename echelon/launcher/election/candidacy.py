@@ -1,4 +1,4 @@
-"""Let a node without a host ask the electors for the job's host, and stand for election. Pure.
+"""Let a node without a host ask the electors for the host, and stand for election. Pure.
 
 A node first asks whether a majority would vote for it, and only then asks for votes. The electors
 begin in rank order, each a little after the previous one, so that usually the first remaining
@@ -17,7 +17,7 @@ _ASK_S = 0.3
 
 
 class Candidacy:
-    """The search for a host after the loss of one.
+    """A node's search for a host after the loss of the former host.
 
     Args:
         lost_term: the lost host's term. A host of an earlier term is not accepted. A host of the
@@ -53,7 +53,7 @@ class Candidacy:
 
     @property
     def term(self) -> int:
-        """The term in which this node stands for election."""
+        """The term for which this node stands for election."""
         assert self._asked is not None
         return self._asked.term
 
@@ -62,7 +62,7 @@ class Candidacy:
         return self._next_ask_s
 
     def due(self, now_s: float) -> Canvass | None:
-        """Return the request that is to be sent to all other electors, or None if none is due."""
+        """Return the request to send to all other electors now, or None if no request is due."""
         if self.is_elected or self.found is not None or now_s < self._next_ask_s:
             return None
         self._next_ask_s = now_s + _ASK_S
@@ -78,7 +78,7 @@ class Candidacy:
         return asked
 
     def _sound_out(self, now_s: float) -> Canvass:
-        """Begin a round of questions that commit no elector; count this elector's own answer."""
+        """Begin a round of questions that commit no elector, with this elector's own answer."""
         elector = self._elector
         self._latest_term = max(self._latest_term, elector.term)
         asked = Canvass(

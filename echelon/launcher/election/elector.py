@@ -36,7 +36,7 @@ class Canvass:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """An elector's answer.
+    """An elector's answer to a node's request.
 
     Attributes:
         term: the latest term that the elector knows.
@@ -76,11 +76,11 @@ class Elector:
 
     @property
     def version(self) -> tuple[int, int]:
-        """The version of the mandate that this elector holds."""
+        """The version of this elector's mandate."""
         return (-1, -1) if self.mandate is None else self.mandate.version
 
     def free_s(self, now_s: float) -> float:
-        """Return how long this elector may not vote yet, in seconds."""
+        """Return for how many seconds this elector may not vote yet."""
         promised_s = float("-inf") if self._released else self._promised_until_s
         return max(0.0, promised_s - now_s, self._bound_until_s - now_s)
 
@@ -103,7 +103,7 @@ class Elector:
                 self._named_version = mandate.version
 
     def lose_host(self, *, is_dead: bool) -> None:
-        """Note that the host is lost.
+        """Record that the host is lost.
 
         Args:
             is_dead: whether the host's machine refuses connections, so that the launcher must be
@@ -113,7 +113,7 @@ class Elector:
         self._released = self._released or is_dead
 
     def on_canvass(self, asked: Canvass, now_s: float) -> Answer:
-        """Answer a node that asks for a vote or for the host."""
+        """Answer a node that asks for a vote or for the job's host."""
         if not self._may_vote(asked, now_s):
             return self._answer()
         if not asked.is_binding:
@@ -142,5 +142,5 @@ class Elector:
         return Answer(term=self.term, host=self.host, endpoint=endpoint)
 
     def win(self, term: int) -> None:
-        """Note that this node was elected."""
+        """Record that this node was elected."""
         self.term, self.host = term, self.name

@@ -1,4 +1,4 @@
-"""Delay the next world until the ranks of lost nodes have ended for certain (fencing).
+"""Delay the next world until it is certain that the ranks of lost nodes have ended (fencing).
 
 If a node's connection breaks, its launcher is probed. If the machine refuses a connection to the
 launcher's port, the launcher is gone and its guard has killed its ranks. If the machine does not
@@ -17,7 +17,7 @@ _PROBE_S = 1.0
 
 
 class Fences:
-    """The fences that a host has set; all times are times of `lease.now_s`."""
+    """The fences that a host has set; all times are on the clock of `lease.now_s`."""
 
     def __init__(self) -> None:
         self._until_s: dict[str, float] = {}
@@ -40,7 +40,7 @@ class Fences:
             ).start()
 
     def until_s(self) -> float:
-        """Return when the last fence ends."""
+        """Return the time at which the last fence ends."""
         return max(
             (until for name, until in self._until_s.items() if name not in self._dead),
             default=float("-inf"),

@@ -1,4 +1,4 @@
-"""Keep two worlds apart by time limits. Pure; no node reads the clock of another.
+"""Keep two worlds apart by time limits, without reading the clock of another node. Pure.
 
     host                                  node
     beat n at h        ------------->     promise: no vote for another host until now + P
@@ -51,7 +51,7 @@ class Lease:
         self._acknowledged: dict[str, float] = {}  # elector -> when the beat it replied to was sent
 
     def beat(self, now_s: float) -> int:
-        """Return the number of a heartbeat that is sent now."""
+        """Return the number of a heartbeat that is being sent now."""
         self._last += 1
         self._sent[self._last] = now_s
         while len(self._sent) > 4 * _BEATS_PER_LEASE:
@@ -59,7 +59,10 @@ class Lease:
         return self._last
 
     def acknowledge(self, name: str, number: int) -> None:
-        """Note a node's reply to a heartbeat; ignore it if that heartbeat is no longer known."""
+        """Record a node's reply to a heartbeat.
+
+        Ignore the reply if the heartbeat is no longer known.
+        """
         sent_s = self._sent.get(number)
         if sent_s is not None:
             self._acknowledged[name] = max(sent_s, self._acknowledged.get(name, sent_s))
@@ -67,7 +70,7 @@ class Lease:
     def remaining_s(
         self, electorates: Sequence[Sequence[str]], now_s: float, *, without: str = ""
     ) -> float:
-        """Return how many seconds the lease still lasts; 0 if it has expired or never began.
+        """Return how many more seconds the lease lasts, or 0 if it has expired or never began.
 
         Args:
             without: an elector whose replies do not count.
@@ -89,7 +92,7 @@ class Lease:
 
 
 class Permit:
-    """The time until which this node's ranks may run, according to the host's grants."""
+    """The time until which this node's ranks may run, as granted by the host."""
 
     def __init__(self) -> None:
         self._stamps: dict[int, float] = {}
@@ -97,7 +100,7 @@ class Permit:
         self.expires_s = float("-inf")
 
     def stamp(self, now_s: float) -> int:
-        """Return the number of a reply that is sent now."""
+        """Return the number of a reply that is being sent now."""
         self._last += 1
         self._stamps[self._last] = now_s
         while len(self._stamps) > 4 * _BEATS_PER_LEASE:

@@ -1,4 +1,4 @@
-"""Define the mandate: the replicated state with which a node can replace the hosting node.
+"""Define the mandate: the replicated state that a node needs to replace the hosting node.
 
 The host sends every change to all nodes, with a version number. A change takes effect once a
 majority of the electors holds it. The electors are the first nodes of the world in rank order, at
@@ -72,7 +72,7 @@ class Mandate:
 
     @property
     def version(self) -> tuple[int, int]:
-        """The version of the mandate; a later mandate has a greater version."""
+        """The version of the mandate; later mandates have greater versions."""
         return self.term, self.index
 
     @property
@@ -114,7 +114,7 @@ def electors_of(
 
 
 def ballot_of(mandate: Mandate) -> Mandate:
-    """Return the part of a mandate that the witness needs, which is its electors."""
+    """Return the part of a mandate that the witness needs, namely the mandate's electors."""
     found = [mandate.member(name) for name in mandate.electors if name != WITNESS]
     members = tuple(one for one in found if one is not None)
     return replace(mandate, members=members, others=(), memory="")
@@ -126,7 +126,7 @@ def pack_mandate(mandate: Mandate) -> bytes:
 
 
 def unpack_mandate(data: bytes) -> Mandate:
-    """Return the mandate that `pack_mandate` wrote.
+    """Return the mandate that was encoded by `pack_mandate`.
 
     Raises:
         LaunchError: the bytes are not a valid mandate.
@@ -139,7 +139,7 @@ def unpack_mandate(data: bytes) -> Mandate:
         mandate = Mandate(members=members, others=others, electorates=electorates, **values)
         _check(mandate)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as err:
-        raise LaunchError(f"malformed mandate: {err}") from err
+        raise LaunchError(f"the mandate is malformed: {err}") from err
     return mandate
 
 

@@ -1,4 +1,4 @@
-"""Keep the host's side of the succession: its lease, its mandate, and its nodes. Pure.
+"""Keep the host's part of the succession: its lease, its mandate and its nodes. Pure.
 
 A world may begin once three conditions hold. A majority of the former and of the next electors
 holds the mandate that describes the world. The lease lasts. And every rank of the previous world is
@@ -36,7 +36,10 @@ class Beat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
-    """A node's reply to a heartbeat or a mandate; `version` is its mandate's version."""
+    """A node's reply to a heartbeat or a mandate.
+
+    `version` is the version of the node's mandate.
+    """
 
     term: int
     number: int
@@ -87,12 +90,12 @@ class Office:
         self._next_beat_s = float("-inf")
 
     def remove(self, name: str) -> float:
-        """Forget a node; return the time by which its ranks are dead."""
+        """Forget a node; return the time at which its ranks are certain to be dead."""
         node = self._nodes.pop(name, None)
         return float("-inf") if node is None else node.permit_ends_s + KILL_S
 
     def deadline_s(self) -> float:
-        """Return the time at which `beats` next has a heartbeat to send."""
+        """Return the time at which the next heartbeat is due."""
         return self._next_beat_s
 
     def beats(self, now_s: float) -> list[tuple[str, Beat]]:
@@ -104,7 +107,7 @@ class Office:
         return [(name, self._beat(name, number, now_s)) for name in self._nodes]
 
     def beat_to(self, names: Iterable[str], now_s: float) -> list[tuple[str, Beat]]:
-        """Return extra heartbeats, so that a new world begins with a fresh permit."""
+        """Return additional heartbeats, so that a new world begins with a fresh permit."""
         number = self._lease.beat(now_s)
         return [(name, self._beat(name, number, now_s)) for name in names if name in self._nodes]
 
@@ -144,7 +147,7 @@ class Office:
             node.index = max(node.index, reply.version[1])
 
     def remaining_s(self, now_s: float) -> float:
-        """Return how many seconds ranks may still run; 0 once a majority is out of reach."""
+        """Return how many more seconds ranks may run, or 0 once a majority cannot be reached."""
         if self.is_deposed:
             return 0.0
         return self._lease.remaining_s(self.mandate.electorates, now_s)
@@ -161,7 +164,9 @@ class Office:
         has_witness: bool = False,
         memory: str | None = None,
     ) -> None:
-        """Create the mandate of the next world; the former electors vote until `settle` is called.
+        """Create the mandate of the next world.
+
+        The former electors keep voting until `settle` is called.
 
         Args:
             has_witness: whether the witness answers.
@@ -186,7 +191,9 @@ class Office:
         )
 
     def withdraw(self) -> bool:
-        """Drop the proposed electors if only the host had a vote before; return whether it had.
+        """Drop the proposed electors if only the host had a vote before.
+
+        Return whether that was so.
 
         In that case, no decision can have been made without the host.
         """
@@ -201,14 +208,14 @@ class Office:
         return True
 
     def is_held(self) -> bool:
-        """Return whether a majority of each of its electorates holds the mandate."""
+        """Return whether a majority of every electorate holds the current mandate."""
         index = self.mandate.index
         return self.mandate.is_majority(
             {self.name, *(name for name, node in self._nodes.items() if node.index >= index)}
         )
 
     def is_held_by(self, names: Iterable[str]) -> bool:
-        """Return whether all of these nodes hold the mandate."""
+        """Return whether all of the given nodes hold the current mandate."""
         index = self.mandate.index
         return all(
             name == self.name or (name in self._nodes and self._nodes[name].index >= index)
@@ -216,7 +223,7 @@ class Office:
         )
 
     def follow_witness(self, now_s: float) -> bool:
-        """Let the witness vote only while it answers, so that its own loss does no harm.
+        """Let the witness vote only while it answers, so that losing the witness does no harm.
 
         Call this only while a world runs. The result is whether there is a new mandate to send.
         """
@@ -239,7 +246,7 @@ class Office:
         return True
 
     def settle(self) -> None:
-        """Drop the former electors. Call this once `is_held` returns True."""
+        """Drop the former electors. Call this method once `is_held` returns True."""
         electorates = (self._next,)
         if self.mandate.electorates != electorates:
             self.mandate = replace(

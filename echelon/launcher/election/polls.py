@@ -7,7 +7,7 @@ from echelon.launcher.election.elector import Answer, Canvass
 
 
 def asked_of(poll: m.Poll) -> Canvass:
-    """Return the request in a poll."""
+    """Return the request that a poll carries."""
     first, second = (*poll.version, -1, -1)[:2]
     return Canvass(
         node=poll.node, term=poll.term, version=(first, second), is_binding=poll.is_binding
@@ -15,7 +15,7 @@ def asked_of(poll: m.Poll) -> Canvass:
 
 
 def poll_of(asked: Canvass, founder: str) -> m.Poll:
-    """Return a request as a poll to send, for the job with this founder."""
+    """Return a poll that carries a request, for the job with this founder."""
     return m.Poll(
         node=asked.node, term=asked.term, version=list(asked.version),
         is_binding=asked.is_binding, founder=founder,
@@ -23,7 +23,7 @@ def poll_of(asked: Canvass, founder: str) -> m.Poll:
 
 
 def answer_of(vote: m.Vote) -> Answer:
-    """Return the answer in a vote."""
+    """Return the answer that a vote carries."""
     return Answer(
         term=vote.term, granted=vote.granted, early=vote.early, host=vote.host,
         endpoint=vote.endpoint,
@@ -31,7 +31,7 @@ def answer_of(vote: m.Vote) -> Answer:
 
 
 def vote_of(answer: Answer) -> m.Vote:
-    """Return an answer as a vote to send."""
+    """Return a vote that carries an answer."""
     return m.Vote(
         term=answer.term, granted=answer.granted, early=answer.early, host=answer.host,
         endpoint=answer.endpoint,

@@ -40,7 +40,7 @@ class Questions:
     def ask(
         self, endpoint: str, question: Event, on_answer: Callable[[Event | Command], None]
     ) -> None:
-        """Ask the launcher at "host:port"; never blocks.
+        """Ask the launcher at "host:port" a question; never blocks.
 
         Args:
             on_answer: a function that is called with the answer on this object's thread. It is not

@@ -24,7 +24,7 @@ _OVERDUE_SHARE = 0.75  # of the promise, so that ranks are examined before their
 
 
 class Standby:
-    """One node's part in the succession.
+    """The part that one node plays in the succession.
 
     Args:
         name: the node's own name.
@@ -69,7 +69,7 @@ class Standby:
 
     @property
     def term(self) -> int:
-        """The latest known term."""
+        """The latest term that this node knows."""
         return self._elector.term
 
     @property
@@ -79,7 +79,7 @@ class Standby:
 
     @property
     def candidacy(self) -> Candidacy | None:
-        """The search for a host; None while there is a host."""
+        """The search for a host, or None while there is a host."""
         return self._candidacy
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class Standby:
     # ---- with a host ----
 
     def on_beat(self, beat: m.LeaseBeat) -> m.LeaseReply:
-        """Handle a host's heartbeat; return the reply."""
+        """Handle a host's heartbeat and return the reply."""
         with self._lock:
             self.promise_s = self._elector.promise_s = beat.promise_ms / 1e3
             if self._elector.on_beat(beat.term, beat.host, now_s()):
@@ -100,7 +100,7 @@ class Standby:
         return self._reply(beat.number)
 
     def on_entrust(self, command: m.Entrust) -> m.LeaseReply:
-        """Keep a mandate; return the reply.
+        """Keep a mandate from a host and return the reply.
 
         Raises:
             LaunchError: the mandate is malformed.
@@ -114,7 +114,7 @@ class Standby:
             self._elector.on_mandate(mandate)
 
     def hold(self, term: int) -> None:
-        """Vote for no other node while this node is the host and its lease lasts."""
+        """Withhold this node's vote from others while the node is the host and its lease lasts."""
         with self._lock:
             self._elector.on_beat(term, self.name, now_s())
 
@@ -151,7 +151,7 @@ class Standby:
             self._canvasser = Canvasser(self._secret, self._tls)
 
     def found_host(self) -> None:
-        """End the search, because this node connects to a host or is the host."""
+        """End the search, because this node has connected to a host or is the host itself."""
         self._candidacy = None
 
     def seek(self) -> Candidacy | None:
@@ -171,7 +171,10 @@ class Standby:
         return candidacy
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when votes may have arrived. Requires a search."""
+        """Return a descriptor that is readable when votes may have arrived.
+
+        A search must be running.
+        """
         assert self._canvasser is not None
         return self._canvasser.votes.fileno()
 

@@ -25,7 +25,7 @@ Send = Callable[[str, m.Command], None]
 
 
 class Succession:
-    """The host's part of the succession of one job.
+    """The host's side of the succession of one job.
 
     Args:
         endpoint: the address at which other nodes dial this host, as "host:port".
@@ -110,7 +110,7 @@ class Succession:
                 self._say_majority(len(self.mandate.members))
 
     def why_lapsed(self, *, has_world: bool) -> str:
-        """Return why this host has to stop, or "" while it may continue.
+        """Return the reason why this host has to stop, or "" while it may continue.
 
         While no ranks run, a host waits somewhat longer for nodes to reconnect.
         """
@@ -134,7 +134,7 @@ class Succession:
         num_attempts: int,
         memory: str = "",
     ) -> bool:
-        """Return whether a world of these nodes may begin; if the world is new, propose it.
+        """Return whether a world of these nodes may begin; propose the world if it is new.
 
         A world may begin once a majority of the electors and all the world's nodes hold the mandate
         that describes the world, and once all ranks of lost nodes are dead.

@@ -85,7 +85,7 @@ class Takeover:
         return min(self.office.deadline_s(), now_s() + 0.1)
 
     def step(self, events: Iterable[tuple[str, m.Event]]) -> Inheritance | None:
-        """Handle events and send what is due; return the inheritance once it is complete."""
+        """Handle events and send due messages; return the inheritance once it is complete."""
         for name, event in events:
             self._take(name, event)
         for name, beat in self.office.beats(now_s()):
@@ -123,7 +123,7 @@ class Takeover:
 
 
 def beat_message(beat: Beat, promise_s: float) -> m.LeaseBeat:
-    """Return a heartbeat as a message to send."""
+    """Return the message that sends a heartbeat."""
     return m.LeaseBeat(
         term=beat.term, host=beat.host, number=beat.number, echo=beat.echo,
         remaining_ms=beat.remaining_ms, promise_ms=int(promise_s * 1e3), holds=beat.holds,
@@ -131,6 +131,6 @@ def beat_message(beat: Beat, promise_s: float) -> m.LeaseBeat:
 
 
 def reply_of(event: m.LeaseReply) -> Reply:
-    """Return the reply in a message."""
+    """Return the reply that a message carries."""
     first, second = (*event.version, -1, -1)[:2]
     return Reply(term=event.term, number=event.number, stamp=event.stamp, version=(first, second))

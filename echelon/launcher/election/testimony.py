@@ -1,4 +1,4 @@
-"""Connect the host to the witness, by the same messages as to a node, sent as questions."""
+"""Connect the host to the witness, with questions that carry the same messages as to a node."""
 
 from __future__ import annotations
 

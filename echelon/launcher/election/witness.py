@@ -1,4 +1,4 @@
-"""Vote without running ranks, so that either of two nodes can continue without the other. Pure.
+"""Vote without running ranks, so that either of two nodes can continue alone. Pure.
 
 The witness keeps one `Elector` per job and no other state: which host it has promised not to
 replace, for how long, and which nodes may ask for its vote. Nothing is written to disk. A restarted
@@ -38,7 +38,7 @@ class Renewal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Renewed:
-    """The witness's reply; `number` is the number of the acknowledged heartbeat, or 0."""
+    """The witness's reply; `number` is that of the acknowledged heartbeat, or 0 if none."""
 
     term: int
     number: int = 0
@@ -76,7 +76,7 @@ class Witness:
         return elector.on_canvass(asked, now_s)
 
     def _forget(self, now_s: float) -> None:
-        """Forget jobs without a heartbeat for a day, because the end of a job is not reported."""
+        """Forget jobs without a heartbeat for a day, because a job's end is not reported."""
         for founder, renewed_s in list(self._renewed_s.items()):
             if renewed_s < now_s - _KEEP_S:
                 del self._electors[founder], self._renewed_s[founder]

@@ -1,4 +1,4 @@
-"""Classify each second of each rank, exactly, from the recorded facts. Pure.
+"""Classify each second of each rank from the recorded facts, without gaps or overlaps. Pure.
 
 Every rank's time from the beginning of the job to the end is cut into segments without gaps, and
 each segment into parts. The parts of a rank add up to the job's time to the nanosecond.
@@ -46,7 +46,7 @@ class Category(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of one rank's time; `parts` add up to its length.
+    """A period of one rank's time; the `parts` add up to the period's length.
 
     Attributes:
         blamed: the index of the attempt whose failure cost this time; -1 if no failure did.
@@ -137,7 +137,7 @@ class _Cut:
         ]
 
     def segments(self) -> Iterator[Segment]:
-        """Yield the segments in order: before the first step, the laps, the remainder, the end."""
+        """Yield the segments in order: before the first step, the laps, and after them."""
         at, run = self._began, self._run
         before = Category.RESTART if self._index else Category.START_UP
         if run.laps:
@@ -192,12 +192,12 @@ class _Cut:
             yield Segment(began, ended, _nonzero(parts), self._index - 1)
 
     def _stalled(self, began: int, ended: int) -> int:
-        """Return how much of a period the attempt's stalls cover. Stalls do not overlap."""
+        """Return how much of a period is covered by the attempt's stalls, which do not overlap."""
         return sum(max(0, min(ended, to) - max(began, since)) for since, to in self._stalls)
 
 
 def _parts(lap: Lap, left: int, stalled: int, numbering: _Numbering) -> dict[Category, int]:
-    """Divide a lap's time outside stalls, without the time that was spent during the stalls."""
+    """Divide the time of a lap outside stalls, leaving out the time spent during stalls."""
     spent = _without(lap.spent, stalled)
     saving = min(spent.checkpoint_ns, left)
     left -= saving
@@ -218,7 +218,7 @@ def _parts(lap: Lap, left: int, stalled: int, numbering: _Numbering) -> dict[Cat
 
 
 def _without(spent: Spent, stalled: int) -> Spent:
-    """Subtract a stall's time from the time spent, usually from that spent in collectives."""
+    """Subtract a stall's time from the recorded times, preferably from the time in collectives."""
     left = [spent.waited_ns, spent.checkpoint_ns, spent.data_ns]
     for i, ns in enumerate(left):
         left[i] = max(0, ns - stalled)

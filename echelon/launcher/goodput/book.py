@@ -94,7 +94,7 @@ class Book:
         return now
 
     def write(self) -> None:
-        """Request that the file be written; print one line if the disk refuses it."""
+        """Request that the file be written; print one line if writing fails."""
         self._writer.put(self.snapshot())
         took_s = max(_EVERY_S, self._writer.took_s / _MAX_SHARE)
         self._due_ns = self.now_ns() + int(took_s * 1e9)

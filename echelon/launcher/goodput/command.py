@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     run = args.run or newest_run(_RUNS)
     try:
         if run is None:
-            raise ValueError("no runs found in runs/; give a run directory")
+            raise ValueError("there are no runs in runs/; give a run directory")
         job = read_job(run)
     except ValueError as err:
         print(f"echelon report: {err}", file=sys.stderr)

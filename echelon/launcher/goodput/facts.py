@@ -40,7 +40,7 @@ class Lap:
     spent: Spent = Spent()
 
     def joined(self, later: Lap) -> Lap:
-        """Return this lap joined with the following lap."""
+        """Return this lap combined with the lap that follows it."""
         one, other = self.spent, later.spent
         return Lap(
             first_step=self.first_step,
@@ -69,7 +69,7 @@ class RankRun:
     num_loads: int = 0  # how many checkpoints it has loaded
 
     def add(self, lap: Lap, max_laps: int) -> None:
-        """Add the next lap; if there are more than `max_laps`, join neighbouring laps."""
+        """Add the next lap; combine neighbouring laps if there are more than `max_laps`."""
         self.laps.append(lap)
         if len(self.laps) <= max_laps:
             return
@@ -118,7 +118,7 @@ def write_job(job: Job, run_dir: Path) -> None:
 
 
 def read_job(run_dir: Path) -> Job:
-    """Read the output of `write_job`.
+    """Read the facts that `write_job` wrote.
 
     Raises:
         ValueError: the run has no file of facts, or the file is damaged or has a newer format.
@@ -127,20 +127,23 @@ def read_job(run_dir: Path) -> Job:
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise ValueError(
-                f"{path}: too large for the account of a job (more than {_MAX_BYTES} B)"
+                f"{path}: the file is too large for the account of a job (more than {_MAX_BYTES} B)"
             )
         top = json.loads(path.read_text())
     except OSError as err:
         raise ValueError(f"{path}: {err.strerror or err}") from err
     except (ValueError, RecursionError) as err:
-        raise ValueError(f"{path}: damaged ({err})") from err
+        raise ValueError(f"{path}: the file is damaged ({err})") from err
     if not isinstance(top, dict) or top.get("format") != FORMAT:
         found = top.get("format") if isinstance(top, dict) else None
-        raise ValueError(f"{path}: format {found!r}, but this echelon reads format {FORMAT}")
+        raise ValueError(
+            f"{path}: the file has format {found!r}, but this version of echelon "
+            f"reads format {FORMAT}"
+        )
     try:
         return from_json(top)
     except (KeyError, TypeError, ValueError, AttributeError) as err:
-        raise ValueError(f"{path}: damaged ({err!r:.200})") from err
+        raise ValueError(f"{path}: the file is damaged ({err!r:.200})") from err
 
 
 def to_json(job: Job) -> dict[str, Any]:
@@ -188,7 +191,7 @@ def _of_spent(spent: Spent) -> list[int]:
 
 
 def from_json(top: Mapping[str, Any]) -> Job:
-    """Read the output of `to_json`.
+    """Read the JSON form that `to_json` returned.
 
     Raises:
         KeyError, TypeError, ValueError, AttributeError: the input does not have the form of

@@ -29,7 +29,7 @@ class Odometer:
         self._spent = (0, 0, 0)
 
     def read(self, words: Sequence[int]) -> list[Lap]:
-        """Read the live words; return the new laps."""
+        """Read the live words of the ring; return the new laps."""
         first_ns = words[Live.FIRST_STEP_MONO_NS]
         self.step = words[Live.STEP] - 1
         if not first_ns or not words[Live.FIRST_STEP]:

@@ -1,4 +1,4 @@
-"""Read what a restart depends on beside the verdict: the error, its place, the step, the memory.
+"""Read the facts besides the verdict on which a restart depends: error, place, step and memory.
 
 These facts come from one rank's dump. The analysis process reads them together with the verdict; if
 the verdict is late, the launcher itself does.
@@ -98,7 +98,7 @@ class Circumstances:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Circumstances:
-        """Read the output of `to_json`."""
+        """Read the plain values that `to_json` returned."""
         return cls(**{one.name: values[one.name] for one in fields(cls) if one.name in values})
 
 

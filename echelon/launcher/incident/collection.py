@@ -61,7 +61,7 @@ class Collection:
         self._present: set[int] = set()  # ranks whose black box has arrived
 
     def keep(self, part: m.DumpPart) -> None:
-        """Write a part of a dump.
+        """Write a received part of a dump.
 
         Raises:
             OSError: the part cannot be written.
@@ -77,12 +77,12 @@ class Collection:
             self._present.add(part.rank)
 
     def note_harvested(self, node: str, event: m.Harvested) -> None:
-        """Note that a node has sent all its dumps."""
+        """Record that a node has sent all its dumps."""
         if event.incident == self.number:
             self.waiting.discard(node)
 
     def is_complete(self, now_s: float) -> bool:
-        """Return whether there are no further dumps to wait for."""
+        """Return whether all dumps that can still arrive have arrived."""
         return not self.waiting or now_s >= self.deadline_s
 
     def finish(

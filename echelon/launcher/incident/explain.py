@@ -86,7 +86,10 @@ class Analysis:
         self._deadline_s = float("inf")
 
     def begin(self, incident: Path, shown: Path, columns: int | None) -> None:
-        """Pass an incident to the child; `shown` is the incident's path as the user knows it."""
+        """Pass an incident to the child process.
+
+        `shown` is the incident's path as shown to the user.
+        """
         self._shown = shown
         self._deadline_s = time.monotonic() + DEADLINE_S
         task = {"incident": str(incident), "shown": str(shown), "columns": columns}

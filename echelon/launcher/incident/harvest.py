@@ -67,7 +67,7 @@ def harvest_steps(
     is_urgent: Callable[[], bool],
     gap_s: float = _SECOND_LOOK_S,
 ) -> Steps:
-    """Do the same as `harvest` in steps: yield the seconds to wait, and finally return the records.
+    """Do the same as `harvest`, but yield each waiting time in seconds; finally return the records.
 
     Args:
         is_urgent: a function that returns whether to stop waiting.
@@ -100,7 +100,7 @@ def _wait_until(deadline_s: float, is_urgent: Callable[[], bool]) -> Waits:
 
 
 def _read_stacks(witnesses: Sequence[Witness], is_urgent: Callable[[], bool]) -> Waits:
-    """Read all stacks from outside; request by signal the stacks that cannot be read that way."""
+    """Read all stacks from outside; use a signal for processes whose stacks cannot be read so."""
     yield from _on_threads([witness.spy for witness in witnesses], _SPY_S, is_urgent)
     if is_urgent():
         return

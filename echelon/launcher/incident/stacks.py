@@ -35,7 +35,7 @@ class Stacks:
         self._seen = (0, 0.0)
 
     def ask(self) -> None:
-        """Send the signal if the stacks could not be read from outside."""
+        """Send the signal that requests stacks if they could not be read from outside."""
         identity = self._identity
         if self._spied or not identity.stack_signal or not self._can_answer():
             return

@@ -30,7 +30,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]|\x1b\[[0-9;?]*[A-Za-z]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Story:
-    """The last output of the root cause on stderr, for the terminal and for report.json."""
+    """The last output of the root cause on stderr, as shown on the terminal and in report.json."""
 
     rank: int
     exit_code: int | None

@@ -119,7 +119,7 @@ class TorchDump:
         self._growing = version
 
     def ask(self) -> bool:
-        """Request a dump; return whether a process received the request."""
+        """Request a dump from torch; return whether a process received the request."""
         self._asked = self._noted = self._version()
         self._seen = (self._asked, time.monotonic())
         if self._pipe is None:
@@ -157,7 +157,7 @@ class TorchDump:
         return b""
 
     def clear_up(self) -> None:
-        """Remove the pipe that torch left behind."""
+        """Remove the pipe that torch has left behind."""
         if self._pipe is not None and self._pipe.is_fifo():
             with contextlib.suppress(OSError):
                 self._pipe.unlink()

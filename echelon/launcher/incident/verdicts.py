@@ -79,7 +79,7 @@ class Verdicts:
             self._why_none = err.strerror or str(err)
 
     def expect_none(self) -> None:
-        """End the analysis process if no incident was collected after all."""
+        """End the analysis process because no incident was collected after all."""
         if self._next is not None:
             self._next.close()
             self._next = None
@@ -103,7 +103,7 @@ class Verdicts:
             incident.withdrawn = True
 
     def drop(self, incident: Incident) -> None:
-        """Forget an incident that another incident replaces, so that its verdict is not shown."""
+        """Forget an incident that another incident replaces; its verdict will not be shown."""
         for one in [one for one in self._open if one.incident is incident]:
             self._open.remove(one)
             if one.analysis is not None:

@@ -25,7 +25,7 @@ _STDERR_TAIL_BYTES = 16 << 10
 
 
 class Witness:
-    """What is known of one worker during a collection."""
+    """Everything known about one worker during a collection."""
 
     def __init__(self, worker: Worker, occasion: Occasion) -> None:
         self.worker = worker
@@ -169,7 +169,7 @@ class Witness:
         return self._surroundings.add_to(facts)
 
     def _not_traced(self) -> tuple[str, ...]:
-        """Return (TRACING,) if no stack was read because the process may not be traced."""
+        """Return (TRACING,) if stacks are missing because the process may not be traced."""
         if self._stacks is None or self._stacks.text():
             return ()
         return self._stacks.not_permitted
@@ -207,7 +207,7 @@ def _activity(record: Record) -> int:
 
 
 def _tells_all(record: Record) -> bool:
-    """Return whether a rank's ring contains the rank's operations, and not only spans."""
+    """Return whether a rank's ring contains its operations, and not only its spans."""
     return record.has_ring and not record.identity.misses_operations
 
 

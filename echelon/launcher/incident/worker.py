@@ -10,7 +10,7 @@ from echelon.launcher.incident.torch_dumps import TorchDump
 
 @dataclass(kw_only=True, slots=True)
 class Worker:
-    """A worker, with what the agent knows of it."""
+    """A worker, with the facts that the agent knows about it."""
 
     rank: int
     local_rank: int

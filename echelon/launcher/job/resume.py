@@ -132,7 +132,7 @@ class Search:
             self._thread.join(_BRIEFLY_S)  # usually there is little to search
 
     def is_over(self, now_s: float) -> bool:
-        """Return whether an attempt may begin, although the search may hang on a hung disk."""
+        """Return whether an attempt may begin, even if the search is hanging on a hung disk."""
         if self._thread is None:
             return True
         if self._thread.is_alive() and now_s < self._until_s:

@@ -54,7 +54,7 @@ class RunDirectory:
         except OSError as err:
             raise LaunchError(f"--run-dir {path}: {err.strerror}") from err
         if not os.access(path, os.W_OK | os.X_OK):
-            raise LaunchError(f"--run-dir {path}: not writable")
+            raise LaunchError(f"--run-dir {path} is not writable")
         self.shown = path  # as the user knows it
         self.path = path.resolve()
 

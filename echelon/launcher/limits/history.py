@@ -83,7 +83,10 @@ class History:
 
     @property
     def patience_s(self) -> float:
-        """How many seconds the stall rule waits for an operation; 0 means no longer than usual."""
+        """For how many seconds the stall rule waits for an operation.
+
+        0 means no longer than usual.
+        """
         if self._num_long > 0:
             return 0.0
         return min(PATIENCE_FACTOR * self._slowest_ns / 1e9, MAX_PATIENCE * self._fixed_s)

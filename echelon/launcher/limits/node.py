@@ -127,13 +127,13 @@ class NodeLimits:
         return self._with_late(summary, late) if late else summary
 
     def rest(self, now_ns: int) -> None:
-        """Ignore the activity of the ranks that was caused by the collection of an incident."""
+        """Ignore activity of the ranks that the collection of an incident has caused."""
         for number, rank in self._ranks.items():
             if rank.activity is not None:
                 rank.activity.rest(self._num_printed(number), now_ns)
 
     def rows(self) -> list[Row]:
-        """Return what is known of each call site and phase of all ranks on this node."""
+        """Return the known limits of each call site and phase of all ranks on this node."""
         rows: dict[tuple[str, str, bool], Row] = {}
         for row in self._all_rows():
             key = row.name, row.site, row.is_span
@@ -177,7 +177,7 @@ def _words(ring: LiveRing, key: Key) -> tuple[str, str]:
 
 
 def joined(one: Row, other: Row) -> Row:
-    """Return two ranks' rows merged, with the higher limit, or no limit if either row has none."""
+    """Return the merged rows of two ranks, with the higher limit, or none if either has none."""
     has_limits = one.limit_s is not None and other.limit_s is not None
     return Row(
         name=one.name, site=one.site, is_span=one.is_span,

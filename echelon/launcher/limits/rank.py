@@ -33,7 +33,7 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """How a rank's current operations and phases compare with its histories."""
+    """The comparison of a rank's current operations and phases with its histories."""
 
     late: Late | None = None  # the one that has been late for the longest time
     is_excused: bool = False  # whether the rank is in a phase that may take its time
@@ -101,14 +101,14 @@ class RankLimits:
         return Judged(late, is_excused, patience_s)
 
     def watched(self) -> Iterator[Watched]:
-        """Yield what is known of each call site and phase."""
+        """Yield each call site and phase with its learned limit."""
         for key, one in self._histories.items():
             usual_s, num = one.sketch.quantile_s(QUANTILE), one.sketch.num
             yield Watched(key, one.limit_s, usual_s, one.longest_s, num)
 
 
 def _open(news: News) -> Iterator[tuple[Open, bool]]:
-    """Yield each pending operation (False) and each phase without calls inside (True)."""
+    """Yield each pending operation (False) and each phase without calls inside it (True)."""
     for one in news.pending:
         yield one, False
     for one in news.spans:

@@ -70,7 +70,7 @@ class LimitRule:
         return self.num_cleared >= MAX_CLEARED
 
     def look(self, views: Sequence[View | None], now_ns: int) -> Look | None:
-        """Return a look that is due and has not been reported yet.
+        """Return an early look that is due and has not been reported yet.
 
         Args:
             views: one view per node that has not been lost; None for a node that has not reported

@@ -37,7 +37,9 @@ class Sketch:
         self.num += len(durations_ns)
 
     def quantile_s(self, share: float) -> float:
-        """Return the upper edge of the bucket that holds a quantile, in seconds; 0 if empty.
+        """Return the upper edge, in seconds, of the bucket that contains a quantile.
+
+        0 if there is no data.
 
         The result is never below the quantile's true value (by nearest rank), and less than 11 %
         above it.

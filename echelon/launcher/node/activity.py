@@ -70,7 +70,7 @@ class Activity:
         self.is_in_collective = False  # inside one, and otherwise inactive
 
     def look(self, num_printed_bytes: int, now_mono_ns: int) -> None:
-        """Note what the worker has done since the last look."""
+        """Record what the worker has done since the last look."""
         ticks = self._cpu_ticks()
         elapsed_s = (now_mono_ns - self._since_ns) / 1e9
         self.is_in_collective = False
@@ -88,7 +88,7 @@ class Activity:
             self.is_in_collective = num_waiting > self._num_polling(pid, now_mono_ns)
 
     def rest(self, num_printed_bytes: int, now_mono_ns: int, ticks: int | None = None) -> None:
-        """Restart the counts, because earlier activity was noted or was caused by the launcher."""
+        """Restart the counts, because earlier activity was recorded or the launcher caused it."""
         self._ticks = self._cpu_ticks() if ticks is None else ticks
         self._waited = self._waited_for_cpu_ns()
         self._since_ns = now_mono_ns

@@ -38,7 +38,7 @@ class Containment:
         return str(group)
 
     def close(self) -> None:
-        """Remove the empty groups; the guard removes the other groups. Safe to call twice."""
+        """Remove the empty groups; the guard removes the remaining ones. Safe to call twice."""
         if self.folder is not None:
             with contextlib.suppress(OSError):
                 for group in self.folder.iterdir():

@@ -197,7 +197,7 @@ class Guard:
         self._say(event="started", index=message["index"], pid=pid)
 
     def _fork(self, message: dict[str, object], streams: list[int]) -> tuple[int, str]:
-        """Start a worker; return its pid, and "" or the reason why it could not start.
+        """Start a worker. Return its pid and an error text, which is "" if the worker has started.
 
         Raises:
             OSError: no further process can be created.
@@ -343,7 +343,7 @@ def _print(text: str) -> None:
 
 
 def _where_none_can_start() -> str:
-    """Return a note for the report of the agent's death if this process cannot start others."""
+    """Return a note for the report of the agent's death if this process cannot start processes."""
     try:
         pid = os.fork()
         if pid == 0:
@@ -372,7 +372,7 @@ def _bring_home(rank_dir: str, folder: str) -> None:
 
 
 def _copy_sparse(source: io.BufferedReader, target: io.BufferedWriter) -> None:
-    """Copy a file so that blocks of zeros, which make up most of a ring, become holes."""
+    """Copy a file and leave holes for blocks of zeros, which make up most of a ring."""
     zeros = bytes(_BLOCK_BYTES)
     while block := source.read(_BLOCK_BYTES):
         if block == zeros[: len(block)]:
@@ -460,7 +460,7 @@ def _is_below(pid: int, root: int) -> bool:
 
 
 def _try(send: Callable[[int, int], None], target: int, number: int) -> bool:
-    """Send a signal; return False if this process lacks the permission."""
+    """Send a signal; return False if this process lacks the permission to do so."""
     try:
         send(target, number)
     except ProcessLookupError:
@@ -500,7 +500,7 @@ def _remove_group(group: str) -> None:
 
 
 def _ignorable() -> list[int]:
-    """Return the signals that could end or stop the guard, except signals for faults of its own."""
+    """Return the signals that could end or stop the guard, except those for its own faults."""
     keep = {*_UNCATCHABLE, *_OWN_FAULTS, signal.SIGCHLD}
     return [number for number in signal.valid_signals() if number not in keep]
 

@@ -59,7 +59,10 @@ class Hook:
             selector.register(pipe, selectors.EVENT_READ, lambda pipe=pipe: self._pass_on(pipe))
 
     def tick(self, now_s: float) -> bool:
-        """Kill the command once its time is over; return True if the command survives that."""
+        """Kill the command once its time is over.
+
+        Return True if the command survives the signal.
+        """
         if now_s < self.due_s:
             return False
         if self._is_late:
@@ -70,7 +73,7 @@ class Hook:
         return False
 
     def kill(self) -> None:
-        """Kill the command; its end is reported like any other end."""
+        """Kill the command; its end is then reported like any other end."""
         self._guard.signal(self.index, signal.SIGKILL)
 
     def note_end(self, code: int | None, error: str = "") -> None:

@@ -299,7 +299,7 @@ class NodeAgent:
         return self._kept is not None
 
     def keep_snapshot(self) -> None:
-        """Take a snapshot of this node's ranks for the next coordinator: the last is lost."""
+        """Take a snapshot of this node's ranks for the next coordinator after a loss."""
         self._examination = self._stop_after_examination = None
         if self._kept is None and self.has_workers:
             self._kept = harvest(self._workers, self._occasion("failure"), self._pump)
@@ -319,7 +319,7 @@ class NodeAgent:
         self._examine_on()
 
     def _examine_on(self) -> None:
-        """Take the next step of the snapshot; after the last step, send the dumps."""
+        """Take the next step of the snapshot; send the dumps after the last step."""
         examination = self._examination
         assert examination is not None
         records = examination.step() if self._kept is None else self._kept
@@ -337,7 +337,7 @@ class NodeAgent:
             self.stop(stop)
 
     def _finish_examining(self) -> None:
-        """Complete the snapshot without further waiting."""
+        """Complete the snapshot without waiting any longer."""
         while self._examination is not None:
             self._examination.hurry()
             self._examine_on()
@@ -516,7 +516,7 @@ class NodeAgent:
         self._selector.register(pipe, selectors.EVENT_READ, lambda: self._pass_output(stream))
 
     def _open(self, path: Path, mode: str) -> BinaryIO | None:
-        """Open an output file; if that fails, report it and return None."""
+        """Open an output file; if that fails, report the failure and return None."""
         try:
             return cast(BinaryIO, path.open(mode))
         except OSError as err:

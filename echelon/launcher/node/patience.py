@@ -50,11 +50,11 @@ class UserRequest:
         return Asked.HURRY
 
     def answer(self) -> None:
-        """Note that the coordinator responded."""
+        """Record that the coordinator has responded."""
         self._is_answered = True
 
     def deadline_s(self) -> float:
-        """Return the time at which this node stops on its own; infinity if no request waits."""
+        """Return the time at which this node stops on its own, or infinity without a request."""
         if not self.first or self._is_answered:
             return float("inf")
         return self._first_s + ANSWER_S
@@ -83,16 +83,19 @@ class Grace:
         return self._kill_s < float("inf") or self._killed_s < float("inf")
 
     def begin(self, grace_s: float, now_s: float) -> None:
-        """Note that workers were signalled; only the first call has an effect."""
+        """Record that workers were signalled; only the first call has an effect."""
         if not self.is_running:
             self._kill_s = now_s + grace_s
 
     def note_killed(self, now_s: float) -> None:
-        """Note that workers were killed."""
+        """Record that workers were killed."""
         self._killed_s = min(self._killed_s, now_s)
 
     def due(self, now_s: float) -> Due:
-        """Return the action that is due now, each action once. Call this while workers run."""
+        """Return the action that is due now; each action is returned once.
+
+        Call this while workers run.
+        """
         if self._killed_s == float("inf"):
             return Due.KILL if now_s >= self._kill_s else Due.NOTHING
         if not self._named and now_s >= self._killed_s + _NAME_S:

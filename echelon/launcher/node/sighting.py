@@ -26,10 +26,11 @@ _STEP_S = 2.0  # between two looks; a longer gap counts as this process's own st
 
 
 class Sighting:
-    """The state of one attempt's workers. Only time in which this process runs counts as silence.
+    """What this node sees of one attempt's workers, for the stall rule.
 
     Args:
-        start: the command that started the attempt.
+        start: the command that started the attempt. Silence is measured only while this process
+            runs.
         workers: the workers to examine.
         num_printed: a function that returns how many bytes a rank has printed.
     """
@@ -59,14 +60,14 @@ class Sighting:
         self._reports = Reports(start.sights_ms / 1e3, start.stall_timeout_ms)
 
     def report(self, *, at_once: bool = False) -> m.Sights | None:
-        """Examine the ranks; return the report if it must be sent now, otherwise None."""
+        """Examine the ranks; return a report if one must be sent now, and None otherwise."""
         sights = self.look()
         if sights is None or not self._reports.is_due(sights, time.monotonic(), at_once=at_once):
             return None
         return sights
 
     def look(self) -> m.Sights | None:
-        """Examine the living ranks and return the report; None if no rank is alive."""
+        """Examine the living ranks and return a report, or None if no rank is alive."""
         now = time.monotonic_ns()
         self._lived.tick(now / 1e9)
         sights: list[Sight] = []
@@ -105,7 +106,7 @@ class Sighting:
         return [] if self._limits is None else self._limits.rows()
 
     def _note_dumps(self, own: dict[int, int]) -> None:
-        """Note which rank has a new dump: the lowest rank if several dumps appeared at once."""
+        """Record which rank has a new dump: the lowest rank if several dumps appeared at once."""
         new = [rank for rank, num in own.items() if num > self._num_dumps.get(rank, 0)]
         if new:
             self._dumped_rank = min(new)
@@ -117,7 +118,7 @@ class Sighting:
         return None if ring is None else ring.words()
 
     def rest(self) -> None:
-        """Ignore the activity of the ranks that was caused by the collection of an incident."""
+        """Ignore activity of the ranks that the collection of an incident has caused."""
         for rank, activity in self._activities.items():
             activity.rest(self._num_printed(rank), time.monotonic_ns())
         if self._limits is not None:

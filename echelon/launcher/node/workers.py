@@ -144,15 +144,18 @@ class Workers:
         return ends[0][0], ends[1][0]
 
     def hold(self, folder: str) -> None:
-        """Let the guard hold a folder for rings, and remove the folder if the agent is killed."""
+        """Let the guard hold a folder for rings and remove the folder if the agent is killed."""
         self._send({"do": "hold", "folder": folder})
 
     def signal(self, index: int, number: int, *, alone: bool = False) -> None:
-        """Signal a worker, and its process group unless `alone`; do nothing if it has ended."""
+        """Signal a worker and, unless `alone` is set, its process group.
+
+        Ignore a worker that has ended.
+        """
         self._send({"do": "signal", "index": index, "signal": int(number), "alone": alone})
 
     def fence(self, at_s: float) -> None:
-        """Kill all workers at this time of CLOCK_BOOTTIME, which replaces any earlier time."""
+        """Kill all workers at this time of CLOCK_BOOTTIME; a later call replaces the time."""
         self._send({"do": "fence", "at_s": at_s})
 
     def sweep(self, number: int) -> None:
@@ -160,7 +163,7 @@ class Workers:
         self._send({"do": "sweep", "signal": int(number)})
 
     def events(self) -> list[Event]:
-        """Return the events that have arrived; blocks only if there are none.
+        """Return the events that have arrived; block only if no event has arrived.
 
         Raises:
             LaunchError: the guard has died, and with it the workers and all processes that they

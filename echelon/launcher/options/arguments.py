@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}. See {self.prog} --help\n")
 
     def check_defaults(self, args: argparse.Namespace) -> None:
-        """Check options with a fixed set of values: argparse does not for those not given.
+        """Check the default values of options with choices, which argparse itself does not check.
 
         Raises:
             SystemExit: with code 2 after one line, if a default has another value.
@@ -408,7 +408,7 @@ def _add_program_options(program: argparse._ArgumentGroup, default: Defaults) ->
 
 
 class Defaults:
-    """Default values: from `PET_<OPTION>`, otherwise from the scheduler, otherwise echelon's own.
+    """Default values, taken from `PET_<OPTION>`, the scheduler, or echelon, in this order.
 
     argparse parses a string default as if it had been typed.
     """
@@ -418,7 +418,7 @@ class Defaults:
         self._scheduler = scheduler.defaults(environ)
 
     def flag(self, group: argparse._ArgumentGroup, *names: str, help: str) -> None:  # noqa: A002
-        """Add an option without a value; `PET_<OPTION>=1` has the same effect as giving it."""
+        """Add an option without a value; setting `PET_<OPTION>=1` has the same effect."""
         is_set = self.is_set(names[-1].removeprefix("--").replace("-", "_"))
         group.add_argument(*names, action="store_true", default=is_set, help=help)
 
@@ -427,7 +427,7 @@ class Defaults:
         return self._environ.get(f"PET_{name.upper()}", "0").lower() in ("1", "true", "yes")
 
     def variable(self, name: str, default: str) -> str:
-        """Return the value of a variable that is not one of echelon's own."""
+        """Return the value of an environment variable that does not belong to echelon."""
         return self._environ.get(name, default)
 
     def __call__(self, name: str, default: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Options of torchrun that are accepted but have no effect here, with the reason for each.
+"""Accept torchrun's options that have no effect here, and give the reason for each.
 
 Each one that is given is reported in one line; none of them makes echelon refuse a job.
 """

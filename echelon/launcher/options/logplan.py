@@ -1,4 +1,4 @@
-"""Where each of a worker's streams goes: torchrun's `-r`, `-t` and filters, with ranges of ranks.
+"""Decide where each worker's streams go, with torchrun's `-r`, `-t` and filters.
 
 Every stream is kept in a file. It is also shown on the terminal, unless it is redirected (`-r`) and
 not teed (`-t`), or its local rank is not in `--local-ranks-filter`.
@@ -29,13 +29,13 @@ class PerRank:
     ranks: Mapping[int, Std] = field(default_factory=dict)
 
     def of(self, local_rank: int) -> Std:
-        """Return the choice for one local rank."""
+        """Return the choice of streams for one local rank."""
         return self.ranks.get(local_rank, self.default)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogPlan:
-    """Where the workers' output goes."""
+    """The destinations of the workers' output."""
 
     redirects: PerRank = PerRank()
     tee: PerRank = PerRank()

@@ -59,7 +59,7 @@ def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def misuse(environ: Mapping[str, str]) -> str:
-    """Return an error if several launchers run on this node, otherwise "".
+    """Return an error message if several launchers run on this node, and "" otherwise.
 
     Only a step's own variables prove it: a batch script also has SLURM_NTASKS and SLURM_PROCID.
     """

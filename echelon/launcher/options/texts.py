@@ -1,4 +1,4 @@
-"""Parsers for the values of `echelon run`'s options; an error is one line."""
+"""Parse the values of `echelon run`'s options; every error is one line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def num_workers(text: str) -> int:
         ) from None
     if text in counts and not number:
         makers = {"gpu": "NVIDIA", "xpu": "Intel"}
-        raise argparse.ArgumentTypeError(f"{text}: no {makers[text]} GPU on this machine")
+        raise argparse.ArgumentTypeError(f"{text}: this machine has no {makers[text]} GPU")
     if not 1 <= number <= _MAX_LOCAL_RANKS:
         raise argparse.ArgumentTypeError(f"{number} is not between 1 and {_MAX_LOCAL_RANKS}")
     return number
@@ -58,7 +58,7 @@ def signals(text: str) -> tuple[signal.Signals, ...]:
 def torch_backend(text: str) -> str:
     """Parse the name of the backend that replaces gloo."""
     if text not in ("", "echelon"):
-        raise argparse.ArgumentTypeError(f"{text!r}: only echelon can replace gloo")
+        raise argparse.ArgumentTypeError(f"{text!r}: gloo can only be replaced by echelon")
     return text
 
 
@@ -77,7 +77,7 @@ def positive(text: str) -> int:
     """Parse a whole number that is at least 1."""
     number = whole(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{number}: must be at least 1")
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
     return number
 
 
@@ -88,7 +88,7 @@ def seconds(text: str) -> float:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: must be greater than 0")
+        raise argparse.ArgumentTypeError(f"{text} is not greater than 0")
     return value
 
 
@@ -112,7 +112,7 @@ def min_max(text: str) -> tuple[int, int]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not MIN or MIN:MAX") from None
     if not 1 <= least <= most:
-        raise argparse.ArgumentTypeError(f"{text}: must be 1 <= MIN <= MAX")
+        raise argparse.ArgumentTypeError(f"{text} is not a range with 1 <= MIN <= MAX")
     return least, most
 
 

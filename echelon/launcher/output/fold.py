@@ -1,4 +1,4 @@
-"""Fold lines: show a line that many ranks print at about the same time once, as `0-7| line`.
+"""Fold lines that many ranks print at about the same time into one line, such as `0-7| line`.
 
 A line is held for a fifth of a second after the first rank printed it, and ranks that print the
 same line within that time are added to its label. The lines of one rank keep their order, because a
@@ -20,7 +20,7 @@ class _Held:
 
 
 class Fold:
-    """The lines that are held back. Pure: lines come with times, and due lines are returned."""
+    """The lines that are held back. Pure: lines arrive with times, and due lines are returned."""
 
     def __init__(self) -> None:
         self._held: dict[bytes, _Held] = {}
@@ -31,7 +31,7 @@ class Fold:
         return min((held.due_s for held in self._held.values()), default=None)
 
     def add(self, rank: int, line: bytes, now_s: float) -> list[bytes]:
-        """Add a line; return the lines that must be shown first."""
+        """Add a line; return the lines that must be shown before it."""
         held = self._held.get(line)
         if held is not None and rank not in held.ranks and not self._has_later(rank, held):
             held.ranks.append(rank)

@@ -69,7 +69,7 @@ class Terminal:
             self._write_folded(stream, fold.due(time.monotonic()))
 
     def show(self, stream: int, source: Source, lines: Sequence[bytes]) -> None:
-        """Show complete lines of a worker."""
+        """Show complete lines that a worker has printed."""
         if self._as_json:
             text = b"".join(source.as_json(stream, line) for line in lines)
         elif stream in self._folds:
@@ -101,7 +101,7 @@ class Terminal:
             self._write(stream, lines)
 
     def _write(self, stream: int, data: bytes) -> None:
-        """Write to a stream. This may take a second if the stream was left non-blocking."""
+        """Write to a stream, which may take a second if the stream is in non-blocking mode."""
         fd = self._fds.get(stream)
         deadline_s = time.monotonic() + _SLOW_S
         while fd is not None and data:
@@ -124,7 +124,7 @@ class Terminal:
             self._write(3 - stream, text.encode())
 
     def _fitted(self, line: bytes) -> bytes:
-        """Return a live line cut to the terminal's width: wrapped lines cannot be erased."""
+        """Return a live line cut to the terminal's width: a wrapped line cannot be erased."""
         columns = self.columns
         if columns is None:
             return b""

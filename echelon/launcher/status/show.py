@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _REFRESH_S = 1.0
 _DIAL_S = 5.0
+_CLOSED = "the connection was closed"
 _ANSWER_S = 5.0
 _RUNS = Path("runs")
 
@@ -207,14 +208,16 @@ def _views(link: GrpcLink, endpoint: str) -> Iterator[View]:
         for command in link.take():
             if command is None:
                 if job is None:
-                    raise LaunchError(f"{endpoint}: {link.lost_because or 'connection closed'}")
+                    raise LaunchError(f"{endpoint}: {link.lost_because or _CLOSED}")
                 return  # the job is over
             if isinstance(command, JobShown):
                 job, answers = command, []
             elif isinstance(command, Statuses):
                 answers.append(command)
         if job is None and not ready:
-            raise LaunchError(f"{endpoint}: no answer within {_DIAL_S + _ANSWER_S:g} s")
+            raise LaunchError(
+                f"{endpoint}: the coordinator did not answer within {_DIAL_S + _ANSWER_S:g} s"
+            )
         if job is not None and (len(answers) >= job.num_nodes or not ready):
             title = f"{job.job_id} at {endpoint}: {job.phase}, {job.world_size} ranks"
             title += f", restart {job.restarts}" if job.restarts else ""

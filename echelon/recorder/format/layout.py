@@ -51,24 +51,24 @@ STRINGS_OFFSET = OPEN_SPANS_OFFSET + _pages(NUM_OPEN_SPANS * SPAN_SLOT.itemsize)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Byte offsets of the parts of a ring with the given capacities."""
+    """The byte offsets of the parts of a ring with given capacities."""
 
     num_operations: int
     num_spans: int
 
     @property
     def spans_offset(self) -> int:
-        """Offset of the first slot for ended spans."""
+        """The offset of the first slot for ended spans."""
         return STRINGS_OFFSET + _pages(STRINGS_BYTES)
 
     @property
     def operations_offset(self) -> int:
-        """Offset of the first operation slot."""
+        """The offset of the first slot for operations."""
         return self.spans_offset + _pages(self.num_spans * SPAN_SLOT.itemsize)
 
     @property
     def kept_offset(self) -> int:
-        """Offset of the first place for operations that outlived their slots.
+        """The offset of the first place for operations that outlived their slots.
 
         The places follow the slots. An operation moves to a place before its slot is reused, so a
         copy of the file made from front to back contains the operation at least once.
@@ -77,10 +77,10 @@ class Layout:
 
     @property
     def recent_offset(self) -> int:
-        """Offset of `recent`, which follows all data that refers to it, for the same reason."""
+        """The offset of `recent`, which for the same reason follows all data that refers to it."""
         return self.kept_offset + _pages(NUM_KEPT * KEPT_OPERATION.itemsize)
 
     @property
     def file_bytes(self) -> int:
-        """Size of the whole file."""
+        """The size of the whole file."""
         return self.recent_offset + _pages(RECENT_BYTES)

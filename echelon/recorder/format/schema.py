@@ -76,7 +76,7 @@ class State(IntEnum):
 
 
 class Flag(IntEnum):
-    """The bits of an operation's `flags`."""
+    """The bits of the `flags` of an operation."""
 
     P2P = 1
     ASYNC = 2
@@ -84,7 +84,7 @@ class Flag(IntEnum):
 
 
 class Live(IntEnum):
-    """Indices of the u64 words of the live page. Each word is written by a single aligned store."""
+    """The indices of the u64 words of the live page. Each word is written by one aligned store."""
 
     HEARTBEAT_MONO_NS = 0  # from a Python thread: late while other code holds the lock
     PROGRESS_MONO_NS = 1  # last operation, span or step that began or ended
@@ -380,7 +380,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One rank's black box as read: columns of operations and spans, and further facts.
+    """One rank's black box after reading: columns of operations and spans, and further facts.
 
     `operations` [num_operations] has dtype `OPERATION` and is sorted oldest first. `spans` (those
     that have ended) and `open_spans` have dtype `SPAN`; the open spans of a thread are sorted
@@ -423,19 +423,19 @@ def encode_ranks(ranks: Sequence[int]) -> str:
 
 
 def decode_ranks(text: str, limit: int = MAX_RANKS) -> tuple[int, ...]:
-    """Parse the output of `encode_ranks`.
+    """Parse the text that `encode_ranks` returned.
 
     Raises:
         ValueError: the text does not have this form, or names more than `limit` ranks.
     """
     if not isinstance(text, str):
-        raise ValueError("ranks are not a string")
+        raise ValueError("the field ranks is not a string")
     ranks: list[int] = []
     for run in text.split(",") if text else []:
         span, _, stride = run.partition(":")
         first, dash, last = span.partition("-")
         more = range(int(first), int(last if dash else first) + 1, int(stride or 1))
         if len(ranks) + len(more) > limit:
-            raise ValueError(f"groups of more than {MAX_RANKS} ranks in total")
+            raise ValueError(f"the groups have more than {MAX_RANKS} ranks in total")
         ranks.extend(more)
     return tuple(ranks)

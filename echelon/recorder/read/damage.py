@@ -1,4 +1,4 @@
-"""Count the torn or damaged parts that a reader finds, and report each kind once."""
+"""Count the torn or damaged parts that a reader finds, and report each kind only once."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections import Counter
 
 
 class Damage:
-    """The findings about one ring."""
+    """The damage that was found in one ring."""
 
     def __init__(self) -> None:
         self.num_torn = 0  # may be whole in a copy made a moment later
         self._warnings: Counter[str] = Counter()
 
     def warn(self, text: str) -> None:
-        """Record a finding that would be the same in another copy of the ring."""
+        """Record damage that would also be present in another copy of the ring."""
         self._warnings[text] += 1
 
     def note_torn(self, count: int, what: str) -> None:
-        """Record `count` items that were being written or are damaged; a count of 0 is ignored."""
+        """Record that `count` items, if any, were being written or are damaged."""
         if count:
             self.num_torn += count
             self.warn(f"{count} {what}")

@@ -1,4 +1,4 @@
-"""Write dump files, the form in which an incident folder keeps a rank's black box.
+"""Write dump files, in which an incident folder keeps each rank's black box.
 
 A dump is a msgpack file in columns, in which each field is one little-endian array. It has a
 version and contains no pickles, so thousands of ranks load as arrays. A dump is written to a
@@ -77,7 +77,7 @@ def write_dump(record: Record, path: Path) -> None:
 
 
 def empty_record(path: Path, identity: Identity, host: HostFacts, *warnings: str) -> Record:
-    """Return the record of a rank that left no ring, which holds only facts from its host."""
+    """Return the record of a rank that left no ring, with only the facts known to its host."""
     return Record(
         path=str(path),
         identity=identity,

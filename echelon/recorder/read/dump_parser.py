@@ -71,18 +71,18 @@ def record_of_dump(path: Path, top: dict[str, Any]) -> Record:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError("a text is not a string")
+        raise TypeError("a text field is not a string")
     return value
 
 
 def _flag(value: object) -> bool:
     if not isinstance(value, bool):
-        raise TypeError("a flag is not a boolean")
+        raise TypeError("a flag field is not a boolean")
     return value
 
 
 def _groups(entries: Sequence[Any]) -> list[Group]:
-    """Read the groups; the total number of ranks in them is bounded."""
+    """Read the groups, with a limit on the total number of ranks."""
     left, groups = MAX_RANKS, []
     for name, ranks in entries:
         groups.append(Group(_text(name), decode_ranks(ranks, left)))
@@ -102,7 +102,7 @@ def _signature_of(entry: Sequence[Any]) -> Signature:
 
 
 def _columns(dtype: np.dtype[Any], table: Mapping[str, Any]) -> npt.NDArray[Any]:
-    """Read a table of columns; skip columns that this version does not know.
+    """Read a table of columns, and skip columns that are unknown to this version.
 
     A column that an older minor version lacks is filled with 0. The columns in the file must make
     up a fair part of the table, so that a small file never becomes a large table in memory.
@@ -111,9 +111,9 @@ def _columns(dtype: np.dtype[Any], table: Mapping[str, Any]) -> npt.NDArray[Any]
     columns: Mapping[str, bytes] = table["columns"]
     names = [name for name in dtype.names or () if name in columns]
     if any(len(columns[name]) != length * dtype[name].itemsize for name in names):
-        raise ValueError("a column's length differs from the table's")
+        raise ValueError("the length of a column differs from that of its table")
     if length and _MAX_GROWTH * sum(dtype[name].itemsize for name in names) < dtype.itemsize:
-        raise ValueError("a table without most of its columns")
+        raise ValueError("a table lacks most of its columns")
     out = np.zeros(length, dtype)
     for name in names:
         out[name] = np.frombuffer(columns[name], dtype[name])
@@ -122,4 +122,4 @@ def _columns(dtype: np.dtype[Any], table: Mapping[str, Any]) -> npt.NDArray[Any]
 
 def _check_indices(table: npt.NDArray[Any], column: str, limit: int) -> None:
     if len(table) and int(table[column].max()) >= limit:
-        raise ValueError(f"column {column!r} points outside its table")
+        raise ValueError(f"column {column!r} refers to a row outside its table")

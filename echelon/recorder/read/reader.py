@@ -53,7 +53,7 @@ _HEADER_BYTES = LIVE_OFFSET + LIVE_BYTES
 
 
 def read(path: Path) -> Record:
-    """Read a ring or a dump; the first bytes of the file show which.
+    """Read a ring or a dump, depending on the first bytes of the file.
 
     Raises:
         DumpFormatError: the file is neither a ring nor a dump, is too new, or cannot be opened.
@@ -110,7 +110,7 @@ def _read_ring_once(path: Path) -> tuple[Record, int]:
 
 
 def _ring_bytes(path: Path) -> tuple[Layout, bytes]:
-    """Read as much of a ring's file as its header declares."""
+    """Read as much of a ring's file as the header declares."""
     try:
         with path.open("rb") as file:
             header = file.read(_HEADER_BYTES)
@@ -131,7 +131,9 @@ def read_dump(path: Path) -> Record:
     """
     try:
         if path.stat().st_size > _MAX_DUMP_BYTES:
-            raise DumpFormatError(f"{path}: larger than any dump ({_MAX_DUMP_BYTES} B)", path=path)
+            raise DumpFormatError(
+                (f"{path}: the file is larger than a dump may be ({_MAX_DUMP_BYTES} B)"), path=path
+            )
         data = path.read_bytes()
     except OSError as err:
         raise DumpFormatError(f"{path}: {err.strerror or err}", path=path) from err
@@ -143,9 +145,9 @@ def read_dump(path: Path) -> Record:
             data, raw=False, strict_map_key=True, max_array_len=_MAX_LIST, max_map_len=_MAX_LIST
         )
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError, MemoryError) as err:
-        raise DumpFormatError(f"{path}: not an echelon ring or dump", path=path) from err
+        raise DumpFormatError(f"{path} is not an echelon ring or dump", path=path) from err
     if not isinstance(top, dict) or top.get("kind") != DUMP_KIND:
-        raise DumpFormatError(f"{path}: not an echelon ring or dump", path=path)
+        raise DumpFormatError(f"{path} is not an echelon ring or dump", path=path)
     check_version(path, top.get("version"))
     if not has_crc:
         raise DumpFormatError(f"{path}: damaged dump (it has no checksum)", path=path)
@@ -158,7 +160,7 @@ def read_dump(path: Path) -> Record:
 
 
 class LiveRing:
-    """A ring mapped read-only, to be observed repeatedly while its process runs.
+    """A ring that is mapped read-only and observed repeatedly while its process runs.
 
     Raises:
         DumpFormatError: the file does not exist, or is not yet a complete ring.
@@ -190,7 +192,7 @@ class LiveRing:
 
     @property
     def file(self) -> tuple[int, int]:
-        """The identity of the mapped file, which changes if a later program takes over the path."""
+        """The identity of the mapped file, which changes if a later program uses the same path."""
         return self._identity
 
     @property
@@ -220,13 +222,13 @@ class LiveRing:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the rank closed the ring: its program has ended, but perhaps not its process."""
+        """Whether the rank has closed the ring, which shows that its program ended."""
         self._follow()
         return bool(self._live[Live.CLOSED])
 
     @property
     def is_hooked(self) -> bool:
-        """Whether hooks record the rank's program, which marks no phases itself."""
+        """Whether hooks record the rank's program, which does not mark phases itself."""
         if not self._is_hooked:
             try:
                 identity = read_identity(self._map[:_HEADER_BYTES], self._path, Damage())
@@ -236,7 +238,7 @@ class LiveRing:
         return self._is_hooked
 
     def pending(self) -> tuple[int, int]:
-        """Return when the oldest pending operation was called, and the number of pending ones."""
+        """Return when the oldest pending operation was called, and how many are pending."""
         in_slots, num_in_slots = _oldest_open(self._slots)
         kept, num_kept = _oldest_open(self._kept)
         oldest = min((called for called in (in_slots, kept) if called), default=0)
@@ -257,7 +259,7 @@ class LiveRing:
         )
 
     def _follow(self) -> None:
-        """Map the ring of a later program of the same rank, which has taken over the path.
+        """Map the ring of a later program of the same rank, which now uses the path.
 
         The path is accessed only after this ring's program has closed the ring, because the path
         may lie on a file system that hangs, and the caller is an agent's only thread.
@@ -294,7 +296,7 @@ def _file_identity(path: Path) -> tuple[int, int]:
 
 
 def _oldest_open(slots: npt.NDArray[Any]) -> tuple[int, int]:
-    """Return when the oldest pending operation was called, and the number of pending ones."""
+    """Return when the oldest pending operation was called, and how many operations are pending."""
     state, head = slots["state"], slots["head"]
     ended = (state["head"] == head) & (state["state"] >= State.COMPLETED)
     open_slots = np.flatnonzero((head != 0) & (slots["tail"] == head) & ~ended)

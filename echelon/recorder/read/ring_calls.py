@@ -1,4 +1,4 @@
-"""Read the signatures of a ring's operations, which hold the operations' arguments."""
+"""Read the signatures of a ring's operations, which contain the operations' arguments."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RingCalls:
         self._known: dict[int, Call | None] = {}
 
     def call(self, ref: int) -> Call | None:
-        """Return the arguments of an operation; None if newer entries overwrote them."""
+        """Return the arguments of an operation, or None if newer entries have overwritten them."""
         if ref in self._known:
             return self._known[ref]
         data, call = self._texts.recent(ref), None
@@ -41,7 +41,7 @@ class RingCalls:
             call = self.decoded(data)
         elif not self._texts.is_overwritten(ref):
             self._damage.num_torn += 1
-            call = self.damaged("a signature is damaged")
+            call = self.damaged("the signature of an operation is damaged")
         self._known[ref] = call
         return call
 
@@ -56,7 +56,7 @@ class RingCalls:
                 data[SIGNATURE_FIXED.itemsize :],
             )
         except (ValueError, struct.error):
-            return self.damaged("a signature cannot be read")
+            return self.damaged("the signature of an operation cannot be read")
         self.signatures.append(signature)
         return Call(
             self._texts.string(operation),
@@ -81,13 +81,13 @@ class RingCalls:
 
 
 def decode_signature(dtype: str, num_tensors: int, summarised: bool, tail: bytes) -> Signature:
-    """Decode the tail of a signature, as written by `operations.encode_signature`.
+    """Decode a signature's tail, which `operations.encode_signature` has written.
 
     Raises:
         ValueError: the encoded lengths do not match the number of bytes.
     """
     if len(tail) < 8:
-        raise ValueError("too short")
+        raise ValueError("the signature is too short")
     num_inputs, num_outputs = (int(v) for v in np.frombuffer(tail, "<u4", 2))
     if summarised:
         count, numel, crc = (int(v) for v in np.frombuffer(tail, "<i8", 3, 8))
@@ -95,7 +95,7 @@ def decode_signature(dtype: str, num_tensors: int, summarised: bool, tail: bytes
     ndims = list(tail[8 : 8 + num_tensors])
     numbers = np.frombuffer(tail, "<i8", -1, 8 + num_tensors).tolist()
     if len(ndims) != num_tensors or len(numbers) != sum(ndims) + num_inputs + num_outputs:
-        raise ValueError("lengths do not fit")
+        raise ValueError("the signature's lengths do not match its size")
     shapes, at = [], 0
     for ndim in ndims:
         shapes.append(tuple(numbers[at : at + ndim]))

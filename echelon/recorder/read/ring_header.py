@@ -1,4 +1,4 @@
-"""Read the parts of a ring other than its records: header, identity, last words, fatal signal."""
+"""Read all parts of a ring except its records: header, identity, last words, fatal signal."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check_header(path: Path, data: bytes | mmap.mmap, file_bytes: int = -1) -> L
             its header says.
     """
     if len(data) < LIVE_OFFSET + LIVE_BYTES or data[: len(RING_MAGIC)] != RING_MAGIC:
-        raise DumpFormatError(f"{path}: not an echelon ring", path=path)
+        raise DumpFormatError(f"{path} is not an echelon ring", path=path)
     header = np.frombuffer(data, HEADER, 1)[0]
     check_version(path, [int(header["major"]), int(header["minor"])])
     body = data[: HEADER.itemsize - header["crc"].itemsize]
@@ -68,7 +68,11 @@ def check_header(path: Path, data: bytes | mmap.mmap, file_bytes: int = -1) -> L
     size = len(data) if file_bytes < 0 else file_bytes
     if size < layout.file_bytes:
         raise DumpFormatError(
-            f"{path}: {size} B, the header says {layout.file_bytes} B: truncated", path=path
+            (
+                f"{path}: the ring is truncated: it has {size} B, but its header says "
+                f"{layout.file_bytes} B"
+            ),
+            path=path,
         )
     return layout
 
@@ -90,7 +94,7 @@ def read_identity(data: bytes, path: Path, damage: Damage) -> Identity:
 
 
 def read_last_words(data: bytes, path: Path, damage: Damage) -> LastWords | None:
-    """Return the rank's last words; if they are damaged, add a warning and return None."""
+    """Return the rank's last words. If they are damaged, add a warning and return None."""
     found = _blob(data, LAST_WORDS_OFFSET, LAST_WORDS_BYTES)
     if found is None:
         if any(data[LAST_WORDS_OFFSET : LAST_WORDS_OFFSET + BLOB_HEAD.itemsize]):
@@ -104,7 +108,7 @@ def read_last_words(data: bytes, path: Path, damage: Damage) -> LastWords | None
 
 
 def read_fault(data: bytes) -> Fault | None:
-    """Return the signal that ended the rank; None if no signal was recorded."""
+    """Return the signal that ended the rank, or None if no signal was recorded."""
     row = np.frombuffer(data, FAULT, 1, FAULT_OFFSET)[0]
     if row["stamp"] not in (1, 2) or not 0 < row["signal"] <= _MAX_SIGNAL:
         return None
@@ -125,7 +129,7 @@ def _frame_text(frame: npt.NDArray[Any]) -> str:
 
 
 def _blob(data: bytes, at: int, room: int) -> tuple[int, dict[str, Any]] | None:
-    """Read a blob as (stamp, value); None if it was never written, is incomplete, or is damaged."""
+    """Read a blob as (stamp, value), or return None if it is missing, incomplete or damaged."""
     head = np.frombuffer(data, BLOB_HEAD, 1, at)[0]
     stamp, length = int(head["head"]), int(head["length"])
     tail = int.from_bytes(data[at + room - 8 : at + room], "little")

@@ -1,4 +1,4 @@
-"""Turn the bytes of a ring into columns, and accept only data that passes its checks.
+"""Turn the bytes of a ring into columns, accepting only data that passes its checks.
 
 Torn slots (caught mid-write) and damaged slots are left out or marked, and are counted in the
 warnings; see schema.py, [Note: what makes a slot readable].
@@ -95,7 +95,7 @@ class RingParser:
     def _with_signature(
         self, records: npt.NDArray[Any], calls: list[Call | None]
     ) -> npt.NDArray[Any]:
-        """Select the rows that are newer than every row whose signature was overwritten.
+        """Select the rows that are newer than every row whose signature has been overwritten.
 
         The result begins where the record of a smaller ring would begin, so that no operation is
         missing in the middle.
@@ -171,7 +171,7 @@ class RingParser:
         return chosen
 
     def _states_known(self, head: npt.NDArray[Any], state: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return which state cells are intact and belong to the operation in their slot.
+        """Return which state cells are intact and describe the operation in their slot.
 
         A cell that still describes an earlier use of its slot, or no use, also counts as intact,
         because the operation has then been created and nothing more.

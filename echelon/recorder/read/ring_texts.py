@@ -77,7 +77,7 @@ class RingTexts:
         return DAMAGED
 
     def recent(self, ref: int) -> bytes | None:
-        """Return an entry of `recent`; None if the entry was overwritten or is damaged."""
+        """Return an entry of `recent`, or None if the entry was overwritten or is damaged."""
         at = self._layout.recent_offset + ref % _RECENT_UNITS * RECENT_UNIT
         position, length, crc, _ = _RECENT_HEAD.unpack_from(self._data, at)
         begin = at + _RECENT_HEAD.size

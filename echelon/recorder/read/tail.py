@@ -1,4 +1,4 @@
-"""Follow a live ring: report the durations of what ended since the last look, and what is open.
+"""Follow a live ring: report new durations, and the operations and phases that are open.
 
 A look is cheap enough to be repeated twice a second for each rank, because no text is read and at
 most the newest `MAX_NEW` operations are examined. A duration may come from a slot that is being
@@ -41,7 +41,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """The result of one look; durations [num_ended] are in ns, oldest first."""
+    """The result of one look. The durations [num_ended] are in ns, oldest first."""
 
     ended: list[tuple[Key, npt.NDArray[np.int64]]]
     pending: list[Open]
@@ -51,7 +51,7 @@ class News:
 
 
 class Tail:
-    """Follows the ring of one rank."""
+    """A reader that follows the ring of one rank."""
 
     def __init__(self) -> None:
         self._file = (0, 0)

@@ -1,4 +1,4 @@
-"""Write an incident in the format of PyTorch's flight recorder (2.10), for tools that read it.
+"""Write an incident in the format of PyTorch's flight recorder (2.10), for other tools.
 
 Each rank's file is a pickle that consists of plain dicts, lists, tuples, strings and numbers; torch
 is not imported. Facts that torch's format cannot represent (reduce op, root, splits, tags, spans,
@@ -100,7 +100,7 @@ def _read_all(folder: Path) -> dict[int, Record]:
 
 
 class _Names:
-    """Makes names of groups unique over all ranks, because torch identifies groups by name."""
+    """A generator of group names that are unique over all ranks, as torch's format requires."""
 
     def __init__(self) -> None:
         self._names: dict[Group, tuple[str, str]] = {}
@@ -122,7 +122,7 @@ class _Names:
 
 @dataclass
 class _Counts:
-    """How far a group has progressed, according to the ring."""
+    """The progress of a group, according to the ring."""
 
     collectives: int = 0
     p2p: int = 0
@@ -216,7 +216,7 @@ def _wall(stamp: Any, to_wall: int) -> int | None:
 
 
 def _name(operation: str, row: Any, group: Group, rank: int) -> str:
-    """Return an operation's name in torch's spelling; for p2p, with both ends' group positions."""
+    """Return an operation's name in torch's spelling. A message's name includes both ranks."""
     places: Mapping[int, int] = {member: i for i, member in enumerate(sorted(group.ranks))}
     me, peer = places.get(rank, -1), places.get(int(row["peer"]), -1)
     if operation == "send":
@@ -227,7 +227,7 @@ def _name(operation: str, row: Any, group: Group, rank: int) -> str:
 
 
 def _sizes(operation: str, signature: Signature, group_size: int) -> dict[str, list[list[int]]]:
-    """Return the sizes of inputs and outputs; the ring holds one, which determines the other."""
+    """Return the sizes of inputs and outputs, one of which is derived from the other."""
     if signature.summary is not None:
         shapes = [[signature.summary[1]]]
     else:

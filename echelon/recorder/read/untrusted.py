@@ -33,30 +33,35 @@ def check_version(path: Path, version: object) -> tuple[int, int]:
         or len(version) != 2
         or not all(isinstance(v, int) for v in version)
     ):
-        raise DumpFormatError(f"{path}: no format version", path=path)
+        raise DumpFormatError(f"{path}: the file does not state its format version", path=path)
     if version[0] != FORMAT_MAJOR:
         raise DumpFormatError(
-            f"{path}: format {version[0]}.{version[1]}, this fr-analyze reads "
-            f"{FORMAT_MAJOR}.x (written by {FORMAT_MAJOR}.{FORMAT_MINOR}). Upgrade it",
+            f"{path}: format {version[0]}.{version[1]}, but this fr-analyze reads "
+            f"{FORMAT_MAJOR}.x (its own is {FORMAT_MAJOR}.{FORMAT_MINOR}). Use the version "
+            "that belongs to the file",
             path=path,
         )
     return version[0], version[1]
 
 
 def build(path: Path, kind: type[_T], values: Mapping[str, Any]) -> _T:
-    """Build a record class from untrusted fields; drop unknown fields and check types."""
+    """Build a record class from untrusted fields, checking types and dropping unknown fields."""
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     taken = {name: value for name, value in values.items() if name in known}
     for name, value in taken.items():
         if not _fits(str(known[name].type), value):
-            raise DumpFormatError(f"{path}: field {name!r} is {value!r:.100}", path=path)
+            raise DumpFormatError(
+                f"{path}: field {name!r} has the invalid value {value!r:.100}", path=path
+            )
         if isinstance(value, (list, tuple)):
             nested = _nested(str(known[name].type))
             taken[name] = tuple(build(path, nested, v) if nested else v for v in value)
     try:
         return kind(**taken)
     except TypeError as err:
-        raise DumpFormatError(f"{path}: {kind.__name__} is incomplete", path=path) from err
+        raise DumpFormatError(
+            f"{path}: a record of type {kind.__name__} is incomplete", path=path
+        ) from err
 
 
 def _nested(annotation: str) -> type[Any] | None:

@@ -36,7 +36,7 @@ _LOOK_S = 1.0
 
 
 class InsideWatch:
-    """Watches the ring of the process that it runs in."""
+    """A watch on the ring of the process in which it runs."""
 
     def __init__(
         self, recorder: Recorder, rank_dir: Path, record_dir: Path, stall_timeout_s: float
@@ -140,7 +140,7 @@ def _numbers(dump: Path) -> list[int]:
 
 
 def _can_join(folder: Path, identity: Identity) -> bool:
-    """Return whether an incident is new, of this attempt, and without files of this rank."""
+    """Return whether an incident is new, belongs to this attempt, and has no files of this rank."""
     is_young = False
     if (folder / f"rank_{identity.rank}").exists():
         return False

@@ -1,4 +1,4 @@
-"""Decide when a job counts as stalled, as a pure function of what the rings show.
+"""Decide when a job has stalled, as a pure function of the contents of the rings.
 
 A job is stalled once an operation on a living rank has been pending longer than the limit, or once
 no living rank has recorded an operation, span or step for that long. Until the world group exists,
@@ -59,7 +59,7 @@ class Stall:
 
 
 class StallRule:
-    """Decides whether a job has stalled, one observation at a time.
+    """A rule that decides, one observation at a time, whether a job has stalled.
 
     The rule reads no clock, because the time is an argument of `look`.
     """
@@ -77,7 +77,7 @@ class StallRule:
         return self._reported is not None
 
     def look(self, sights: Sequence[Sight], now_mono_ns: int) -> Stall | None:
-        """Return a stall that has not been reported yet; None if there is no such stall."""
+        """Return a stall that has not been reported yet, or None if there is no such stall."""
         if not sights:
             return None
         ended = {sight.rank: sight.num_ended for sight in sights}
@@ -136,7 +136,7 @@ class StallRule:
 
 
 def _over_if_more(sights: Sequence[Sight]) -> dict[int, int]:
-    """Return, for each rank, the count above which the stall just detected is over.
+    """Return, for each rank, the count of events above which the detected stall is over.
 
     If ranks without a ring wait in an operation, the progress of other ranks does not end that
     wait.

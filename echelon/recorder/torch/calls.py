@@ -104,14 +104,14 @@ def _described(first: Any, shapes: tuple[tuple[int, ...], ...]) -> Data:
 
 
 def address_of(value: Any) -> int:
-    """Return the address of a tensor, or of the first tensor in lists; 0 if there is none."""
+    """Return the address of a tensor, or of the first tensor in lists, or 0 without a tensor."""
     while isinstance(value, (list, tuple)) and value:
         value = value[0]
     return 0 if isinstance(value, (list, tuple)) else int(value.data_ptr())
 
 
 def reduce_op_of(layout: Layout, args: Sequence[Any]) -> str:
-    """Return the name of a call's reduction; "" if the call does not reduce."""
+    """Return the name of a call's reduction, or "" if the call does not reduce."""
     if layout.reduce_op == _ABSENT:
         return ""
     # Uses the method that finds it directly: `.op` looks in two places first.
@@ -125,5 +125,5 @@ def number_of(at: int, args: Sequence[Any], default: int = -1) -> int:
 
 
 def timeout_s_of(layout: Layout, args: Sequence[Any]) -> float:
-    """Return a call's own timeout in seconds; 0 if the call has none."""
+    """Return the timeout that was passed to a call, in seconds, or 0 if none was passed."""
     return max(number_of(layout.timeout, args, 0), 0) / 1e3

@@ -15,7 +15,7 @@ _UNNAMED = ("", "undefined")
 
 
 class Group:
-    """A process group: its reference in the ring, and the counters of its calls.
+    """A process group, with its reference in the ring and the counters of its calls.
 
     Collectives are numbered per group, and messages per peer and direction, so that all members
     count in the same way.
@@ -30,11 +30,11 @@ class Group:
         self._messages: dict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
 
     def next_message(self, operation: str, peer: int) -> int:
-        """Return the number of the next message with a peer; -1 if the peer is not known yet."""
+        """Return the number of the next message with a peer, or -1 if the peer is not known yet."""
         return -1 if peer < 0 else next(self._messages[operation, peer])
 
     def global_rank(self, rank: int) -> int:
-        """Return the global rank of a member; the rank -1 is returned unchanged."""
+        """Return the global rank of a member. The rank -1 is returned unchanged."""
         return self.ranks[rank] if 0 <= rank < len(self.ranks) else -1
 
 
@@ -49,7 +49,7 @@ class Groups:
         self._known.pop(name, None)
 
     def of(self, process_group: Any, recorder: Recorder) -> Group:
-        """Return the record of a process group; add the group if it is new."""
+        """Return the record of a process group, adding the group if it is new."""
         name = process_group.group_name
         known = self._known.get(name)
         if known is None:
@@ -60,7 +60,7 @@ class Groups:
 
 
 def _title(name: str, description: str, ranks: tuple[int, ...]) -> str:
-    """Return the name of a group in reports, which is the same on all members."""
+    """Return the name by which reports show a group, which is the same on all members."""
     if description == _WORLD:
         return "world"
     if description in _UNNAMED:

@@ -9,7 +9,7 @@ _T = TypeVar("_T")
 
 
 def quietly(run: Callable[..., _T], *args: Any) -> _T | None:
-    """Return the result of `run`; if it raises, return None and let the program run unrecorded."""
+    """Return the result of `run`, or None if `run` raises an exception, which is ignored."""
     try:
         return run(*args)
     except Exception:  # noqa: BLE001 -- see above
@@ -17,7 +17,7 @@ def quietly(run: Callable[..., _T], *args: Any) -> _T | None:
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace an attribute with `make(original)`; keep the original if the owner refuses."""
+    """Replace an attribute by `make(original)`, or keep the original if this is not possible."""
     original = getattr(owner, name, None)
     if original is None or getattr(original, "_echelon_records", False):
         return

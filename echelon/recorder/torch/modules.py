@@ -1,4 +1,4 @@
-"""Run actions on modules that a program may import later, once each module has been loaded.
+"""Run actions on modules that a program may import later, once they have been loaded.
 
 An entry in `sys.meta_path` intercepts the import of a watched module, lets the other finders locate
 the module, and runs the action after the module's own code.
@@ -27,7 +27,7 @@ class Later(importlib.abc.MetaPathFinder):
         self._actions: dict[str, Action] = {}
 
     def run(self, name: str, action: Action) -> None:
-        """Run `action` with the module `name`, immediately if the module is loaded."""
+        """Run `action` with the module `name`, at once if the module is already loaded."""
         module = sys.modules.get(name)
         if module is not None:
             quietly(action, module)

@@ -1,4 +1,4 @@
-"""Record every collective and message of torch.distributed, whatever its caller and backend.
+"""Record every collective and message of torch.distributed, for all callers and backends.
 
 [Note: where operations are seen] DDP's reducer, functional collectives and compiled code call a
 process group in C++, so patched Python functions would miss them. An echelon process group wrapped
@@ -52,7 +52,7 @@ def _redispatch_of(operator: Any) -> Callable[..., Any]:
 
 
 class Operations:
-    """Records calls of the c10d operators once `install` has been called."""
+    """A recorder of calls of the c10d operators, which is active once `install` has been called."""
 
     def __init__(self, torch: Any) -> None:
         core = torch._C._distributed_c10d
@@ -152,7 +152,10 @@ class Operations:
         return recorder.begin_prepared(prepared, group.next_collective(), -1, flags, 1, True)
 
     def _prepare(self, recorder: Recorder, call: tuple[Any, ...]) -> Any:
-        """Read the arguments that a line of code passes repeatedly; cached, up to a limit."""
+        """Read the arguments that a line of code passes repeatedly.
+
+        Up to a limit, cache the result.
+        """
         if len(self._prepared) >= MAX_CALLS:
             self._prepared.clear()
         prepared = self._prepared[call] = recorder.prepare(*call)
@@ -161,7 +164,7 @@ class Operations:
     def _follow(
         self, recorder: Recorder, record: int, result: Any, layout: Layout, args: Sequence[Any]
     ) -> None:
-        """Track the work that an operation started; without a work, the operation is complete."""
+        """Track the work that an operation started. An operation without a work is complete."""
         boxed = result[-1] if isinstance(result, tuple) and result else result
         if boxed is None or isinstance(boxed, tuple):
             recorder.completed(record)

@@ -1,4 +1,4 @@
-"""Track operations that have been called and have not yet been seen to complete.
+"""Track operations that were called but have not been seen to complete.
 
 A work is polled for completion at the places where the program itself waits: after `Work.wait`,
 after `wait_tensor`, at the end of a backward pass, before the next operation, and after an
@@ -87,7 +87,7 @@ class Pending:
         self._sweep(list(self.works.items()))
 
     def sweep_oldest(self) -> None:
-        """Like `sweep`, but only for the few oldest works: cheap enough to run at every call."""
+        """Record completed works among the few oldest, cheaply enough for every call."""
         if self.works:
             self._sweep(list(itertools.islice(self.works.items(), _FEW)))
 

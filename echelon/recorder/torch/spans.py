@@ -118,7 +118,7 @@ def _next_batch(original: Any) -> Any:
 
 
 def _watch_end(iterator: Any) -> Any:
-    """Return a function that notes the end of an iteration once; also called when it is freed."""
+    """Return a function that records the end of an iteration once, even if it is merely freed."""
     end = iterator.__dict__.get(_END)
     if end is None or not end.alive:  # a loader may keep its iterator for the next epoch
         end = weakref.finalize(iterator, ended_loaders.append, 1)

@@ -49,7 +49,7 @@ def recording(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _begin(args: tuple[Any, ...]) -> Recorder | None:
-    """Open this rank's ring and install the hooks, once."""
+    """Open this rank's ring and install the hooks, unless this has been done."""
     if _operations is None:
         size, rank = int(args[0]), int(args[1])
         black_box.record_as_rank(rank, size)
@@ -85,7 +85,7 @@ def _mark_functions(functions: tuple[str, ...], module: Any) -> None:
 
 
 def _count_steps(recorder: Recorder) -> None:
-    """Count the end of each optimizer step as the beginning of the next training step."""
+    """Count each end of an optimizer step as the beginning of the next training step."""
     optimizer = sys.modules["torch.optim.optimizer"]
 
     def after_step(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Cache, per call site, the fields of an operation that rarely change at a given line.
+"""Cache, per call site, the fields of an operation that rarely change there.
 
 A line that records calls usually passes the same arguments as the last time, from the same callers.
 Each line therefore caches its callers' positions, the arguments and the packed fields. `Operations`
@@ -32,7 +32,7 @@ Line = tuple[CodeType, _Code, int, _Code, int, _Code, int, tuple[Any, ...], byte
 
 
 class Calls:
-    """The lines seen so far, and the signatures of their calls; as thread-safe as a dictionary.
+    """The lines seen so far and the signatures of their calls, as thread-safe as a dictionary.
 
     A call is (operation, dtype, reduce_op, timeout_s, shapes, input_splits, output_splits,
     num_bytes, group, root, peer, tag, coalesced, thread, flags).
@@ -97,7 +97,7 @@ class Calls:
         return tail
 
     def _add(self, key: tuple[Any, ...], is_hashable: bool) -> tuple[int, int]:
-        """Encode the fields of a call; cached, up to a limit."""
+        """Encode the fields of a call; up to a limit, cache the result."""
         operation, dtype, reduce_op, timeout_s, shapes, inputs, outputs = key
         signature = self._signatures.add(operation, dtype, reduce_op, shapes, inputs, outputs)
         known = signature, int(timeout_s * 1000) if 0 <= timeout_s <= MAX_TIMEOUT_S else 0

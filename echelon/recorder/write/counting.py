@@ -1,4 +1,4 @@
-"""Let threads draw numbers, each once and in order, without a lock where none is needed."""
+"""Let threads draw consecutive numbers, each number once, without a lock where possible."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 def counter(start: int = 0, *, has_lock: bool | None = None) -> Callable[[], int]:
-    """Return a thread-safe function that returns `start`, and then one more at each call.
+    """Return a thread-safe function that counts up from `start`, returning one number per call.
 
     Args:
         has_lock: whether the interpreter runs one thread at a time, which makes `itertools.count`

@@ -60,7 +60,7 @@ class Settings:
 
     @property
     def has_rank_0s_clock(self) -> bool:
-        """Whether rank 0 is known to run on this host, and therefore to read the same clock."""
+        """Whether rank 0 is known to run on this host and therefore to read the same clock."""
         return self.rank == 0 or self.local_world_size == self.world_size
 
     @property
@@ -70,7 +70,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls) -> Settings:
-        """Read the settings from the environment; ignore a value that is not a valid number."""
+        """Read the settings from the environment, ignoring any value that is not a valid number."""
         return cls(
             rank_dir=_folder("ECHELON_RANK_DIR"),
             record_dir=_folder("ECHELON_RECORD_DIR") or _default_folder(),

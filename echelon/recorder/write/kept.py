@@ -1,4 +1,4 @@
-"""Keep operations that have not ended when their slots are to be reused.
+"""Keep operations that have not ended when their slots are about to be reused.
 
 A hung operation of one group must survive while other groups continue, because it is the operation
 that matters. It therefore moves, with its signature, to one of a few separate places, and is
@@ -38,7 +38,7 @@ _RECENT_UNITS = RECENT_BYTES // RECENT_UNIT
 
 
 class Kept:
-    """The places for kept operations in a ring's memory. The caller holds the writer's lock."""
+    """The places for kept operations in a ring's memory. The caller must hold the writer's lock."""
 
     def __init__(self, memory: Any, live: Any, layout: Layout) -> None:
         self._memory = memory
@@ -49,7 +49,7 @@ class Kept:
         self._stamps = [0] * NUM_KEPT  # of the operation in each place; 0: it is free
 
     def keep(self, slot: int) -> bool:
-        """Copy the operation in `slot` to a free place; return False if no place is free."""
+        """Copy the operation in `slot` to a free place, or return False if no place is free."""
         if 0 not in self._stamps:
             return False
         at = self._slots_offset + slot * _SLOT_BYTES
@@ -66,13 +66,13 @@ class Kept:
         return True
 
     def started(self, stamp: int, cell: bytes) -> None:
-        """Mark the kept operation with this stamp as started; ignore a stamp that is not kept."""
+        """Mark the kept operation that has this stamp as started; ignore any other stamp."""
         if stamp in self._stamps:
             at = self._at(stamp) + _STATE_OFFSET
             self._memory[at : at + len(cell)] = cell
 
     def ended(self, stamp: int) -> None:
-        """Free the place of the operation with this stamp; ignore a stamp that is not kept."""
+        """Free the place of the kept operation that has this stamp; ignore any other stamp."""
         if stamp in self._stamps:
             _STAMP_STRUCT.pack_into(self._memory, self._at(stamp), 0)
             self._stamps[self._stamps.index(stamp)] = 0
@@ -82,7 +82,7 @@ class Kept:
         return self._offset + self._stamps.index(stamp) * KEPT_OPERATION.itemsize
 
     def _signature(self, ref: int) -> bytes:
-        """Return the entry of `recent` that `ref` refers to; b"" if the entry was overwritten."""
+        """Return the entry of `recent` to which `ref` refers, or b"" if it was overwritten."""
         at = self._recent_offset + ref % _RECENT_UNITS * RECENT_UNIT
         position, length, _, _ = _RECENT_STRUCT.unpack_from(self._memory, at)
         if position != ref or length > MAX_SIGNATURE_BYTES:

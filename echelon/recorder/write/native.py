@@ -26,16 +26,19 @@ def available() -> bool:
 
 
 class NativeWriter(OperationWriter, SpanWriter, Protocol):
-    """The methods of the C core's writer other than those that write operations and spans."""
+    """The methods of the C core's writer, except those that write operations and spans."""
 
     def on_collection(self, phase: str, info: dict[str, Any], /) -> None:
-        """Count a pause of the garbage collector; called at the beginning and end of the pause."""
+        """Count a pause of the garbage collector.
+
+        Called at the beginning and the end of each pause.
+        """
 
     def keep_pauses(self, keep: Callable[[int, int, dict[str, Any]], None], from_ns: int) -> None:
         """Register `keep(began, ended, info)` for pauses of at least a given length."""
 
     def start_heartbeat(self, period_ns: int, /) -> bool:
-        """Start a thread that stamps a live word without Python; return False if that fails."""
+        """Start a thread that stamps a live word without Python, or return False if that fails."""
 
     def stop_heartbeat(self) -> None:
         """Stop the heartbeat thread. May be called more than once."""

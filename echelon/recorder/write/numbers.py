@@ -1,4 +1,4 @@
-"""Clamp numbers from callers to the range of the field that stores them."""
+"""Limit numbers from callers to the range of the field that stores them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def clamped_i64(number: Any) -> int:
 
 
 def moment(at_mono_ns: Any, now: int) -> int:
-    """Return the stamp that the caller passed, or the current time if that is not a valid stamp."""
+    """Return the stamp that the caller passed, or the current time if the stamp is not valid."""
     try:
         return clamped_i64(at_mono_ns) or now
     except (TypeError, ValueError, OverflowError):
@@ -26,7 +26,7 @@ def moment(at_mono_ns: Any, now: int) -> int:
 
 
 def pack_clamped(form: struct.Struct, *fields: Any) -> bytes:
-    """Pack integers, each clamped to the range of its field; bytes are packed unchanged.
+    """Pack integers, limiting each to the range of its field; bytes are packed unchanged.
 
     Raises:
         TypeError, ValueError, OverflowError: a field is not a number.

@@ -1,4 +1,4 @@
-"""Write operations in Python, if the C core was not built or as its reference in tests.
+"""Write operations in Python, if the C core was not built, and as its reference in tests.
 
 [Note: why no lock] CPython from 3.11 on, with its lock, runs one thread at a time and switches
 threads only after calls and at backward jumps. Statements without either of these are therefore one
@@ -338,7 +338,7 @@ class Operations:
         Operations.completed(self, record, None, _FAILED, error)
 
     def _make_room(self, record: int, fields: bytes) -> int:
-        """Store an operation in the first slot that can be taken, from number `record` on.
+        """Store an operation in the first slot that can be taken, beginning with number `record`.
 
         An operation that has not ended is never overwritten: it moves to a separate place, or its
         slot is skipped.
@@ -358,7 +358,7 @@ class Operations:
         return NOT_RECORDED
 
     def _take(self, slot: int, stamp: int, fields: bytes) -> bool:
-        """Store an operation in a slot, unless it holds a newer one or one that cannot move."""
+        """Store an operation in a slot, unless the slot's own one is newer or cannot be moved."""
         crc = crc32(fields)
         owner, began = self._owners[slot], self._starts[slot]
         while owner > 0:
@@ -401,7 +401,7 @@ class Operations:
 
 
 class LockedOperations(Operations):
-    """Operations for interpreters that guarantee no atomic steps; every call holds a lock."""
+    """A writer of operations that holds a lock, for interpreters without atomic steps."""
 
     __slots__ = ()
 

@@ -24,7 +24,7 @@ _NUM_GENERATIONS = 3
 
 
 class GarbagePauses:
-    """Records garbage collections from `start` to `stop`."""
+    """A recorder of garbage collections, active from `start` to `stop`."""
 
     def __init__(self, recorder: Recorder, kept_from_ns: int = KEPT_FROM_NS) -> None:
         self._recorder = recorder

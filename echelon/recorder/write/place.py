@@ -58,7 +58,7 @@ class Place:
         return self.ring
 
     def give_up(self) -> None:
-        """Remove what `make` has created."""
+        """Remove everything that `make` has created."""
         if self.is_elsewhere:
             with contextlib.suppress(OSError):
                 (self.rank_dir / "ring").unlink()
@@ -67,7 +67,7 @@ class Place:
 
 
 def choose_place(rank_dir: Path, ring_dir: Path | None = None) -> Place:
-    """Choose where the ring of a rank lies; `ring_dir` is the user's own choice, or None.
+    """Choose the location of a rank's ring; `ring_dir` is the user's choice, or None.
 
     Raises:
         OSError: the node's temporary folder cannot be used.
@@ -101,7 +101,7 @@ def claim_attempt(record_dir: Path, rank: int) -> tuple[Path, int]:
 
 
 def bring_home(rank_dir: Path) -> bool:
-    """Replace a link to a ring with the ring itself; return whether there was such a link.
+    """Replace a link to a ring by the ring itself; return whether there was such a link.
 
     Call this after the process has ended. Attached readers keep their mapping.
 
@@ -139,7 +139,7 @@ def _copy_sparse(source: Path, target: Path) -> None:
 
 
 def set_aside(rank_dir: Path) -> None:
-    """Rename the ring of a process that has ended to `ring.1`, `ring.2`, ...
+    """Rename the ring of a process that has ended to the next free name of `ring.1`, `ring.2`, ...
 
     Raises:
         OSError: the folder cannot be written.
@@ -158,7 +158,7 @@ def is_remote(kind: str) -> bool:
 
 
 def file_system(path: Path, mounts: Path = _MOUNTS) -> str:
-    """Return the type of the file system that holds a path; "" if it is unknown."""
+    """Return the type of the file system that contains a path, or "" if it is unknown."""
     try:
         lines = mounts.read_text("utf-8", "surrogateescape").splitlines()
     except OSError:
@@ -184,7 +184,7 @@ def _place_below(folder: Path, rank_dir: Path, reason: str) -> Place:
 
 
 def _temporary_folder() -> Path:
-    """Return echelon's own folder in the node's temporary folder, the only one that is trusted."""
+    """Return echelon's folder in the node's temporary folder, which is the only trusted one."""
     folder = Path(tempfile.gettempdir()) / f"echelon-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()

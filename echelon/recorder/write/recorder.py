@@ -45,7 +45,7 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 def _never_raises(answer: Any) -> Callable[[_Call], _Call]:
-    """Make a method return `answer` instead of raising: recording must not end a training run."""
+    """Make a method return `answer` instead of raising an exception."""
 
     def wrap(method: _Call) -> _Call:
         @functools.wraps(method)
@@ -61,7 +61,7 @@ def _never_raises(answer: Any) -> Callable[[_Call], _Call]:
 
 
 class Recorder:
-    """Records into a ring. All methods are thread-safe and none raises."""
+    """A recorder that writes into a ring. All methods are thread-safe, and no method raises."""
 
     def __init__(
         self, ring: Ring, *, in_c: bool = True, now: Callable[[], int] | None = None
@@ -139,7 +139,7 @@ class Recorder:
                 self.identify(mono_ns=now.mono_ns, wall_ns=now.wall_ns)
 
     def mark_initialised(self) -> None:
-        """Record that the world group exists; from now on, silence counts as a stall."""
+        """Record that the world group exists. From now on, silence is considered a stall."""
         self._live[Live.INITIALISED] = 1
         self._live[Live.PROGRESS_MONO_NS] = monotonic_ns()
 
@@ -184,7 +184,7 @@ class Recorder:
         return int(self._live[_STEP]) - 1
 
     def step(self, number: int | None = None, *, begins: bool = True) -> None:
-        """Record the start of training step `number`; by default, one more than the last.
+        """Record the start of training step `number`, which is by default one more than the last.
 
         Args:
             begins: whether the step begins now; False means that it began earlier, at an unknown
@@ -219,7 +219,7 @@ class Recorder:
 
     @_never_raises(None)
     def note_checkpoint(self, detail: str) -> None:
-        """Record that a checkpoint was saved or loaded, according to the detail of its span."""
+        """Record that a checkpoint was saved or loaded, as described by the detail of its span."""
         what = detail.removeprefix("torch.")
         if what.startswith("load"):
             self._live[Live.NUM_LOADS] += 1
@@ -272,7 +272,7 @@ class Recorder:
         self._ring.write_last_words(words)
 
     def start_heartbeat(self) -> None:
-        """Start the heartbeat threads, which tell a held lock from a lack of processor time."""
+        """Start the heartbeat threads, which distinguish a held lock from a lack of CPU time."""
         if self.native is not None:
             self.native.start_heartbeat(int(HEARTBEAT_S * 1e9))
         self._live[Live.HEARTBEAT_MONO_NS] = monotonic_ns()
@@ -281,7 +281,7 @@ class Recorder:
         self._beating = beating
 
     def close(self) -> None:
-        """Record an orderly end, and stop the heartbeat. The file is kept."""
+        """Record an orderly end and stop the heartbeat. The ring's file is kept."""
         self.closing.set()
         if self._beating is not None:
             self._beating.join(timeout=2 * HEARTBEAT_S)
@@ -302,7 +302,7 @@ class Recorder:
 
 
 def _step_word(number: Any, before: int) -> int:
-    """Return the live word of a step; a value that is not a number leaves the step unchanged."""
+    """Return the live word of a step, which is unchanged if the value is not a number."""
     try:
         return min(max(int(number), -1), _MAX_STEP) + 1
     except (TypeError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""Write the ring, an mmap'ed file of fixed size that outlives the process writing it.
+"""Write the ring: a memory-mapped file of fixed size that outlives the process writing it.
 
 The file belongs to the node, not to the process. Data stored before a SIGKILL, an OOM kill or a
 segfault is preserved, and the agent can read the file while the rank hangs inside C code. Neither a
@@ -57,7 +57,7 @@ _MADV_POPULATE_WRITE = 23
 
 
 class Ring:
-    """Writes the ring file of one rank; `close()` unmaps the file and leaves it in place.
+    """A writer of the ring file of one rank. `close()` unmaps the file and leaves it in place.
 
     Raises:
         OSError: the file already exists, or the file system has no room for it.
@@ -112,16 +112,16 @@ class Ring:
         self._write_blob(LAST_WORDS_OFFSET, LAST_WORDS_BYTES, asdict(words))
 
     def write_span(self, number: int, fields: bytes) -> None:
-        """Store an ended span under the given number in the ring of spans."""
+        """Store an ended span in the ring of spans, under the given number."""
         at = self._spans_offset + (number % self.num_spans) * SPAN_SLOT.itemsize
         self._write_span_slot(at, number + 1, fields)
 
     def write_open_span(self, index: int, number: int, fields: bytes) -> None:
-        """Store an open span in place `index`, or mark it as ended by means of its end stamp."""
+        """Store an open span in place `index`, or mark it as ended by setting its end stamp."""
         self._write_span_slot(OPEN_SPANS_OFFSET + index * SPAN_SLOT.itemsize, number + 1, fields)
 
     def when_closed(self, release: Callable[[], None]) -> None:
-        """Register a function to call before unmapping, which releases a view of the memory."""
+        """Register a function that releases a view of the memory before the file is unmapped."""
         self._when_closed.append(release)
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class Ring:
 
 
 def _fitted(value: dict[str, Any], room: int) -> bytes:
-    """Encode a blob, and halve its longest part until it fits; keep the end of a traceback."""
+    """Encode a blob, halving its longest part until it fits; the end of a traceback is kept."""
     texts = {name: _encoded(part) for name, part in value.items()}
     while sum(len(name) + len(text) + 4 for name, text in texts.items()) + 2 > room:
         longest = max(texts, key=lambda name: len(texts[name]))
@@ -167,7 +167,7 @@ def _encoded(value: Any) -> bytes:
 
 
 def _create(path: Path, num_bytes: int) -> mmap.mmap:
-    """Create the file with reserved blocks: a sparse mapping on a full disk would raise SIGBUS."""
+    """Create the file with reserved blocks: a sparse mapping on a full disk raises SIGBUS."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
     flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
     fd = os.open(path, flags, 0o600)

@@ -1,4 +1,4 @@
-"""Store signatures, which hold the arguments of operations, once each among the recent texts."""
+"""Store signatures, which contain the arguments of operations, once each among recent texts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Signatures:
         inputs: Splits,
         outputs: Splits,
     ) -> int:
-        """Return the position of a signature; store the signature if it is not among the newest."""
+        """Return the position of a signature, storing it if it is not among the newest ones."""
         intern = self._texts.intern
         flags, num_tensors, tail = encode_signature(shapes, inputs, outputs)
         refs = intern(str(operation)), intern(str(dtype)), intern(str(reduce_op))

@@ -45,7 +45,7 @@ _codes: list[CodeType] = []
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the nearest frame of the user's code at or above `frame`.
+    """Return the nearest frame of the user's code, beginning with `frame` and its callers.
 
     If there is no such frame, return `frame` itself. On a thread that C++ started, such as the
     thread on which autograd runs a device's backward, return the user's frame on the main thread,
@@ -63,7 +63,7 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def _is_outside_python(outermost: FrameType | None) -> bool:
-    """Return whether a thread, given by its outermost frame, was started outside `threading`."""
+    """Return whether a thread with this outermost frame was started outside `threading`."""
     return outermost is not None and outermost.f_code.co_filename != threading.__file__
 
 
@@ -113,7 +113,7 @@ def stack(frame: FrameType) -> str:
 
 
 class Sites:
-    """The call sites seen so far, as references into a string table."""
+    """The call sites seen so far, as references to a table of strings."""
 
     def __init__(self, texts: Texts) -> None:
         self._texts = texts
@@ -172,5 +172,5 @@ def _frames(frame: FrameType) -> Iterator[FrameType]:
 
 
 def caller(depth: int = 1) -> FrameType | None:
-    """Return the nearest user frame, searching from `depth` frames above this function's caller."""
+    """Return the nearest user frame, beginning `depth` frames above this function's caller."""
     return user_frame(sys._getframe(depth + 1))

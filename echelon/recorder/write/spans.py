@@ -1,4 +1,4 @@
-"""Write spans in Python, if the C core was not built or as its reference in tests."""
+"""Write spans in Python, if the C core was not built, and as its reference in tests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ class SpanWriter(Protocol):
         """Record that a phase ended."""
 
     def keep_span(self, name: int, detail: int, began: int, ended: int, /) -> None:
-        """Record a phase that was never open, given by references to its texts, as no progress.
+        """Record a phase that was never open, by references to its texts.
+
+        It does not count as progress.
 
         The method takes no lock and stores no text, so it may be called between any two
         instructions.
@@ -46,7 +48,7 @@ class SpanWriter(Protocol):
 
 
 class _Thread(threading.local):
-    """Facts about the calling thread, cached."""
+    """Cached facts about the calling thread."""
 
     def __init__(self) -> None:
         self.native_id = threading.get_native_id()
@@ -142,7 +144,7 @@ class Spans:
         return span
 
     def close_span(self, span: OpenSpan, /) -> None:
-        """Record that a phase ended; closing the same span again changes nothing."""
+        """Record that a phase ended. Closing the same span again has no effect."""
         try:
             if not span.is_closed:
                 span.is_closed = True  # its place may belong to another span from now on

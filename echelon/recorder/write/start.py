@@ -85,7 +85,7 @@ def _claim(settings: Settings) -> tuple[Path, Settings]:
 
 
 def _was_left_by_another(path: Path) -> bool:
-    """Return whether the process of a ring has ended, as with `prepare.py && train.py`."""
+    """Return whether the process that owned a ring has ended, as in `prepare.py && train.py`."""
     try:
         owner = read_ring(path).identity
     except DumpFormatError:
@@ -155,7 +155,7 @@ def _open_ring(settings: Settings, place: Place) -> Ring:
 
 
 def _remove(ring: Ring, place: Place) -> None:
-    """Remove a ring that no process records into, because it would look like a silent rank."""
+    """Remove a ring without a recording process, because it would look like a silent rank."""
     with contextlib.suppress(OSError):
         ring.path.unlink()
     place.give_up()
@@ -232,7 +232,7 @@ def _why_not(number: int) -> str:
 
 
 def _chain_hooks(recorder: Recorder) -> None:
-    """Record exceptions that end the process or a thread; existing hooks still run.
+    """Record exceptions that end the process or a thread, and still run existing hooks.
 
     Only the exception of the first thread that fails is kept, because whatever hangs afterwards is
     usually waiting for that thread.

@@ -1,4 +1,4 @@
-"""Store the texts of a ring: names, which are kept, and recent texts, which newer ones overwrite.
+"""Store the texts of a ring: names, which are kept, and recent texts, which are overwritten.
 
 See schema.py, [Note: two kinds of texts]. A known text costs one look-up and no lock; a new text
 takes a lock. A signal handler or finalizer that interrupts the thread that holds the lock does not
@@ -54,7 +54,7 @@ class Texts:
         self._table_full = self.intern(TABLE_FULL)
 
     def intern(self, text: str, room: int = NAMES_BYTES) -> int:
-        """Return the reference of a name; store the name if it is new.
+        """Return the reference of a name, storing the name if it is new.
 
         Args:
             room: the number of bytes of the table beyond which the name is refused: `NAMES_BYTES`,
@@ -74,7 +74,7 @@ class Texts:
                 self._is_writing = False
 
     def intern_group(self, text: str) -> int:
-        """Return the reference of a group; groups never share a reference, even in a full table."""
+        """Return the reference of a group. Groups never share a reference, even in a full table."""
         ref = self.intern(text, STRINGS_BYTES)
         return self.recent(text) if ref == self._table_full else ref
 
@@ -103,7 +103,10 @@ class Texts:
         return self.recent(text_of(detail)[:_SPAN_CHARS])
 
     def append(self, data: bytes) -> int:
-        """Append an entry to `recent`; return its position, or 0 if it could not be stored."""
+        """Append an entry to `recent`.
+
+        Return the entry's position, or 0 if it could not be stored.
+        """
         with self._lock:
             if self._is_writing:
                 return 0
@@ -154,7 +157,7 @@ class Texts:
 
 
 def text_of(value: object) -> str:
-    """Return the text of a value."""
+    """Return a value converted to text."""
     try:
         return str(value)
     except Exception:  # noqa: BLE001 -- a broken __str__ must not hide what it stands for

@@ -1,1 +1,1 @@
-"""The client: its calls, the connections that carry them, and servers hosted in this process."""
+"""Provide the client: its calls, the connections that carry them, and servers in this process."""

@@ -1,4 +1,4 @@
-"""Sends bytes and reads replies on one connection of a client, each call within a deadline.
+"""Send bytes and read replies on one connection of a client, each call within a deadline.
 
 At most one thread reads and at most one writes, which the owners of the channel ensure. A receive
 sleeps in the kernel for at most one second before it checks the deadline again, which saves a poll
@@ -29,7 +29,7 @@ _CONNECT_S = 10.0  # for one attempt at one address; the caller's deadline bound
 _FIRST_S = 2.0  # ... while there is another address to try
 
 
-_FALSE_SERVER = "the server does not know this client's secret: it is not the job's server"
+_FALSE_SERVER = "the server does not know this client's secret, so it is not the job's server"
 
 
 class Channel:
@@ -73,13 +73,13 @@ class Channel:
         return bool(self.instance)
 
     def seal(self, to_server: bytes, to_client: bytes) -> None:
-        """From now on, send and accept only sealed records (see `seal`).
+        """Send and accept only sealed records from now on (see the module `seal`).
 
         Raises:
             StoreConnectionError: unread bytes precede the sealed stream.
         """
         if self._at < len(self._buffer):
-            raise StoreConnectionError("unsealed bytes follow the server's proof")
+            raise StoreConnectionError("the server sent unsealed bytes after its proof")
         self._sealer, self._opener = Sealer(to_server), Opener(to_client)
 
     @property
@@ -93,7 +93,7 @@ class Channel:
 
     @property
     def peer(self) -> Address:
-        """The numeric address of the server, for reconnecting."""
+        """The numeric address of the server, which is used for reconnecting."""
         return self._socket.family, self._socket.getpeername()
 
     def interrupt(self) -> None:
@@ -102,7 +102,7 @@ class Channel:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def is_stale(self) -> bool:
-        """Whether the server has closed the connection or sent unsolicited data."""
+        """Whether the server has closed the connection or sent unrequested data."""
         return bool(self._poller.poll(0)) or self._at < len(self._buffer)
 
     def send(self, data: bytes, deadline: Deadline) -> None:
@@ -160,7 +160,7 @@ class Channel:
         while True:
             left_s = deadline.left_s
             if left_s <= _SLICE_S and not self._poller.poll(left_s * 1000):
-                raise TimeoutError("no answer")
+                raise TimeoutError("the server did not answer")
             try:
                 data = self._socket.recv(size)
             except BlockingIOError:
@@ -177,15 +177,15 @@ class Channel:
                 return data
 
     def take_string(self, deadline: Deadline) -> bytes:
-        """Return the next string of a torch reply."""
+        """Return the next string of a reply from torch's server."""
         return self.take(p.unpack_u64(self.take(8, deadline)), deadline)
 
     def take_int(self, deadline: Deadline) -> int:
-        """Return the next i64 of a torch reply."""
+        """Return the next i64 of a reply from torch's server."""
         return p.unpack_i64(self.take(8, deadline))
 
     def take_frame(self, deadline: Deadline) -> tuple[int, int, bytes]:
-        """Return (status, tag, payload) of an answer to one of echelon's queries.
+        """Return (status, tag, payload) of the next answer to one of echelon's queries.
 
         After a TimeoutError, the next call continues where this call stopped.
         """
@@ -274,7 +274,7 @@ def _dial_one(family: int, address: tuple[Any, ...], timeout_s: float) -> socket
         dialled.connect(address)
         if dialled.getsockname() == dialled.getpeername():
             # Linux lets a socket meet itself when nothing listens on an ephemeral port.
-            raise ConnectionRefusedError("nothing listens there")
+            raise ConnectionRefusedError("nothing is listening at this address")
         dialled.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keep_alive(dialled)
         dialled.settimeout(None)
@@ -289,7 +289,7 @@ def _dial_one(family: int, address: tuple[Any, ...], timeout_s: float) -> socket
 
 
 def _shake_hands(channel: Channel, place: Place, deadline: Deadline) -> None:
-    """Announce this client, detect the kind of server, and prove the secret if there is one."""
+    """Announce this client, detect the kind of server, and prove the secret if one is set."""
     secret = place.secret
     opening = p.encode(p.VALIDATE, p.VALIDATE_MAGIC) + p.encode(p.PING, p.OUR_NONCE)
     channel.send(opening, deadline)
@@ -300,7 +300,7 @@ def _shake_hands(channel: Channel, place: Place, deadline: Deadline) -> None:
         return
     if answer != p.pack_u32(p.OUR_ANSWER):
         raise StoreProtocolError(
-            f"the server answered PING with {answer.hex()}: it is not a store server"
+            f"the server answered PING with {answer.hex()}, so it is not a store server"
         )
     client_nonce = trust.new_nonce()
     channel.send(p.tagged(p.HELLO, 1, client_nonce, p.EXTENSION_VERSION, place.session), deadline)
@@ -315,7 +315,7 @@ def _shake_hands(channel: Channel, place: Place, deadline: Deadline) -> None:
         channel.seal(*stream_keys(secret, transcript))
         _take_ok(channel, deadline)
     elif server_nonce:
-        raise StoreConnectionError("the server demands a secret: pass secret=...")
+        raise StoreConnectionError("the server requires a secret: pass secret=...")
     channel.instance = instance
 
 
@@ -332,8 +332,8 @@ def _take_ok(channel: Channel, deadline: Deadline) -> bytes:
 
 
 def _take_welcome(channel: Channel, deadline: Deadline) -> tuple[bytes, bytes, bytes]:
-    """Return the answer of echelon's server to HELLO: its instance, nonce and proof."""
+    """Return the instance, nonce and proof from the answer of echelon's server to HELLO."""
     parts = p.unpack_strings(_take_ok(channel, deadline))
     if len(parts) != 3 or not parts[0]:
-        raise StoreProtocolError("the server's welcome cannot be read")
+        raise StoreProtocolError("the server's answer to the handshake cannot be read")
     return parts[0], parts[1], parts[2]

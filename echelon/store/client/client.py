@@ -1,4 +1,4 @@
-"""The client: torch's Store API over a connection to echelon's server or torch's.
+"""Implement torch's Store API over a connection to echelon's server or to torch's.
 
 Calls block, are thread-safe, and are each bounded by a deadline. The handshake reveals the kind of
 server, for which either `our_calls` or `torch_calls` implements the calls. On echelon's server
@@ -125,7 +125,7 @@ class TCPStore(Store):
 
     @property
     def has_extensions(self) -> bool:
-        """Whether the server is echelon's, where operations such as gather take one round trip."""
+        """Whether the server is echelon's, on which a gather takes a single round trip."""
         return isinstance(self._calls, OurCalls)
 
     def clone(self, timeout: Timeout | None = None) -> TCPStore:
@@ -144,13 +144,13 @@ class TCPStore(Store):
         )
 
     def close(self) -> None:
-        """Disconnect; a server hosted in this process stops once none of its stores uses it."""
+        """Disconnect. A server hosted in this process stops once none of its stores uses it."""
         hosted = self._leave()
         if hosted is not None:
             hosted.leave()
 
     def _leave(self) -> Hosted | None:
-        """Close the connections; return the server if this store hosts one in this process."""
+        """Close the connections; return the server if this process hosts it for the store."""
         calls = getattr(self, "_calls", None)
         if calls is not None:
             calls.close()
@@ -164,15 +164,15 @@ class TCPStore(Store):
                 hosted.leave_soon()  # a finalizer waits for no thread
 
     def _join(self, world_size: int, is_master: bool, deadline: Deadline) -> None:
-        """Count this client as joined; the master also waits for all clients."""
+        """Register this client as joined. The master also waits for all clients."""
         joined = self._open_calls.add_wire(_INIT_WIRE, 1, _INIT_WIRE)
         pause = threading.Event()
         while is_master and joined < world_size:
             if deadline.left_s <= 0:
                 raise StoreTimeoutError(
-                    f"TCPStore on {self.endpoint} after {deadline.timeout_s:.1f} s: "
-                    f"{joined} of {world_size} workers joined. See the output of the missing "
-                    f"ones, and check that they connect to this address",
+                    f"TCPStore on {self.endpoint} after {deadline.timeout_s:.1f} s: {joined} "
+                    f"of {world_size} workers joined. See the output of the missing workers, "
+                    "and check that they connect to this address",
                     endpoint=self.endpoint,
                 )
             pause.wait(0.005)
@@ -184,15 +184,14 @@ class TCPStore(Store):
         return self._calls
 
     def statistics(self) -> StoreStatistics:
-        """Return statistics about echelon's server: its contents and the connections that wait.
+        """Return statistics about echelon's server: its contents, and the connections that wait.
 
         Raises:
             StoreError: the server is torch's, which does not keep statistics.
         """
         if not isinstance(self._calls, OurCalls):
             raise StoreError(
-                f"statistics on {self.endpoint}: this needs echelon's server, "
-                f"but the server is torch's",
+                f"statistics on {self.endpoint} need echelon's server, but this server is torch's",
                 endpoint=self.endpoint,
             )
         return self._calls.statistics()

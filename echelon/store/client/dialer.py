@@ -1,4 +1,4 @@
-"""Connects and reconnects to one store server, with errors that explain failures.
+"""Connect and reconnect to one store server, with errors that explain failures.
 
 A client first connects when it is created, and waits up to its timeout for the server to start.
 When a connection breaks, the client tries to reconnect for 10 s, or for 1 s if the server's machine
@@ -46,11 +46,11 @@ class Dialer:
 
     @property
     def is_in_its_process(self) -> bool:
-        """Whether this is the process that created the client, and not a forked child."""
+        """Whether this is the process that created the client, rather than a forked child."""
         return self._pid == os.getpid()
 
     def check_usable(self, operation: str, key: str) -> None:
-        """Raise unless the client can be used in this process.
+        """Raise an error unless the client can be used in this process.
 
         Raises:
             StoreError: the client was closed, or another process created it.
@@ -100,8 +100,8 @@ class Dialer:
         elif channel.instance != self._instance:
             channel.close()
             raise StoreConnectionError(
-                f"{call(operation, key)} on {self.endpoint}: the server was restarted and its "
-                f"keys are lost. Open a new store and repeat the rendezvous",
+                f"{call(operation, key)} on {self.endpoint}: the server was restarted, and its "
+                "keys are lost. Open a new store and repeat the rendezvous",
                 endpoint=self.endpoint,
             )
         self._known = (channel.peer,)
@@ -139,13 +139,13 @@ class Dialer:
         if num_unconfirmed:
             why += f"; {num_unconfirmed} earlier writes may not have arrived"
         return StoreConnectionError(
-            f"{call(operation, key)} on {self.endpoint}: {why}. "
-            f"See the output of the process that hosts the store",
+            f"{call(operation, key)} on {self.endpoint}: {why}. See the output of the process "
+            "that hosts the store",
             key=key or None,
             endpoint=self.endpoint,
         )
 
 
 def call(operation: str, key: str) -> str:
-    """Format a call for error messages."""
+    """Format a call for use in error messages."""
     return f"{operation}({key!r})" if key else operation

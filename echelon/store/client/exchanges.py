@@ -1,4 +1,4 @@
-"""Implements the three kinds of exchange between a client and torch's server.
+"""Implement the three kinds of exchange between a client and torch's server.
 
 `ask` sends a request that is answered at once, on the shared connection. `tell` sends a request
 that has no answer. `hold` runs an exchange that may block for long, on its own connection. Each
@@ -67,7 +67,7 @@ class Exchanges:
                 return answer
         finally:
             lock.release()
-        raise AssertionError("unreachable")
+        raise AssertionError("this line is unreachable")
 
     def tell(self, operation: str, key: bytes, request: bytes, deadline: Deadline) -> None:
         """Send a request that has no answer."""
@@ -127,4 +127,4 @@ class Exchanges:
                 raise
             pool.give_back(channel)
             return answer
-        raise AssertionError("unreachable")
+        raise AssertionError("this line is unreachable")

@@ -1,4 +1,4 @@
-"""Manages servers that stores in this process host and share.
+"""Manage servers that stores in this process host and share.
 
 torch lets several masters in one process share a server on one port (`multi_tenant`); the last
 master to close stops the server.
@@ -14,7 +14,7 @@ from echelon.errors import StoreError
 
 
 class Hosted:
-    """A server in this process, and the number of stores that share it.
+    """A server in this process, with the number of stores that share it.
 
     Attributes:
         port: the port on which the server listens.
@@ -32,12 +32,12 @@ class Hosted:
         self._num_stores = 1
 
     def share(self) -> Hosted:
-        """Add a store to those that share the server."""
+        """Add a store to the stores that share the server."""
         self._num_stores += 1
         return self
 
     def leave(self) -> None:
-        """Remove a store; the last store stops the server and waits until it has stopped."""
+        """Remove a store. The last store stops the server and waits until it has stopped."""
         if self._is_last():
             self._server.close()
 

@@ -1,4 +1,4 @@
-"""Manages one connection to echelon's server, which all threads of a client share.
+"""Manage one connection to echelon's server, which all threads of a client share.
 
 Every query carries a tag, which its answer repeats, so waits, watches and short calls share the
 connection, and answers may arrive in any order. There is no reader thread. Instead, one of the
@@ -48,7 +48,7 @@ class Call:
 
     @property
     def is_ready(self) -> bool:
-        """Whether an answer or a frame has arrived that has not been taken yet."""
+        """Whether an answer or a frame has arrived but has not been taken yet."""
         return self.status is not None or bool(self.frames)
 
 
@@ -82,7 +82,7 @@ class Link:
         return self._num_quiet - self._num_confirmed
 
     def take_unconfirmed(self) -> int:
-        """Return `num_unconfirmed` and reset it, so that these writes are reported only once."""
+        """Return `num_unconfirmed` and reset it, so that such writes are reported only once."""
         number, self._num_confirmed = self.num_unconfirmed, self._num_quiet
         return number
 
@@ -100,7 +100,7 @@ class Link:
             OSError: the link is broken.
         """
         if not self._writing.acquire(timeout=deadline.left_s):
-            raise TimeoutError("another thread's call is being sent")
+            raise TimeoutError("another thread is still sending a call")
         try:
             self._demand_up()
             call = Call(next(self._tags) & _MAX_TAG or 1, self._num_quiet, is_watch=is_watch)
@@ -112,9 +112,9 @@ class Link:
         return call
 
     def send_all(self, queries: list[tuple[int, bytes]], deadline: Deadline) -> list[Call]:
-        """Send several queries in one packet; raises the same errors as `start`."""
+        """Send several queries in one packet. The errors are those of `start`."""
         if not self._writing.acquire(timeout=deadline.left_s):
-            raise TimeoutError("another thread's call is being sent")
+            raise TimeoutError("another thread is still sending a call")
         try:
             self._demand_up()
             calls = []
@@ -131,9 +131,9 @@ class Link:
         return calls
 
     def write(self, query: int, body: bytes, deadline: Deadline) -> None:
-        """Send a query that is answered only if it is refused; raises as `start` does."""
+        """Send a query that is answered only if it is refused. The errors are those of `start`."""
         if not self._writing.acquire(timeout=deadline.left_s):
-            raise TimeoutError("another thread's call is being sent")
+            raise TimeoutError("another thread is still sending a call")
         try:
             self._demand_up()
             self._num_quiet += 1
@@ -150,12 +150,12 @@ class Link:
             raise
 
     def cancel(self, call: Call, deadline: Deadline) -> None:
-        """Ask the server to withdraw a wait or watch.
+        """Ask the server to cancel a wait or watch.
 
         An answer to the query or to the withdrawal still arrives.
         """
         if not self._writing.acquire(timeout=deadline.left_s):
-            raise TimeoutError("another thread's call is being sent")
+            raise TimeoutError("another thread is still sending a call")
         try:
             if self.problem is None:
                 self._send(_HEAD.pack(p.CANCEL, call.tag), deadline)
@@ -164,14 +164,14 @@ class Link:
             self._close_if_unused()
 
     def forget(self, call: Call) -> None:
-        """Discard the answers to a call that are still to arrive."""
+        """Discard the answers to a call that have not arrived yet."""
         self._calls.pop(call.tag, None)
 
     def finish(self, call: Call, deadline: Deadline) -> None:
         """Wait until an answer or a frame of the call is ready.
 
         Raises:
-            TimeoutError: the call was not ready in time; it can be waited for again.
+            TimeoutError: the call was not ready in time; `finish` may be called again.
             OSError: the link broke.
         """
         while not call.is_ready:
@@ -193,7 +193,7 @@ class Link:
         try:
             # Who stops reading releases the lock first and looks for followers then.
             if not call.is_ready and self._reading.locked() and not event.wait(deadline.left_s):
-                raise TimeoutError("no answer")
+                raise TimeoutError("the server did not answer")
         finally:
             self._followers.pop(call, None)
             if call.is_ready or deadline.left_s <= 0:
@@ -208,7 +208,7 @@ class Link:
                     return
 
     def _take(self, deadline: Deadline) -> None:
-        """Read one frame and hand it to its call; the caller holds the reading lock."""
+        """Read one frame and pass it to its call. The caller must hold the reading lock."""
         self._demand_up()
         try:
             status, tag, payload = self.channel.take_frame(deadline)
@@ -234,7 +234,7 @@ class Link:
             call.event.set()
 
     def drain(self) -> None:
-        """Process refusals, events and the end of the stream while no answer is outstanding."""
+        """Process refusals, events and the end of the stream while no answer is awaited."""
         if not self._reading.acquire(blocking=False):
             return
         try:
@@ -252,7 +252,7 @@ class Link:
             raise ConnectionAbortedError(self.problem)
 
     def _close_if_unused(self) -> None:
-        """Close the socket of a link that has failed once no thread is inside it.
+        """Close the socket of a link that has failed, once no thread is inside the link.
 
         A thread that takes a lock later finds the link's `problem` and does not use the socket.
         """

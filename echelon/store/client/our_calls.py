@@ -1,4 +1,4 @@
-"""Implements the Store API on echelon's server, with one tagged query for nearly every call."""
+"""Implement the Store API on echelon's server, with one tagged query for nearly every call."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ class OurCalls(Store):
     ) -> bytes:
         payload = self._ask(operation, key, query, body, can_repeat=can_repeat)
         if payload is None:
-            raise StoreProtocolError(f"{operation} on {self.endpoint}: the answer has no value")
+            raise StoreProtocolError(
+                f"{operation} on {self.endpoint}: the server's answer has no value"
+            )
         return payload
 
     def _write(self, operation: str, key: bytes, query: int, body: bytes) -> None:
@@ -104,7 +106,7 @@ class OurCalls(Store):
         return self.add_wire(b"/" + key, amount, key)
 
     def add_wire(self, wire: bytes, amount: int, key: bytes) -> int:
-        """Add to a counter whose key is in wire form; `key` is its name for messages."""
+        """Add to a counter whose key is in wire form; `key` is the counter's name for messages."""
         return p.unpack_i64(self._sure("add", key, p.ACK_ADD, _body(wire, amount)))
 
     def _do_append(self, key: bytes, value: bytes) -> None:
@@ -226,7 +228,7 @@ class OurCalls(Store):
             steps = steps[len(queries) :]
 
     def _outcome(self, step: Step, status: int, payload: bytes) -> object:
-        """Return the answer to a pipeline's step, or the error that takes its place."""
+        """Return the answer to a pipeline's step, or the error that replaces the answer."""
         if status == p.ERROR:
             text = payload.decode("utf-8", "replace")
             name = show(step.key)
@@ -288,7 +290,7 @@ class _PushedWatch(Watch):
     def _next(self, deadline: Deadline) -> Change | None:
         watching = self._watching
         if watching is None or watching.frames is None:
-            raise StoreConnectionError("watch: the watch was closed")
+            raise StoreConnectionError("the watch was closed")
         try:
             self._link.finish(watching, deadline)
         except TimeoutError:
@@ -300,13 +302,15 @@ class _PushedWatch(Watch):
             self._watching = None
             raise StoreConnectionError(f"watch: {payload.decode('utf-8', 'replace')}")
         if status != p.EVENT or not payload:
-            raise StoreProtocolError(f"watch: unexpected frame of status {status}")
+            raise StoreProtocolError(
+                f"watch: the server sent an unexpected frame of status {status}"
+            )
         wire, value = p.unpack_strings(payload, 1)
         return Change(wire[1:].decode("utf-8", "surrogateescape"), value if payload[0] else None)
 
 
 class _Leases:
-    """The presences of one client, which a thread renews for as long as there are any."""
+    """The presences of one client, renewed by a thread as long as there are any."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -317,7 +321,7 @@ class _Leases:
         self._is_closed = False
 
     def add(self, key: bytes, lease_s: float) -> None:
-        """Keep renewing this key's lease until it is released."""
+        """Renew the lease of this key until the presence is released."""
         with self._lock:
             self._lease_s[key] = lease_s
             if self._thread is None:
@@ -354,7 +358,7 @@ class _Leases:
                 return
 
     def _renew(self) -> None:
-        """Keep renewing presences until none is left; reconnect if the connection closes."""
+        """Renew presences until none is left, and reconnect if the connection closes."""
         while True:
             with self._lock:
                 if not self._lease_s or self._is_closed:

@@ -1,4 +1,4 @@
-"""Manages the connections of a client to torch's server.
+"""Manage the connections of a client to torch's server.
 
 [Note: one connection for answers, others for waits] Replies do not carry IDs, so a connection
 serves only one exchange at a time. Exchanges that the server answers at once share the main
@@ -40,7 +40,7 @@ class Pool:
         keep_from_children(self)
 
     def descriptors(self) -> list[int]:
-        """Return the sockets that a forked child must not keep open."""
+        """Return the sockets that a forked child must close."""
         channels = (*self._taken, *self._idle, self._main)
         return [channel.descriptor for channel in channels if channel is not None]
 
@@ -63,11 +63,13 @@ class Pool:
         """
         self._dialer.check_usable(operation, key)
         if not self._lock.acquire(timeout=deadline.left_s):
-            raise self.timed_out(operation, key, deadline, "another thread's call holds it")
+            raise self.timed_out(
+                operation, key, deadline, ("another thread is using the connection")
+            )
         return self._lock
 
     def main(self, operation: str, key: str, deadline: Deadline) -> Channel:
-        """Return the main connection, connecting if necessary; the caller holds the lock."""
+        """Return the main connection, connecting if necessary. The caller must hold the lock."""
         if self._main is not None and not self._main.num_unconfirmed and self._main.is_stale():
             self.drop(self._main)  # cut while nothing was asked: nothing can be lost
         if self._main is None:
@@ -81,7 +83,7 @@ class Pool:
         return self._main
 
     def take_away(self, operation: str, key: str, deadline: Deadline) -> Channel:
-        """Take the main connection, on which no exchange is in progress, for a call that blocks."""
+        """Take the main connection for a call that blocks; no exchange may be in progress on it."""
         lock = self.turn(operation, key, deadline)
         try:
             channel = self.main(operation, key, deadline)
@@ -146,7 +148,7 @@ class Pool:
         return self._dialer.lost(operation, key, why, num_unconfirmed)
 
     def _confirm(self, channel: Channel, operation: str, key: str, deadline: Deadline) -> None:
-        """Make sure that the server has received everything that was sent."""
+        """Confirm that the server has received everything that was sent."""
         try:
             channel.send(p.encode(p.PING, 0), deadline)
             channel.take(4, deadline)

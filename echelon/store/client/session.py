@@ -1,4 +1,4 @@
-"""A client's session with echelon's server, over one link that is replaced when it breaks.
+"""Keep a client's session with echelon's server, over a link that is replaced when it breaks.
 
 `ask` sends a query that is answered at once. `wait` sends a query that may block and is cancelled
 at the deadline. `write` sends a query that is answered only if it is refused. A query that is safe
@@ -52,7 +52,7 @@ class Session:
         keep_from_children(self)
 
     def descriptors(self) -> list[int]:
-        """Return the socket that a forked child must not keep open."""
+        """Return the socket that a forked child must close."""
         link = self._link
         return [] if link is None else [link.channel.descriptor]
 
@@ -66,7 +66,7 @@ class Session:
             link.channel.close()
 
     def link(self, operation: str, key: bytes, deadline: Deadline) -> Link:
-        """Return a link that was usable a moment ago, connecting if there is no link.
+        """Return a link that was usable just before the call, connecting if there is no link.
 
         Raises:
             StoreError: the store is closed, or belongs to another process.
@@ -105,7 +105,9 @@ class Session:
         *,
         can_repeat: bool = False,
     ) -> bytes | None:
-        """Send a query that is answered at once; return the payload, or None for status NOTHING.
+        """Send a query that is answered at once.
+
+        Return the payload, or None for the status NOTHING.
 
         Raises:
             StoreError: the server refuses the query.
@@ -130,7 +132,7 @@ class Session:
                     link.forget(started)
                 raise
             return self._payload(operation, key, started)
-        raise AssertionError("unreachable")
+        raise AssertionError("this line is unreachable")
 
     def ask_all(
         self, operation: str, key: bytes, queries: list[tuple[int, bytes]], deadline: Deadline
@@ -159,7 +161,7 @@ class Session:
     def write(
         self, operation: str, key: bytes, query: int, body: bytes, deadline: Deadline
     ) -> None:
-        """Send a query that is answered only if it is refused; the next call raises the refusal."""
+        """Send a query that is answered only if refused. The next call raises the refusal."""
         link = self.link(operation, key, deadline)
         try:
             link.write(query, body, deadline)
@@ -215,7 +217,7 @@ class Session:
             payload = self._payload(operation, key, waiting)
             assert payload is not None
             return payload
-        raise AssertionError("unreachable")
+        raise AssertionError("this line is unreachable")
 
     # Failures.
 

@@ -1,4 +1,4 @@
-"""Implements the Store API on torch's server, with torch's own commands.
+"""Implement the Store API on torch's server, with torch's own commands.
 
 Replies do not carry IDs, so a connection serves one exchange at a time (see the note in `pool`).
 Gathers are built from plain commands (see the note in `base`).
@@ -105,7 +105,7 @@ class TorchCalls(Store):
         return self.add_wire(_wire(key), amount, key)
 
     def add_wire(self, wire: bytes, amount: int, key: bytes) -> int:
-        """Add to a counter whose key is in wire form; `key` is its name for messages."""
+        """Add to a counter whose key is in wire form; `key` is the counter's name for messages."""
         return self._ask("add", key, p.encode(p.ADD, wire, amount), Channel.take_int)
 
     def _do_append(self, key: bytes, value: bytes) -> None:
@@ -131,7 +131,7 @@ class TorchCalls(Store):
             self._wait_present("wait", keys, deadline)
 
     def _wait_present(self, operation: str, keys: list[bytes], deadline: Deadline) -> None:
-        """Wait, inside the server, until all keys exist."""
+        """Wait inside the server until all keys exist."""
         request = p.encode(p.WAIT, _wires(keys))
         is_there = self._exchanges.hold(
             operation, keys[0], request, take_wait, deadline, can_repeat=True
@@ -140,7 +140,7 @@ class TorchCalls(Store):
             self._raise_wait_timeout(operation, keys, self._missing_of(keys), deadline)
 
     def _missing_of(self, keys: list[bytes]) -> list[bytes]:
-        """Return the keys that do not exist, using one round trip."""
+        """Return the keys that do not exist, in one round trip."""
         request = b"".join(p.encode(p.CHECK, [_wire(key)]) for key in keys)
 
         def read(channel: Channel, deadline: Deadline) -> list[bytes]:

@@ -1,1 +1,1 @@
-"""The server: its loop, its peers and its commands."""
+"""Provide the server: its loop, its peers and its commands."""

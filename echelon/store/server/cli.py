@@ -1,4 +1,4 @@
-"""`echelon store`: a standalone store server.
+"""Run a standalone store server (`echelon store`).
 
 The first line of output is the port number. The server runs until SIGTERM or SIGINT or, if standard
 input is a pipe, until that pipe closes. So the server ends with its parent, while a server started
@@ -96,7 +96,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def _port(text: str) -> int:
     port = int(text) if text.isdecimal() else -1
     if not 0 <= port <= 65535:
-        raise argparse.ArgumentTypeError(f"{text} is not a port (0-65535)")
+        raise argparse.ArgumentTypeError(f"{text} is not a port number (0-65535)")
     return port
 
 

@@ -1,4 +1,4 @@
-"""Implements torch's commands, with one small function per query byte.
+"""Implement torch's commands, with one small function per query byte.
 
 Each function gets the connection and the fields of the message, acts on the shared state, and
 answers through the connection. torch's commands have no error reply. So if a command cannot be
@@ -69,7 +69,9 @@ def _on_delete(peer: Peer, key: bytes) -> None:
 def _on_append(peer: Peer, key: bytes, value: bytes) -> None:
     size = len(peer.state.values.get(key, b"")) + len(value)
     if size > peer.hub.limits.value_bytes:
-        raise ValueError(f"append: {show_key(key)} would hold {size} bytes")
+        raise ValueError(
+            f"append: the value of {show_key(key)} would have {size} bytes, which is too many"
+        )
     peer.state.append(key, value)
 
 
@@ -123,7 +125,7 @@ def _on_barrier(peer: Peer, key: bytes, world_size: int) -> None:
 def demand_room_to_wait(peer: Peer) -> None:
     """Raise ValueError if the connection has reached its limit on open waits."""
     if peer.state.num_waits_of(peer) >= peer.hub.limits.num_waiters:
-        raise ValueError(f"more than {peer.hub.limits.num_waiters} open waits")
+        raise ValueError(f"the connection has more than {peer.hub.limits.num_waiters} open waits")
 
 
 # The function of each query of torch's; VALIDATE is the parser's.

@@ -1,4 +1,4 @@
-"""Sends one peer data outside its own commands: answers to its waits and events of its watches.
+"""Send a peer answers to its waits and events of its watches, outside its own commands.
 
 While the peer has too many unread bytes, answers are deferred and watches end. A deferred answer
 costs only one reference.
@@ -19,7 +19,7 @@ _PARKED_S: Final = 0.01  # before an answer that was put off is tried again, if 
 
 
 class Deliveries:
-    """The deliveries to one peer. The object is true while some answers are deferred."""
+    """The deliveries to one peer. The object is true while some of the answers are deferred."""
 
     __slots__ = ("_parked", "_peer")
 
@@ -45,7 +45,7 @@ class Deliveries:
         self._peer.stop_reading()
 
     def deliver_parked(self) -> None:
-        """Deliver deferred answers, as many as the peer's unread bytes allow."""
+        """Deliver as many of the deferred answers as the peer's unread bytes allow."""
         while self._parked and not self._is_full:
             self._deliver(*self._parked.popleft())
         if self._parked:
@@ -54,7 +54,7 @@ class Deliveries:
             self._peer.read_on_unless_put_off()
 
     def push_event(self, tag: int, event: bytes) -> None:
-        """Send a watched key's change; end the watch if its events remain unread."""
+        """Send the change of a watched key; end the watch if the peer does not read its events."""
         peer = self._peer
         if self._is_full:
             peer.hub.unwatch(peer, tag)
@@ -91,5 +91,8 @@ class Deliveries:
         elif len(gathered) <= peer.hub.limits.reply_bytes:
             peer.answer_later(p.OK, waiter.tag, gathered)
         else:
-            text = f"a reply of {len(gathered)} bytes, limit {peer.hub.limits.reply_bytes}"
+            text = (
+                f"the reply has {len(gathered)} bytes, but the limit is "
+                f"{peer.hub.limits.reply_bytes}"
+            )
             peer.answer_later(p.ERROR, waiter.tag, text.encode())

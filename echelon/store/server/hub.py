@@ -1,4 +1,4 @@
-"""Holds what one server's connections share: the state, the members and the housekeeping.
+"""Hold what the connections of one server share: the state, the members and the housekeeping.
 
 Everything here runs on the server's event loop. The hub delivers wake-ups and pushes changes to
 watches. It asks the kernel about local torch clients, for many at once and in a separate thread.
@@ -96,7 +96,7 @@ class Hub:
         return True
 
     def join_session(self, connection: Peer, session: bytes) -> None:
-        """Record that a connection belongs to a client, which may have had earlier connections."""
+        """Record that a connection belongs to a client that may have had earlier connections."""
         if not connection.session:
             connection.session = session
             self._num_in_session[session] += 1
@@ -119,7 +119,10 @@ class Hub:
             self.deliver_woken()
 
     def log_refusal(self, connection: Peer, why: str) -> None:
-        """Log in one line which peer was refused and why; during a flood, only count refusals."""
+        """Log in one line which peer was refused and why.
+
+        During a flood, only count the refusals.
+        """
         self.num_refused += 1
         if self._num_logged < _REFUSALS_LOGGED:
             self._num_logged += 1
@@ -128,7 +131,7 @@ class Hub:
             self._num_unlogged += 1
 
     def _log_unlogged(self) -> None:
-        """Log how many refusals were only counted; called by sweeps and when the server closes."""
+        """Log how many refusals were counted but not logged."""
         self._num_logged = 0
         number, self._num_unlogged = self._num_unlogged, 0
         if number:
@@ -149,7 +152,7 @@ class Hub:
         self.deliver_woken()
 
     def renew(self) -> None:
-        """Drop all members and keys, and take a new instance, as a newly started server would."""
+        """Drop all members and keys, and choose a new instance like a newly started server."""
         for connection in list(self.connections):
             connection.close()
         self.state = StoreState(self.limits.num_keys)
@@ -177,7 +180,7 @@ class Hub:
         self._gathered = (None, b"")
 
     def deliver_woken_to(self, connection: Peer) -> None:
-        """Answer the satisfied waiters of one connection that are still queued for delivery."""
+        """Answer the satisfied waiters of one connection that are still in the queue."""
         woken = self.state.woken
         if woken:
             own = [waiter for waiter in woken if waiter.owner is connection]
@@ -198,7 +201,7 @@ class Hub:
         return self._gathered[1]
 
     def watch(self, connection: Peer, tag: int, keys: Iterable[bytes]) -> None:
-        """Push changes of these keys to the connection until the watch ends.
+        """Push changes of the given keys to the connection until the watch ends.
 
         Raises:
             ValueError: the connection has reached its limit on watched keys.
@@ -206,7 +209,9 @@ class Hub:
         watched = set(keys)
         held = sum(map(len, connection.watches.values())) + len(watched)
         if held > self.limits.num_watched_keys:
-            raise ValueError(f"more than {self.limits.num_watched_keys} watched keys")
+            raise ValueError(
+                f"the connection watches more than {self.limits.num_watched_keys} keys"
+            )
         connection.watches[tag] = watched
         for key in watched:
             self._watchers.setdefault(key, {})[connection, tag] = None
@@ -229,7 +234,7 @@ class Hub:
     # Admission of torch's clients.
 
     def look_up(self, connection: Peer) -> None:
-        """Decide, now or soon, whether to admit a client that cannot prove the secret."""
+        """Decide, immediately or soon, whether to admit a client that cannot prove the secret."""
         ends = connection.address
         if ends is None:  # it was reset before it was accepted
             self.loop.call_soon(connection.settle, False)
@@ -245,7 +250,7 @@ class Hub:
                 self._asking = self.loop.create_task(self._ask_kernel())
 
     async def _ask_kernel(self) -> None:
-        """Find the owners of all waiting loopback peers, reading the kernel's table once."""
+        """Find the owners of all waiting loopback peers with one reading of the kernel's table."""
         try:
             while self._asked:
                 asked, self._asked = self._asked, {}
@@ -259,7 +264,7 @@ class Hub:
     # Housekeeping.
 
     def _sweep(self) -> None:
-        """Close peers that took too long, and release items that were promised to silent peers."""
+        """Close peers that took too long, and release items that are reserved for silent peers."""
         self._sweeper = self.loop.call_later(self._sweep_s, self._sweep)
         now = self.loop.time()
         self._log_unlogged()
@@ -267,11 +272,13 @@ class Hub:
             waited = now - connection.since
             if connection.standing is not Standing.MEMBER:
                 if waited > self.limits.handshake_s:
-                    connection.refuse(f"no handshake within {self.limits.handshake_s:g} s")
+                    connection.refuse(
+                        f"the client sent no handshake within {self.limits.handshake_s:g} s"
+                    )
             elif connection.is_inside_command and not connection.is_deaf:
                 windows = 1 + connection.partial_bytes // _PROGRESS_BYTES
                 if waited > self.limits.command_s * windows:
-                    connection.refuse(f"a command is incomplete after {waited:.0f} s")
+                    connection.refuse(f"a command is still incomplete after {waited:.0f} s")
         for owner, key in self._old_promises.items():
             if self.state.promised_to.get(owner) == key:
                 self.state.release_promise(owner)
@@ -281,7 +288,7 @@ class Hub:
             self.deliver_woken()
 
     def statistics(self) -> Generator[None, None, StoreStatistics]:
-        """Return statistics in slices: contents, and which connections wait for which keys."""
+        """Return statistics in slices: the contents, and the connections that wait for each key."""
         state = self.state
         value_bytes = yield from total_bytes(state)
         return StoreStatistics(

@@ -1,4 +1,4 @@
-"""Logs to standard error from a separate thread.
+"""Log to standard error from a separate thread.
 
 A pipe that no process reads blocks its writer, and the server's loop must not block on its log.
 When the queue is full, lines are dropped, and the next line that fits reports how many.

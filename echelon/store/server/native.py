@@ -1,4 +1,4 @@
-"""Wraps the C core that executes plain commands; it is absent if it could not be compiled."""
+"""Wrap the C core that executes plain commands, if it could be compiled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Executor = Callable[[bytes, int, bool], tuple[int, bytes]]
 
 
 class Receiver(Protocol):
-    """A peer's `data_received` in C, which executes plain commands and passes on all others.
+    """A peer's `data_received` in C, which executes plain commands and passes on all other data.
 
     Attributes:
         is_plain: whether the peer is a member, is between two commands, and reads its replies. The
@@ -76,7 +76,7 @@ def make_executor(state: StoreState, limits: Limits) -> Executor | None:
 def make_receiver(
     executor: Executor, state: StoreState, receive: Callable[[bytes], None]
 ) -> Receiver:
-    """Return a native `data_received` that passes all but plain commands to the peer's own."""
+    """Return a native `data_received` that executes plain commands and passes on the rest."""
     promised: dict[Hashable, bytes] = state.promised_to
     receiver: Receiver = _native.Receiver(executor=executor, promised=promised, receive=receive)
     return receiver

@@ -1,4 +1,4 @@
-"""Collects the replies to one peer while a packet's commands run, and sends them in one write."""
+"""Collect the replies to one peer while a packet's commands run, and send them in one write."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Outbox:
         pieces.clear()
 
     def _seal_ahead(self, transport: asyncio.Transport, sealer: Sealer) -> None:
-        """Seal records until the transport has enough bytes; it asks for more once they are sent.
+        """Seal records until the transport has enough bytes; it requests more once they are sent.
 
         Each record needs a copy and a hash, so sealing a long reply at once would block the loop
         and double its memory.
@@ -111,6 +111,6 @@ class Outbox:
             transport.write(sealer.seal(portion))
 
     def drop(self) -> None:
-        """Discard everything that has not been flushed."""
+        """Discard the replies that have not been flushed."""
         self._pieces.clear()
         self.num_bytes = 0

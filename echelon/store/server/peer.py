@@ -1,4 +1,4 @@
-"""Peer: one connection of the server, which receives messages and sends replies on the loop.
+"""Handle one connection of the server, which receives messages and sends replies on the loop.
 
 The connection owns its parser, its unsent replies and, while its peer reads too slowly, the
 messages that were read but not yet executed. Its waits are kept in the shared `StoreState` with the
@@ -96,7 +96,10 @@ class Peer(asyncio.Protocol):
 
     @property
     def address(self) -> tuple[str, int, str, int] | None:
-        """Remote address and port, local address and port; None if the peer has disconnected."""
+        """The remote address and port and the local address and port.
+
+        None after a disconnection.
+        """
         transport = self._transport
         if transport is None:
             return None
@@ -126,7 +129,7 @@ class Peer(asyncio.Protocol):
 
     @property
     def is_closed(self) -> bool:
-        """Whether the connection is closed, or is being closed."""
+        """Whether the connection is closed or is being closed."""
         return self.standing is Standing.CLOSED
 
     @property
@@ -166,7 +169,7 @@ class Peer(asyncio.Protocol):
         self.hub.leave(self)
 
     def eof_received(self) -> bool:
-        """Withdraw everything that belongs to a peer that has stopped sending, then close."""
+        """Withdraw everything that belongs to a peer that has stopped sending, and then close."""
         self.close()
         return False
 
@@ -182,7 +185,7 @@ class Peer(asyncio.Protocol):
         self.stop_reading()
 
     def _leave_plain(self) -> None:
-        """Route received bytes through `data_received` until it allows the fast path again."""
+        """Send received bytes through `data_received` until it allows the fast path again."""
         if self._receiver is not None:
             self._receiver.is_plain = False
 
@@ -194,7 +197,7 @@ class Peer(asyncio.Protocol):
         self._resume()
 
     def _resume(self) -> None:
-        """Deliver deferred answers, then execute deferred commands unless these must wait."""
+        """Deliver deferred answers, and then execute deferred commands unless these must wait."""
         self._is_paused = self._is_choked or self._is_busy
         self.deliveries.deliver_parked()
         if not self.deliveries:
@@ -278,7 +281,7 @@ class Peer(asyncio.Protocol):
 
     @property
     def _must_wait(self) -> bool:
-        """Return whether execution must pause now."""
+        """Return whether the execution of commands must pause now."""
         return bool(self._backlog) or self._is_paused or self.standing is Standing.CLOSED
 
     @property
@@ -293,7 +296,7 @@ class Peer(asyncio.Protocol):
         return self._is_flowing and (not promised or self not in promised)
 
     def _note_progress(self, num_bytes: int, has_completed: bool) -> None:
-        """Record since when a command has been incomplete, and how much of it has arrived."""
+        """Record how long a command has been incomplete, and how much of it has arrived."""
         is_inside = self._parser.is_inside_command or (
             self._opener is not None and self._opener.is_inside_record
         )
@@ -312,7 +315,7 @@ class Peer(asyncio.Protocol):
             transport.pause_reading()
 
     def read_on_unless_put_off(self) -> None:
-        """Resume reading unless deferred commands must run first."""
+        """Resume reading from the peer, unless deferred commands must be executed first."""
         if not self._is_paused and not self._backlog and not self._rest:
             self._read_on()
 
@@ -327,7 +330,7 @@ class Peer(asyncio.Protocol):
     # Carrying out.
 
     def _carry_out(self, messages: Collection[p.Message]) -> None:
-        """Execute messages in order; defer the rest while too many replies are unread."""
+        """Execute messages in order, and defer the rest while too many replies are unread."""
         if len(messages) == 1 and self._is_flowing:
             (message,) = messages
             if cast(int, message[0]) < p.RUN:
@@ -369,7 +372,7 @@ class Peer(asyncio.Protocol):
         if self.is_sealed and (
             self._rest or next(rest, None) is not None or self._parser.is_inside_command
         ):
-            self.refuse("unsealed bytes after the proof")
+            self.refuse("the client sent unsealed bytes after the proof")
 
     @property
     def is_sealed(self) -> bool:
@@ -384,7 +387,7 @@ class Peer(asyncio.Protocol):
         return self.standing is standing
 
     def _carry_out_one(self, message: Any) -> None:
-        """Execute a single message of a member; a faster `_carry_out` for the common case."""
+        """Execute a single message of a member, in the same way as `_carry_out` but faster."""
         state = self.state
         if state.promised_to and self in state.promised_to:
             release_unless_popped(self, message)
@@ -415,7 +418,7 @@ class Peer(asyncio.Protocol):
             self._resume()
 
     def _work_off(self) -> None:
-        """Execute the deferred commands, then resume reading."""
+        """Execute the deferred commands, and then resume reading."""
         if self._is_paused:
             return
         self.hub.turns.begin()
@@ -428,7 +431,7 @@ class Peer(asyncio.Protocol):
             self._read_on()
 
     def answer_in_slices(self, steps: Generator[None, None, list[bytes]]) -> None:
-        """Answer with the bytes that `steps` returns, running one step per turn of the loop.
+        """Answer with the bytes that `steps` returns, with one step per turn of the loop.
 
         Other peers are served between the steps. This peer's later commands wait until the answer
         is complete.
@@ -468,7 +471,7 @@ class Peer(asyncio.Protocol):
         return None
 
     def answer_later(self, status: int, tag: int, payload: bytes) -> None:
-        """Send an answer outside a command of this connection, such as a wake-up or an event."""
+        """Send an answer that is not the result of this connection's current command."""
         if self.standing is not Standing.CLOSED:
             self.out.put_frame(status, tag, payload)
             self.flush()
@@ -481,7 +484,7 @@ class Peer(asyncio.Protocol):
             self.out.flush()
 
     def refuse(self, why: str) -> None:
-        """Close the connection because the peer violated the protocol or a limit, and log this."""
+        """Close the connection because the peer violated the protocol or a limit; log why."""
         if self.standing is Standing.CLOSED:
             return
         self.hub.log_refusal(self, why)
@@ -490,7 +493,7 @@ class Peer(asyncio.Protocol):
         self.close()
 
     def close(self) -> None:
-        """Close the connection; pending replies are still sent if the peer reads them."""
+        """Close the connection. Pending replies are still sent if the peer reads them."""
         if self.out:
             self.flush()
         self.standing = Standing.CLOSED
@@ -511,7 +514,10 @@ class Peer(asyncio.Protocol):
     # Becoming a member.
 
     def _is_admitted(self, message: p.Message) -> bool:
-        """Return whether this message may be executed; if not, defer or refuse it."""
+        """Return whether this message may be executed.
+
+        If it may not, defer or refuse the message.
+        """
         query = message[0]
         if self.standing is Standing.CLOSED:
             return False
@@ -521,7 +527,7 @@ class Peer(asyncio.Protocol):
         if self.standing is Standing.CHALLENGED:
             if query in (p.HELLO, p.PROOF, p.PING):
                 return True
-            self.refuse(f"{p.NAMES[cast(int, query)]} before the secret was proved")
+            self.refuse(f"{p.NAMES[cast(int, query)]} arrived before the secret was proved")
             return False
         self._backlog.append(message)
         if self.standing is Standing.NEW:
@@ -537,7 +543,7 @@ class Peer(asyncio.Protocol):
         self._parser.admitted = True
 
     def settle(self, is_allowed: bool) -> None:
-        """Act on the result of looking up a torch client's owner."""
+        """Act on the result of the look-up of a torch client's owner."""
         if self.standing is not Standing.LOOKED_UP:
             return
         if not is_allowed:
@@ -547,5 +553,5 @@ class Peer(asyncio.Protocol):
         self._work_off()
 
     def waiter_of(self, tag: int) -> Waiter | None:
-        """Return the waiter with a tag."""
+        """Return the waiter that has this tag."""
         return next((w for w in self.state.waiters_of(self) if w.tag == tag), None)

@@ -1,4 +1,4 @@
-"""Implements echelon's queries, with one small function per query byte.
+"""Implement echelon's queries, with one small function per query byte.
 
 Each function gets the connection, the tag and the fields. It returns the payload of the answer, or
 None if the answer is sent later or has a status other than success. A query that cannot be executed
@@ -51,9 +51,11 @@ def _answering(act: Act) -> Callable[..., None]:
 def _hello(peer: Peer, tag: int, client_nonce: bytes, version: int, session: bytes) -> bytes | None:
     del tag
     if version != p.EXTENSION_VERSION:
-        raise ValueError(f"extension version {version}, this server has {p.EXTENSION_VERSION}")
+        raise ValueError(
+            f"the client has extension version {version}, but this server has {p.EXTENSION_VERSION}"
+        )
     if len(client_nonce) != trust.NONCE_BYTES or len(session) != trust.SESSION_BYTES:
-        raise ValueError("a nonce or session of the wrong size")
+        raise ValueError("a nonce or session has the wrong size")
     if peer.session and peer.session != session:
         raise ValueError("the session of a connection must not change")
     secret = peer.hub.secret
@@ -150,7 +152,7 @@ def _list_keys(peer: Peer, tag: int) -> None:
 def _framed(
     tag: int, steps: Generator[None, None, list[bytes]]
 ) -> Generator[None, None, list[bytes]]:
-    """Wrap an answer that is made in slices in a frame."""
+    """Wrap an answer that is produced in slices in a frame."""
     try:
         pieces = yield from steps
     except ValueError as error:
@@ -167,12 +169,12 @@ def _ping(_: Peer, __: int) -> bytes:
 
 def _demand_tag(peer: Peer, tag: int) -> None:
     if not tag or peer.waiter_of(tag) is not None or tag in peer.watches:
-        raise ValueError(f"tag {tag} cannot wait: it is 0 or in use")
+        raise ValueError(f"tag {tag} cannot be used for a wait: the tag is 0 or already in use")
     demand_room_to_wait(peer)
 
 
 def _wait(peer: Peer, tag: int, wants: Wants, keys: list[bytes]) -> bool:
-    """Return whether all keys exist; otherwise start a wait under the tag."""
+    """Return whether all keys exist; if some are missing, start a wait under the tag."""
     if tag and all(key in peer.state.values for key in keys):
         return True
     _demand_tag(peer, tag)
@@ -222,7 +224,7 @@ def _arrive_as(
 
 
 def _cancel(peer: Peer, tag: int) -> None:
-    """Withdraw a wait or a watch, unless it is over and has therefore been answered already."""
+    """Withdraw a wait or a watch, unless it has ended and has therefore already been answered."""
     waiter: Waiter | None = peer.waiter_of(tag)
     if waiter is not None:
         world_size, arrived, missing = peer.state.story_of(waiter)
@@ -244,11 +246,11 @@ def _watch(peer: Peer, tag: int, keys: list[bytes]) -> bytes:
 
 def _presence(peer: Peer, _: int, key: bytes, value: bytes, lease_ms: int) -> bytes:
     if not peer.session:
-        raise ValueError("a presence needs a session: HELLO first")
+        raise ValueError("a presence needs a session: send HELLO first")
     if not _MIN_LEASE_MS <= lease_ms <= _MAX_LEASE_MS:
-        raise ValueError(f"a lease of {lease_ms} ms for {show_key(key)}")
+        raise ValueError(f"a lease of {lease_ms} ms for {show_key(key)} is outside the limits")
     if peer.hub.leases.num_of(peer.session) >= peer.hub.limits.num_presences:
-        raise ValueError(f"more than {peer.hub.limits.num_presences} presences")
+        raise ValueError(f"the session has more than {peer.hub.limits.num_presences} presences")
     peer.hub.leases.take(peer.session, key, value, lease_ms / 1000)
     return b""
 

@@ -1,4 +1,4 @@
-"""StoreServer: runs the store's server on one event loop, on its own thread or in the foreground.
+"""Run the store's server on one event loop, on its own thread or in the foreground.
 
 `StoreServer` binds and listens when it is created, so that its port is known and a failure to bind
 raises in the caller. `start()` runs the loop (uvloop's, or asyncio's if uvloop is not installed) on
@@ -191,7 +191,7 @@ class StoreServer:
         self._call(lambda hub: hub.admitted_addresses.add(plain))
 
     def publish(self, key: str, value: str) -> None:
-        """Store a value under a key, for an owner that is not a client.
+        """Store a value under a key on behalf of an owner that is not a client.
 
         Raises:
             StoreError: the server is not running.
@@ -200,7 +200,7 @@ class StoreServer:
         self._call(lambda hub: hub.publish(wire, value.encode()))
 
     def renew(self) -> None:
-        """Disconnect all clients and drop all keys, so that the owner can start afresh.
+        """Disconnect all clients and drop all keys, so that the owner has an empty store.
 
         Earlier members cannot write to the renewed store, because their connections are closed and
         echelon's clients refuse a restarted server.
@@ -211,7 +211,7 @@ class StoreServer:
         self._call(lambda hub: hub.renew())
 
     def statistics(self) -> StoreStatistics:
-        """Return statistics: the server's contents, and which connections wait for which keys.
+        """Return statistics: the server's contents, and the connections that wait for each key.
 
         Raises:
             StoreError: the server is not running.
@@ -293,7 +293,7 @@ class StoreServer:
                 listener.close()
 
     def _begin(self, on_ready: Callable[[], None]) -> None:
-        """Report that the loop is running, so that `stop_soon` can stop it from now on."""
+        """Report that the loop is running, so that `stop_soon` can stop it."""
         assert self._loop is not None
         self._is_serving = True
         if self._must_stop:
@@ -303,7 +303,7 @@ class StoreServer:
 
 
 def _finish(loop: asyncio.AbstractEventLoop) -> None:
-    """Send the last replies and close connections, then close the loop, despite repeated stops."""
+    """Send the last replies and close the connections and the loop, despite repeated stops."""
 
     async def wind_down() -> None:
         await asyncio.sleep(_WIND_DOWN_S)
@@ -328,7 +328,7 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def _bind(host: str, port: int, may_bind_all: bool) -> list[socket.socket]:
-    """Bind every address of `host`, all to the same port.
+    """Bind every address of `host`, all of them to the same port.
 
     Raises:
         StoreError: no address could be bound.
@@ -367,7 +367,7 @@ def _bind(host: str, port: int, may_bind_all: bool) -> list[socket.socket]:
 def _bind_all(
     addresses: Sequence[tuple[int, Any]], port: int
 ) -> tuple[list[socket.socket], OSError | None]:
-    """Bind as many addresses as possible to one port; return the sockets and the last error."""
+    """Bind as many addresses as possible to one port; return their sockets and the last error."""
     bound: list[socket.socket] = []
     problem: OSError | None = None
     for family, address in addresses:

@@ -1,4 +1,4 @@
-"""Executes a member's messages in order, with fast paths for the most frequent commands."""
+"""Execute a member's messages in order, with fast paths for the most frequent commands."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def serve(peer: Peer, messages: Iterator[Any]) -> Iterator[Any]:
 
 
 def release_unless_popped(peer: Peer, message: p.Message) -> None:
-    """Release the item promised to a peer unless the peer's next command pops that item."""
+    """Release the item reserved for a peer unless the peer's next command takes the item."""
     state = peer.state
     if message[:2] != (p.QUEUE_POP, state.promised_to[peer]):
         state.release_promise(peer)
 
 
 def _get_run(peer: Peer, run: Any) -> list[p.Message]:
-    """Answer a run of GET commands; return the commands that must wait until the peer has read."""
+    """Answer a run of GET commands; return those that must wait until the peer has read replies."""
     get, out = peer.state.values.get, peer.out
     found = [get(key, b"") for (key,) in run[1].iter_unpack(run[2])]
     lengths = set(map(len, found))

@@ -1,4 +1,4 @@
-"""Makes answers that cover the whole store in slices, so that the loop can serve other peers.
+"""Produce answers about the whole store in slices, so that the loop can serve other peers.
 
 Each function is a generator that yields between slices and returns the answer. The generator works
 on a snapshot of references, so the answer describes the store at the moment of the query. The
@@ -44,7 +44,7 @@ def packed(
             size += len(strings[end]) + 8
             end += 1
         if size > limit_bytes:
-            raise ValueError(f"{operation} of more than {limit_bytes} bytes")
+            raise ValueError(f"{operation} has more than {limit_bytes} bytes")
         pieces.append(p.pack_strings(strings[start:end]))
         start = end
     return pieces

@@ -1,4 +1,4 @@
-"""Shares the loop: a peer whose work exceeds a slice of time continues after the other peers.
+"""Share the loop's time: work that exceeds a slice continues after the work of other peers.
 
 One received packet may hold a quarter of a million commands, and one command may cost a
 millisecond, so a flood from one peer would delay all other peers by seconds. Each peer therefore
@@ -45,7 +45,7 @@ class Turns:
         return self._clock() >= self._slice_ends
 
     def put_off(self, work: Callable[[], None]) -> None:
-        """Schedule `work` in its own slice, after the work that was deferred earlier."""
+        """Schedule `work` in its own slice, behind all work that was deferred earlier."""
         self._waiting.append(work)
         self._schedule()
 
@@ -55,7 +55,7 @@ class Turns:
             self._loop.call_soon(self._work)
 
     def _work(self) -> None:
-        """Give each waiting peer a slice, for at most one turn, then return to the sockets."""
+        """Give each waiting peer at most one slice, and then return to the sockets."""
         self._is_scheduled = False
         ends = self._clock() + _TURN_S
         try:

@@ -1,1 +1,1 @@
-"""The state of a store: keys, queues, rounds, leases and their waiters, without I/O or a clock."""
+"""Keep the state of a store: keys, queues, rounds, leases and waiters, without I/O or a clock."""

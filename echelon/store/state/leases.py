@@ -1,4 +1,4 @@
-"""Manages presences, which are keys with a lease that their session renews.
+"""Manage presences, which are keys with a lease that their session renews.
 
 A connection says little about its process, because a forked child, address translation or a
 vanished machine may keep it open, and a brief network failure may close it. A presence therefore
@@ -25,7 +25,7 @@ class _Lease:
 
 
 class Leases:
-    """The presences of one server. Runs on the server's loop; the housekeeping calls `expire`."""
+    """The presences of one server. They are used on its loop, whose housekeeping calls `expire`."""
 
     def __init__(self, state: StoreState, now: Callable[[], float]) -> None:
         self._state = state
@@ -68,7 +68,7 @@ class Leases:
             self._end(key, lease)
 
     def has_closed(self, session: bytes) -> None:
-        """Shorten the leases of a session whose connection has closed to the grace period."""
+        """Shorten a session's leases to the grace period after its connection has closed."""
         ends = self._now() + GRACE_S
         for key in self._keys_of.get(session, ()):
             self._leases[key].ends = min(self._leases[key].ends, ends)

@@ -1,4 +1,4 @@
-"""StoreState: the contents of a store and its waiters, without I/O, clock or threads.
+"""Keep the contents of a store and its waiters, without I/O, clock or threads.
 
 `StoreState` answers a member's request at once or keeps a `Waiter`. Waiters that an event has
 satisfied are collected in `woken`; The driver of the state, which is the server's loop or
@@ -79,7 +79,7 @@ class StoreState:
         return self.values.get(key)
 
     def add(self, key: bytes, amount: int) -> int:
-        """Add to a decimal counter, which is 0 if missing, and return the new value.
+        """Add to a decimal counter and return the new value. A missing counter is 0.
 
         Raises:
             ValueError: the old or the new value is not a 64-bit integer.
@@ -89,22 +89,24 @@ class StoreState:
         return total
 
     def sum_with(self, key: bytes, amount: int) -> int:
-        """Return the value that `add` would store, without changing anything."""
+        """Return the value that `add` would store, without changing the counter."""
         held = self.values.get(key, b"0")
         try:
             total = int(held) + amount
         except ValueError:
-            raise ValueError(f"key {show_key(key)} holds {held[:40]!r}, not an integer") from None
+            raise ValueError(
+                f"key {show_key(key)} contains {held[:40]!r}, which is not an integer"
+            ) from None
         if not INT64_MIN <= total <= INT64_MAX:
             raise ValueError(f"key {show_key(key)} would exceed 64 bits: {total}")
         return total
 
     def append(self, key: bytes, value: bytes) -> None:
-        """Append to the value of a key; a missing key is treated as empty."""
+        """Append to the value of a key. A missing key is treated as empty."""
         self.set(key, self.values.get(key, b"") + value)
 
     def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        """Store `desired` if the key holds `expected` (or is missing and `expected` is empty).
+        """Store `desired` if the key holds `expected`. A missing key matches an empty `expected`.
 
         Returns the value of the key afterwards, or `expected` if the key is still missing, because
         torch's clients rely on that.
@@ -140,7 +142,7 @@ class StoreState:
 
     def _demand_room(self, num_keys: int) -> None:
         if len(self.values) + len(self.queues) + num_keys > self._max_keys:
-            raise ValueError(f"more than {self._max_keys} keys")
+            raise ValueError(f"the store cannot hold more than {self._max_keys} keys")
 
     def is_present(self, key: bytes) -> bool:
         """Return whether the key has a value or names a queue with an item."""
@@ -149,14 +151,14 @@ class StoreState:
     # Queues.
 
     def push(self, key: bytes, item: bytes) -> None:
-        """Append an item, and deliver it to, or wake, the waiter that has waited longest."""
+        """Append an item to a queue, and give it to the waiter that has waited longest, if any."""
         if key not in self.queues:
             self._demand_room(1)
         self.queues.setdefault(key, deque()).append(item)
         self._serve_queue(key)
 
     def pop(self, key: bytes, owner: Hashable) -> tuple[int, bytes]:
-        """Take the oldest item of a queue; return the previous number of items, and the item.
+        """Take the oldest item of a queue; return the number of items before that, and the item.
 
         Items promised to other owners are skipped (see the module's note).
         """
@@ -196,7 +198,7 @@ class StoreState:
         self._promises[key] = self._promises.get(key, 0) + 1
 
     def _serve_queue(self, key: bytes) -> None:
-        """Wake the waiters for a non-empty queue, then hand out the free items in turn."""
+        """Wake the waiters of a non-empty queue, and then hand out the free items in order."""
         waiters = list(self.waiting.get(key, ()))
         for waiter in waiters:
             if waiter.wants is Wants.WAKE and key in self.queues:
@@ -220,7 +222,7 @@ class StoreState:
     # Waiting.
 
     def wait(self, owner: Hashable, wants: Wants, keys: list[bytes]) -> Waiter | None:
-        """Wait until all keys are present; return None if they already are.
+        """Wait until all keys are present, or return None if they are all present already.
 
         For WAKE and CLAIM, a queue with an item also counts as present; for VALUE and VALUES, only
         a key with a value does.
@@ -275,7 +277,7 @@ class StoreState:
                     self._look_again(waiter)
 
     def _look_again(self, waiter: Waiter) -> None:
-        """Satisfy the waiter if all its keys exist; otherwise update its list of missing keys.
+        """Satisfy the waiter if all its keys exist, or otherwise update its list of missing keys.
 
         A key that existed earlier may have been deleted while the waiter was waiting for another
         key.
@@ -326,7 +328,7 @@ class StoreState:
         world_size: int,
         value: bytes = b"",
     ) -> Waiter:
-        """Arrive at a barrier or gather; the last arrival wakes all waiters of the round.
+        """Arrive at a barrier or gather. The last arrival wakes all waiters of the round.
 
         If a rank arrives twice, the new arrival replaces the earlier one, which fails. This happens
         if the earlier process has exited but its connection has not been closed yet.
@@ -336,12 +338,14 @@ class StoreState:
         """
         named = rank >= 0 or wants is Wants.GATHER
         if not 1 <= world_size <= MAX_WORLD_SIZE or (named and not 0 <= rank < world_size):
-            raise ValueError(f"rank {rank} of world size {world_size} at {show_key(key)}")
+            raise ValueError(
+                f"rank {rank} is not valid for world size {world_size} at {show_key(key)}"
+            )
         round_ = self.rounds.setdefault(key, Round(wants, world_size))
         if (round_.wants, round_.world_size) != (wants, world_size):
             raise ValueError(
-                f"{wants.value} of {world_size} at {show_key(key)}, where others wait in a "
-                f"{round_.wants.value} of {round_.world_size}"
+                f"{wants.value} of {world_size} ranks at {show_key(key)}, where others wait in "
+                f"a {round_.wants.value} of {round_.world_size} ranks"
             )
         earlier = round_.by_rank.get(rank)
         if earlier is not None:
@@ -367,7 +371,7 @@ class StoreState:
     # Owners.
 
     def withdraw(self, waiter: Waiter) -> None:
-        """Stop a wait: undo its arrival, and remove the waiter from the lists of all its keys."""
+        """Stop a wait: undo its arrival, and remove its waiter from the lists of all its keys."""
         round_ = self.rounds.get(waiter.keys[0]) if waiter.keys else None
         if round_ is not None and waiter in round_.arrivals:
             round_.remove(waiter)
@@ -427,7 +431,7 @@ class StoreState:
 
 
 def show_key(key: bytes) -> str:
-    """Return a key as the user wrote it, without the "/" of its wire form.
+    """Return a key as the user wrote it, without the "/" that begins its wire form.
 
     Terminal control characters are escaped.
     """

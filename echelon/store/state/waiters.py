@@ -1,4 +1,4 @@
-"""The waiters of a store, and the arrivals at barriers and gathers."""
+"""Define the waiters of a store, and the arrivals at barriers and gathers."""
 
 from __future__ import annotations
 
@@ -73,19 +73,19 @@ class Round:
     by_rank: dict[int, Waiter] = field(default_factory=dict)
 
     def add(self, waiter: Waiter) -> None:
-        """Record an arrival."""
+        """Record the arrival of a waiter."""
         self.arrivals[waiter] = None
         if waiter.rank >= 0:
             self.by_rank[waiter.rank] = waiter
 
     def remove(self, waiter: Waiter) -> None:
-        """Withdraw an arrival."""
+        """Withdraw the arrival of a waiter."""
         del self.arrivals[waiter]
         if self.by_rank.get(waiter.rank) is waiter:
             del self.by_rank[waiter.rank]
 
     def missing_ranks(self, most: int = MAX_MISSING) -> list[int]:
-        """Return the missing ranks, but at most the `most` lowest of them.
+        """Return the lowest missing ranks, at most `most` of them.
 
         The result is empty if an arrival without a rank makes the missing ranks impossible to
         determine.

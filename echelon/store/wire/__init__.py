@@ -1,1 +1,1 @@
-"""The wire protocol: encoding, limits, the proof of the secret, and sealed records."""
+"""Provide the wire protocol: encoding, limits, the proof of the secret, and sealed records."""

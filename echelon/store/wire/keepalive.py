@@ -1,4 +1,4 @@
-"""Detects a peer whose machine has vanished.
+"""Detect a peer whose machine has vanished.
 
 The kernel closes the connections of a dead process. If a machine loses power or its network, its
 connections are not closed, and its waits and arrivals would remain. Both ends therefore let the
@@ -22,7 +22,7 @@ _OPTIONS = {
 
 
 def keep_alive(end: socket.socket) -> None:
-    """Enable keepalive probes; on a listening socket, also for all connections that it accepts."""
+    """Enable keepalive probes on a socket. Sockets accepted by a listening socket inherit them."""
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _OPTIONS.items():
         option = getattr(socket, name, None)

@@ -1,4 +1,4 @@
-"""The limits that a server imposes on a peer."""
+"""Define the limits that a server imposes on a peer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parses a byte stream into messages, incrementally and independently of packet boundaries.
+"""Parse a byte stream into messages, incrementally and regardless of packet boundaries.
 
 A message is a flat tuple: the query byte, then its fields in order (bytes, int, list of bytes). A
 run of SET or GET commands of equal lengths is one message: the query with `protocol.RUN`, the
@@ -157,7 +157,7 @@ class Parser:
         return out
 
     def finish(self, data: bytes) -> tuple[list[p.Message], bytes]:
-        """Parse received bytes up to the end of the open command; return its message and the rest.
+        """Parse up to the end of the open command; return its message and the remaining bytes.
 
         This is for an owner that executes the following commands without this parser.
         """
@@ -175,7 +175,7 @@ class Parser:
         return out, data[position:]
 
     def _after_held(self, data: bytes) -> bytes:
-        """Return the held bytes plus `data` once there are as many as needed, else b""."""
+        """Return the held bytes plus `data` if there are enough of them, otherwise b""."""
         self._held += data
         if len(self._held) < self._need:
             return b""
@@ -184,7 +184,7 @@ class Parser:
         return data
 
     def _scan(self, data: bytes, position: int, out: list[p.Message]) -> None:
-        """Extract complete commands from `position` on, and start the first incomplete command."""
+        """Extract complete commands from `position` on, and start the first incomplete one."""
         size = len(data)
         key_bytes, value_bytes = self.limits.key_bytes, self.limits.value_bytes
         shapes, read_u64 = self._shapes, _U64.unpack_from
@@ -248,7 +248,10 @@ class Parser:
             shapes = self._shapes
 
     def _cut_tagged(self, data: bytes, position: int, out: list[p.Message]) -> int:
-        """Extract one tagged command of a common shape; return its end, or 0 if incomplete."""
+        """Extract one tagged command of a common shape.
+
+        Return its end, or 0 if it is incomplete.
+        """
         size, query, key_at = len(data), data[position], position + 13
         if key_at > size:
             return 0
@@ -308,7 +311,7 @@ class Parser:
             self._shapes = _NO_SHAPES
 
     def _first_need(self, out: list[p.Message]) -> int:
-        """Start the open command; a command without fields is complete at once."""
+        """Start the open command. A command without fields is complete at once."""
         assert self._steps is not None
         try:
             return next(self._steps)
@@ -317,7 +320,10 @@ class Parser:
             return 0
 
     def _advance(self, data: bytes, position: int, out: list[p.Message]) -> int:
-        """Feed the open command from `position` on; return where it ended, or the data's end."""
+        """Feed the open command, beginning at `position`.
+
+        Return its end, or the end of the data.
+        """
         while self._steps is not None:
             end = position + self._need
             if end > len(data):
@@ -331,7 +337,7 @@ class Parser:
         return position
 
     def _complete(self, message: p.Message | None, out: list[p.Message]) -> None:
-        """Finish the open command; the handshake does not yield a message."""
+        """Finish the open command. The handshake yields no message."""
         self._steps = None
         if message is not None:
             out.append(message)
@@ -341,11 +347,11 @@ class Parser:
         first = (yield 1)[0]
         if first != p.VALIDATE:
             raise StoreProtocolError(
-                f"first byte 0x{first:02x}, expected VALIDATE: not a store client"
+                f"the first byte is 0x{first:02x}, but expected VALIDATE: not a store client"
             )
         (magic,) = _U32.unpack((yield 4))
         if magic != p.VALIDATE_MAGIC:
-            raise StoreProtocolError(f"VALIDATE with magic 0x{magic:08x}: not a store client")
+            raise StoreProtocolError(f"VALIDATE has magic 0x{magic:08x}: not a store client")
         return None
 
     def _command(self, query: int) -> _Steps:
@@ -367,7 +373,8 @@ class Parser:
                 (count,) = _U64.unpack((yield 8))
                 if count > self.limits.num_command_keys:
                     raise StoreProtocolError(
-                        f"{p.NAMES[query]} of {count} keys, limit {self.limits.num_command_keys}"
+                        f"{p.NAMES[query]} has {count} keys, but the limit is "
+                        f"{self.limits.num_command_keys}"
                     )
                 strings: list[bytes] = []
                 for index in range(count if kind == "k" else 2 * count):
@@ -380,26 +387,28 @@ class Parser:
         return tuple(message)
 
     def _note_ping(self, nonce: object) -> None:
-        """Accept echelon's queries from now on if the PING announces a client of echelon."""
+        """Accept echelon's queries from now on if the PING announces an echelon client."""
         if nonce == p.OUR_NONCE:
             self.extensions = True
             self._choose_shapes()
 
     def _allowed(self, query: int, kind: str, length: int) -> int:
-        """Return `length` if this command may contain a further string of that length."""
+        """Return `length` if this command may contain another string of that length."""
         limit = self.limits.key_bytes if kind == "K" else self.limits.value_bytes
         if length > limit:
             what = "key" if kind == "K" else "value"
-            raise StoreProtocolError(f"{p.NAMES[query]}: {what} of {length} bytes, limit {limit}")
+            raise StoreProtocolError(
+                f"{p.NAMES[query]}: the {what} has {length} bytes, but the limit is {limit}"
+            )
         self._budget -= length + 8
         if self._budget < 0:
-            raise StoreProtocolError(f"{p.NAMES[query]}: command too long for one peer")
+            raise StoreProtocolError(f"{p.NAMES[query]}: the command is too long for one peer")
         return length
 
 
 @dataclass(frozen=True, slots=True)
 class _RunShape:
-    """Consecutive commands of one query and equal lengths: their end and their fields."""
+    """Consecutive commands of one query with equal lengths, described by their end and fields."""
 
     pattern: re.Pattern[bytes] | None
     layout: struct.Struct
@@ -409,7 +418,7 @@ _run_shapes: dict[tuple[int, int, int], _RunShape] = {}
 
 
 def _run_shape(query: int, key_bytes: int, value_bytes: int) -> _RunShape:
-    """Return the shape of a run; `value_bytes` is -1 for commands with only a key.
+    """Return the shape of a run. For commands with only a key, `value_bytes` is -1.
 
     The number of compiled patterns is bounded because peers choose the lengths.
     """
@@ -430,7 +439,7 @@ def _run_shape(query: int, key_bytes: int, value_bytes: int) -> _RunShape:
 
 
 def _cut_run(data: bytes, position: int, record: int, key_end: int, out: list[p.Message]) -> int:
-    """Extract a run of key-value (or, with `key_end` -1, key-only) commands of equal lengths.
+    """Extract a run of commands of equal lengths. If `key_end` is -1, they have only a key.
 
     The command at `position` is `record` bytes long; the method returns where the run ends. As long
     as the bytes that hold the query and the lengths repeat every `record` bytes, the commands have
@@ -455,7 +464,7 @@ def _cut_run(data: bytes, position: int, record: int, key_end: int, out: list[p.
 
 
 def _end_of_run(data: bytes, position: int, record: int, key_end: int) -> int:
-    """Return the end of a run, which is found by comparing columns of its headers."""
+    """Return the end of a run, found by comparing columns of the headers."""
     count = (len(data) - position) // record
     headers: Iterable[int] = range(position, position + 9)
     if key_end >= 0:

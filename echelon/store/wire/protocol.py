@@ -1,4 +1,4 @@
-"""Encodes and decodes the store's wire protocol, without I/O.
+"""Encode and decode the store's wire protocol, without I/O.
 
 A connection is a raw stream of commands without framing, IDs or error replies, because this is the
 protocol of PyTorch's TCPStore. Integers are little-endian; a string is a u64 length followed by its
@@ -138,7 +138,7 @@ def pack_string(data: bytes) -> bytes:
 
 
 def pack_strings(strings: Iterable[bytes]) -> bytes:
-    """Encode strings one after the other, without their number."""
+    """Encode strings one after the other, without a count."""
     pack = _U64.pack
     pieces: list[bytes] = []
     for data in strings:
@@ -155,10 +155,10 @@ def unpack_strings(data: bytes, position: int = 0) -> list[bytes]:
     strings: list[bytes] = []
     while position < len(data):
         if position + 8 > len(data):
-            raise StoreProtocolError("reply cut short inside a length")
+            raise StoreProtocolError("the reply ends inside a length")
         end = position + 8 + _U64.unpack_from(data, position)[0]
         if end > len(data):
-            raise StoreProtocolError("reply cut short inside a string")
+            raise StoreProtocolError("the reply ends inside a string")
         strings.append(data[position + 8 : end])
         position = end
     return strings
@@ -170,7 +170,7 @@ def pack_integers(numbers: Iterable[int]) -> bytes:
 
 
 def unpack_integers(data: bytes) -> list[int]:
-    """Decode a payload of i64 values; a trailing fragment is ignored."""
+    """Decode a payload of i64 values, ignoring an incomplete last value."""
     return [number for (number,) in _I64.iter_unpack(data[: len(data) // 8 * 8])]
 
 
@@ -180,7 +180,7 @@ def frame(status: int, tag: int, payload: bytes = b"") -> bytes:
 
 
 def frame_header(status: int, tag: int, length: int) -> bytes:
-    """Encode the header of an answer whose payload is sent separately, without a copy."""
+    """Encode the header of an answer whose payload is sent separately to avoid a copy."""
     return _FRAME.pack(status, tag, length)
 
 
@@ -191,7 +191,7 @@ def unpack_frame_header(data: bytes) -> tuple[int, int, int]:
 
 
 def tagged(query: int, tag: int, *fields: bytes | int | list[bytes]) -> bytes:
-    """Encode one of echelon's queries; `encode` describes the fields."""
+    """Encode one of echelon's queries. The fields are encoded as in `encode`."""
     return _HEAD.pack(query, tag) + encode(query, *fields)[1:]
 
 

@@ -1,4 +1,4 @@
-"""Seals the stream after the handshake, in records that only the two ends can make.
+"""Seal the stream after the handshake, in records that only the two ends can make.
 
 [Note: why the stream is sealed] A handshake proves who began a connection, not who continues it. A
 false server that relays the proofs to the real server could take over a member's connection by
@@ -28,7 +28,7 @@ _NUMBER = struct.Struct("<Q")
 
 
 def stream_keys(secret: bytes, transcript: bytes) -> tuple[bytes, bytes]:
-    """Return the keys of one connection: one for the client's stream and one for the server's.
+    """Return the two keys of a connection, for the client's stream and for the server's.
 
     Args:
         secret: the job's secret.
@@ -53,7 +53,10 @@ class Sealer:
         self._number = 0
 
     def seal(self, data: bytes) -> bytes:
-        """Return the records that carry `data`; they must be sent in the order of the calls."""
+        """Return the records that carry `data`.
+
+        The records must be sent in the order of the calls.
+        """
         if len(data) <= RECORD_BYTES:
             return self._record(data)
         return b"".join(
@@ -67,7 +70,7 @@ class Sealer:
 
 
 class Opener:
-    """Reads the records of one direction, in whatever pieces they arrive."""
+    """A reader of the records of one direction, which may arrive in any pieces."""
 
     __slots__ = ("_held", "_key", "_number")
 
@@ -82,7 +85,7 @@ class Opener:
         return bool(self._held)
 
     def open(self, data: bytes) -> bytes:
-        """Process received bytes, and return the data of the records that these bytes complete.
+        """Process received bytes; return the data of the records that are then complete.
 
         Raises:
             StoreProtocolError: a record was not made by the other end, or is out of place.
@@ -94,7 +97,9 @@ class Opener:
         while position + HEADER_BYTES <= size:
             (length,) = _LENGTH.unpack_from(data, position)
             if length > RECORD_BYTES:
-                raise StoreProtocolError(f"a record of {length} bytes, limit {RECORD_BYTES}")
+                raise StoreProtocolError(
+                    f"the record has {length} bytes, but the limit is {RECORD_BYTES}"
+                )
             start = position + HEADER_BYTES
             end = start + length
             if end > size:
@@ -103,7 +108,7 @@ class Opener:
             mac = _mac(self._key, self._number, piece)
             if not hmac.compare_digest(mac, data[position + 4 : start]):
                 raise StoreProtocolError(
-                    f"record {self._number} was changed on its way, or is not the peer's"
+                    f"record {self._number} was changed in transit, or was not sent by the peer"
                 )
             self._number += 1
             pieces.append(piece)

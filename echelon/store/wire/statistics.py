@@ -1,4 +1,4 @@
-"""The statistics of a server, as a frozen record."""
+"""Define the statistics of a server as a frozen record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Authenticates peers by the shared secret, or by the kernel's information about a local peer.
+"""Authenticate peers by the shared secret, or by the kernel's information about local peers.
 
 Echelon's clients prove that they know the secret with HMAC-SHA256 over both sides' fresh nonces,
 and the server proves it first. The stream after the handshake is sealed (see `seal`), so a recorded
@@ -40,7 +40,7 @@ def new_session() -> bytes:
 
 
 def secret_bytes(secret: str | bytes | None) -> bytes | None:
-    """Return the secret as bytes.
+    """Return the secret as bytes after checking its length.
 
     Raises:
         ValueError: the secret is too short to withstand guessing.
@@ -49,11 +49,11 @@ def secret_bytes(secret: str | bytes | None) -> bytes | None:
         return None
     raw = secret.encode() if isinstance(secret, str) else bytes(secret)
     if not raw:
-        raise ValueError("secret is empty; pass None for a store without authentication")
+        raise ValueError("the secret is empty; pass None for a store without authentication")
     if len(raw) < MIN_SECRET_BYTES:
         raise ValueError(
-            f"secret of {len(raw)} bytes, at least {MIN_SECRET_BYTES} are needed "
-            f"(random ones: openssl rand -hex 32)"
+            f"the secret has {len(raw)} bytes, but at least {MIN_SECRET_BYTES} are needed "
+            "(create one with openssl rand -hex 32)"
         )
     return raw
 
@@ -71,22 +71,22 @@ def transcript(client_nonce: bytes, server_nonce: bytes, session: bytes, instanc
         NONCE_BYTES,
         SESSION_BYTES,
     ):
-        raise ValueError("a nonce or session of the wrong size")
+        raise ValueError("a nonce or session has the wrong size")
     return client_nonce + server_nonce + session + instance
 
 
 def server_proof(secret: bytes, transcript: bytes) -> bytes:
-    """Return the proof for this client that only a server with the secret can compute."""
+    """Return the proof for this client, which only a server that has the secret can compute."""
     return hmac.digest(secret, _SERVER + transcript, "sha256")
 
 
 def client_proof(secret: bytes, transcript: bytes) -> bytes:
-    """Return the proof for this server that only a client with the secret can compute."""
+    """Return the proof for this server, which only a client that has the secret can compute."""
     return hmac.digest(secret, _CLIENT + transcript, "sha256")
 
 
 def is_equal(left: bytes, right: bytes) -> bool:
-    """Compare two proofs in constant time; return whether they are equal."""
+    """Return whether two proofs are equal, in a comparison that takes constant time."""
     return hmac.compare_digest(left, right)
 
 
@@ -96,7 +96,7 @@ def is_loopback(host: str) -> bool:
 
 
 def own_uid() -> int | None:
-    """Return this process's uid, or None if another user's uid could look the same.
+    """Return this process's uid, or None if a different user's uid could look the same.
 
     In a user namespace that does not map all users, the kernel reports every unmapped user as the
     overflow uid (mostly 65534, "nobody"). A server that runs under that uid cannot trust any uid.

@@ -1,4 +1,4 @@
-"""Measure the cost of a step on this process and on every rank of a group: time, waits, memory."""
+"""Measure the cost of a step on this process and on the ranks of a group: time, waits, memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The time that the calling thread had spent up to some moment, in seconds."""
+    """The time that the calling thread had spent until some moment, in seconds."""
 
     time_s: float
     data_wait_s: float
@@ -29,7 +29,7 @@ class Moment:
 
     @classmethod
     def now(cls, time_s: float) -> Moment:
-        """Return the totals of the calling thread so far."""
+        """Return the totals of the calling thread up to now."""
         return cls(time_s, spent.spans_ns.get("data_wait", 0) / 1e9, spent.collectives_s)
 
     def __sub__(self, other: Moment) -> Moment:
@@ -48,7 +48,7 @@ class Moment:
 
 
 def peak_memory_bytes() -> int:
-    """Return the peak memory so far: torch's on its accelerator, else the peak resident set."""
+    """Return the peak memory so far: of torch's accelerator, or otherwise of the process."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_allocated())

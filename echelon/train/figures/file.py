@@ -95,7 +95,7 @@ class FigureFile:
             raise
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
+        """Close the file. Calling this twice is safe."""
         if self._descriptor >= 0:
             descriptor, self._descriptor = self._descriptor, -1
             os.close(descriptor)

@@ -34,7 +34,7 @@ _FULL_PRECISION = ("loss", "gradient_norm", "learning_rate")  # the others: six 
 
 
 class FigureLog:
-    """The log of a run's figures, with one JSON line per step in a file and in any further writers.
+    """The log of a run's figures: one JSON line per step in a file, and any further writers.
 
     A resumed run first drops the lines of steps after `first_step` and then appends. A full disk,
     or any other failure of the file or of a writer, is reported once and never ends the training.
@@ -177,11 +177,11 @@ class FigureLog:
             self._began += Moment.now(self._now()) - before
 
     def forget_pause(self) -> None:
-        """Restart the timing of the current step: the time since the last call was a pause."""
+        """Restart the timing of the current step after a pause since the last call."""
         self._began = Moment.now(self._now())
 
     def close(self) -> None:
-        """Close the file and the writers; a second call does nothing."""
+        """Close the file and the writers. Calling this twice is safe."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -250,7 +250,7 @@ class FigureLog:
 
 
 def _shortened(name: str, value: float | None) -> float | int | None:
-    """Return a number as it is logged: an integer without a point, or else with six digits."""
+    """Return a number in the form for the log: an integer without a point, otherwise six digits."""
     if value is None or name in _FULL_PRECISION:
         return value
     if value == int(value) and abs(value) < 1e15:

@@ -22,7 +22,7 @@ _PANEL_INCHES = (5.6, 2.5)
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """How one figure is drawn.
+    """The description of how one figure is drawn.
 
     Attributes:
         name: the figure's name in the log.
@@ -88,7 +88,9 @@ def plot(runs: Sequence[Run], out: Path, *, title: str = "") -> None:
         raise ImportError("echelon plot needs matplotlib: pip install 'echelon[figures]'") from err
     panels = [panel for panel in PANELS if any(_has(run, panel) for run in runs)]
     if not panels:
-        raise ValueError(f"{runs[0].path} has none of {', '.join(p.name for p in PANELS)}")
+        raise ValueError(
+            f"{runs[0].path} contains none of these figures: {', '.join(p.name for p in PANELS)}"
+        )
     with mpl.rc_context({"font.family": "sans-serif", "font.size": 9, "svg.fonttype": "none"}):
         picture = _draw(Figure, runs, panels, title)
         _save(picture, out, title or ", ".join(run.name for run in runs))

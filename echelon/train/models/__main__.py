@@ -113,7 +113,9 @@ def _find_config(options: argparse.Namespace) -> ModelConfig:
         content = peek(options.checkpoint).get(CONFIG_KEY)
         source = options.checkpoint
     if not isinstance(content, Mapping):
-        raise ValueError(f"{source}: no {CONFIG_KEY} in it: give --like FOLDER or --config FILE")
+        raise ValueError(
+            f"{source}: the checkpoint has no {CONFIG_KEY}: give --like FOLDER or --config FILE"
+        )
     return ModelConfig.from_dict(content)
 
 

@@ -11,7 +11,7 @@ _HIDDEN_MULTIPLE = 64  # widths for which kernels are fast
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryScaling:
-    """How rotary frequencies are scaled so that a model can use a longer context.
+    """The scaling of rotary frequencies that lets a model use a longer context.
 
     Attributes:
         kind: "linear" divides all frequencies by `factor`; "llama3" divides the low ones, leaves
@@ -104,7 +104,7 @@ class ModelConfig:
     eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        """Replace zeros with default values, and refuse sizes of which no model can be built.
+        """Replace zeros with default values, and refuse sizes that no model can have.
 
         Raises:
             ValueError: a size is below one, a choice is unknown, or one size does not divide
@@ -120,7 +120,7 @@ class ModelConfig:
             _require_size(name, getattr(self, name), least=0)
         self._fill_zeros()
         if self.heads % self.kv_heads:
-            raise ValueError(f"{self.kv_heads} kv_heads do not divide {self.heads} heads")
+            raise ValueError(f"{self.heads} heads are not a multiple of {self.kv_heads} kv_heads")
         if self.positions == "rotary" and self.head_width % 2:
             raise ValueError(f"rotary positions need an even head_width, not {self.head_width}")
         if self.positions == "learned" and self.rotary_scaling is not None:
@@ -131,7 +131,8 @@ class ModelConfig:
     def _fill_zeros(self) -> None:
         if self.head_width == 0 and self.width % self.heads:
             raise ValueError(
-                f"width {self.width} does not split into {self.heads} heads; give a head_width"
+                f"width {self.width} cannot be divided evenly among {self.heads} heads; give a "
+                "head_width"
             )
         narrow = -(-8 * self.width // (3 * _HIDDEN_MULTIPLE)) * _HIDDEN_MULTIPLE
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
@@ -214,7 +215,8 @@ def _require_fields(kind: type[ModelConfig | RotaryScaling], values: Mapping[str
     unknown = sorted(set(values) - known)
     if unknown:
         raise ValueError(
-            f"{kind.__name__} has no {', '.join(unknown)}; it has {', '.join(sorted(known))}"
+            f"{kind.__name__} has no setting {', '.join(unknown)}; its settings are "
+            f"{', '.join(sorted(known))}"
         )
     needed = [one.name for one in fields(kind) if one.default is one.default_factory]  # MISSING
     missing = [name for name in needed if name not in values]

@@ -86,5 +86,5 @@ def _changed(values: dict[str, Any], changes: dict[str, Any]) -> ModelConfig:
     names = {field.name for field in fields(ModelConfig)}
     unknown = sorted(set(changes) - names)
     if unknown:
-        raise ValueError(f"ModelConfig has no {', '.join(unknown)}")
+        raise ValueError(f"ModelConfig has no setting {', '.join(unknown)}")
     return ModelConfig(**(values | changes))

@@ -66,7 +66,7 @@ class RotaryTable(nn.Module):
             self.table.copy_(torch.stack((angles.cos(), angles.sin())))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move the table without changing its dtype; recompute its values, do not convert them."""
+        """Move the table without changing its dtype; its values are recomputed, not converted."""
         result: Any = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.table.dtype != torch.float32:
             self.table = torch.empty_like(self.table, dtype=torch.float32)
@@ -74,7 +74,7 @@ class RotaryTable(nn.Module):
         return result
 
     def forward(self) -> Tensor:
-        """Return the table."""
+        """Return the table of cosines and sines."""
         return self.table
 
 

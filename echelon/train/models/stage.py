@@ -14,7 +14,7 @@ _EMBEDDING = "token.weight"
 
 
 class TransformerStage(nn.Module):
-    """Consecutive blocks; the first stage also has the embeddings, and the last stage the head.
+    """Consecutive blocks of a model. The first stage also has the embeddings, the last the head.
 
     If the head is tied to the embedding, the last stage holds both under the names of the whole
     model, so that an optimizer's state is always saved under `token.weight`.
@@ -90,7 +90,7 @@ class TransformerStage(nn.Module):
 
 
 def make_stage(model: Transformer, index: int, num_stages: int) -> TransformerStage:
-    """Return one stage of a model; blocks are divided evenly, the first stages take any extras.
+    """Return one stage of a model. Blocks are divided evenly; the first stages take any extras.
 
     Pass the result of `stage_ties` to the pipeline as its `ties`.
 
@@ -104,16 +104,18 @@ def make_stage(model: Transformer, index: int, num_stages: int) -> TransformerSt
     """
     layers = len(model.blocks)
     if not 1 <= num_stages <= layers:
-        raise ValueError(f"{num_stages} stages for {layers} blocks: each stage needs a block")
+        raise ValueError(
+            f"{layers} blocks cannot form {num_stages} stages: each stage needs a block"
+        )
     if not 0 <= index < num_stages:
-        raise ValueError(f"there is no stage {index} among {num_stages}")
+        raise ValueError(f"stage {index} does not exist: there are {num_stages} stages")
     each, rest = divmod(layers, num_stages)
     start = index * each + min(index, rest)
     return TransformerStage(model, index, num_stages, range(start, start + each + (index < rest)))
 
 
 def stage_ties(config: ModelConfig, num_stages: int) -> list[list[str]]:
-    """Return the weights that stages share (the tied embedding), in the form that `Pipeline` takes.
+    """Return the weights that stages share (the tied embedding), in the form for `Pipeline`.
 
     Example:
         >>> stage_ties(gpt2("124m"), num_stages=4)

@@ -129,10 +129,12 @@ def embed(
     """
     num_tokens = tokens.shape[1]
     if num_tokens > config.context:
-        raise ValueError(f"{num_tokens} tokens; the model's context is {config.context}")
+        raise ValueError(
+            f"the input has {num_tokens} tokens, but the model's context is {config.context}"
+        )
     if documents is not None and documents.shape != tokens.shape:
         raise ValueError(
-            f"documents have shape {list(documents.shape)}, tokens {list(tokens.shape)}"
+            f"documents have shape {list(documents.shape)}, but tokens have {list(tokens.shape)}"
         )
     x: Tensor = token(tokens)
     if position is None:
@@ -158,13 +160,13 @@ def run(
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """Return the positions of its document that each position may attend to: bool [B, 1, T, T]."""
+    """Return the positions in its document to which each position may attend: bool [B, 1, T, T]."""
     same = documents[:, :, None] == documents[:, None, :]
     return same.tril()[:, None]
 
 
 def _first_places(documents: Tensor, places: Tensor) -> Tensor:
-    """For each token, return the position in its row where its document starts: int64 [B, T]."""
+    """Return, for each token, the position in its row where its document starts: int64 [B, T]."""
     starts = torch.ones_like(documents, dtype=torch.bool)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return torch.where(starts, places, 0).cummax(dim=1).values

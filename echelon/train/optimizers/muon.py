@@ -243,8 +243,9 @@ def _check_group(group: dict[str, Any], tensor_group: ProcessGroup | None) -> No
         shape = whole_shape(parameter)
         if len(shape) != 2 or not parameter.is_floating_point():
             raise ValueError(
-                f"Muon trains matrices, got a parameter of {parameter.dtype} {list(shape)}: put "
-                'it into a group with "algorithm": "adamw", as matrix_groups(model) does'
+                f"Muon trains only matrices, got a parameter of {parameter.dtype} "
+                f'{list(shape)}: put it into a group with "algorithm": "adamw", as '
+                "matrix_groups(model) does"
             )
         part = slice_of(parameter)
         if part is not None and not _joins(tensor_group, part):

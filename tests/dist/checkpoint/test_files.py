@@ -150,11 +150,11 @@ def test_a_forged_safetensors_header_is_refused(tmp_path, entry):
 def test_weights_alone_need_one_module_to_go_to(saved, tmp_path):
     path, _, _ = saved
     export(path, tmp_path / "m.safetensors")
-    with pytest.raises(ValueError, match="holds the weights of one module, but the state has 2"):
+    with pytest.raises(ValueError, match="contains the weights of one module, but the state has 2"):
         load(tmp_path / "m.safetensors", {"a": make()[0], "b": make()[0]})
-    with pytest.raises(ValueError, match="there is no other to export"):
+    with pytest.raises(ValueError, match="the checkpoint has no other to export"):
         export(path, tmp_path / "m.pt", "other")
-    with pytest.raises(ValueError, match="step is not a module in this checkpoint"):
+    with pytest.raises(ValueError, match="step is not a module of this checkpoint"):
         export(path, tmp_path / "m.safetensors", "step")
 
 
@@ -191,6 +191,8 @@ def test_a_damaged_version_fails_the_command_and_the_others_are_read_all_the_sam
         timeout=300,
     )
     assert done.returncode == 1
-    assert done.stderr.startswith(f"{path / '000001'}: DAMAGED: {file}: damaged between bytes 0")
+    assert done.stderr.startswith(
+        f"{path / '000001'}: DAMAGED: {file}: the file is damaged between bytes 0"
+    )
     assert done.stderr.count("\n") == 1
     assert done.stdout.startswith(f"{path / '000002'}: 0 bytes are intact")

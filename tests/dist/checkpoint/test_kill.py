@@ -157,7 +157,9 @@ def _lose_one_in_the_background(rank, world_size, path):
     if rank == 1:
         act_at(2, die)
     pending = save(path, state_at(2), async_op=True, timeout_s=5.0)
-    with pytest.raises(CheckpointError, match=r"not saved within 5 s; parts missing of ranks: 1$"):
+    with pytest.raises(
+        CheckpointError, match=r"not saved within 5 s; ranks whose parts are missing: 1$"
+    ):
         pending.wait()
 
 

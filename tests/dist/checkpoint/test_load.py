@@ -176,10 +176,13 @@ def other_dtype(model):
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (other_shape, r"model/up.weight has shape \[7, 6\] in it, \[8, 6\] here; model/up.bias"),
+        (
+            other_shape,
+            r"model/up.weight has shape \[7, 6\] in the checkpoint, but \[8, 6\] here; model/up",
+        ),
         (smaller, "model/up.bias is in the checkpoint but not in this module; model/up.weight"),
         (larger, "model/more.weight is not in it; model/more.bias is not in it"),
-        (other_dtype, "model/counts is int64 in it, float32 here"),
+        (other_dtype, "model/counts is int64 in the checkpoint, but float32 here"),
     ],
 )
 def test_another_model_is_refused_and_left_alone(saved, change, complaint):
@@ -196,9 +199,15 @@ def test_another_model_is_refused_and_left_alone(saved, change, complaint):
 @pytest.mark.parametrize(
     ("state", "complaint"),
     [
-        ({"best": 0}, "best is not in it; it has: model, optimizer, step"),
-        ({"step": torch.nn.Linear(1, 1)}, "step is of kind value in the checkpoint, module here"),
-        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1)}, "no parameter 0.0 in it"),
+        ({"best": 0}, "best is not in the checkpoint, which has: model, optimizer, step"),
+        (
+            {"step": torch.nn.Linear(1, 1)},
+            "step is of kind value in the checkpoint, but module here",
+        ),
+        (
+            {"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1)},
+            "no parameter 0.0 in the checkpoint",
+        ),
     ],
 )
 def test_another_state_is_refused(saved, state, complaint):
@@ -277,7 +286,7 @@ def test_a_missing_file_is_named(saved):
 def test_a_damaged_manifest_does_not_count_and_says_so(saved):
     path, model, _ = saved
     file = damaged(path, "manifest", lambda data: data.__setitem__(10, data[10] ^ 1))
-    with pytest.raises(CheckpointError, match="its checksum is wrong") as error:
+    with pytest.raises(CheckpointError, match="the manifest's checksum is wrong") as error:
         load(path, {"model": model})
     one_line(error, file)
 

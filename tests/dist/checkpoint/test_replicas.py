@@ -117,7 +117,7 @@ def _tensors_in_values(rank, world_size, folder):
     torch.nn.init.ones_(sharded.weight)
     torch.nn.init.ones_(sharded.bias)
     mixed = {"x": sharded if rank == 0 else 7}
-    kinds.append(refused(folder, mixed, "x is of kind module on rank 0, value on rank 1"))
+    kinds.append(refused(folder, mixed, "x is of kind module on rank 0, but value on rank 1"))
     dist.shutdown()
     return kinds
 
@@ -218,7 +218,7 @@ def _loaders(rank, world_size, folder):
 
 def _other_world(rank, world_size, folder):
     dist.init()
-    with pytest.raises(ValueError, match="loader holds a state for each of the 2 ranks that saved"):
+    with pytest.raises(ValueError, match="loader has a state for each of the 2 ranks that saved"):
         load(folder, {"loader": Loader(None)})
     scheduler = Loader(None)
     assert load(folder, {"scheduler": scheduler})["step"] == 5
@@ -253,7 +253,7 @@ def test_settings_of_an_optimizer_belong_to_its_parameters(tmp_path):
     assert run_ranks(_settings, 2, str(tmp_path)) == [0.1, 1.1]
     both = torch.nn.ModuleDict({"0": torch.nn.Linear(2, 2), "1": torch.nn.Linear(2, 2)})
     one_group = torch.optim.SGD(both.parameters(), lr=1.0)
-    with pytest.raises(ValueError, match=r"optimizer: group 0 .*other settings"):
+    with pytest.raises(ValueError, match=r"optimizer: group 0 .*different settings"):
         load(tmp_path, {"model": both, "optimizer": one_group})
     assert one_group.param_groups[0]["lr"] == 1.0
 

@@ -121,7 +121,7 @@ def _wrong(rank, size):
     with pytest.raises(ValueError, match="gradients are float16"):
         scaler.unscale_(torch.optim.SGD([parameter]))
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    with pytest.raises(ValueError, match="needs a step"):
+    with pytest.raises(ValueError, match="before update"):
         scaler.update()
     scaler.unscale_(optimizer)
     with pytest.raises(ValueError, match="twice"):

@@ -239,7 +239,7 @@ def _arguments(rank, size):
         ((nn.ModuleList([layer]),), {}, "has no forward"),
         (([],), {}, "at least one"),
         ((layer, "world"), {}, "must be a ProcessGroup"),
-        ((layer, mesh), {}, "a mesh goes to mesh="),
+        ((layer, mesh), {}, "pass a mesh as mesh="),
         ((layer, dist.world(), mesh), {}, "mutually exclusive"),
         ((layer,), {"mesh": (2, 2)}, "mesh must be"),
         ((layer,), {"offload_policy": True}, "CPUOffloadPolicy"),

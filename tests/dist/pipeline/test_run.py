@@ -120,7 +120,7 @@ def _mistakes(group):
     with pytest.raises(ValueError, match=r"1f1b puts stages \[\d\] on rank"):
         Pipeline([Stage(module, index=1 - group.rank, num_stages=2)], group=group,
                  num_microbatches=2)  # fmt: skip
-    with pytest.raises(ValueError, match="1f1b has 2 stages here"):
+    with pytest.raises(ValueError, match="1f1b, which has 2 stages here"):
         Pipeline([Stage(module, index=group.rank, num_stages=3)], group=group, num_microbatches=2)
     with pytest.raises(ValueError, match="needs num_microbatches"):
         Pipeline([stage], group=group)
@@ -141,7 +141,7 @@ def _mistakes(group):
     pipe = Pipeline([stage], group=group, num_microbatches=3, loss_fn=loss_fn)
     if group.rank == 0:
         for batch, said in [
-            (None, "inputs are None"),
+            (None, "pass inputs on the rank of the first stage"),
             (torch.zeros(2, 2), "a batch of 2 cannot be split into 3"),
             ((torch.zeros(3, 2), torch.zeros(4)), "batch sizes differ"),
             ([1, 2, 3], "expected tensors with a batch in dim 0, got a int"),
@@ -149,7 +149,7 @@ def _mistakes(group):
             with pytest.raises(ValueError, match=said):
                 pipe.step(batch)
     else:
-        with pytest.raises(ValueError, match="targets are None"):
+        with pytest.raises(ValueError, match="pass targets on the rank of the last stage"):
             pipe.step()
     with torch.no_grad(), pytest.raises(ValueError, match="use evaluate"):
         pipe.step(torch.zeros(3, 2), torch.zeros(3))
@@ -288,7 +288,7 @@ def test_a_stage_says_what_it_is_given_wrong():
 def test_inputs_and_targets_of_other_sizes_are_an_error_where_one_rank_has_both():
     stages = [Stage(nn.Linear(2, 2), index=0, num_stages=1)]
     x, y = torch.zeros(8, 2), torch.zeros(4, 2)
-    with pytest.raises(ValueError, match="inputs have 8 rows in dim 0 and targets 4"):
+    with pytest.raises(ValueError, match="inputs have 8 rows in dim 0, but targets have 4"):
         check_batch(stages, (x, x), y, needs_targets=True)
     check_batch(stages, (x, x), y, needs_targets=False)
     check_batch(stages, y, [y], needs_targets=True)

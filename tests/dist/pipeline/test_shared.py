@@ -153,7 +153,7 @@ def _stages_on_two_kinds_of_devices(group):
     """Their messages would never meet. A stage without tensors of its own counts as on the CPU."""
     module = nn.Linear(4, 4, device="meta") if group.rank == 0 else nn.Tanh()
     with pytest.raises(
-        ValueError, match=r"are on (meta|cpu), this rank's on (meta|cpu); .* buffer"
+        ValueError, match=r"are on (meta|cpu), but this rank's are on (meta|cpu)\. .* buffer"
     ):
         Pipeline(
             [Stage(module, index=group.rank, num_stages=2)], group=group, num_microbatches=2,

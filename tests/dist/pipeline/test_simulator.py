@@ -34,7 +34,7 @@ def test_stages_may_cost_differently():
     plan = schedule("1f1b", 2, 4)
     uneven = simulate(plan, forward=[1, 3], input_grad=[1, 3], weight_grad=[1, 3])
     assert uneven.makespan == 4 * 9 + 1 + 2  # the slow stage never idles, between the ramps
-    with pytest.raises(ValueError, match="forward: 3 numbers for 2 stages"):
+    with pytest.raises(ValueError, match="forward has 3 numbers, but there are 2 stages"):
         simulate(plan, forward=[1, 2, 3])
     with pytest.raises(ValueError, match="must not be negative"):
         simulate(plan, forward=-1.0)

@@ -116,7 +116,7 @@ def _gathers(rank: int) -> None:
     _same(part, torch.full((rank,), complex(3 * rank, 3)))
     with pytest.raises(ValueError, match="own tensor has 7"):
         dist.all_gather(uneven, torch.empty(7))
-    with pytest.raises(ValueError, match="a list of 3 tensors is needed"):
+    with pytest.raises(ValueError, match="a list of 3 tensors, one per rank"):
         dist.all_gather(uneven[1:], torch.empty(2, 2))
 
 

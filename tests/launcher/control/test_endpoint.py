@@ -41,8 +41,8 @@ def test_a_name_that_does_not_exist_yet_stops_only_who_must_know_its_place_by_it
 @pytest.mark.parametrize(
     ("secret", "mode", "said"),
     [
-        (b"short", 0o600, "a secret of 5 bytes, but at least"),
-        (b"\xff" * 40, 0o600, "not text; use openssl rand -hex 32"),
+        (b"short", 0o600, "the secret has 5 bytes, but at least"),
+        (b"\xff" * 40, 0o600, "the secret is not text; create one with openssl rand -hex 32"),
         (b"a-secret-of-the-tests", 0o644, "readable by others; run chmod 600"),
     ],
 )

@@ -356,7 +356,7 @@ def test_a_node_whose_launcher_is_gone_is_lost_long_before_silence_counts():
         relay.cut()
         ends.wait_for(lambda: ends.count(m.Left) == 1)
         (left,) = (event for event in ends.got if isinstance(event, m.Left))
-        assert left.reason == "connection closed"
+        assert left.reason == "the connection was closed"
     finally:
         release.set()
         link.close()

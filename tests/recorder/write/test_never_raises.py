@@ -239,7 +239,7 @@ def test_a_signal_handler_may_record_inside_a_record(program, in_c):
     assert num_handled > 0
     record = read_ring(one.rank_dir.with_name("ring"))
     # A handler inside the storing of a signature cannot store its own: its operation has none.
-    assert set(record.warnings) <= {"a signature is damaged"}
+    assert set(record.warnings) <= {"the signature of an operation is damaged"}
     assert set(record.operations["state"].tolist()) == {State.COMPLETED}
     assert num_own < len(record.operations) <= num_own + num_handled
     assert len(record.open_spans) == 0

@@ -84,8 +84,8 @@ def test_runs_at_the_limits_are_drawn(tmp_path, lines):
     ("lines", "more", "said"),
     [
         ([], [], "is empty"),
-        ([{"step": 1}], [], "has none of"),
-        ([{"step": 1, "loss": None}], [], "has none of"),
+        ([{"step": 1}], [], "contains none of"),
+        ([{"step": 1, "loss": None}], [], "contains none of"),
         ([{"step": 1, "loss": 1.0}], ["--out", "plot.doc"], "must end in"),
         ([{"step": 1, "loss": 1.0}], ["--out", "/nowhere/a.png"], "No such file"),
         ([{"loss": 1.0}], [], "no line has a step"),

@@ -46,7 +46,10 @@ def test_a_checkpoint_without_a_config_needs_one(tmp_path, capsys):
     model = Transformer(LLAMA)
     save(tmp_path / "c", {"model": model})
     assert _run("export", tmp_path / "c", tmp_path / "a") == 1
-    assert "no model_config in it: give --like FOLDER or --config FILE" in capsys.readouterr().err
+    assert (
+        "the checkpoint has no model_config: give --like FOLDER or --config FILE"
+        in capsys.readouterr().err
+    )
     (tmp_path / "config.json").write_text(json.dumps(LLAMA.to_dict()))
     settings = ("--config", tmp_path / "config.json", "--dtype", "bfloat16")
     assert _run("export", tmp_path / "c", tmp_path / "a", *settings) == 0

@@ -50,8 +50,8 @@ def test_a_config_is_plain_values_and_back(config):
     ("changes", "match"),
     [
         ({"layers": 0}, "layers is 0"),
-        ({"heads": 3}, "width 32 does not split into 3 heads"),
-        ({"kv_heads": 3}, "3 kv_heads do not divide 4 heads"),
+        ({"heads": 3}, "width 32 cannot be divided evenly among 3 heads"),
+        ({"kv_heads": 3}, "4 heads are not a multiple of 3 kv_heads"),
         ({"head_width": 7}, "even head_width, not 7"),
         ({"norm": "batch"}, "norm is 'batch'; it must be one of rms, layer"),
         ({"mlp": "relu"}, "mlp is 'relu'"),
@@ -89,7 +89,7 @@ def test_a_scaling_that_makes_no_sense_is_refused(values, match):
 
 
 def test_unknown_and_missing_fields_are_named():
-    with pytest.raises(ValueError, match="ModelConfig has no depth"):
+    with pytest.raises(ValueError, match="ModelConfig has no setting depth"):
         ModelConfig.from_dict(LLAMA.to_dict() | {"depth": 3})
     with pytest.raises(ValueError, match="ModelConfig needs vocabulary"):
         ModelConfig.from_dict({k: v for k, v in SIZES.items() if k != "vocabulary"})
@@ -97,5 +97,5 @@ def test_unknown_and_missing_fields_are_named():
         ModelConfig.from_dict(SIZES | {"rotary_scaling": {"kind": "linear"}})
     with pytest.raises(ValueError, match="unknown size '7b'; known sizes: 20m, 1b, 8b"):
         llama("7b")
-    with pytest.raises(ValueError, match="ModelConfig has no dropout"):
+    with pytest.raises(ValueError, match="ModelConfig has no setting dropout"):
         gpt2(dropout=0.1)

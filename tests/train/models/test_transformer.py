@@ -170,13 +170,15 @@ def test_hidden_is_what_the_head_multiplies(config):
 
 def test_wrong_calls_are_refused():
     model, tokens = Transformer(LLAMA), _tokens(LLAMA)
-    with pytest.raises(ValueError, match="25 tokens; the model's context is 24"):
+    with pytest.raises(ValueError, match="25 tokens, but the model's context is 24"):
         model(_tokens(LLAMA, 25))
-    with pytest.raises(ValueError, match=r"documents have shape \[2, 23\], tokens \[2, 24\]"):
+    with pytest.raises(
+        ValueError, match=r"documents have shape \[2, 23\], but tokens have \[2, 24\]"
+    ):
         model(tokens, torch.zeros(2, 23, dtype=torch.int64))
-    with pytest.raises(ValueError, match="4 stages for 3 blocks"):
+    with pytest.raises(ValueError, match="3 blocks cannot form 4 stages"):
         make_stage(model, 0, 4)
-    with pytest.raises(ValueError, match="no stage 3 among 3"):
+    with pytest.raises(ValueError, match="stage 3 does not exist: there are 3 stages"):
         make_stage(model, 3, 3)
 
 

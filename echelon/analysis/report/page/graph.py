@@ -1,4 +1,4 @@
-"""Lay out the wait-for graph; ranks that wait alike share a node, so 1024 ranks need few boxes."""
+"""Lay out the wait-for graph with one node for all ranks that wait in the same way."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Drawing:
 
 
 def draw(graph: WaitGraph, roots: Iterable[int] = ()) -> Drawing:
-    """Merge ranks that wait alike, and lay out the nodes by their distance from the sinks.
+    """Merge ranks that wait in the same way, and lay out the nodes by distance from the sinks.
 
     Args:
         roots: the ranks to begin from if all waits form a cycle.
@@ -78,7 +78,7 @@ def _classes(waits: list[Wait]) -> list[tuple[int, ...]]:
 
 
 def _layers(count: int, pairs: list[tuple[int, int]], roots: list[int]) -> list[int]:
-    """Return each node's distance from the sinks: the longest, or with cycles the shortest."""
+    """Return each node's longest distance from the sinks, or the shortest if there are cycles."""
     layers = [0] * count
     for _ in range(count):
         late = [(a, b) for a, b in pairs if layers[a] <= layers[b]]
@@ -90,7 +90,10 @@ def _layers(count: int, pairs: list[tuple[int, int]], roots: list[int]) -> list[
 
 
 def _nearest(count: int, pairs: list[tuple[int, int]], roots: list[int]) -> list[int]:
-    """Walk the waits backwards from the roots; nodes not reached get the largest distance."""
+    """Follow the waits backwards from the roots.
+
+    Nodes that are not reached get the largest distance.
+    """
     layers = dict.fromkeys(roots, 0)
     edge = list(roots)
     while edge:

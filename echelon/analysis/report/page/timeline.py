@@ -124,7 +124,10 @@ def _begin(kept: list[npt.NDArray[Any]]) -> int:
 
 
 def _end(ranks: list[RankEvidence], kept: list[npt.NDArray[Any]], begin: int) -> int:
-    """Return when the ranks were last seen; if no dump records this, a time after the last box."""
+    """Return when the ranks were last seen.
+
+    If no dump records this, return a time after the last box.
+    """
     seen = max((facts.seen_ns for facts in ranks), default=0)
     last = max((_last(rows) for rows in kept), default=begin)
     return max(seen, last) if seen else last + (last - begin) // 2

@@ -29,7 +29,7 @@ _NAMED = re.compile(r"\brank (\d{1,7}) (?:passed|called)\b")
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """The first column of a lane in which members made different calls.
+    """The first column of a group in which members made different calls.
 
     `sides` holds the member indices of each side, the strongest side first.
     """
@@ -45,7 +45,7 @@ class Divergence:
 
     @property
     def is_tie(self) -> bool:
-        """Whether no side is stronger than all others."""
+        """Whether no side is stronger than all other sides."""
         return len(self.sides[0]) == len(self.sides[1])
 
     @property
@@ -87,7 +87,7 @@ def divergence(lanes: Lanes) -> Divergence | None:
 
 
 def _was_harmless(lanes: Lanes, column: int) -> bool:
-    """Return whether the column stopped no rank: all members finished it and a later column."""
+    """Return whether the divergence stopped no rank: all members finished it and a later column."""
     done = (lanes.state == State.COMPLETED).all(axis=0)
     return bool(done[column] and done[column + 1 :].any())
 
@@ -99,7 +99,7 @@ def _sides(votes: npt.NDArray[Any]) -> tuple[tuple[int, ...], ...]:
 
 
 def culprits(found: Divergence) -> tuple[int, ...]:
-    """Return the member indices that differ from the rest; in a tie, those of both sides.
+    """Return the members that differ from the rest or, in a tie, the members of both sides.
 
     While some members have not voted, a tie is broken by the text of the error that was raised, and
     by which side did in this place what it had always done.
@@ -116,7 +116,7 @@ def culprits(found: Divergence) -> tuple[int, ...]:
 
 
 def _odd_by_error(found: Divergence) -> tuple[int, ...]:
-    """Return the rank that the recorded mismatch error names, if the error names exactly one."""
+    """Return the rank that the recorded mismatch error names, if the error names a single rank."""
     evidence = found.lanes.evidence
     texts = {evidence.error(found.row(member)) for side in found.sides for member in side}
     named = {int(rank) for text in texts for rank in _NAMED.findall(text)}
@@ -125,7 +125,7 @@ def _odd_by_error(found: Divergence) -> tuple[int, ...]:
 
 
 def _odd_by_habit(found: Divergence) -> tuple[int, ...]:
-    """Return the only side whose call had never been made at its place before, if there is one."""
+    """Return the only side whose call had never been made at its place before, or None."""
     novel = [side for side in found.sides if not _is_habit(found, side)]
     return novel[0] if len(novel) == 1 and len(found.sides) == 2 else ()
 
@@ -202,7 +202,7 @@ def describe(picture: Picture, found: Divergence) -> Finding:
 
 
 def _sureness(found: Divergence, *, has_innocent: bool) -> Confidence:
-    """Return the confidence in a vote, which is lower if unrecorded ranks could change it."""
+    """Return the confidence in a vote, which is lower if ranks without a record could change it."""
     num_missing = len(found.lanes.strangers)
     if found.is_tie:
         return Confidence.LIKELY if has_innocent or not num_missing else Confidence.POSSIBLE

@@ -22,7 +22,7 @@ _SHIFTS = (1, 2, 3)
 
 
 def find_parted(picture: Picture) -> list[Finding]:
-    """Report the one rank that left the program of its peers, if exactly one did."""
+    """Report the rank that departed from the program of its peers, if there is exactly one."""
     streams = picture.streams
     if streams is None or not picture.graph.waits:
         return []
@@ -68,7 +68,7 @@ def _describe(picture: Picture, seen: Parting) -> Finding | None:
 
 
 def _kind(seen: Parting) -> str:
-    """Compare the later calls: "left out", "extra", "instead", "swapped", or "" if undecided."""
+    """Classify the later calls as "left out", "extra", "instead" or "swapped"; "" if undecided."""
     own, others = seen.later
     if len(own) > 1 and len(others) > 1 and own[0] == others[1] and own[1] == others[0]:
         return "swapped"
@@ -115,7 +115,7 @@ def _call(picture: Picture, row: Any) -> str:
 
 
 def slip_cause(picture: Picture, rank: int) -> Cause | None:
-    """Return what a rank left out or did once too often, judged by its habit; None if unknown."""
+    """Return whether a rank left a call out or made it once too often, judged by its habit."""
     slip = None if picture.streams is None else slip_of(picture.streams, rank)
     if slip is None:
         return None

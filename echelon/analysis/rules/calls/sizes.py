@@ -1,4 +1,4 @@
-"""Detect outputs that do not fit their input, even on all ranks, which a vote cannot detect.
+"""Detect outputs whose sizes do not fit their inputs on any rank, which a vote cannot detect.
 
 The output of an all_gather holds one input of each member, and the input of a reduce_scatter holds
 one output of each member. The vote compares only the larger of the two.
@@ -19,7 +19,7 @@ _SCATTERS = frozenset({"_reduce_scatter_base", "reduce_scatter_tensor"})
 
 
 def find_misfit(picture: Picture) -> list[Finding]:
-    """Report an operation whose input and output sizes do not fit, and its ranks."""
+    """Report an operation whose input and output sizes do not match, with its ranks."""
     streams = picture.streams
     if streams is None or not picture.graph.waits:
         return []

@@ -1,4 +1,4 @@
-"""Detect a rank whose stream of collectives has slipped: it skipped one, or made an extra one.
+"""Detect a rank whose stream of collectives has slipped by a skipped or an additional call.
 
 The sequence numbers then still count up on every rank but refer to different calls. Signatures
 alone may never show this (buckets of one shape), so the step number and the call site are compared
@@ -21,7 +21,7 @@ from echelon.analysis.rules.calls.slip import Slip, silent_slip, slip_at
 
 
 def find_skipped(picture: Picture) -> list[Finding]:
-    """Report the earliest slip, whether or not a signature differs because of the slip."""
+    """Report the earliest slip, whether or not the slip makes signatures differ."""
     if not picture.in_trouble and earliest(picture) is None:
         return []
     slips = [slip for lanes in picture.lanes if (slip := silent_slip(lanes)) is not None]

@@ -46,7 +46,7 @@ class Slip:
 
 
 def slip_at(found: Divergence) -> Slip | None:
-    """Return the slip if a divergence is a slipped stream; otherwise None."""
+    """Return the slip if a divergence is caused by a slipped stream, or None otherwise."""
     odd = culprits(found)
     usual = next((side for side in found.sides if not set(side) & set(odd)), None)
     if usual is None:  # a tie: try both assignments
@@ -77,7 +77,7 @@ _Sign = tuple[int, str, bool] | None
 
 
 def _realigns(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """Return whether the streams agree after the column if shifted against each other."""
+    """Return whether the streams agree after the column if one of them is shifted."""
     odd_votes, usual_votes = lanes.comparable[odd, column:], lanes.comparable[usual, column:]
     later = (odd_votes[1:] != ABSENT) & (usual_votes[1:] != ABSENT)
     if later.any() and (odd_votes[1:][later] == usual_votes[1:][later]).all():
@@ -116,7 +116,7 @@ def _steps_never_agree(lanes: Lanes, column: int, odd: int, usual: int) -> bool:
 
 
 def _by_period(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """Compare a call with the others' past: which call follows or precedes it in each period?"""
+    """Determine from the other ranks' earlier calls which call precedes or follows a call."""
     keys = _keys(lanes, usual)
     odd_key, usual_key = _keys(lanes, odd)[column], keys[column]
     if not _has_site(lanes, odd, column):
@@ -164,7 +164,7 @@ def _has_left_loader(lanes: Lanes, member: int, column: int) -> bool:
 
 
 def _by_barrier(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """Return whether one side has left the loop and synchronises at a different place."""
+    """Return whether one side has left the loop and synchronizes at a different place."""
     odd_row, usual_row = lanes.row(odd, column), lanes.row(usual, column)
     if odd_row is None or usual_row is None or odd_row["site"] == usual_row["site"]:
         return None
@@ -186,7 +186,7 @@ def _keys(lanes: Lanes, member: int) -> list[object]:
 
 
 def _decide_tie(found: Divergence, one: Slip | None, other: Slip | None) -> Slip | None:
-    """Return which of two equal sides slipped.
+    """Return which of two equally strong sides slipped.
 
     This is the side that ended its loop over a loader, whose last step has an unusual length, or
     that broke its habit.
@@ -232,7 +232,7 @@ def _decide_tie(found: Divergence, one: Slip | None, other: Slip | None) -> Slip
 
 
 def _breaks_habit(lanes: Lanes, member: int, column: int) -> bool | None:
-    """Return whether a call differs from the call that always followed the same calls before.
+    """Return whether a call differs from the one that always followed the same earlier calls.
 
     The longest context on this rank that occurred before decides; returns None if no context
     occurred before.
@@ -272,7 +272,7 @@ def _odd_lengths(lanes: Lanes, member: int, column: int) -> bool:
 
 
 def silent_slip(lanes: Lanes) -> Slip | None:
-    """Find the column from which one rank's (call, site, step) equal those of others, shifted.
+    """Find the column from which one rank's (call, site, step) equal those of other ranks, shifted.
 
     This is tried only if something is already wrong, because programs may number steps freely.
     """
@@ -300,7 +300,7 @@ def silent_slip(lanes: Lanes) -> Slip | None:
 
 
 def _first_lasting_difference(steps: npt.NDArray[Any]) -> int | None:
-    """Return the first column from which steps differ for good, having agreed at least once."""
+    """Return the first column from which steps always differ after having agreed at least once."""
     high = steps.max(axis=0)
     low = np.where(steps < 0, np.iinfo(np.int32).max, steps).min(axis=0)
     shared = (steps >= 0).sum(axis=0) >= 2

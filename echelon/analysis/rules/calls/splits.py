@@ -48,7 +48,7 @@ def _calls(lanes: Lanes, column: int) -> list[Call]:
 
 
 def odd_members(lanes: Lanes, column: int) -> tuple[int, ...]:
-    """Return the members whose splits fit those of the others least; () if all splits fit."""
+    """Return the members whose splits fit the other members' least, or () if all splits fit."""
     signatures = [call.signature for call in _calls(lanes, column)]
     size = len(signatures)
     sends = [s.input_splits for s in signatures]
@@ -80,7 +80,7 @@ def _odd_in_totals(surplus: Sequence[int | None]) -> tuple[int, ...]:
 
 
 def _surplus(shapes: Sequence[Sequence[int]]) -> int | None:
-    """Return how many more elements a member sends than it receives; None if not recorded."""
+    """Return how many more elements a member sends than it receives, or None if not recorded."""
     return prod(shapes[0]) - prod(shapes[1]) if len(shapes) == 2 else None
 
 

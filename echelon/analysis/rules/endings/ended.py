@@ -1,4 +1,4 @@
-"""Detect ranks that ended, and why: their own exception, a lack of memory, or a death.
+"""Detect ranks that ended, and the reason: their own exception, a lack of memory, or a death.
 
 Echelon's collectives and torch's transports raise errors when a peer is lost. These errors are
 evidence about that peer and never the root. Ranks that the agent ended are fallout.
@@ -53,7 +53,7 @@ _CAUSES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """How one rank ended, as far as this was the rank's own doing."""
+    """How one rank ended, as far as the rank itself caused its end."""
 
     rank: int
     cause: Cause
@@ -66,7 +66,7 @@ class Ending:
 
 
 def find_ended(picture: Picture) -> list[Finding]:
-    """Report ranks that ended by themselves, the earliest ending first."""
+    """Report ranks that ended on their own, beginning with the earliest ending."""
     endings = [
         ending
         for facts in picture.evidence.ranks.values()
@@ -85,7 +85,7 @@ def find_ended(picture: Picture) -> list[Finding]:
 
 
 def in_order(picture: Picture, endings: list[Ending]) -> tuple[list[Ending], bool]:
-    """Sort endings, the root first, and return whether their order is known.
+    """Sort endings so that the root comes first, and return whether their order is known.
 
     The clock of a common host, or clocks that were compared, give the order. Otherwise, the
     coordinator, which observed every end, gives the order. A kill without any output is explained
@@ -111,7 +111,7 @@ def in_order(picture: Picture, endings: list[Ending]) -> tuple[list[Ending], boo
 
 
 def _is_killed_for(facts: RankEvidence, first: Ending, memory: Ending, is_timed: bool) -> bool:
-    """Return whether a kill may be due to the lack of memory that another rank ran into."""
+    """Return whether the lack of memory that another rank reported may have caused a kill."""
     if first.cause is not Cause.DEAD_PROCESS or facts.host.exit_code != -signal.SIGKILL:
         return False
     apart_ns = abs(memory.moment_ns - first.moment_ns)
@@ -124,7 +124,7 @@ def _exit_order(facts: RankEvidence) -> int:
 
 
 def _not_surely_first(root: Finding, ordered: list[Ending]) -> Finding:
-    """Lower the confidence if nothing shows which of several hosts' ranks ended first."""
+    """Lower the confidence if it is unknown which of several hosts' ranks ended first."""
     others = rank_list([ending.rank for ending in ordered[1:]])
     return root.changed(
         confidence=Confidence.POSSIBLE,
@@ -137,7 +137,7 @@ def _not_surely_first(root: Finding, ordered: list[Ending]) -> Finding:
 
 
 def _later(picture: Picture, endings: list[Ending]) -> Finding:
-    """Report the endings of one kind that followed the root as one finding, however many."""
+    """Report all later endings of the same kind as a single finding."""
     first = _describe(picture, endings[0])
     if len(endings) == 1:
         return first
@@ -151,7 +151,10 @@ def _later(picture: Picture, endings: list[Ending]) -> Finding:
 
 
 def ending_of(picture: Picture, facts: RankEvidence) -> Ending | None:
-    """Describe how a rank ended; None if it still runs, exited cleanly, or was ended by others."""
+    """Describe how a rank ended.
+
+    None if it still runs, exited cleanly or was ended by other ranks.
+    """
     host = facts.host
     raised = _raised(facts)
     if host.stopped_by_agent or (host.alive and raised is None):
@@ -198,7 +201,7 @@ def is_victim(picture: Picture, facts: RankEvidence) -> bool:
 
 
 def long_wait_s(picture: Picture, facts: RankEvidence) -> float:
-    """Return how long a dead rank had waited for ranks of which one lived on; otherwise 0."""
+    """Return how long a dead rank had waited for ranks of which one survived, or 0 otherwise."""
     if not facts.host.exited_mono_ns:
         return 0.0
     ranks = picture.evidence.ranks
@@ -217,7 +220,7 @@ def _lived_on(facts: RankEvidence) -> bool:
 
 
 def own_wait_s(facts: RankEvidence, until_ns: int) -> float:
-    """Return how long a rank's first pending operation had lasted."""
+    """Return how many seconds a rank's first pending operation had lasted."""
     pending = np.isin(facts.rows["state"], (State.CREATED, State.STARTED))
     if not pending.any():
         return 0.0
@@ -225,12 +228,12 @@ def own_wait_s(facts: RankEvidence, until_ns: int) -> float:
 
 
 def _was_asked_to_end(picture: Picture) -> bool:
-    """Return whether a user stopped the job, in which case its ranks' interrupts are not faults."""
+    """Return whether a user stopped the job, so that interrupts of its ranks are not faults."""
     return picture.evidence.incident.kind == "signal"
 
 
 def _raised(facts: RankEvidence) -> Raised | None:
-    """Return what a rank raised, from its own record or else from the last traceback on stderr.
+    """Return the exception of a rank, from its own record or from the last traceback on stderr.
 
     An abort may follow an exception, because libraries whose threads still run abort the process.
     """
@@ -269,7 +272,7 @@ def _within_loader(raised: Raised) -> Raised:
 
 
 def _loader_death(raised: Raised) -> str:
-    """Return which data-loader worker died and how, according to an error; "" if none did."""
+    """Return which data-loader worker died and how, according to an error, or "" if none did."""
     dead = _LOADER_DEATH.search(raised.message)
     if dead is None:
         return ""
@@ -348,12 +351,15 @@ def _by_death(facts: RankEvidence) -> Ending:
 
 
 def facts_site(facts: RankEvidence) -> str:
-    """Return where the innermost open span of an ended rank was; "" if no span was open."""
+    """Return where the innermost open span of an ended rank was, or "" if no span was open."""
     return facts.open_spans[-1].site if facts.open_spans else ""
 
 
 def _moment_ns(facts: RankEvidence) -> int:
-    """Return when a rank raised, or else when its end was observed; 0 if neither is known."""
+    """Return when a rank raised an exception or when its end was observed.
+
+    0 if neither is known.
+    """
     words = facts.last_words
     moment = words.mono_ns if words is not None and words.mono_ns else facts.host.exited_mono_ns
     return moment + facts.offset_ns if moment else 0
@@ -411,7 +417,7 @@ def _describe(picture: Picture, ending: Ending) -> Finding:
 
 
 def _reports_of(picture: Picture, rank: int) -> list[str]:
-    """Quote one error in which another rank reports that this rank is lost."""
+    """Quote an error in which another rank reports the loss of this rank."""
     for other, facts in picture.evidence.ranks.items():
         row = last_row(facts)
         text = picture.evidence.error(row) if row is not None else ""

@@ -1,4 +1,4 @@
-"""Classify from the texts of torch, NCCL and echelon whose fault an error reports.
+"""Classify errors of torch, NCCL and echelon by whose fault they report.
 
 An error is the rank's own fault; or it reports what a peer, the network or a watchdog did, which
 makes it a consequence and never a cause; or it is about memory or the device. The exception's type
@@ -75,7 +75,7 @@ _DIED_BY_WATCHDOG = re.compile(
 
 
 class Meaning(Enum):
-    """Whose fault an error reports."""
+    """The party whose fault an error reports."""
 
     OWN = "the rank's own"
     CONSEQUENCE = "of a peer, the network or a watchdog"
@@ -137,7 +137,7 @@ def watchdog_timeout(stderr: str) -> tuple[int, str] | None:
 
 
 def gloo_timeout_s(stderr: str) -> float:
-    """Return how long a rank had waited when Gloo timed out; 0 if Gloo did not time out."""
+    """Return how long a rank had waited when Gloo timed out, or 0 if Gloo did not time out."""
     found = _GLOO_TIMEOUT.findall(stderr)
     return int(found[-1]) / 1000 if found else 0.0
 
@@ -148,7 +148,7 @@ def was_cut_by_gloo(stderr: str) -> bool:
 
 
 def cpp_abort(stderr: str) -> str:
-    """Return the line with which the C++ runtime aborted a process; "" if it did not."""
+    """Return the line with which the C++ runtime aborted a process, or "" if it did not."""
     found = _CPP_ABORT.findall(stderr)
     return found[-1] if found else ""
 

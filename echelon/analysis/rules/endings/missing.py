@@ -1,4 +1,4 @@
-"""Report, as a last resort if nothing waits, ranks without a record and unexplained trouble."""
+"""Report ranks without a record and unexplained trouble, if no rank waits for others."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def find_unknown(picture: Picture) -> list[Finding]:
 
 
 def _absent(picture: Picture) -> list[str]:
-    """Return which ranks sent no black box, and why, grouped by reason."""
+    """Return the ranks that sent no black box, grouped by the reason."""
     by_reason: dict[str, list[int]] = {}
     for rank, why in sorted(picture.evidence.incident.absent.items()):
         by_reason.setdefault(why, []).append(rank)
@@ -70,7 +70,7 @@ def _absent(picture: Picture) -> list[str]:
 
 
 def find_unproven(picture: Picture) -> list[Finding]:
-    """Report ranks inside operations that no fault explains and that nothing proves healthy.
+    """Report ranks in operations that no fault explains and that may or may not be healthy.
 
     A single set of torch's dumps does not distinguish an operation in flight from an operation that
     will never end.
@@ -96,7 +96,7 @@ def find_unproven(picture: Picture) -> list[Finding]:
 
 
 def _latest_arrival(picture: Picture) -> Finding | None:
-    """Look for a stall that ended before the snapshot, when a rank arrived much too late."""
+    """Look for a stall that ended before the snapshot because a rank arrived very late."""
     worst: tuple[int, int, str, int, str] | None = None
     for lanes in picture.lanes:
         found = arrivals(lanes)

@@ -1,4 +1,4 @@
-"""Detect ranks whose watchdogs timed out in an operation that only their stderr names.
+"""Detect ranks whose watchdogs timed out in an operation that is named only on their stderr.
 
 torch's watchdog logs the operation in which it timed out before it ends the process. A rank that no
 watchdog ended did not wait in that operation; the other ranks waited for it. If a peer is late,
@@ -19,7 +19,7 @@ _MAX_LINES = 4
 
 
 def find_given_up(picture: Picture) -> list[Finding]:
-    """Report the ranks that the watchdogs of other ranks waited for, according to their stderr."""
+    """Report the ranks for which other ranks' watchdogs waited, according to their stderr."""
     gave_up = {
         rank: told
         for rank, facts in picture.evidence.ranks.items()
@@ -54,7 +54,7 @@ def find_given_up(picture: Picture) -> list[Finding]:
 
 
 def _given_up_by_gloo(picture: Picture) -> list[Finding]:
-    """Report the living ranks that are in no collective while Gloo timed out on other ranks."""
+    """Report the ranks that are alive and in no collective while Gloo timed out on other ranks."""
     ranks = picture.evidence.ranks
     if picture.graph.waits:  # the records are more precise
         return []

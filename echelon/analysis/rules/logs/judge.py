@@ -1,4 +1,4 @@
-"""Diagnose from the ranks' logs alone: whose trouble was its own, and whose a consequence.
+"""Diagnose a job from its ranks' logs alone, separating root causes from consequences.
 
 A rank's own trouble is an uncaught exception that no library raised because of a peer, a known
 message that reports a root cause, or a death by a signal that a launcher reports. If only
@@ -51,7 +51,7 @@ _ASK_EXITS = "how each rank ended: the launcher's or the scheduler's own log"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trouble:
-    """Trouble that one rank had by its own fault."""
+    """Trouble that one rank caused itself."""
 
     rank: int  # -1: the log names no rank
     cause: Cause
@@ -63,7 +63,7 @@ class Trouble:
 
 
 def find_in_logs(picture: Picture) -> list[Finding]:
-    """Return the one finding that names the root, as far as the logs show it."""
+    """Return the finding that names the root, as far as the logs show it."""
     evidence = picture.evidence
     said = {rank: tuple(messages_in(f.host.stderr_tail)) for rank, f in evidence.ranks.items()}
     job = tuple(messages_in(evidence.job_log))
@@ -87,7 +87,10 @@ def find_in_logs(picture: Picture) -> list[Finding]:
 
 
 def advice_in(text: str) -> str:
-    """Quote the last known message of a root cause in a log, and its remedy; "" if none exists."""
+    """Quote the last known message of a root cause in a log with its remedy.
+
+    "" if there is none.
+    """
     found = [one for one in messages_in(text) if one.message.role is Role.ROOT]
     return f"{_shown(found[-1].line)} ({found[-1].message.advice})" if found else ""
 
@@ -125,7 +128,7 @@ def _by_message(rank: int, said: Said) -> Trouble:
 
 
 def _by_traceback(rank: int, text: str) -> Trouble | None:
-    """Read a rank's last traceback, unless libraries raised it because of other ranks.
+    """Interpret a rank's last traceback, unless libraries raised it because of other ranks.
 
     Args:
         rank: -1 if the log does not show which rank wrote it.
@@ -154,7 +157,7 @@ def _by_traceback(rank: int, text: str) -> Trouble | None:
 
 
 def _died_alone(facts: RankEvidence, said: Sequence[Said]) -> bool:
-    """Return whether a launcher reports a death by a signal that no message explains."""
+    """Return whether a launcher reports a death by a signal that no logged message explains."""
     code = facts.host.exit_code
     if not code or code in (-15, 143, -2, 130):
         return False
@@ -162,7 +165,7 @@ def _died_alone(facts: RankEvidence, said: Sequence[Said]) -> bool:
 
 
 def _with_killed(picture: Picture, troubles: list[Trouble], job: Sequence[Said]) -> list[Trouble]:
-    """Add the rank whose process was killed according to the kernel's log."""
+    """Add the rank whose process was killed, according to the kernel's log."""
     pids = {facts.identity.pid: rank for rank, facts in picture.evidence.ranks.items()}
     for one in job:
         match = _KILLED_PID.search(one.line)
@@ -174,7 +177,7 @@ def _with_killed(picture: Picture, troubles: list[Trouble], job: Sequence[Said])
 
 
 def _root(picture: Picture, troubles: list[Trouble], said: dict[int, tuple[Said, ...]]) -> Finding:
-    """Choose the root among the ranks with trouble of their own."""
+    """Choose the root among the ranks that caused trouble themselves."""
     ranks = picture.evidence.ranks
     first = picture.evidence.incident.ended
     told = [one for one in troubles if one.rank in first]
@@ -219,7 +222,7 @@ def _root(picture: Picture, troubles: list[Trouble], said: dict[int, tuple[Said,
 def _of_the_job(
     picture: Picture, cause: Cause, words: str, advice: str, said: dict[int, tuple[Said, ...]]
 ) -> Finding:
-    """Report log lines that belong to no rank, from the kernel, the driver or the scheduler."""
+    """Report log lines of the kernel, the driver or the scheduler, which belong to no rank."""
     return Finding(
         cause=cause,
         culprit_ranks=(),
@@ -235,7 +238,7 @@ def _of_the_job(
 def _followed(
     picture: Picture, said: dict[int, tuple[Said, ...]], job: Sequence[Said]
 ) -> Finding | None:
-    """Name the ranks that logged nothing or fell behind, if only consequences are logged."""
+    """Name the ranks that logged nothing or fell behind if only consequences are logged."""
     spoke = {rank: found for rank, found in said.items() if found}
     everything = [*job, *(one for found in spoke.values() for one in found)]
     if not everything:
@@ -286,7 +289,7 @@ def _commonest(spoke: dict[int, tuple[Said, ...]]) -> Message | None:
 
 
 def _silent(picture: Picture, spoke: tuple[int, ...], message: Message) -> _Suspects | None:
-    """Suspect the few ranks that logged nothing although all other ranks did."""
+    """Suspect the few ranks that logged nothing while all other ranks logged something."""
     silent = tuple(rank for rank in range(picture.evidence.world_size) if rank not in spoke)
     if not silent or 2 * len(silent) > len(spoke):
         return None
@@ -312,7 +315,7 @@ def _by_barrier(said: Sequence[Said]) -> _Suspects | None:
 
 
 def _behind(picture: Picture) -> _Suspects | None:
-    """Compare the operations in which the watchdogs timed out, and suspect a rank that differs."""
+    """Compare the operations in which watchdogs timed out, and suspect a rank that differs."""
     gave_up = {
         rank: told
         for rank, facts in picture.evidence.ranks.items()
@@ -348,7 +351,7 @@ def _nothing(picture: Picture) -> Finding:
 
 
 def _consequences(said: dict[int, tuple[Said, ...]], culprits: tuple[int, ...]) -> tuple[str, ...]:
-    """Quote one message of each kind that is only a consequence."""
+    """Quote one message of each kind that reports only a consequence."""
     lines: dict[str, str] = {}
     for rank, found in said.items():
         for one in found if rank not in culprits else ():

@@ -25,7 +25,7 @@ _LAUNCHES = "p2p_sequence"
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
-    """A difference between two ranks' numbers of launched messages at the same collective."""
+    """A difference between the numbers of messages that two ranks had launched at a collective."""
 
     short: int
     other: int
@@ -34,7 +34,7 @@ class _Difference:
 
 
 def find_miscounted(picture: Picture, streams: Streams) -> list[Finding]:
-    """Report the rank whose number of launched messages differs from those of all its peers."""
+    """Report the rank whose number of launched messages differs from that of all its peers."""
     counts = {rank: _launches(streams, rank) for rank in streams.evidence.ranks}
     pairs = [pair for members in _stages(streams) for pair in pairwise(members)]
     found = [one for pair in pairs if (one := _compare(counts, *pair)) is not None]
@@ -62,7 +62,7 @@ def _stages(streams: Streams) -> Iterator[list[int]]:
 
 
 def _launches(streams: Streams, rank: int) -> _Counts:
-    """Return how many messages a rank had launched at each collective that it lists.
+    """Return how many messages a rank had launched by each collective that it lists.
 
     A batch is one launch. If the group has no collectives, the operations of a batch are counted
     instead, which reveals a part that was left out.

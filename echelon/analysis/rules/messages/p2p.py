@@ -36,7 +36,7 @@ class Posted:
 
 
 class _Pending:
-    """All pending sends and receives, in total and by the side of each pair."""
+    """All pending sends and receives, as a whole and by the side of each pair."""
 
     def __init__(self, picture: Picture) -> None:
         exchanges = picture.exchanges
@@ -59,11 +59,11 @@ class _Pending:
                 self._lonely_for.setdefault((one.peer, one.is_send), []).append(one)
 
     def facing(self, one: Posted) -> list[Posted]:
-        """Return the operations that the peer of `one` has pending with its rank."""
+        """Return the operations that the peer of `one` has pending with the rank of `one`."""
         return self._by_pair.get((one.peer, one.rank), [])
 
     def lonely_for(self, one: Posted) -> list[Posted]:
-        """Return the unanswered operations that other ranks posted to match `one`."""
+        """Return the unanswered operations that other ranks posted for the rank of `one`."""
         return self._lonely_for.get((one.rank, not one.is_send), [])
 
 
@@ -102,7 +102,7 @@ def _pairs(pending: _Pending) -> Iterator[tuple[Posted, Posted]]:
 
 
 def _unequal_pair(picture: Picture, pending: _Pending) -> list[Finding]:
-    """Report a send and its receive that differ in tag, type or size, naming both sides."""
+    """Report a send and a receive that differ in tag, type or size, naming both sides."""
     evidence = picture.evidence
     for one, other in _pairs(pending):
         ranks = tuple(sorted((one.rank, other.rank)))
@@ -122,7 +122,7 @@ def _unequal_pair(picture: Picture, pending: _Pending) -> list[Finding]:
 
 
 def _novel(picture: Picture, pending: _Pending) -> list[Finding]:
-    """Report two ranks that receive from each other although one of them has no reason to."""
+    """Report two ranks that receive from each other although one of them has no reason to do so."""
     for one in pending.all:
         for other in pending.facing(one):
             if one.answered or other.answered or one.is_send != other.is_send:
@@ -140,7 +140,7 @@ def _novel(picture: Picture, pending: _Pending) -> list[Finding]:
 
 
 def _without_reason(picture: Picture, one: Posted, other: Posted) -> str:
-    """Return why `one` and not `other` is odd, by its past or unread messages; otherwise ""."""
+    """Return why `one`, and not `other`, is unusual, judged by its past or by unread messages."""
     evidence, exchanges = picture.evidence, picture.exchanges
     before, others_before = (exchanges.has_done(p.rank, p.row) for p in (one, other))
     if others_before and not before:

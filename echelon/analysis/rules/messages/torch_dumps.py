@@ -42,7 +42,7 @@ class _Side:
 
 
 def find_messages(picture: Picture) -> list[Finding]:
-    """Report messages that cannot be matched, most certain kind first."""
+    """Report messages that cannot be matched, beginning with the most certain kind."""
     streams = picture.streams
     if streams is None or not picture.graph.waits:
         return []
@@ -86,7 +86,7 @@ def _numel(call: Call) -> int:
 
 
 def _odd_side(streams: Streams, one: _Side, other: _Side) -> _Side | None:
-    """Return the side that never made such a call before, if the other side always did."""
+    """Return the side that never made such a call before while the other side always did."""
     known = [_is_known(streams, side) for side in (one, other)]
     if known[0] == known[1]:
         return None
@@ -129,7 +129,7 @@ def _describe_unequal(picture: Picture, one: _Side, other: _Side, odd: _Side | N
 
 
 def _lonely(streams: Streams) -> Iterator[Message]:
-    """Yield the first pending message of each direction whose other side is not posted."""
+    """Yield the first pending message of each direction that has no posted counterpart."""
     for line in streams.messages.values():
         for message in line:
             if streams.counterpart(message) is None:
@@ -158,7 +158,7 @@ def _is_unusual(streams: Streams, message: Message) -> bool:
 
 
 def _is_novel_here(streams: Streams, message: Message) -> bool:
-    """Return whether a line of the program had other peers more than once but never this peer."""
+    """Return whether a line of the program repeatedly had other peers but never this peer."""
     rows = streams.evidence.ranks[message.rank].rows
     site = int(rows[message.row]["site"])
     alike = _messages(rows, message.way[0]) & (rows["state"] == State.COMPLETED)
@@ -172,7 +172,7 @@ def _is_head(streams: Streams, message: Message) -> bool:
 
 
 def _is_strange(streams: Streams, message: Message) -> bool:
-    """Return whether a rank waits for an unrelated rank after always having had another peer."""
+    """Return whether a rank waits for an unrelated rank although it always had another peer."""
     if message.peer not in streams.heads or not _is_head(streams, message):
         return False
     own, theirs = (streams.evidence.ranks[r].rows for r in (message.rank, message.peer))
@@ -250,7 +250,7 @@ def _describe_wrong(
 
 
 def _left_out(picture: Picture, streams: Streams) -> list[Finding]:
-    """Report two ranks in a cycle of waits of which one never posts a message."""
+    """Report two ranks in a cycle of waits, one of which never posts a message."""
     ring = set(picture.graph.cycle())
     waits = [
         message

@@ -51,7 +51,7 @@ from echelon.recorder.format.schema import TRACING
 
 
 def read_rank(picture: Picture, rank: int) -> Reading:
-    """Determine what a sink is doing from its own signals."""
+    """Determine from its own signals what a rank is doing for which other ranks wait."""
     facts = picture.evidence.ranks.get(rank)
     if facts is None:
         return read_absence(picture, rank)
@@ -81,7 +81,7 @@ _TESTS: tuple[Test, ...] = (
 
 
 def _host(picture: Picture, facts: RankEvidence) -> Reading:
-    """Return the default reading, which is that the rank is executing code of its own."""
+    """Return the default reading, in which the rank executes its own code."""
     host = facts.host
     frame = users_line(facts)
     span = innermost_span(facts)
@@ -123,7 +123,7 @@ def _waits_line(facts: RankEvidence) -> tuple[str, ...]:
 
 
 def _unrecorded(picture: Picture, facts: RankEvidence, lines: list[str]) -> Reading:
-    """Read a rank that has no ring and no stack from what the kernel shows of its threads."""
+    """Determine what a rank without ring and stack is doing, from its threads in the kernel."""
     rank = facts.rank
     stack = missing_stack(facts, f"rank {rank}'s stack")
     if TRACING not in facts.host.not_permitted:

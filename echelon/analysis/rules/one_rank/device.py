@@ -1,4 +1,4 @@
-"""Detect a rank whose device, not its host, keeps other ranks waiting."""
+"""Detect a rank whose device, rather than its host, keeps other ranks waiting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from echelon.analysis.rules.one_rank.reading import Reading
 
 
 def read_device(picture: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a rank whose device has stopped: it is behind its peers inside an operation."""
+    """Detect a rank whose device has stopped, so that the rank is behind in an operation."""
     rank = facts.rank
     mine = [wait for wait in picture.graph.waits if rank in wait.waiting]
     wait = next((wait for wait in mine if wait.completed and not wait.absent), None)

@@ -47,7 +47,7 @@ def worker_lines(facts: RankEvidence) -> list[str]:
 
 
 def read_arrival(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a rank that waits in a collective at the second look, so it is slow and not stuck."""
+    """Detect a rank that is in a collective at the second look, and is thus not stuck."""
     host = facts.host
     if facts.has_ring or not host.later_stacks:
         return None
@@ -66,7 +66,7 @@ def read_arrival(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_doing(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a rank whose stack names a cause of its own."""
+    """Detect a rank whose stack shows the cause of its wait."""
     activity = activity_of(facts)
     cause = _CAUSES.get(activity.doing)
     if cause is None or not facts.host.alive:
@@ -92,7 +92,7 @@ def read_doing(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def named_worker(facts: RankEvidence) -> WorkerState | None:
-    """Return the loader's worker that a rank waits for; None if no worker stands out."""
+    """Return the loader's worker for which a rank waits, or None if no worker stands out."""
     states = [
         one
         for one in workers_of(facts)
@@ -110,7 +110,7 @@ def _words(activity: Activity) -> str:
 
 
 def _is_same_later(facts: RankEvidence, activity: Activity) -> bool:
-    """Return whether the second look saw the same; what is seen once may be transient."""
+    """Return whether both looks saw the same; anything seen only once may be transient."""
     if not facts.host.later_stacks:
         return False
     later = read_activity(facts.host.later_stacks)

@@ -16,7 +16,7 @@ from echelon.recorder.format.schema import Live
 
 
 def read_ending(picture: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a rank that raised, died, or left the program."""
+    """Detect a rank that raised an exception, died, or left the program."""
     host = facts.host
     ending = ending_of(picture, facts)
     if ending is not None:
@@ -78,7 +78,7 @@ def _is_closed(facts: RankEvidence) -> bool:
 
 
 def read_silence(picture: Picture, facts: RankEvidence) -> Reading | None:
-    """Compare heartbeats if only rings are available, which were read away from their host."""
+    """Compare heartbeats, if only rings are available that were read on another host."""
     if facts.host.alive is not None or picture.evidence.foreign or not facts.has_ring:
         return None
     behind_s = _behind_s(picture, facts)
@@ -95,7 +95,7 @@ def read_silence(picture: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def _behind_s(picture: Picture, facts: RankEvidence) -> float:
-    """Return how much older a rank's heartbeat is than the youngest heartbeat; 0 without one."""
+    """Return how much older a rank's heartbeat is than the newest heartbeat; 0 if it has none."""
     if not facts.live[Live.HEARTBEAT_MONO_NS]:
         return 0.0
     return (picture.remembered("youngest", _youngest_ns) - _beat_ns(facts)) / 1e9

@@ -1,4 +1,4 @@
-"""Determine from outside which of the ranks that record nothing wait for their peers.
+"""Determine from outside which ranks without a record wait for their peers.
 
 torch's Gloo backend runs each collective on a thread that waits for its peers with a timeout,
 whereas the threads of an idle backend wait without a timeout. The kernel therefore shows which
@@ -55,12 +55,12 @@ def is_in_collective(facts: RankEvidence) -> bool:
 
 
 def is_seen_outside(facts: RankEvidence) -> bool:
-    """Return whether a rank's Gloo threads are visible and none of them is in a collective."""
+    """Return whether a rank's Gloo threads are visible but not in a collective."""
     return any(thread.is_gloos for thread in facts.host.threads) and not is_in_collective(facts)
 
 
 def outside_words(facts: RankEvidence) -> str:
-    """Describe what the main thread is doing, worded to follow "rank R "; "" if unknown."""
+    """Describe what the main thread is doing, in words that follow "rank R "; "" if unknown."""
     if not facts.host.threads:
         return ""
     call = facts.host.threads[0].call
@@ -86,7 +86,7 @@ def outside_lines(facts: RankEvidence) -> list[str]:
 
 
 def keeps_waiting(picture: Picture) -> tuple[int, ...]:
-    """Return the living ranks without a record that are where no waiting rank is.
+    """Return the living ranks without a record that are not at the place where other ranks wait.
 
     Returns () if that is inconclusive because some rank recorded, none is seen waiting, or all are.
     """
@@ -104,7 +104,7 @@ def _keeps_waiting(picture: Picture) -> tuple[int, ...]:
 
 
 def sleepers(picture: Picture) -> tuple[int, ...]:
-    """Return the few unrecorded ranks whose main thread sleeps while others' threads wait.
+    """Return the few ranks without a record whose main thread sleeps while others' threads wait.
 
     With sends and receives, the main thread itself waits, and no Gloo thread is inside a
     collective.

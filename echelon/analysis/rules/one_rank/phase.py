@@ -35,7 +35,7 @@ _OTHERS_BUILD = (
 
 
 def read_compiler(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect by its stack a rank in torch's compiler, outside any span and at any heartbeat."""
+    """Detect by its stack a rank that runs torch's compiler, without spans or heartbeats."""
     activity = activity_of(facts)
     if activity.doing is not Doing.COMPILING:
         return None
@@ -93,7 +93,7 @@ def _span_reading(facts: RankEvidence, span: Span) -> Reading:
 
 
 def _span_line(span: Span, frame: Frame | None) -> str:
-    """Return where a span was opened, or the user's line if a library opened the span far below."""
+    """Return where a span was opened, or the user's line if a library opened the span."""
     opened = site_frame(span.site)
     if frame is not None and frame.is_users and opened is not None and not opened.is_users:
         return str(frame)

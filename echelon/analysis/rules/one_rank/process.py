@@ -130,7 +130,7 @@ def read_heartbeat(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_held_lock(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect C code that holds the interpreter's lock while waiting in the kernel at both looks."""
+    """Detect C code that holds the interpreter's lock and waits in the kernel at both looks."""
     host = facts.host
     first, later = main_thread(host.stacks), main_thread(host.later_stacks)
     if first is None or later is None or not (first.holds_lock and later.holds_lock):
@@ -156,7 +156,7 @@ def read_held_lock(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_kernel_wait(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a wait in the kernel (state D), whose channel tells file systems from drivers."""
+    """Detect a wait in the kernel (state D)."""
     if facts.host.process_state != "D":
         return None
     channel, rank = facts.host.wait_channel, facts.rank

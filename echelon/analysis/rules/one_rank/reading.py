@@ -1,4 +1,4 @@
-"""Define the reading of one rank, and the form of the tests that produce readings."""
+"""Define the reading of one rank, and the signature of the tests that produce readings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from echelon.analysis.finding import Cause, Confidence
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """What one rank was found to be doing."""
+    """The result of determining what one rank is doing."""
 
     cause: Cause
     confidence: Confidence

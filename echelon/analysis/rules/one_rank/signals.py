@@ -1,4 +1,4 @@
-"""Read the signals of a single rank: its innermost span, source line, heartbeat and process."""
+"""Read the signals of a single rank: its innermost span, its source line, heartbeat and process."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def users_line(facts: RankEvidence) -> Frame | None:
 
 
 def process_lines(facts: RankEvidence) -> list[str]:
-    """Describe the process as the host saw it: its state, and whether it is busy."""
+    """Describe the process as seen by the host: its state, and whether it is busy."""
     host = facts.host
     lines = []
     if host.process_state:
@@ -71,7 +71,7 @@ def process_lines(facts: RankEvidence) -> list[str]:
 
 
 def native_heartbeat_age_s(facts: RankEvidence) -> float | None:
-    """Return the age of the heartbeat that needs no lock, at the last look; None if unknown."""
+    """Return the age of the heartbeat that needs no lock at the last look, or None if unknown."""
     beat = facts.live[Live.NATIVE_HEARTBEAT_MONO_NS] if facts.live else 0
     seen = facts.host.snapshot_mono_ns
     return max(0, seen - beat) / 1e9 if beat and seen else None
@@ -88,7 +88,7 @@ def interrupted_lines(facts: RankEvidence) -> tuple[str, ...]:
 
 
 def native_line(facts: RankEvidence) -> tuple[str, ...]:
-    """Describe the C functions that the main thread is in, innermost first."""
+    """Describe the C functions of the main thread's stack, innermost first."""
     lines = facts.host.native_stacks.splitlines()
     frames = [line.strip() for line in itertools.takewhile(lambda one: one[:1] == " ", lines[1:])]
     if not frames:
@@ -139,7 +139,7 @@ def machine_lines(facts: RankEvidence) -> list[str]:
 
 
 def denied_line(facts: RankEvidence) -> tuple[str, ...]:
-    """Describe what the launcher was not permitted to read of a rank."""
+    """Describe which data about a rank the launcher was not permitted to read."""
     denied = [name for name in facts.host.not_permitted if name != TRACING]  # see missing_stack
     if not denied:
         return ()
@@ -147,7 +147,7 @@ def denied_line(facts: RankEvidence) -> tuple[str, ...]:
 
 
 def missing_stack(facts: RankEvidence, whose: str) -> str:
-    """Name a stack that would settle a verdict, and if reading it was refused, the remedy.
+    """Name a stack that would settle a verdict, with a remedy if reading the stack was refused.
 
     Args:
         whose: the owner of the stack, such as "rank 3's main thread's stack".

@@ -25,7 +25,7 @@ _IDLE_SHARE = 0.1  # of a core: a runnable process that gets less waits for a co
 
 
 def read_starvation(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a process of which no thread has run for seconds although nothing stops it."""
+    """Detect a process whose threads have not run for seconds although nothing stopped it."""
     host, rank = facts.host, facts.rank
     python_s, native_s = heartbeat_age_s(facts), native_heartbeat_age_s(facts)
     if not host.alive or host.frozen or host.process_state in ("T", "t", "D"):

@@ -1,4 +1,4 @@
-"""Compare the lines of ranks that recorded nothing and all wait in collectives.
+"""Compare the source lines of ranks that recorded nothing and all wait in collectives.
 
 No single rank keeps the others waiting: either each rank is inside a call that the others have not
 made, or all ranks are inside the same call. Uneven batches look like the former, because one rank
@@ -21,7 +21,7 @@ _MAX_SHOWN = 4
 
 
 def find_apart(picture: Picture) -> list[Finding]:
-    """Report the ranks whose collective is at a different line from that of most ranks."""
+    """Report the ranks whose collective is at a different line from that of most other ranks."""
     places = _places(picture)
     if not places:
         return []
@@ -54,7 +54,7 @@ def find_apart(picture: Picture) -> list[Finding]:
 
 
 def _together(place: Frame, ranks: tuple[int, ...]) -> Finding:
-    """Report that all ranks are inside a call made by the same line, as their stacks show."""
+    """Report that all ranks are inside a call that was made by the same line."""
     return Finding(
         cause=Cause.UNKNOWN,
         culprit_ranks=(),
@@ -72,7 +72,7 @@ def _together(place: Frame, ranks: tuple[int, ...]) -> Finding:
 
 
 def _places(picture: Picture) -> dict[Frame, tuple[int, ...]]:
-    """Return the ranks keyed by the line of their collective; {} unless all wait in one."""
+    """Return the ranks keyed by the line of their collective, or {} unless all are in one."""
     evidence = picture.evidence
     if evidence.incident.kind != "stall" or evidence.missing or picture.graph.waits:
         return {}

@@ -75,7 +75,7 @@ def _sureness(picture: Picture, ring: tuple[int, ...], waits: list[Wait]) -> Con
 
 
 def _breaker(waits: list[Wait], ring: set[int], recorded: Collection[int]) -> int | None:
-    """Return the one rank without which there would be no cycle; None if there is no such rank.
+    """Return the one rank without which there would be no cycle, or None if there is no such rank.
 
     Only that rank is absent where others wait. A rank without a record is absent everywhere.
     """
@@ -103,7 +103,7 @@ def _without(waits: list[Wait], rank: int) -> WaitGraph:
 def _describe_odd(
     picture: Picture, odd: int, ring: tuple[int, ...], waits: list[Wait], *, is_habit: bool
 ) -> Finding:
-    """Name the one rank of a cycle whose latest calls are in an order that is new for it.
+    """Name the one rank of a cycle that made its latest calls in an order that is new for it.
 
     The peer may have left out or completed a message that stands alone, so the habit decides.
     """

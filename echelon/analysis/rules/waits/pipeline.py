@@ -65,7 +65,7 @@ def _wait_of(picture: Picture, facts: RankEvidence) -> _Wait | None:
 
 
 def _follow(picture: Picture, waits: dict[int, _Wait], wait: _Wait) -> int | None:
-    """Follow a wait to the rank at its end; None if it ends in a cycle or in a collective."""
+    """Follow a wait to the rank at its end; return None if it ends in a cycle or a collective."""
     seen = {wait.rank}
     rank = wait.peer
     while rank not in seen:
@@ -113,7 +113,7 @@ def _describe(picture: Picture, root: int, waiting: list[_Wait]) -> Finding:
 
 
 def _is_for(wait: _Wait, facts: RankEvidence | None) -> bool:
-    """Return whether a wait is for the very action that a rank is executing."""
+    """Return whether a wait is for the action that a rank is currently executing."""
     span = None if facts is None else _computing(facts)
     return span is not None and wait.thing == span.detail.replace("I", "B")
 

@@ -30,7 +30,7 @@ NOTED_COST_SHARE = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Laggards:
-    """The members that arrived last most often (one rank, a host, a few ranks), and the cost."""
+    """The members that most often arrived last (one rank, a host, a few ranks), and their cost."""
 
     group: str
     ranks: tuple[int, ...]
@@ -76,7 +76,7 @@ def laggards(found: Arrivals, hosts: list[str]) -> Laggards | None:
 
 
 def _sets(lag: npt.NDArray[np.int64], hosts: list[str]) -> Iterator[tuple[int, ...]]:
-    """Yield the sets of members that may be late together, each at most half of the members."""
+    """Yield the sets of members that may be late together, each at most half of all members."""
     size = len(hosts)
     median = np.median(lag, axis=1)
     by_host: dict[str, list[int]] = {}
@@ -97,7 +97,7 @@ def _sets(lag: npt.NDArray[np.int64], hosts: list[str]) -> Iterator[tuple[int, .
 def _judge(
     found: Arrivals, lag: npt.NDArray[np.int64], members: tuple[int, ...], hosts: list[str]
 ) -> Laggards:
-    """Measure what a set of members costs: how much later than all others it arrived."""
+    """Measure what a set of members costs, which is how much later it arrived than all others."""
     rest = np.delete(lag, members, axis=0)
     if not len(rest):
         rest = np.zeros_like(lag[:1])
@@ -126,7 +126,7 @@ def _judge(
 
 
 def find_straggler(picture: Picture) -> list[Finding]:
-    """Report the ranks that cost most, as a verdict or as a note."""
+    """Report the ranks that cost the most time, as a verdict or as a note."""
     candidates = [
         found
         for lanes in picture.lanes

@@ -1,4 +1,4 @@
-"""Examine the ranks that others wait for and that wait for no rank, where the cause is.
+"""Examine the ranks that other ranks wait for and that wait for no rank themselves.
 
 Each sink of the wait-for graph is read by its own signals (`one_rank/`). Sinks with the same cause
 make one finding.
@@ -50,7 +50,7 @@ _ACTIONS = {
 
 
 def find_stuck(picture: Picture) -> list[Finding]:
-    """Report the sinks, sorted from the earliest wait.
+    """Report the sinks, beginning with the earliest wait.
 
     Sinks with the same cause that the same operation waits for make one finding; sinks elsewhere
     with that cause make another finding.
@@ -77,7 +77,7 @@ def find_stuck(picture: Picture) -> list[Finding]:
 
 
 def _bounded(alike: dict[tuple[Cause, int], list[int]]) -> dict[tuple[Cause, int], list[int]]:
-    """Merge the sinks by cause if there are too many of them, each in a group of its own."""
+    """Merge the sinks by cause if there are too many of them, each in a separate group."""
     if len(alike) <= _MAX_FINDINGS:
         return alike
     merged: dict[tuple[Cause, int], list[int]] = {}
@@ -136,7 +136,7 @@ def find_lost(picture: Picture) -> list[Finding]:
 
 
 def suspects(picture: Picture) -> tuple[int, ...]:
-    """Return the ranks to examine: the sinks, or in a silent stall every rank that runs.
+    """Return the ranks to examine: the sinks or, in a silent stall, every rank that runs.
 
     A rank that is inside an operation with all members waits for the transport, but a rank in no
     operation at all takes precedence. A rank that is inside an operation that its peers have
@@ -174,7 +174,7 @@ def suspects(picture: Picture) -> tuple[int, ...]:
 
 
 def accused(picture: Picture) -> tuple[int, ...]:
-    """Return the ranks that others' timeouts name as missing and that did not end on their own.
+    """Return the ranks that others' timeouts name as missing and that did not end by themselves.
 
     Before a group exists, no rank waits in an operation, and only these errors name the ranks that
     did not join.
@@ -198,7 +198,7 @@ def _is_at_store(facts: RankEvidence) -> bool:
 
 
 def is_left_behind(picture: Picture, wait: Wait) -> bool:
-    """Return whether the peers have completed, and not just now, what these ranks are inside.
+    """Return whether the peers completed these ranks' operation some time ago.
 
     In foreign dumps, which do not record when they were made, a few ranks may simply have been
     dumped earlier. There, most peers must have completed the operation and already wait in a later

@@ -1,4 +1,4 @@
-"""Read how ranks ended from what torchrun, srun and mpirun log at the end of a job."""
+"""Read how ranks ended from the lines that torchrun, srun and mpirun log at the end of a job."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Ending:
 
 
 def endings_in(text: str) -> tuple[list[Ending], int]:
-    """Return the logged ends of ranks, and the rank logged as the first to fail (-1 if none)."""
+    """Return the logged ends of ranks, and the first rank logged as failed (-1 if none)."""
     found = [
         Ending(int(match["rank"]), int(match["code"]), int(match["pid"]))
         for match in _TORCHRUN.finditer(text)
@@ -62,7 +62,7 @@ def endings_in(text: str) -> tuple[list[Ending], int]:
 
 
 def _first(text: str) -> int:
-    """Return the rank that torchrun saw fail first; -1 if several of its agents report one."""
+    """Return the rank whose failure torchrun saw first, or -1 if several agents report one."""
     if text.count(_TORCHRUN_ROOT) != 1:
         return -1
     match = _TORCHRUN.search(text, text.index(_TORCHRUN_ROOT))

@@ -1,4 +1,4 @@
-"""Read a folder of logs, or one merged log, as evidence: each rank's text and how it ended.
+"""Read a folder of logs, or one merged log, as evidence of each rank's output and end.
 
 The supported layouts are this launcher's (`rank_3/attempt_0/stderr.log`), that of torchrun's
 `--log-dir` (`attempt_0/3/stderr.log`), one file per rank (`slurm-99-3.out`, `rank3.log`), and one
@@ -59,7 +59,7 @@ class _Logs:
 
 
 def load_logs(path: Path) -> Evidence | None:
-    """Load the logs below a folder, or a single log; None if there are no logs.
+    """Load the logs below a folder, or a single log; return None if there are no logs.
 
     If the texts in a folder name no rank and hold no known message, they do not belong to a job,
     since they may be notes.
@@ -126,7 +126,7 @@ def _take(logs: _Logs, top: Path, file: Path, text: str) -> None:
 
 
 def _rank_of(parts: tuple[str, ...], text: str) -> int:
-    """Return the rank that wrote a log file; -1 if no rank did.
+    """Return the rank that wrote a log file, or -1 if no rank did.
 
     The text takes precedence over the path, because torchrun numbers its folders by local rank.
     """

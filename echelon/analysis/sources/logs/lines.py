@@ -22,7 +22,7 @@ _LABEL = re.compile(r"^(?:[\w.-]{1,64} )?(\d{1,7})(?:: |\| )")
 
 
 def read_text(path: Path) -> str | None:
-    """Read the first and the last part of a log; return None if the log is not text.
+    """Read the beginning and the end of a log; return None if the log is not text.
 
     Raises:
         OSError: the file cannot be read.

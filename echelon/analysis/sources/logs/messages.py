@@ -1,4 +1,4 @@
-"""Recognise messages that libraries, drivers, kernels and schedulers write when a job fails.
+"""Recognize messages that libraries, drivers, kernels and schedulers write when a job fails.
 
 Each entry names a cause, whether the message reports a root cause or the consequence of another
 failure, and a remedy. The wording is that of PyTorch 2.0 to 2.13, NCCL 2.14 to 2.28, RCCL, oneCCL,
@@ -49,7 +49,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A message found in a log: its line, and the number of lines that follow."""
+    """A known message in a log: its line, and the number of lines that follow."""
 
     message: Message
     line: str

@@ -1,4 +1,4 @@
-"""Read dumps of torch's own recorder that lie next to echelon's black boxes of the same ranks.
+"""Read dumps of torch's own recorder that are stored beside echelon's black boxes.
 
 An unmodified torch program opens no ring. The host records what it can observe of the process, and
 torch's dump lists the operations that the process called. If a rank has a ring, the ring holds

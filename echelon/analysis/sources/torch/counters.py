@@ -1,4 +1,4 @@
-"""Read torch's counters, which show how far each rank is in each group, beside the entries.
+"""Read torch's counters, which show how far each rank has got in each group.
 
 `pg_status` is keyed by local group numbers, which increase in the order in which the rank created
 its groups. Entries map the number to a name. If a group left no entry (its ring has wrapped around,
@@ -87,7 +87,7 @@ def _agrees(one: tuple[str, str], described: frozenset[str] | None) -> bool:
 def descriptions(
     all_counters: Iterable[Counters], pairs: list[tuple[str, str]]
 ) -> dict[int, frozenset[str]]:
-    """Return the descriptions that ranks use under each local number, from their entries."""
+    """Return the descriptions that the ranks' entries use for each local group number."""
     found: dict[int, set[str]] = {}
     for counters in all_counters:
         for pair, tops in counters.tops.items():

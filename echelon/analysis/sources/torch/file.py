@@ -44,7 +44,7 @@ class TorchFile:
 
 
 def rank_in_name(path: Path) -> int | None:
-    """Return the rank in a file's name: the number after "rank", else the number at the end."""
+    """Return the rank in a file's name: the number after "rank", or else the number at the end."""
     match = _RANK_WORD.search(path.name)
     if match is None:
         match = _LAST_NUMBER.search(_EXTENSION.sub("", path.name))
@@ -60,11 +60,11 @@ def read_torch_file(path: Path, rank: int) -> TorchFile:
     """
     top = _load(path)
     if not isinstance(top, dict) or not any(key in top for key in _KEYS):
-        raise DumpFormatError(f"{path}: not a flight recorder dump", path=path)
+        raise DumpFormatError(f"{path} is not a flight recorder dump", path=path)
     version = _version(path, top.get("version"))
     entries = top.get("entries") or []
     if not isinstance(entries, list):
-        raise DumpFormatError(f"{path}: its entries are not a list", path=path)
+        raise DumpFormatError(f"{path}: the dump's entries are not a list", path=path)
     good = [entry for entry in entries if isinstance(entry, dict)]
     lost = len(entries) - len(good)
     return TorchFile(
@@ -93,11 +93,13 @@ def _load(path: Path) -> Any:
 def _load_json(path: Path) -> Any:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise DumpFormatError(f"{path}: larger than any dump ({MAX_FILE_BYTES} B)", path=path)
+            raise DumpFormatError(
+                (f"{path}: the file is larger than a dump may be ({MAX_FILE_BYTES} B)"), path=path
+            )
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError, MemoryError) as err:
         raise DumpFormatError(
-            f"{path}: neither a pickle of plain data nor JSON", path=path
+            f"{path} is neither a pickle of plain data nor JSON", path=path
         ) from err
     except OSError as err:
         raise DumpFormatError(f"{path}: {err.strerror or err}", path=path) from err
@@ -108,10 +110,12 @@ def _version(path: Path, value: Any) -> tuple[int, int]:
         return (_MAJOR, 0)
     match = _VERSION.match(value) if isinstance(value, str) else None
     if match is None:
-        raise DumpFormatError(f"{path}: no format version", path=path)
+        raise DumpFormatError(f"{path}: the dump does not state its format version", path=path)
     major, minor = int(match[1]), int(match[2])
     if major != _MAJOR:
-        text = f"{path}: flight recorder format {major}.{minor}, this fr-analyze reads {_MAJOR}.x"
+        text = (
+            f"{path}: flight recorder format {major}.{minor}, but this fr-analyze reads {_MAJOR}.x"
+        )
         raise DumpFormatError(text, path=path)
     return major, minor
 
@@ -135,7 +139,7 @@ def _names(config: Any) -> tuple[tuple[str, str], ...]:
 
 
 def _status(value: Any) -> dict[int, tuple[int, int]]:
-    """Read `pg_status`, which has numbers in pickles, strings in JSON, and -1 for none."""
+    """Read `pg_status`, which contains numbers or, in JSON, strings; -1 means no number."""
     found: dict[int, tuple[int, int]] = {}
     for key, counts in value.items() if isinstance(value, dict) else ():
         if isinstance(key, str) and _COUNT.match(key) and isinstance(counts, dict):

@@ -42,13 +42,15 @@ def load_torch(path: Path) -> Evidence:
     """
     chosen, doubles = _choose(path)
     if not chosen:
-        raise ValueError(f"{path}: holds no dump of a known kind")
+        raise ValueError(f"{path} contains no dump in a known format")
     loader = TorchLoader()
     with collector_off():
         for rank, file in sorted(chosen.items()):
             loader.read(rank, file)
         if not loader.files:
-            raise loader.failure or DumpFormatError(f"{path}: no dump can be read", path=path)
+            raise loader.failure or DumpFormatError(
+                f"{path}: none of the dumps can be read", path=path
+            )
         return loader.evidence(path, doubles)
 
 
@@ -101,7 +103,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _looks_like_dump(file: Path) -> bool:
-    """Return whether a file may be a rank's dump, which may also be empty or truncated."""
+    """Return whether a file may be a rank's dump, even if it is empty or truncated."""
     try:
         with file.open("rb") as opened:
             head = opened.read(1)
@@ -111,7 +113,7 @@ def _looks_like_dump(file: Path) -> bool:
 
 
 class TorchLoader:
-    """Reads one file after another and keeps only the rows of each."""
+    """A loader that reads one file after another and keeps only the rows of each file."""
 
     def __init__(self, tables: Tables | None = None) -> None:
         self.tables = Tables() if tables is None else tables
@@ -172,7 +174,7 @@ class TorchLoader:
 
 
 def _pairs_inside(rows: npt.NDArray[Any]) -> list[int]:
-    """Return the pairs (name, description) in which a rank is inside an operation."""
+    """Return the pairs (name, description) of the groups in which a rank is inside an operation."""
     inside: list[int] = np.unique(rows["group"][rows["state"] != State.COMPLETED]).tolist()
     return inside
 
@@ -180,7 +182,7 @@ def _pairs_inside(rows: npt.NDArray[Any]) -> list[int]:
 def _regular_size(
     pairs: Sequence[tuple[str, str]], recorded: Mapping[int, Sequence[int]], inside: set[int]
 ) -> int:
-    """Return the number of ranks implied by group sizes; 0 if sizes are regular or unclear.
+    """Return the number of ranks implied by the sizes of groups, or 0 if they imply none.
 
     Gloo's dumps name no members, so nothing is known about a rank whose dump is missing. However,
     groups with the same description divide the ranks evenly, so groups that are too small and stuck
@@ -205,7 +207,7 @@ def _regular_size(
 
 @dataclass(frozen=True, slots=True)
 class TorchRank:
-    """The parts of a rank's file that are kept."""
+    """The parts of a rank's file that the loader keeps."""
 
     rank: int
     members: Mapping[str, tuple[int, ...]]
@@ -244,7 +246,7 @@ class TorchGroups:
             self.world_size = max(self.world_size, _regular_size(pairs, self._recorded, inside))
 
     def settle(self, read: TorchRank) -> None:
-        """Replace a rank's pairs with groups, and ranks within groups with global ranks."""
+        """Replace a rank's (name, description) pairs by groups, and its peers by global ranks."""
         rows = read.rows
         for pair in np.unique(rows["group"]).tolist():
             mine = rows["group"] == pair
@@ -257,7 +259,7 @@ class TorchGroups:
         rows["group"] = -2 - rows["group"]
 
     def count(self, files: Iterable[TorchRank]) -> None:
-        """Determine by all counters how many collectives each rank has entered in each group."""
+        """Determine from all counters how many collectives each rank has entered in each group."""
         files = list(files)
         pairs = list(self._pairs)
         described = descriptions((read.counters for read in files), pairs)
@@ -284,7 +286,7 @@ class TorchGroups:
                 self.completed.setdefault(read.rank, {})[found] = max(completed, 0)
 
     def reopen(self, files: Mapping[int, TorchRank]) -> None:
-        """If completions are unknown, mark collectives that some member has not called as pending.
+        """Mark collectives as pending that some member has not called, if completions are unknown.
 
         Such collectives cannot have completed everywhere. Collectives that all members have called
         count as complete.
@@ -311,7 +313,7 @@ class TorchGroups:
     def _counted(
         self, read: TorchRank, name: str, desc: str, with_messages: set[int]
     ) -> int | None:
-        """Return the number of the group that a counter belongs to, or None.
+        """Return the number of the group to which a counter belongs, or None if that is unclear.
 
         A counter whose group left no entries may be counting messages. Such a counter is therefore
         trusted only for the world's group, and only if the job is known to exchange its messages in
@@ -324,7 +326,7 @@ class TorchGroups:
         return found
 
     def _known(self, name: str, desc: str, members: tuple[int, ...]) -> int:
-        """Return the number of a group; add a group that left no entry."""
+        """Return the number of a group, adding the group if it left no entry."""
         key = (name, desc, members)
         known = self._index.get(key)
         if known is None:

@@ -1,4 +1,4 @@
-"""Read pickles that hold plain data and nothing else.
+"""Read pickles that contain only plain data.
 
 Python's unpickler calls whatever the file asks for. Each file is therefore first scanned opcode by
 opcode, and only opcodes that build dicts, lists, tuples, strings and numbers are accepted. GLOBAL,
@@ -45,10 +45,12 @@ class _NothingUnpickler(pickle.Unpickler):
     """An unpickler that resolves no classes and no functions."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
-        raise pickle.UnpicklingError(f"refused: {module}.{name}")
+        raise pickle.UnpicklingError(f"the pickle is refused because it loads {module}.{name}")
 
     def persistent_load(self, _: Any) -> NoReturn:
-        raise pickle.UnpicklingError("refused: a persistent object")
+        raise pickle.UnpicklingError(
+            "the pickle is refused because it contains a persistent object"
+        )
 
 
 def load_plain(path: Path) -> Any:
@@ -59,7 +61,9 @@ def load_plain(path: Path) -> Any:
     """
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise DumpFormatError(f"{path}: larger than any dump ({MAX_FILE_BYTES} B)", path=path)
+            raise DumpFormatError(
+                (f"{path}: the file is larger than a dump may be ({MAX_FILE_BYTES} B)"), path=path
+            )
         data = path.read_bytes()
     except OSError as err:
         raise DumpFormatError(f"{path}: {err.strerror or err}", path=path) from err
@@ -75,7 +79,7 @@ def load_plain(path: Path) -> Any:
 
 
 def refuse(data: bytes) -> str:
-    """Return why a pickle is not plain data, or "" if it is; build nothing and call nothing."""
+    """Return why a pickle is not plain data, or "" if it is; nothing is built or called."""
     run = _RUN_SMALL if len(data) < _SMALL_FILE else _RUN_LARGE
     at, end = 0, len(data)
     while at < end:

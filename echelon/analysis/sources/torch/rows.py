@@ -1,4 +1,4 @@
-"""Convert torch's entries to rows; no other module handles the quirks of torch's format.
+"""Convert torch's entries to rows, and handle all quirks of torch's format.
 
 - Gloo's state is always "scheduled"; `retired` means finished *or* failed.
 - With NCCL, retired and not completed means that the watchdog's timeout expired.
@@ -129,7 +129,7 @@ class ReadRows:
 
 
 class TorchRows:
-    """Turns entries into rows over shared tables; one instance serves all files, and caches."""
+    """A converter from entries to rows over shared tables, used for all files."""
 
     def __init__(self, tables: Tables) -> None:
         self.pairs: list[tuple[str, str]] = []
@@ -147,7 +147,7 @@ class TorchRows:
         entries: Sequence[Mapping[str, Any]],
         status: Mapping[int, tuple[int, int]],
     ) -> ReadRows:
-        """Return a rank's rows, oldest first, and the other contents of its entries.
+        """Return a rank's rows, oldest first, with the other contents of the rank's entries.
 
         The members of a group are known only after all files have been read. Until then, `group` is
         an index into `pairs`, the (name, description) of the entries, and `peer` is a rank in the
@@ -235,7 +235,7 @@ class TorchRows:
 
     def _pair(self, name: Any, desc: Any) -> int:
         if not isinstance(name, str) or not isinstance(desc, str):
-            raise TypeError("a process group without a name")
+            raise TypeError("a process group has no name")
         self.pairs.append((name[:500], desc[:500]))
         return self._pair_index.setdefault((name, desc), len(self.pairs) - 1)
 
@@ -333,10 +333,12 @@ class TorchRows:
         output_dtypes: tuple[Any, ...],
     ) -> int:
         if len(inputs) > _MAX_TENSORS or len(outputs) > _MAX_TENSORS:
-            raise ValueError(f"an operation on {max(len(inputs), len(outputs))} tensors")
+            raise ValueError(
+                f"an operation has {max(len(inputs), len(outputs))} tensors, which is too many"
+            )
         for size in (*inputs, *outputs):
             if not all(type(n) is int and abs(n) < 1 << 62 for n in size):
-                raise ValueError("a size that is not a list of whole numbers")
+                raise ValueError("a tensor's size is not a list of whole numbers")
         names = input_dtypes or output_dtypes
         dtype = "+".join(dict.fromkeys(_DTYPES.get(str(name), str(name)[:40]) for name in names))[
             :120
@@ -394,7 +396,7 @@ def parse_name(name: Any) -> tuple[str, str, int, int]:
     The direction is 1 for a send, -1 for a receive, and otherwise 0.
     """
     if not isinstance(name, str):
-        raise ValueError(f"an operation named {type(name).__name__}")
+        raise ValueError(f"an operation's name is of type {type(name).__name__}, not str")
     backend, colon, rest = name.partition(":")
     operation, backend = (rest, backend) if colon else (backend, "")
     match = _P2P.match(operation)

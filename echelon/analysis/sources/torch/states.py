@@ -90,8 +90,9 @@ def number_by_group(rows: npt.NDArray[Any]) -> None:
             rows["sequence"] += _FIRST
             return
         raise NotComparableError(
-            "torchcomms numbers the operations of all groups together, and its oldest are lost: "
-            "ranks cannot be compared.\nRaise TORCHCOMM_FR_BUFFER_SIZE, and dump all entries"
+            "torchcomms numbers the operations of all groups together, and the oldest "
+            "operations are lost, so ranks cannot be compared.\nRaise "
+            "TORCHCOMM_FR_BUFFER_SIZE, and dump all entries"
         )
     for pair in pairs.tolist():
         for name, mine in (("sequence", ~is_message), ("p2p_sequence", is_message)):

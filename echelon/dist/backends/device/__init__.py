@@ -1,1 +1,1 @@
-"""Backends for arrays on a device."""
+"""Provide the backends for arrays on a device."""

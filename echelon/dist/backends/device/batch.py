@@ -1,4 +1,4 @@
-"""Groups the operations of one `coalesce()` block into those that may run together."""
+"""Group the operations of one `coalesce()` block into batches that may run together."""
 
 from __future__ import annotations
 

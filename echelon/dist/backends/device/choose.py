@@ -1,4 +1,4 @@
-"""Chooses a group's engine for device arrays: the device library's, or the host's with copies.
+"""Choose a group's engine for device arrays: the device library's, or the host's with copies.
 
 The library's engine (NCCL, oneCCL, a plug-in's) is used if it is ready on all ranks and each rank
 has its own device. Otherwise, and in groups created with a host backend's name, arrays pass through
@@ -19,7 +19,7 @@ from echelon.store import PrefixStore
 
 
 def refusal(device: str, *, is_staged: bool) -> str:
-    """Return why this rank cannot carry arrays on a kind of device, or "" if it can. Local.
+    """Return why this rank cannot send arrays of a kind of device, or "" if it can. Local.
 
     Args:
         device: the kind of device, such as "cuda" or "xpu".

@@ -1,4 +1,4 @@
-"""Converts the times of device work to the host's monotonic clock.
+"""Convert the times of device work to the host's monotonic clock.
 
 Timing events give times only relative to each other. An event that is recorded on an idle stream
 and observed immediately ties them to the host's clock. The difference between two events is given
@@ -28,7 +28,7 @@ class DeviceClock:
         self._tie = self._make_tie()
 
     def tie(self) -> Tie:
-        """Return a recent tie between the clocks. Must be called before the event is recorded."""
+        """Return a recent tie between the clocks. Call this before the event is recorded."""
         if time.monotonic_ns() - self._tie[1] > _TIE_AGAIN_NS:
             self._tie = self._make_tie()
         return self._tie
@@ -43,7 +43,7 @@ class DeviceClock:
             return 0
 
     def _make_tie(self) -> Tie:
-        """Tie the clocks using the event that completed fastest out of a few."""
+        """Tie the clocks by the fastest of a few events."""
         ties = []
         with self._runtime.relaxed():
             for _ in range(_NUM_TRIES):

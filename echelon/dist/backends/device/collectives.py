@@ -1,4 +1,4 @@
-"""Builds all collectives of a group from the few that the libraries provide.
+"""Build all collectives of a group from the few that the libraries provide.
 
 gather, scatter and all_to_all are grouped sends and receives: all members start them at the same
 time, so they cannot block each other. Sums in rank order are computed by a gather and a reduction
@@ -17,7 +17,7 @@ _ON_BOOL = {"bor": "max", "max": "max", "band": "min", "min": "min"}
 
 
 def refuses(library: DeviceLibrary, kind: str, dtype: str, reduce_op: str) -> str:
-    """Return why the library cannot carry such an operation, or "" if it can.
+    """Return why the library cannot carry out such an operation, or "" if it can.
 
     bool arrays are sent as bytes, so that "or" is the maximum of the bytes and "and" is their
     minimum.
@@ -167,7 +167,7 @@ class Collectives:
     def _all_reduce_in_order(
         self, on: Communicator, operation: Operation, source: Any, target: Any, op: str, stream: Any
     ) -> None:
-        """Reduce one part of the elements on each rank, then gather the reduced parts.
+        """Reduce one part of the elements on each rank, and then gather the reduced parts.
 
         This needs memory for only one additional copy of the data, not one copy per rank.
         """

@@ -1,4 +1,4 @@
-"""Owns a communicator and frees it exactly once.
+"""Own a communicator and free it exactly once.
 
 A library frees a communicator in `abort` and `destroy`; any later use, including a second `abort`
 or `destroy`, would access freed memory. So all calls go through one lock, and the communicator is
@@ -68,11 +68,11 @@ class Handle:
             self._inside.release()
 
     def abort(self, wait_s: float) -> bool:
-        """Abort operations and free the communicator; return whether it is free after `wait_s`."""
+        """Abort operations and free the communicator; return whether it is free within `wait_s`."""
         return self._end(self._abort, wait_s)
 
     def destroy(self, wait_s: float) -> bool:
-        """Free an idle communicator; return whether it is free after `wait_s`.
+        """Destroy an idle communicator; return whether it is free within `wait_s`.
 
         A library may wait here for the other members. It is not interrupted, because an abort after
         a destroy would free the communicator twice.

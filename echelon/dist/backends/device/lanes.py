@@ -1,4 +1,4 @@
-"""Manages the lanes of one group on a device: selects a message's lane and opens new lanes."""
+"""Manage the lanes of one group on a device: select a message's lane and open new lanes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Lanes:
         self._lock = threading.Lock()
 
     def ways(self, operation: Operation) -> list[Way]:
-        """Return the ways that a message uses: one direction, or both if it opens them."""
+        """Return the directions that a message uses: one, or both if it opens a channel."""
         mine, peer, name = self._rank, operation.peer, f"tag/{operation.tag}"
         out, back = Way(mine, peer, name), Way(peer, mine, name)
         if operation.kind == OPEN:
@@ -62,12 +62,12 @@ class Lanes:
         num_new = sum(way not in self._lanes for way in self.ways(operation))
         if num_new and len(self._lanes) + num_new > MAX_LANES:
             raise ValueError(
-                f"more than {MAX_LANES} tags and channels on {self._library.device} in group "
-                f"{self._name!r}: each has a communicator; use fewer"
+                f"group {self._name!r} uses more than {MAX_LANES} tags and channels on "
+                f"{self._library.device}: use fewer, because each needs its own communicator"
             )
 
     def lane(self, way: Way) -> Lane:
-        """Return the lane of a way, creating the lane if it does not exist."""
+        """Return the lane for a direction, creating the lane if it does not exist."""
         with self._lock:
             lane = self._lanes.get(way)
             if lane is None:
@@ -77,7 +77,7 @@ class Lanes:
             return lane
 
     def of(self, operation: Operation) -> list[Lane]:
-        """Return the lanes of a message."""
+        """Return the lanes that a message uses."""
         return [self.lane(way) for way in self.ways(operation)]
 
     def all(self) -> list[Lane]:
@@ -115,5 +115,5 @@ class Opening(Outcome):
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether the library has finished all its work for the operation."""
+        """Whether the library has finished all of its work for the operation."""
         return self._num_left == 0

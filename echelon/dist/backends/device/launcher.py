@@ -1,4 +1,4 @@
-"""Makes the calls of one communicator in order, without blocking the caller.
+"""Make the calls of one communicator in order, without blocking the caller.
 
 A library may block the host inside a call that uses a connection for the first time, until all
 members make the same call. Such calls are made on a separate thread. A call whose connection has
@@ -31,7 +31,7 @@ class Launcher:
         return key in self._known
 
     def note(self, key: Hashable) -> None:
-        """Record that a call with this key has succeeded without the launcher."""
+        """Record that a call with this key has succeeded outside the launcher."""
         self._known.add(key)
 
     def launch(self, job: Job, key: Hashable) -> None:

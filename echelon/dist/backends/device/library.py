@@ -1,4 +1,4 @@
-"""Defines the interface of a collectives library that a device engine expects.
+"""Define the interface that a device engine expects of a collectives library.
 
 `DeviceLibrary` is the base of NCCL on CUDA, of oneCCL on Intel GPUs, and of the fake device in the
 tests. The library holds no group state; communicators do, and each communicator has one owner
@@ -15,7 +15,7 @@ from echelon.dist.backends.device.runtime import DeviceRuntime
 
 
 class Communicator(Protocol):
-    """A communicator of the library. Only `revoke` may be called during another thread's call."""
+    """A communicator of the library. During another thread's call, only `revoke` may be called."""
 
     def launch(
         self, kind: str, source: Any, target: Any, reduce_op: str, peer: int, stream: Any
@@ -33,10 +33,12 @@ class Communicator(Protocol):
         """
 
     def failure(self) -> str:
-        """Return the error that the library has detected, or "" if there is none."""
+        """Return the error that the library has detected, or "" if it has detected none."""
 
     def revoke(self) -> bool:
-        """Abort running and blocked operations but free nothing; callable during another call.
+        """Abort running and blocked operations without freeing anything.
+
+        Callable during another call.
 
         Returns:
             False if the library does not support revoking.
@@ -46,7 +48,7 @@ class Communicator(Protocol):
         """Abort running operations and free the communicator."""
 
     def destroy(self) -> None:
-        """Free an idle communicator; may block until the other members free theirs."""
+        """Free an idle communicator; may block until the other members free their communicators."""
 
 
 class DeviceLibrary(DeviceRuntime, ABC):

@@ -1,9 +1,9 @@
-"""The nccl backend: calls NCCL through nccl4py on CUDA arrays. `stream.py` explains how it works.
+"""Provide the nccl backend, which calls NCCL through nccl4py on CUDA arrays.
 
-Written against nccl4py 0.6.0, whose signatures and IDs were checked with the real library (NCCL
-2.32). No operation has run yet, because no machine with an NVIDIA GPU was available. Everything
-above the library is tested on the fake device of the tests; the tests of NCCL itself are marked
-`gpu`.
+`stream.py` explains how the backend works. It was written against nccl4py 0.6.0, whose signatures
+and IDs were checked with the real library (NCCL 2.32). No operation has run yet, because no machine
+with an NVIDIA GPU was available. Everything above the library is tested on the fake device of the
+tests; the tests of NCCL itself are marked `gpu`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PACKAGES = ("nccl4py", "cuda-bindings", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
 def not_ready() -> str:
-    """Return why this machine cannot run the backend; "" if it can."""
+    """Return why this machine cannot run the backend, or "" if it can."""
     for name in ("nccl", "torch"):
         if importlib.util.find_spec(name) is None:
             return f"needs {name}: pip install '.[nccl,torch]'"
@@ -147,7 +147,7 @@ class NcclCommunicator:
             nccl.recv(target, peer, **on)
 
     def failure(self) -> str:
-        """Return the error that NCCL has detected, or "" if there is none."""
+        """Return the error that NCCL has detected, or "" if NCCL has detected none."""
         result = self._communicator.get_async_error()
         if int(result) in (_SUCCESS, _IN_PROGRESS):
             return ""
@@ -167,5 +167,5 @@ class NcclCommunicator:
         self._communicator.abort()
 
     def destroy(self) -> None:
-        """Free the communicator; may block until the members on this host free theirs."""
+        """Free the communicator; may block until the members on this host do the same."""
         self._communicator.destroy()

@@ -1,4 +1,4 @@
-"""Chooses this rank's device when no array determines it."""
+"""Choose this rank's device when no array determines it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from echelon.dist.membership.environment import local_rank
 
 
 def with_own_device(members: Members, accelerator: Any) -> Members:
-    """Return the members with this rank's device filled in.
+    """Return the group's members with this rank's device filled in.
 
     A device that the program has selected (`torch.cuda.set_device`) has priority: the current
     device, unless it is device 0, which is also the default. Otherwise the device is LOCAL_RANK
@@ -23,6 +23,6 @@ def with_own_device(members: Members, accelerator: Any) -> Members:
         return members
     number = int(accelerator.device_count())
     if number == 0:
-        raise ValueError("this process sees no device")
+        raise ValueError("no device is visible to this process")
     index = int(accelerator.current_device()) or local_rank() % number
     return dataclasses.replace(members, device_index=index)

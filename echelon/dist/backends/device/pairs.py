@@ -1,4 +1,4 @@
-"""Lanes, which carry messages between two ranks on a device.
+"""Provide lanes, which carry messages between two ranks on a device.
 
 A send blocks its device stream until the receive runs, and a library runs the calls of one
 communicator one after the other. If a message shared its stream or communicator, it could block the
@@ -34,7 +34,7 @@ _MESSAGE = "message"  # all messages of a lane use one connection
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The direction of a lane: its two ranks within the group and its name."""
+    """The direction of a lane: its two ranks within the group, and the lane's name."""
 
     sender: int
     receiver: int

@@ -1,4 +1,4 @@
-"""DevicePending: tracks an operation on a device from its call to its completion."""
+"""Track an operation on a device from its call to its completion."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LibraryFailed(RuntimeError):  # noqa: N818 -- `CollectiveError` is what us
 
 
 class DevicePending:
-    """An operation that was passed to the device or is about to be.
+    """An operation that has been passed to the device, or is about to be passed.
 
     The object keeps the arrays alive until the device has completed the operation, so the allocator
     does not need to track the engine's streams.
@@ -42,7 +42,7 @@ class DevicePending:
         callers: Sequence[Any],
         failure: Callable[[], str],
     ) -> None:
-        """Record the current position of the callers' streams; the device must be current.
+        """Record the current position of the callers' streams. The device must be current.
 
         Args:
             index: the device index.
@@ -95,7 +95,10 @@ class DevicePending:
 
     @property
     def is_over(self) -> bool:
-        """Whether the operation has ended, on the device too; may query the device."""
+        """Whether the operation has ended, including its work on the device.
+
+        May query the device.
+        """
         return self.done and (self._ended_mono_ns != 0 or self.is_at_rest)
 
     @property
@@ -112,7 +115,7 @@ class DevicePending:
 
     @property
     def done(self) -> bool:
-        """Whether the device has completed the operation, or it has failed. Never blocks."""
+        """Whether the operation has failed or the device has completed it. Never blocks."""
         if self._error is None and not self._ended_mono_ns and self._end is not None:
             self._look()
         return self._error is not None or self._ended_mono_ns != 0
@@ -124,12 +127,15 @@ class DevicePending:
 
     @property
     def started_mono_ns(self) -> int:
-        """When the device started the operation, including the wait for peers; 0 until it ends."""
+        """The time at which the device started the operation, including the wait for peers.
+
+        0 until it ends.
+        """
         return self._started_mono_ns
 
     @property
     def ended_mono_ns(self) -> int:
-        """When the device completed the operation; 0 until then."""
+        """The time at which the device completed the operation; 0 until then."""
         return self._ended_mono_ns
 
     def wait(self, timeout_s: float | None) -> bool:
@@ -179,7 +185,7 @@ class DonePending:
         self.ended_mono_ns = time.monotonic_ns()
 
     def wait(self, timeout_s: float | None) -> bool:  # noqa: ARG002
-        """Return at once, because the caller's stream already orders a graph's operations."""
+        """Return at once, because the caller's stream already orders the operations of a graph."""
         return True
 
 

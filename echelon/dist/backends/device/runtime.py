@@ -1,4 +1,4 @@
-"""Wraps the device runtime that the engines need: torch's, except in the tests."""
+"""Wrap the device runtime that the engines need, which is torch's except in the tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DeviceRuntime:
         self._modes = _capture_modes() if device == "cuda" else None
 
     def find_accelerator(self) -> Any:
-        """Return torch's module for the device."""
+        """Return the torch module for a kind of device."""
         return getattr(self.torch, self.device)
 
     def identity(self, index: int) -> str:
@@ -40,7 +40,7 @@ class DeviceRuntime:
         return self.torch.as_tensor(owner, device=f"{self.device}:{index}")
 
     def run(self, stream: Any, job: Callable[[], object]) -> None:
-        """Queue torch's own kernels on a stream."""
+        """Queue torch's own kernels on a stream inside the block."""
         with self.accelerator.stream(stream):
             job()
 
@@ -50,7 +50,10 @@ class DeviceRuntime:
             return tensor.new_empty(length)
 
     def copy(self, tensor: Any, callers: Sequence[Any]) -> Any:
-        """Queue a copy of a tensor on the current stream, after its callers' work; return it."""
+        """Queue a copy of a tensor on the current stream, after its callers' work.
+
+        Return the copy.
+        """
         for stream in callers[1:]:
             callers[0].wait_stream(stream)
         return tensor.clone()
@@ -70,7 +73,7 @@ class DeviceRuntime:
 
     @contextlib.contextmanager
     def relaxed(self) -> Iterator[None]:
-        """Let this thread query events while another thread captures a graph, as torch does."""
+        """Let this thread query events while another thread captures a graph."""
         if self._modes is None:
             yield
             return
@@ -82,7 +85,10 @@ class DeviceRuntime:
             exchange(before)
 
     def has_happened(self, event: Any) -> bool:
-        """Return whether an event has occurred; False during a capture, which forbids queries."""
+        """Return whether an event has occurred.
+
+        During a capture, which forbids queries, return False.
+        """
         if self.is_capturing():
             return False
         with self.relaxed():

@@ -1,4 +1,4 @@
-"""StagedEngine: carries out operations on device arrays with a host engine, through pinned memory.
+"""Carry out operations on device arrays with a host engine, through pinned host memory.
 
 The engine is used for ranks that share a GPU, which NCCL refuses, and for groups created with a
 host engine's name. An operation's input is copied to the host after the work on the caller's
@@ -71,7 +71,7 @@ class StagedEngine:
         self._is_closed = False
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
-        """Return why the host engine cannot carry such operations, or "" if it can."""
+        """Return why the host engine cannot carry out such operations, or "" if it can."""
         return self._host.refuses(kind, dtype, reduce_op)
 
     def prepare(self, operation: Operation) -> None:
@@ -82,8 +82,8 @@ class StagedEngine:
         """
         if self._runtime.is_capturing():
             raise ValueError(
-                f"{operation.kind} inside a graph: backend {self.name!r} carries arrays on "
-                f"{self.device} through the host, which cannot be captured"
+                f"{operation.kind} cannot be captured in a graph: backend {self.name!r} copies "
+                f"arrays on {self.device} through the host"
             )
 
     def execute(self, operation: Operation, watch: Watch) -> None:
@@ -124,7 +124,10 @@ class StagedEngine:
         return pending
 
     def _fly(self, pending: DevicePending) -> None:
-        """Register an operation so that `cut` can end it; threads may submit concurrently."""
+        """Register an operation so that `cut` can end it.
+
+        Threads may register operations concurrently.
+        """
         with self._making:
             self._flying = [*(one for one in self._flying if not one.done), pending]
 
@@ -136,7 +139,7 @@ class StagedEngine:
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """End all progress on this rank."""
+        """End the progress of all operations on this rank."""
         self._reason = reason or build.closed(self._members, Operation("close", 0))
         self._host.cut(reason)
         for pending in list(self._flying):
@@ -144,7 +147,7 @@ class StagedEngine:
         self._work.release()
 
     def close(self) -> None:
-        """Release the host engine. Does only local work and takes at most 1 s."""
+        """Release the host engine. This takes at most 1 s and does only local work."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -258,7 +261,10 @@ class StagedEngine:
             pending.fail(err)
 
     def _on(self, index: int) -> tuple[Any, Any, DeviceClock]:
-        """Return a device's two streams (down, up) and its clock; the device must be current."""
+        """Return the two streams of a device (down, up) and its clock.
+
+        The device must be current.
+        """
         with self._making:
             if index not in self._streams:
                 make = self._runtime.accelerator.Stream
@@ -267,7 +273,7 @@ class StagedEngine:
 
 
 def _flat(copy: Any, dtype: str) -> Flat:
-    """View host bytes as the flat arrays that host engines expect."""
+    """View host memory as the flat arrays that host engines expect."""
     name = "uint16" if dtype == "bfloat16" else dtype if dtype in DTYPES else "uint8"
     return np.asarray(copy.numpy()).view(np.dtype(name))
 

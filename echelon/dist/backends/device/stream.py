@@ -1,4 +1,4 @@
-"""StreamEngine: carries out a group's operations on device streams.
+"""Carry out a group's operations on device streams.
 
 An operation is queued on a stream of the engine, which first waits for the caller's streams; `wait`
 orders the caller's streams behind it. So the host never waits for the device: a blocking call
@@ -88,7 +88,7 @@ class StreamEngine:
     # ---- what can be carried ----
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
-        """Return why the library cannot carry such operations, or "" if it can."""
+        """Return why the library cannot carry out such operations, or "" if it can."""
         return refuses(self._library, kind, dtype, reduce_op)
 
     def prepare(self, operation: Operation) -> None:
@@ -103,25 +103,26 @@ class StreamEngine:
         for data in arrays:
             if data is not None and data.index != self._index:
                 raise ValueError(
-                    f"an array on {self.device}:{data.index}, but this group of backend "
+                    f"the array is on {self.device}:{data.index}, but this group of backend "
                     f"{self.name!r} works on {self.device}:{self._index}"
                 )
         if operation.is_message:
             if operation.peer < 0:
-                raise ValueError(f"a receive on {self.device} must name its sender")
+                raise ValueError(f"a receive on {self.device} must name its source rank")
             self._lanes.prepare(operation)
         with self._library.accelerator.device(self._index):
             is_capturing = self._library.is_capturing()
         if is_capturing and not self._is_connected(operation):
             raise ValueError(
-                f"{operation.kind} of {operation.dtype}{list(operation.shape)} inside a graph: the "
-                "library connects in the first such operation; run it once before the capture"
+                f"{operation.kind} of {operation.dtype}{list(operation.shape)} cannot be "
+                "captured in a graph yet: the library connects during the first such "
+                "operation. Run the operation once before the capture"
             )
 
     # ---- carrying out ----
 
     def execute(self, operation: Operation, watch: Watch) -> None:
-        """Carry out one operation in order with the caller's stream."""
+        """Carry out one operation, ordered with the work on the caller's stream."""
         pending = self.submit(operation, watch)
         pending.wait(None)
         if pending.error is not None:
@@ -228,7 +229,7 @@ class StreamEngine:
             self._free(time.monotonic() + _END_S)
 
     def close(self) -> None:
-        """Release the communicators. Does only local work and takes at most 1 s."""
+        """Release the communicators. This takes at most 1 s and does only local work."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -253,7 +254,7 @@ class StreamEngine:
             self._launch([call])
 
     def _launch(self, batch: Sequence[Call]) -> None:
-        """Launch collectives in one call of the library."""
+        """Launch several collectives in one call of the library."""
         keys = tuple(connection_key(call.operation) for call in batch)
         key = keys[0] if len(keys) == 1 else keys
 
@@ -335,14 +336,14 @@ class StreamEngine:
         return self._store.get("unique_id")
 
     def _fly(self) -> bool:
-        """Remove the oldest operations that have ended; return whether any operations are left."""
+        """Remove the oldest operations that have ended; return whether any operations remain."""
         with self._lock:
             while self._flying and self._flying[0].is_over:
                 self._flying.popleft()
             return bool(self._flying)
 
     def _let_go(self) -> None:
-        """Wait briefly for the receivers of sends that have already returned."""
+        """Wait briefly for the receivers of sends whose calls have already returned."""
         limit_s = time.monotonic() + _LET_GO_S
         sent = [one for one in list(self._flying) if one.is_detached]
         while time.monotonic() < limit_s and not all(one.done for one in sent):

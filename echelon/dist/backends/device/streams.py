@@ -1,4 +1,4 @@
-"""Views the caller's arrays as tensors, and finds the streams on which the caller uses them."""
+"""View the caller's arrays as tensors, and find the streams on which the caller uses them."""
 
 from __future__ import annotations
 

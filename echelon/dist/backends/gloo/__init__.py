@@ -1,1 +1,1 @@
-"""The engine between hosts: PyTorch's build of Gloo on top of echelon's store."""
+"""Provide the engine between hosts: PyTorch's build of Gloo on top of echelon's store."""

@@ -1,4 +1,4 @@
-"""The gloo backend: Gloo's collectives, with missing ones built from its fast ones.
+"""Provide the gloo backend, which builds missing collectives from Gloo's fast ones.
 
     all_reduce of float32/64, int32/64     Gloo's own ring (unless rank-ordered sums are requested;
                                            not min and max of floats: they may lose a NaN)
@@ -126,7 +126,10 @@ class GlooEngine(HostEngine):
                 self._run[operation.kind](operation, watch)
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """Break the connections at both ends; close idle connections in an orderly way."""
+        """Break the connections at both ends.
+
+        Connections that are idle are closed in an orderly way.
+        """
         if self._transport is not None and not (reason is None and self._serial.is_idle):
             self._transport.break_off()
         super().cut(reason)
@@ -142,7 +145,7 @@ class GlooEngine(HostEngine):
             self._transport.close()
 
     def close_in_child(self) -> None:
-        """Drop a forked child's copies of the connections without destroying Gloo's objects."""
+        """Drop a forked child's copies of the connections, without destroying Gloo's objects."""
         if self._transport is not None:
             self._transport.keep()
         if self._sockets is not None:
@@ -155,7 +158,7 @@ class GlooEngine(HostEngine):
         return self._transport.all_gather(out, data)
 
     def start_swap(self, out: Flat, data: Flat, deadline_s: float) -> Any:
-        """Start to swap `data` with the only other member; both members must know both sizes."""
+        """Start to swap `data` with the only other member. Both members must know both sizes."""
         return self._transport.swap(out, data, max(0.001, deadline_s - time.monotonic()))
 
     def finish(self, watch: Watch, work: Any) -> None:
@@ -169,7 +172,7 @@ class GlooEngine(HostEngine):
         wait(work, watch)
 
     def _compare_calls(self, operation: Operation, watch: Watch) -> Flat | None:
-        """Return the call of every rank, with any small data, or None if calls are not compared."""
+        """Return every rank's call, with any small data, or None if calls are not compared."""
         if self._size == 1 or not self._compares:
             return None
         mine = inline.pack(operation)
@@ -203,7 +206,7 @@ class GlooEngine(HostEngine):
         np.copyto(data, whole.reshape(-1)[: len(data)])
 
     def _all_reduce_of_two(self, operation: Operation, watch: Watch, data: Flat) -> None:
-        """Swap halves, sum one half on each rank, then swap the sums; swap small data whole."""
+        """Swap halves, sum one half on each rank, and swap the sums; swap small data as a whole."""
         middle = (len(data) + 1) // 2
         halves = [data[:middle], data[middle:]]
         if data.nbytes <= self._transport.small_bytes:
@@ -355,8 +358,8 @@ def _meet(members: Members, store: PrefixStore, address: str, deadline_s: float)
         sockets = Sockets(members.rank, address)
     except OSError as err:
         raise CollectiveError(
-            f"setting up group {members.name!r}: cannot listen at {address}, this host's address "
-            f"on its route to the store: {err}",
+            f"setting up group {members.name!r}: cannot listen at {address}, the address from "
+            f"which this host reaches the store: {err}",
             group=members.name,
             operation="init",
             ranks=[members.ranks[members.rank]],

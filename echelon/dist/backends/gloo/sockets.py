@@ -1,4 +1,4 @@
-"""Byte streams over TCP for a group's messages; Gloo's own connections carry its collectives.
+"""Carry a group's messages as byte streams over TCP, separately from Gloo's connections.
 
 Gloo's sends and receives cannot be polled, wait in C where no signal handler runs, close every
 connection when one wait times out, and do not report which peer failed. So messages have their own
@@ -83,7 +83,7 @@ class Sockets:
 
     @property
     def address(self) -> Address:
-        """The address to which peers connect."""
+        """The address to which other ranks connect."""
         found = self._listener.getsockname()
         return str(found[0]), int(found[1])
 
@@ -95,7 +95,7 @@ class Sockets:
     # ---- the driver's side ----
 
     def open(self, peer: int) -> None:
-        """Start connecting to a peer, so that its exit is noticed even if it never sends."""
+        """Start connecting to a peer, so that its exit is noticed even if it never sends data."""
         if peer in self._out or peer in self._dropped:
             return
         host, port = self._addresses[peer]
@@ -144,7 +144,7 @@ class Sockets:
         return readable
 
     def writable(self) -> list[int]:
-        """Return the peers whose connection was full and can be written to again."""
+        """Return the peers whose connections were full and can be written to again."""
         found = list(self._writable)
         self._writable.clear()
         return found
@@ -180,7 +180,7 @@ class Sockets:
         except OSError as err:
             raise StreamBroken(_text(err)) from err
         if not num_bytes:
-            raise StreamBroken("it closed the connection")
+            raise StreamBroken("the peer closed the connection")
         return num_bytes
 
     def has_unread(self, peer: int) -> bool:
@@ -198,7 +198,7 @@ class Sockets:
             StreamBroken: the connections of this peer were dropped.
         """
         if peer in self._dropped:
-            raise StreamBroken("it closed the connection")
+            raise StreamBroken("the peer closed the connection")
         self.open(peer)
         out = self._out[peer]
         if not out.is_connected or out.has_ended:
@@ -220,7 +220,7 @@ class Sockets:
                 os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
-        """Close every connection, which the peers notice at once."""
+        """Close every connection; the peers notice this at once."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -230,7 +230,7 @@ class Sockets:
         os.close(self._bell)
 
     def close_in_child(self) -> None:
-        """Close a forked child's copies, which would hide the parent's exit from its peers."""
+        """Close a forked child's copies of the connections, which would hide the parent's exit."""
         self._is_closed = True
         descriptors = [one.detach() for one in self._sockets()]
         for fd in (*descriptors, self._bell):
@@ -256,7 +256,10 @@ class Sockets:
                 self._poll.register(made, select.EPOLLIN)
 
     def _identify(self, fd: int) -> list[int]:
-        """Read the first bytes of a connection; return the peer that sent them once it is known."""
+        """Read the first bytes of a connection.
+
+        Return the peer that sent them once the peer is known.
+        """
         made, hello = self._strangers[fd]
         try:
             hello += made.recv(_HELLO.size - len(hello))
@@ -289,7 +292,7 @@ class Sockets:
         made.close()
 
     def _continue(self, peer: int, events: int) -> None:
-        """Handle an outgoing connection that was established, has room, or was closed."""
+        """Handle an outgoing connection that was established, has room again, or was closed."""
         out = self._out[peer]
         if not out.is_connected:
             code = out.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -334,7 +337,7 @@ def _hello(secret: bytes, sender: int, receiver: int) -> bytes:
 def _end_of(one: socket.socket) -> str:
     """Return why a write-only connection has ended, or "" if it has not."""
     try:
-        return "it sent unexpected bytes" if one.recv(1) else "it closed the connection"
+        return "the peer sent unexpected bytes" if one.recv(1) else "the peer closed the connection"
     except _NOT_NOW:
         return ""
     except OSError as err:

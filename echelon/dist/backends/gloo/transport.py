@@ -1,4 +1,4 @@
-"""Runs torch's ProcessGroupGloo on echelon's store: creates it, waits in slices, and tears it down.
+"""Run torch's ProcessGroupGloo on echelon's store: create it, wait in slices, and tear it down.
 
 This module is imported only where Gloo is used, because it imports torch.
 """
@@ -64,7 +64,7 @@ class _Bridge(_core.Store):  # type: ignore[misc]  # torch's own class, untyped
 
 
 class Swap:
-    """A receive and a send in progress, which can be waited for like a Gloo collective.
+    """A receive and a send in progress, with the interface of a Gloo collective.
 
     Gloo waits for messages in C and closes all connections if that times out. So a thread of the
     mesh waits for them, and the caller, which waits for that thread, can check its watch while it
@@ -96,13 +96,13 @@ class Swap:
             RuntimeError: a connection broke, or the timeout expired.
         """
         if not self._finished.wait(None if timeout is None else timeout.total_seconds()):
-            raise RuntimeError("not done yet")
+            raise RuntimeError("the exchange was not complete before the timeout")
         if self._error is not None:
             raise self._error
 
 
 class _Swapper:
-    """The thread that waits for swaps; started with the first swap."""
+    """The thread that waits for swaps. It is started with the first swap."""
 
     def __init__(self) -> None:
         self._swaps: SimpleQueue[Swap | None] = SimpleQueue()
@@ -153,16 +153,16 @@ class Transport:
     def _group(self) -> Any:
         made = self._made
         if made is None:
-            raise RuntimeError("the connections are closed")
+            raise RuntimeError("the connections are already closed")
         return made
 
     def close(self) -> None:
-        """Release the connections, which close once no operation waits on them; at most 1 s."""
+        """Release the connections within 1 s; they close once no operation is waiting on them."""
         self._made = None
         self._swapper.close(_CLOSE_S)
 
     def break_off(self) -> None:
-        """Close the connections, here and at the peers, even while operations wait on them.
+        """Close the connections here and at the peers, even while operations are waiting on them.
 
         Gloo has no call for this, but a receive that times out closes all connections. Occasionally
         this does not wake one of Gloo's threads, and its destructor waits for its threads while it
@@ -176,7 +176,7 @@ class Transport:
                 made.recv([nothing], self._peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
     def keep(self) -> None:
-        """Keep Gloo's object alive, because its destructor waits for threads that may not end.
+        """Keep Gloo's object alive, because its destructor waits for threads that may never end.
 
         In a forked child those threads do not even exist.
         """
@@ -189,7 +189,7 @@ class Transport:
         return self._group._allgather_base(tensor(out), tensor(data))
 
     def all_reduce(self, data: Flat, reduce_op: str) -> Any:
-        """Start Gloo's own ring all_reduce; only for dtypes and operations that it supports."""
+        """Start Gloo's own ring all_reduce, for the dtypes and operations that it supports."""
         options = _core.AllreduceOptions()
         options.reduceOp = _REDUCE_OPS[reduce_op]
         return self._group.allreduce([torch.from_numpy(data)], options)
@@ -201,7 +201,7 @@ class Transport:
         )
 
     def swap(self, out: Flat, data: Flat, timeout_s: float) -> Any:
-        """Start to exchange bytes with the only other member; both members must know both sizes.
+        """Start to exchange bytes with the only other member. Both members must know both sizes.
 
         Gloo's all_to_all sends first. Its notice to the peer that memory is ready then queues
         behind its own data on the same connection, and the other direction stays idle until then,

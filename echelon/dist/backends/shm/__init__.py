@@ -1,1 +1,1 @@
-"""Echelon's engine for ranks on one host, which uses shared memory."""
+"""Provide echelon's engine for ranks on one host, which uses shared memory."""

@@ -1,4 +1,4 @@
-"""The shm backend, which uses the C core if it was built, and otherwise the pure-Python engine.
+"""Provide the shm backend, which uses the C core if it was built, or otherwise pure Python.
 
 All members of a group use the same engine: a single member without the core, or with
 ECHELON_SHM=python in its environment, switches the whole group to the pure-Python engine.

@@ -1,4 +1,4 @@
-"""The reasons for the end of a group, as its members exchange them through shared memory."""
+"""Define the reasons for the end of a group, as its members exchange them in shared memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class Fault(IntEnum):
-    """The values of the C core's `enum ec_fault`, which the pure-Python engine uses too."""
+    """The values of the C core's `enum ec_fault`, which the pure-Python engine also uses."""
 
     FINE = 0
     LEFT = 1

@@ -1,4 +1,4 @@
-"""Sleeping on a word in shared memory and waking its sleepers (futex(2)).
+"""Sleep on a word in shared memory, and wake its sleepers (futex(2)).
 
 The C library has no futex wrapper, so the system call is made through ctypes, which releases the
 GIL around it. The system call numbers depend on the architecture.
@@ -31,7 +31,10 @@ def available() -> bool:
 
 
 def wait(address: int, expected: int, timeout_s: float) -> None:
-    """Sleep at most `timeout_s` while the u32 at `address` equals `expected`. May wake early."""
+    """Sleep for at most `timeout_s` while the u32 at `address` equals `expected`.
+
+    May wake early.
+    """
     assert _syscall is not None
     limit = _Timespec(int(timeout_s), int(timeout_s % 1 * 1e9))
     _syscall(

@@ -1,4 +1,4 @@
-"""Passes descriptors to other processes of the same user over an abstract Unix socket.
+"""Pass descriptors to other processes of the same user over an abstract Unix socket.
 
 Group rank 0 passes the shared memory to all members. If members are in different PID namespaces,
 each of them also sends its own pidfd, and rank 0 passes all pidfds to all members, because a pidfd
@@ -95,7 +95,7 @@ class Handover:
 def receive(
     name: str, rank: int, deadline_s: float, check: Check, pidfd: int = -1
 ) -> tuple[int, dict[int, int]]:
-    """Fetch the segment's descriptor from group rank 0, and pidfds if this rank sends its own.
+    """Fetch the segment's descriptor from group rank 0, and the pidfds if this rank sends its own.
 
     Raises:
         OSError: rank 0 has exited, runs under another user, or did not answer by `deadline_s`.
@@ -103,11 +103,11 @@ def receive(
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         _connect(peer, name, deadline_s, check)
         if _uid(peer) != os.getuid():
-            raise PermissionError("the segment's owner runs under another user")
+            raise PermissionError("the process that owns the segment runs as another user")
         socket.send_fds(peer, [_GROUP_RANK.pack(rank)], [] if pidfd < 0 else [pidfd])
         _, fds = _take(peer, 2, 1, deadline_s, check)
         if not fds:
-            raise ConnectionError("it sent no descriptor")
+            raise ConnectionError("the peer did not send a file descriptor")
         if pidfd < 0:
             return fds[0], {}
         try:
@@ -131,7 +131,10 @@ def _connect(peer: socket.socket, name: str, deadline_s: float, check: Check) ->
 
 
 def _greet(peer: socket.socket) -> tuple[int, list[int]]:
-    """Return the connected rank and its pidfd, if it sent one; -1 for an unknown process."""
+    """Return the connected rank and its pidfd, if it sent one.
+
+    The rank of an unknown process is -1.
+    """
     if _uid(peer) != os.getuid():
         return -1, []
     data, fds = _take(peer, _GROUP_RANK.size, 1, time.monotonic() + _STRANGER_S, lambda: None)
@@ -179,7 +182,7 @@ def _take(
         fds += new
         if not more:
             if num_bytes > _GROUP_RANK.size or num_fds == 0:
-                raise ConnectionError("it closed the connection")
+                raise ConnectionError("the peer closed the connection")
             break
         data += more
     return data, fds

@@ -1,4 +1,4 @@
-"""Maps the shared memory of a group's ranks, which they recognise by the marks in it.
+"""Map the shared memory of a group's ranks, which recognize the memory by the marks in it.
 
 [Note: who owns a shared segment] The segment is an anonymous file (memfd) with no name in any file
 system: it exists as long as a process maps it, so a process that dies leaves nothing behind. Group
@@ -83,8 +83,9 @@ def _unlinked_file(num_bytes: int) -> int:
             os.posix_fallocate(file.fileno(), 0, num_bytes)
         except OSError as err:
             raise CollectiveError(
-                f"memory of a group: {num_bytes / 1e6:.1f} MB in {where}: {err.strerror}. "
-                "memfd_create is not permitted here; enlarge /dev/shm (docker run --shm-size)",
+                f"cannot allocate {num_bytes / 1e6:.1f} MB of shared memory for a group in "
+                f"{where}: {err.strerror}. memfd_create is not permitted here, so enlarge "
+                "/dev/shm (docker run --shm-size)",  # noqa: S108 -- advice
                 operation="init",
             ) from err
         return os.dup(file.fileno())

@@ -1,4 +1,4 @@
-"""Wraps the C core as an engine: collectives and messages run without the interpreter lock.
+"""Wrap the C core as an engine that runs collectives and messages without the interpreter lock.
 
 Operations are queued with the engine and driven by the caller's thread, or by the engine's thread
 if they are asynchronous. See `native/engine.h` for the memory model and `native/collectives.c` for
@@ -83,12 +83,12 @@ class NativePending:
 
     @property
     def ended_mono_ns(self) -> int:
-        """When the operation ended; 0 until then."""
+        """The time at which the operation ended; 0 until then."""
         return int(self._ticket.ended_mono_ns)
 
     @property
     def error(self) -> CollectiveError | None:
-        """The error of the operation, or None."""
+        """The error of the operation; None if it has not failed."""
         fault = self._ticket.fault
         if fault is not None and self._known is None:
             self._known = self._engine.explain(self._operation, fault)
@@ -135,7 +135,7 @@ class NativeEngine:
         )
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:  # noqa: ARG002
-        """Return "": every operation is supported."""
+        """Return "", because every operation is supported."""
         return ""
 
     def prepare(self, operation: Operation) -> None:
@@ -157,7 +157,7 @@ class NativeEngine:
 
     @property
     def statistics(self) -> dict[str, int]:
-        """Counters of the waits: sleeps, spins, lost_wakes (always 0) and stashed messages."""
+        """Counters of waits: sleeps, spins, lost_wakes (which is always 0) and stashed messages."""
         return dict(self._engine.statistics())
 
     def batch(self) -> AbstractContextManager[object]:
@@ -165,7 +165,7 @@ class NativeEngine:
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """End all waits in the core, and notify other ranks whether this rank failed or left."""
+        """End all waits in the core, and tell the other ranks whether this rank failed or left."""
         if reason is None:
             self._engine.close()
         else:
@@ -182,7 +182,7 @@ class NativeEngine:
         self._memory.close()
 
     def explain(self, operation: Operation, fault: tuple[int, list[int], int, int, bool]) -> Any:
-        """Translate the core's fault into the error of an operation."""
+        """Translate a fault of the core into the error of an operation."""
         reason, ranks, kind, sequence, is_adopted = fault
         mine = _KINDS[operation.kind] == kind and operation.sequence == sequence
         if reason == Fault.MISMATCH:
@@ -243,7 +243,7 @@ def _root(operation: Operation) -> int:
 
 
 def _type_id(operation: Operation) -> int:
-    """Return a dtype's number, which messages compare; collectives compare the dtype's name."""
+    """Return the number by which messages compare dtypes."""
     number = _DTYPES.get(operation.dtype)
     if number is not None:
         return number

@@ -1,4 +1,4 @@
-"""The pure-Python engine: NumPy collectives over shared memory, with waits on futexes.
+"""Run collectives over shared memory in pure Python, with NumPy and with waits on futexes.
 
 It is the fallback for installations without a compiler, and the oracle of the C core's tests. Every
 chunk of every collective begins with the same phase: a rank writes its data into its slot,
@@ -258,7 +258,10 @@ class PythonEngine(HostEngine):
                 np.copyto(place, part.reshape(self._size, per_slot)[self._rank, : len(place)])
 
     def _agree_on_splits(self, operation: Operation, watch: Watch) -> int:
-        """Compare this rank's sends with what its peers expect; return the longest length."""
+        """Compare this rank's sends with the sizes that its peers expect.
+
+        Return the longest length.
+        """
         mine = np.array([*operation.input_splits, *operation.output_splits], np.int64)
         tables = np.stack(self._exchange(operation, watch, mine))
         sent, wanted = tables[:, : self._size], tables[:, self._size :].T
@@ -281,7 +284,7 @@ class PythonEngine(HostEngine):
         *,
         write: bool = True,
     ) -> list[Flat]:
-        """Publish this rank's chunk and wait for all others.
+        """Publish this rank's chunk and wait for all other ranks.
 
         Args:
             lengths: number of elements of each rank; None if all ranks have equally many.
@@ -337,7 +340,7 @@ class PythonEngine(HostEngine):
     # ---- faults ----
 
     def _look_around(self, operation: Operation, watch: Watch) -> None:
-        """Raise if a missing rank can no longer arrive or the timeout has expired."""
+        """Raise an error if a missing rank can no longer arrive or the timeout has expired."""
         gone: set[int] = set()
         reason = Fault.PEER_LOST
         for rank in self._late():
@@ -368,7 +371,7 @@ class PythonEngine(HostEngine):
         return build.peer_lost(self._members, operation, gone)
 
     def _give_up(self, error: CollectiveError) -> None:
-        """Record the ranks at fault, so that other ranks blame those ranks and not this one."""
+        """Record the ranks at fault, so that other ranks blame those ranks instead of this rank."""
         fault = Fault.ABORTED
         if isinstance(error, CollectiveMismatchError):
             fault = Fault.MISMATCH
@@ -393,7 +396,7 @@ class PythonEngine(HostEngine):
         self._agreed = operation.sequence
 
     def _check_nobody_gave_up(self, operation: Operation) -> None:
-        """Raise if another member failed, even if the member's data for this rank has arrived.
+        """Raise an error if another member failed, even if its data for this rank has arrived.
 
         A member that finished this collective and failed in a later one is ignored.
         """
@@ -411,10 +414,10 @@ def _array(data: Flat | None) -> Flat:
 
 
 def _chunks(length: int, per_chunk: int) -> range:
-    """Return the start of each chunk; empty data forms one chunk, so that the ranks still meet."""
+    """Return the start of each chunk. Empty data forms one chunk, so that all ranks still meet."""
     return range(0, max(length, 1), per_chunk)
 
 
 def _shares(length: int, size: int) -> list[slice]:
-    """Split [0, length) into `size` nearly equal runs."""
+    """Divide [0, length) into `size` ranges of nearly equal length."""
     return [slice(length * r // size, length * (r + 1) // size) for r in range(size)]

@@ -1,4 +1,4 @@
-"""Makes a group's members map the same memory and verify that it is the same.
+"""Make a group's members map the same memory, and verify that they do.
 
 A first gather through the store collects where each member runs. Group rank 0 then passes the
 memory's descriptor to the members, and a second gather compares the marks that each rank wrote into
@@ -110,8 +110,8 @@ def _check_one_host(members: Members, facts: list[dict[str, Any]]) -> None:
     elsewhere = [members.ranks[r] for r, fact in enumerate(facts) if not is_same_host(fact, mine)]
     if elsewhere:
         raise ValueError(
-            f"group {members.name!r}: backend 'shm' needs all ranks on one host; "
-            f"on other hosts than rank {members.ranks[members.rank]}: {elsewhere}"
+            f"group {members.name!r}: backend 'shm' needs all ranks on one host; not on the "
+            f"same host as rank {members.ranks[members.rank]}: {elsewhere}"
         )
 
 
@@ -146,8 +146,8 @@ def _descriptor(
                 os.close(fd)
                 ranks = [members.ranks[r] for r in sorted(late)]
                 raise CollectiveTimeoutError(
-                    f"setting up group {members.name!r}: missing: "
-                    f"{', '.join(map(str, ranks))}: did not fetch the shared memory",
+                    f"setting up group {members.name!r}: missing: {', '.join(map(str, ranks))} "
+                    "(these ranks did not fetch the shared memory)",
                     group=members.name,
                     operation="init",
                     ranks=ranks,
@@ -167,7 +167,7 @@ def _no_memory_from(members: Members, error: OSError) -> PeerLostError:
 
 @contextlib.contextmanager
 def _own_pidfd(facts: list[dict[str, Any]]) -> Iterator[int]:
-    """Yield this process's pidfd if members are in different PID namespaces, else -1."""
+    """Yield this process's pidfd if members are in different PID namespaces, and otherwise -1."""
     fd = -1
     if len({fact["pids"] for fact in facts}) > 1:
         with contextlib.suppress(OSError, AttributeError):
@@ -188,7 +188,7 @@ def _adopt(facts: list[dict[str, Any]], me: int, pidfds: dict[int, int]) -> None
 
 
 class _Check:
-    """A check that raises if a member dies while the group is being created."""
+    """A check that raises an error if a member dies while the group is being created."""
 
     def __init__(self, members: Members, peers: Peers) -> None:
         self._members = members

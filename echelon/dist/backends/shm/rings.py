@@ -1,4 +1,4 @@
-"""Byte streams in shared memory, with a ring per ordered pair of ranks and a doorbell per rank.
+"""Provide byte streams in shared memory: one ring per ordered pair of ranks.
 
 A ring's `tail` counts the bytes written and its `head` the bytes read, modulo twice the size of the
 ring, so that full and empty can be distinguished for any size. The rank that moves either of them
@@ -33,7 +33,7 @@ class Rings:
     slice_s = 0.1  # a peer that dies rings no bell
 
     def __init__(self, segment: Segment, rank: int, gone: Gone) -> None:
-        """Set up the streams; waits call `gone()` for the peers that have ended and the reasons."""
+        """Set up the streams. Waits call `gone()` for the peers that have ended, and why."""
         self._segment = segment
         self._words = segment.words
         self._rank = rank
@@ -46,7 +46,7 @@ class Rings:
         self._is_closed = False
 
     def open(self, peer: int) -> None:
-        """Do nothing: rings exist from the start."""
+        """Do nothing, because rings exist from the start."""
 
     def drop(self, peer: int) -> None:
         """Stop reading from and writing to a peer."""
@@ -54,7 +54,10 @@ class Rings:
         self._full.discard(peer)
 
     def wait(self, timeout_s: float) -> list[int]:
-        """Sleep until the bell rings or there is work; return the peers that can be read from."""
+        """Sleep until the bell rings or there is work.
+
+        Return the peers from which data can be read.
+        """
         seen = self._words[self._bell]
         readable = self._readable()
         if not readable and not self._has_room() and timeout_s > 0:
@@ -63,7 +66,7 @@ class Rings:
         return readable
 
     def writable(self) -> list[int]:
-        """Return the peers whose ring was full and has space again."""
+        """Return the peers whose ring was full and has free space again."""
         free = self._has_room()
         self._full.difference_update(free)
         return free
@@ -95,7 +98,7 @@ class Rings:
     def write(self, peer: int, views: list[memoryview]) -> int:
         """Copy as much data into a peer's ring as fits; return the number of bytes."""
         if peer in self._dropped:
-            raise StreamBroken("it has left")
+            raise StreamBroken("the peer has left the group")
         done = 0
         for view in views:
             count = self._write(peer, np.frombuffer(view, np.uint8)) if len(view) else 0
@@ -114,7 +117,7 @@ class Rings:
         ]
 
     def wake(self) -> None:
-        """Ring this rank's own bell."""
+        """Ring the bell of this rank itself."""
         if not self._is_closed:
             self._ring(self._rank)
 

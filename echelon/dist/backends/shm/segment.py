@@ -1,4 +1,4 @@
-"""The memory layout of the pure-Python engine.
+"""Define the memory layout of the pure-Python engine.
 
     per rank: control block (one page) ... | per rank: two data slots | per pair: message ring
 
@@ -35,7 +35,7 @@ _MAX_BLAMED = 64
 
 
 class Segment:
-    """Views of the engine's part of the memory."""
+    """Views of the engine's part of the shared memory."""
 
     def __init__(self, memory: SharedMemory, slot_bytes: int, ring_bytes: int) -> None:
         self.size = memory.size
@@ -84,13 +84,13 @@ class Segment:
         self._view[start : start + 2 + len(data)] = len(data).to_bytes(2, "little") + data
 
     def read_header(self, rank: int, parity: int) -> bytes:
-        """Return a rank's description of its call."""
+        """Read a rank's description of its call."""
         start = rank * CONTROL_BYTES + _HEADERS_OFFSET + parity * HEADER_BYTES
         raw = bytes(self._view[start : start + HEADER_BYTES])
         return raw[2 : 2 + int.from_bytes(raw[:2], "little")]
 
     def blame(self, rank: int, fault: int, blamed: list[int], num_ended: int) -> None:
-        """Record that `rank` abandons the group and blames the group ranks in `blamed`.
+        """Record that `rank` has left the group after a failure, and the group ranks it blames.
 
         Args:
             num_ended: the number of collectives that `rank` had finished.
@@ -106,7 +106,7 @@ class Segment:
         self.words[base + 1] = fault
 
     def blamed_by(self, rank: int) -> tuple[int, list[int]]:
-        """Return why a rank abandoned the group and the ranks that it blames; else (0, [])."""
+        """Return why a rank left the group and the ranks that it blames; otherwise (0, [])."""
         base = rank * CONTROL_BYTES // 4
         fault = self.words[base + 1]
         if not fault:
@@ -127,6 +127,6 @@ class Segment:
 
 
 def segment_bytes(size: int, slot_bytes: int, ring_bytes: int) -> int:
-    """Return the size of the engine's part of the memory."""
+    """Return the size of the engine's part of the memory, in bytes."""
     rings = size * size * (RING_HEAD_BYTES + ring_bytes)
     return size * (CONTROL_BYTES + 2 * slot_bytes) + rings

@@ -1,1 +1,1 @@
-"""The oneCCL library, called through its C API: for Intel GPUs, or with its CPU plugin."""
+"""Call the oneCCL library through its C API, on Intel GPUs or with its CPU plugin."""

@@ -1,4 +1,4 @@
-"""The xccl backend on host memory, with oneCCL's CPU plugin; `device.py` has Intel GPUs.
+"""Provide the xccl backend for host memory, with oneCCL's CPU plugin.
 
     all_reduce, all_gather, reduce_scatter, broadcast, all_to_all: oneCCL's own
 
@@ -109,7 +109,7 @@ class _Worker:
 
 
 class _Shared:
-    """The state that all groups of the process share; released with the last group."""
+    """The state that all groups of the process share, which is released with the last group."""
 
     def __init__(self) -> None:
         self.lane = Lane("echelon-xccl-lane")
@@ -199,7 +199,7 @@ class XcclEngine:
         }
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:  # noqa: ARG002
-        """Return why messages are refused, or "" for every other operation."""
+        """Return why messages are refused, or "" for any other operation."""
         if kind in ("send", "recv"):
             return "has no messages on the host: oneCCL's CPU plugin crashes in them"
         return ""
@@ -224,7 +224,7 @@ class XcclEngine:
         self._is_broken = self._is_broken or reason is not None
 
     def close(self) -> None:
-        """Leave the group; the communicator is destroyed only if no call is stuck in it."""
+        """Leave the group. The communicator is destroyed only if no call is blocked in it."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -333,7 +333,7 @@ class XcclEngine:
     def _reduce_scatter_uneven(
         self, operation: Operation, watch: Watch, source: Flat, target: Flat
     ) -> None:
-        """Exchange parts padded to the longest part, and sum them on this rank in rank order."""
+        """Exchange parts padded to the longest part, and sum them here in rank order."""
         longest = max(operation.input_splits)
         if not longest:
             return

@@ -1,8 +1,8 @@
-"""Runs oneCCL on Intel GPUs: arrays on "xpu", on torch.xpu's streams. See `device/stream.py`.
+"""Run oneCCL on Intel GPUs, with arrays on "xpu" and torch.xpu's streams.
 
-Written against the library's header. It has never run, because no machine with an Intel GPU was
-available. The tests cover everything above the library, on their fake device, and check that each
-call is declared as in the header.
+See `device/stream.py` for how it works. This module was written against the library's header. It
+has never run, because no machine with an Intel GPU was available. The tests cover everything above
+the library, on their fake device, and check that each call is declared as in the header.
 
 oneCCL cannot abort: the stream and the arrays of an operation that never completes are kept, and
 the process exits without running the library's destructors, which would wait for it.
@@ -91,7 +91,7 @@ class XpuCommunicator:
         self._communicator.call(*calls[kind], stream=int(stream.sycl_queue))
 
     def failure(self) -> str:
-        """Return "": the library has no call that reports errors."""
+        """Return "", because the library has no call that reports errors."""
         return ""
 
     def revoke(self) -> bool:
@@ -109,7 +109,7 @@ class XpuCommunicator:
 
 @contextlib.contextmanager
 def _group(loaded: Any) -> Iterator[None]:
-    """Group calls; an error raised inside the block takes precedence over an error in ending it."""
+    """Group calls. An error raised in the block takes precedence over one from its end."""
     _check("GroupStart", loaded)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Handles calls that cannot be aborted: keeps their memory and lets the process exit anyway."""
+"""Handle calls that cannot be aborted: keep their memory, and let the process exit nevertheless."""
 
 from __future__ import annotations
 

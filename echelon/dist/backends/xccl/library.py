@@ -1,4 +1,4 @@
-"""Locates oneCCL's C library, loads it with its dependencies, and calls it through ctypes.
+"""Locate oneCCL's C library, load it with its dependencies, and call it through ctypes.
 
 The wheel (`oneccl`, and the runtime packages it depends on) puts its libraries into the
 environment's `lib` folder; a oneAPI installation uses its own folders. The loader searches none of
@@ -71,7 +71,7 @@ class UniqueId(ctypes.Structure):
 
 
 def folder() -> Path | None:
-    """Return the folder with the library: the environment's, else oneAPI's, else None.
+    """Return the folder of the library: the environment's, oneAPI's, or None if there is neither.
 
     A oneAPI installation is located through CCL_ROOT or ONEAPI_ROOT.
     """

@@ -54,7 +54,7 @@ class Claim:
             raise
 
     def close(self) -> None:
-        """Release the folder. Safe to call twice."""
+        """Release the folder. Calling this twice is safe."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -91,7 +91,7 @@ class Claim:
             return "another host", 0
 
     def _sign(self) -> None:
-        """Record the owner of the folder, for users and to decide how long other jobs wait."""
+        """Record the owner of the folder, so that users and other jobs can identify it."""
         with contextlib.suppress(OSError):  # a full disk does not end the claim
             text = json.dumps([socket.gethostname(), os.getpid()]).encode()
             os.ftruncate(self._descriptor, 0)

@@ -1,4 +1,4 @@
-"""DamagedError, which reports that the data on disk is not the data that was written."""
+"""Define DamagedError, which reports that data on disk differs from what was written."""
 
 from __future__ import annotations
 

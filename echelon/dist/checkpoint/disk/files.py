@@ -1,4 +1,4 @@
-"""Makes the file-system changes of a save, one function for each kind of change.
+"""Make the file-system changes of a save, with one function for each kind of change.
 
 Every change of a checkpoint on disk is made here, so that a test can kill the process, or make a
 call fail or hang, at each of them and verify that the previous checkpoint still loads.
@@ -33,7 +33,7 @@ class NewFile:
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Close the file. Safe to call twice."""
+        """Close the file. Calling this twice is safe."""
         if self._descriptor >= 0:
             descriptor, self._descriptor = self._descriptor, -1
             os.close(descriptor)
@@ -93,7 +93,7 @@ def remove(paths: Iterable[Path]) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder of files after renaming it, so that writers can no longer find it.
+    """Rename a folder of files, so that writers can no longer find the folder, and remove it.
 
     Raises:
         FileNotFoundError: the folder does not exist.

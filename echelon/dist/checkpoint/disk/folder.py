@@ -88,15 +88,15 @@ class Unfinished:
 
     @contextlib.contextmanager
     def local_folder(self) -> Iterator[Path]:
-        """Return the folder in which the rank's file is written, which is the version's folder."""
+        """Return the folder in which this rank's file is written: the version's own folder."""
         yield self.path
 
     def publish(self, file: Path, limit_s: float) -> None:  # noqa: ARG002 -- of the interface
-        """Flush the folder entry of the rank's file."""
+        """Flush the directory entry of this rank's file."""
         files.sync_folder(file.parent)
 
     def add_index(self, rank: int, part: Manifest) -> None:
-        """Publish that a rank's file is complete, together with its part of the manifest."""
+        """Publish this rank's part of the manifest, because the rank's file is complete."""
         files.write_whole(self.path / INDEX_NAME.format(rank), encode(part), sync=False)
 
     def add_failure(self, rank: int, reason: str) -> None:
@@ -118,7 +118,7 @@ class Unfinished:
         return [rank for rank in range(world_size) if INDEX_NAME.format(rank) not in names]
 
     def is_committed(self) -> bool:
-        """Return whether this save was committed, and not another save with the same number."""
+        """Return whether this save, and not another save with the same number, was committed."""
         return is_committed(self.final, self.token)
 
     def commit(self, world_size: int, keep: int) -> None:
@@ -165,7 +165,7 @@ class Unfinished:
             except ValueError as error:
                 raise CheckpointError(f"{path}: {error}", path=path) from None
             if part.save != self.token:
-                raise CheckpointError(f"{path}: it belongs to another save", path=path)
+                raise CheckpointError(f"{path}: the file belongs to another save", path=path)
             parts.append(part)
         return merge(parts, lambda one, other: are_equal(parts, one, other, self._read))
 
@@ -232,7 +232,7 @@ def marked(root: Path) -> Sequence[Path]:
 
 
 def candidates(path: Path) -> Sequence[Path]:
-    """Return the versions to try to load, best first; just `path` if it is itself a version.
+    """Return the versions to try to load, best first, or only `path` if it is a version itself.
 
     In a folder with a checkpoint per step, the versions of the highest step come first.
 
@@ -253,7 +253,7 @@ def candidates(path: Path) -> Sequence[Path]:
         return found
     if not path.exists():
         raise CheckpointError(f"{path}: no such checkpoint", path=path)
-    raise CheckpointError(f"{path}: it does not contain a complete checkpoint", path=path)
+    raise CheckpointError(f"{path}: the folder does not contain a complete checkpoint", path=path)
 
 
 def newest(path: Path) -> Path:
@@ -274,7 +274,7 @@ def read_manifest(version: Path) -> Manifest:
     path = version / MANIFEST
     try:
         if not is_committed(version):
-            raise ValueError("its checksum does not match the commit mark")
+            raise ValueError("the manifest's checksum does not match the commit mark")
         manifest = decode(path.read_bytes())
         check_complete(manifest)
         return manifest
@@ -301,7 +301,7 @@ def _looks_whole(version: Path) -> bool:
 
 
 def problem_of(version: Path) -> str | None:
-    """Return why a committed version cannot be loaded, judged by file sizes, or None if it can."""
+    """Return why a committed version cannot be loaded, or None if its files have their sizes."""
     try:
         for file in read_manifest(version).files.values():
             _require_size(version / file.name, file)
@@ -329,7 +329,7 @@ def _require_size(path: Path, stored: StoredFile) -> None:
     except FileNotFoundError:
         raise CheckpointError(f"{path}: missing", path=path) from None
     if size != stored.num_bytes:
-        reason = f"{size} bytes, {stored.num_bytes} were written"
+        reason = f"the file has {size} bytes, but {stored.num_bytes} were written"
         raise CheckpointError(f"{path}: {reason}", path=path)
 
 
@@ -373,7 +373,10 @@ def _is_own(version: Path) -> bool:
 
 
 def _was_never_committed(version: Path) -> bool:
-    """Return whether a version has no commit mark; an unreadable version may be a good one."""
+    """Return whether a version certainly has no commit mark.
+
+    One that cannot be read may have one.
+    """
     try:
         (version / COMMIT).read_bytes()
     except FileNotFoundError:
@@ -400,7 +403,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _number(name: str) -> int:
-    """Return the number of a version, whether it is complete or not; 0 for other names."""
+    """Return the number of a version, complete or not, or 0 if the name is not a version's."""
     hidden = _HIDDEN.fullmatch(name)
     if hidden:
         return int(hidden["number"])

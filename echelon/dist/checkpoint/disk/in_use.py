@@ -1,4 +1,4 @@
-"""Marks a version that is being read, so that it is not removed.
+"""Mark a version that is being read, so that no other process removes it.
 
 A reader holds a shared lock (`flock`) on the commit mark, and a remover needs the exclusive lock.
 Locks do not need write permission and end with their process. On a file system without such locks
@@ -32,20 +32,22 @@ def hold(mark: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise DamagedError(f"{mark.parent}: it is being removed", path=mark.parent) from None
+        raise DamagedError(
+            f"{mark.parent}: the checkpoint is being removed", path=mark.parent
+        ) from None
     except OSError:
         pass  # no such locks here
     return descriptor
 
 
 def release(descriptor: int) -> None:
-    """Remove the mark that `hold` made."""
+    """Remove the mark that `hold` has set."""
     os.close(descriptor)
 
 
 @contextlib.contextmanager
 def alone(mark: Path) -> Iterator[bool]:
-    """Exclude readers inside the block; yield False if some are already reading."""
+    """Exclude readers inside the block; yield False if other processes are already reading."""
     try:
         descriptor = _open(mark)
     except OSError:

@@ -1,4 +1,4 @@
-"""The manifest: the location of every element of every tensor, and all plain values.
+"""Define the manifest, which holds the location of each tensor's elements, and all plain values.
 
 A tensor is a line of elements in row-major order. Each rank writes parts of some lines, one after
 the other, into its own file; `Range` describes such a part. To load into any number of ranks, the
@@ -123,7 +123,7 @@ class Manifest:
 
 
 def seal(data: bytes) -> bytes:
-    """Append a checksum to the data."""
+    """Return the data with a checksum appended."""
     return data + zlib.crc32(data).to_bytes(_SEAL_BYTES, "little")
 
 
@@ -135,7 +135,7 @@ def unseal(data: bytes) -> bytes:
     """
     content, checksum = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
     if len(checksum) < _SEAL_BYTES or zlib.crc32(content).to_bytes(4, "little") != checksum:
-        raise ValueError("its checksum is wrong")
+        raise ValueError("the manifest's checksum is wrong")
     return content
 
 
@@ -167,7 +167,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes) -> Manifest:
-    """Decode the output of `encode`, and validate everything in it.
+    """Decode a manifest that `encode` produced, and validate its contents.
 
     Raises:
         ValueError: the data is damaged, in another format, or inconsistent.
@@ -179,7 +179,9 @@ def decode(data: bytes) -> Manifest:
         raise ValueError(f"not a manifest ({error})") from None
     if not isinstance(plain, dict) or plain.get("format") != FORMAT:
         found = plain.get("format") if isinstance(plain, dict) else None
-        raise ValueError(f"format {found}, but this version reads {FORMAT}")
+        raise ValueError(
+            f"the manifest has format {found}, but this version of echelon reads format {FORMAT}"
+        )
     try:
         manifest = _read(plain)
         _check(manifest)
@@ -200,7 +202,9 @@ def _read_range(numbers: list[Any]) -> Range:
 
 def _read(plain: dict[str, Any]) -> Manifest:
     if plain["block_bytes"] != BLOCK_BYTES:
-        raise ValueError(f"blocks of {plain['block_bytes']} bytes")
+        raise ValueError(
+            f"the manifest has blocks of {plain['block_bytes']} bytes, but expected {BLOCK_BYTES}"
+        )
     return Manifest(
         world_size=_whole(plain["world_size"]),
         save=_text(plain.get("save", "")),
@@ -226,13 +230,13 @@ def _read(plain: dict[str, Any]) -> Manifest:
 
 def _whole(number: Any) -> int:
     if type(number) is not int or number < 0:
-        raise TypeError(f"{number!r} is not a count")
+        raise TypeError(f"expected a whole number of at least 0, got {number!r}")
     return number
 
 
 def _text(text: Any) -> str:
     if type(text) is not str:
-        raise TypeError(f"{text!r} is not text")
+        raise TypeError(f"expected text, got {text!r}")
     return text
 
 
@@ -240,14 +244,14 @@ def _check(manifest: Manifest) -> None:
     for file in manifest.files.values():
         num_blocks = -(-file.num_bytes // BLOCK_BYTES)
         if "/" in file.name or file.name.startswith(".") or len(file.checksums) != num_blocks:
-            raise ValueError(f"file {file.name!r} is not valid")
+            raise ValueError(f"the entry of file {file.name!r} is not valid")
     for path, tensor in manifest.tensors.items():
         size = dtype_bytes(tensor.dtype)
         for one in tensor.ranges:
             limit, pattern = manifest.files[one.file].num_bytes, one.pattern
             is_outside = pattern.stop > tensor.numel or pattern.numel > tensor.numel
             if is_outside or one.offset + pattern.numel * size > limit or pattern.num_runs < 1:
-                raise ValueError(f"{path}: a range lies outside")
+                raise ValueError(f"{path}: a range lies outside the tensor or its file")
 
 
 def check_complete(manifest: Manifest) -> None:
@@ -261,7 +265,7 @@ def check_complete(manifest: Manifest) -> None:
         _check_cover(path, tensor)
     for path, target in manifest.aliases.items():
         if target not in manifest.tensors:
-            raise ValueError(f"{path} is an alias of a missing tensor")
+            raise ValueError(f"{path} is an alias of a tensor that is missing")
 
 
 def _check_cover(path: str, tensor: StoredTensor) -> None:
@@ -270,7 +274,7 @@ def _check_cover(path: str, tensor: StoredTensor) -> None:
         if start > position:
             break
         if start < position:
-            raise ValueError(f"{path}: element {start} is in files {last} and {file}")
+            raise ValueError(f"{path}: element {start} is stored in both {last} and {file}")
         position, last = start + length, file
     if position < tensor.numel:
         raise ValueError(f"{path}: no rank holds element {position} of {tensor.numel}")
@@ -296,7 +300,9 @@ Compare = Callable[[Range, Range], bool]  # of one length: whether their bytes a
 
 
 def merge(parts: Sequence[Manifest], compare: Compare | None = None) -> Manifest:
-    """Merge the ranks' parts; the lowest rank's plain value is used if several ranks have one.
+    """Merge the ranks' parts of a manifest.
+
+    If several ranks have a plain value, the lowest rank's is used.
 
     Pipeline stages that share a weight may divide it differently, so that some elements are written
     twice; `compare` then checks that both copies are equal.
@@ -316,8 +322,8 @@ def merge(parts: Sequence[Manifest], compare: Compare | None = None) -> Manifest
             known = whole.tensors.setdefault(path, tensor)
             if (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
                 raise ValueError(
-                    f"{path}: {tensor.dtype}{list(tensor.shape)} on rank {rank}, "
-                    f"{known.dtype}{list(known.shape)} on a lower one"
+                    f"{path}: {tensor.dtype}{list(tensor.shape)} on rank {rank}, but "
+                    f"{known.dtype}{list(known.shape)} on a lower rank"
                 )
             ranges.setdefault(path, []).extend(tensor.ranges)
     for path, tensor in whole.tensors.items():
@@ -344,7 +350,7 @@ def _without_overlaps(
             pair = _cut(one, first, last, size), _cut(known, first, last, size)
             if compare is None or not compare(*pair):
                 raise ValueError(
-                    f"{path}: element {first} is in files {known.file} and {one.file}, and differs"
+                    f"{path}: element {first} differs between files {known.file} and {one.file}"
                 )
         if stop > position:
             chosen.append(_cut(one, max(position, one.start), stop, size))

@@ -1,4 +1,4 @@
-"""Describes which elements of a tensor's line make up a shard.
+"""Describe which elements of a flattened tensor make up a shard.
 
 A shard along dim 0 is one run of elements. A shard along another dim is many runs of equal length
 at a regular distance; a shard along several dims has such runs at several regular distances.
@@ -20,7 +20,10 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Runs of `length` elements: the first begins at `start`, and `repeats` gives the others."""
+    """Runs of `length` elements.
+
+    The first run begins at `start`, and `repeats` defines the others.
+    """
 
     start: int
     length: int
@@ -42,7 +45,7 @@ class Pattern:
         return self.start + sum((count - 1) * step for count, step in self.repeats) + self.length
 
     def starts(self) -> Indices:
-        """Return the starts of the runs, in ascending order: [num_runs]."""
+        """Return the start of each run, in ascending order: [num_runs]."""
         starts = np.array([self.start], np.int64)
         for count, step in self.repeats:
             starts = (starts[:, None] + np.arange(count, dtype=np.int64) * step).reshape(-1)
@@ -92,7 +95,7 @@ def pattern_of(shape: Sequence[int], box: Sequence[npt.NDArray[Any]]) -> Pattern
 
 
 def _rhythm(indices: npt.NDArray[Any]) -> list[tuple[int, int]]:
-    """Return a dim's indices as runs of consecutive indices and the distance between runs."""
+    """Return a dim's indices as runs of consecutive indices, with the distance between the runs."""
     edges = np.flatnonzero(np.diff(indices) != 1) + 1
     runs = np.split(indices, edges)
     distances = {int(d) for d in np.diff([run[0] for run in runs])}

@@ -1,4 +1,4 @@
-"""Writes and reads a rank's file: its ranges one after the other, with a checksum per block."""
+"""Write and read the file of one rank, which has a checksum for each block."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RankFileWriter:
         self.tensors[held.path] = StoredTensor(held.shape, held.dtype, ranges)
 
     def finish(self) -> StoredFile:
-        """Block until the file is on disk; return its description."""
+        """Block until the file is on disk; return the file's description."""
         if self._num_bytes % BLOCK_BYTES:
             self._checksums.append(self._crc)
         self._file.sync()
@@ -75,7 +75,7 @@ class RankFileWriter:
 
 
 class RankFileReader:
-    """Reads parts of a rank's file and checks every block that it reads. Not thread-safe.
+    """Reads parts of a rank's file and verifies every block that it reads. Not thread-safe.
 
     Raises:
         DamagedError: the file, which the error names, is missing, truncated or damaged; any call
@@ -91,7 +91,7 @@ class RankFileReader:
         size = self._open()
         if size != stored.num_bytes:
             self.close()
-            raise self._error(f"{size} bytes, but {stored.num_bytes} were saved")
+            raise self._error(f"the file has {size} bytes, but {stored.num_bytes} were saved")
 
     def read_into(self, offset: int, target: memoryview) -> None:
         """Fill `target` with the file's bytes from `offset` on."""
@@ -112,7 +112,7 @@ class RankFileReader:
             self._keep(block)
 
     def close(self) -> None:
-        """Close the file. Safe to call twice."""
+        """Close the file. Calling this twice is safe."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -134,7 +134,7 @@ class RankFileReader:
             except OSError as error:
                 raise self._error(f"{error.strerror} at byte {offset}") from None
             if count == 0:
-                raise self._error(f"it ends at byte {offset}")
+                raise self._error(f"the file ends at byte {offset}")
             offset, rest = offset + count, rest[count:]
 
     def _size_of(self, block: int) -> int:
@@ -152,7 +152,9 @@ class RankFileReader:
         self._fetch(block * BLOCK_BYTES, target)
         if zlib.crc32(target) != self._stored.checksums[block]:
             first = block * BLOCK_BYTES
-            raise self._error(f"damaged between bytes {first} and {first + len(target)} (CRC-32)")
+            raise self._error(
+                f"the file is damaged between bytes {first} and {first + len(target)} (CRC-32)"
+            )
 
     def _error(self, reason: str) -> DamagedError:
         return DamagedError(f"{self.path}: {reason}", path=str(self.path))

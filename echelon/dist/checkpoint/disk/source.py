@@ -1,4 +1,4 @@
-"""Sources of tensors to load: a version of a checkpoint, or another kind of file."""
+"""Provide sources of tensors to load: a version of a checkpoint, or a file in another format."""
 
 from __future__ import annotations
 
@@ -146,11 +146,13 @@ def check_fit(source: Source, held: Held, path: str) -> str | None:
     """Return why the tensor stored under `path` cannot fill the held tensor, or None if it can."""
     stored = source.manifest.tensor(path)
     if stored is None:
-        return f"{path} is not in it"
+        return f"{path} is not in the checkpoint"
     if stored.shape != held.shape:
-        return f"{path} has shape {list(stored.shape)} in it, {list(held.shape)} here"
+        return (
+            f"{path} has shape {list(stored.shape)} in the checkpoint, but {list(held.shape)} here"
+        )
     if stored.dtype != held.dtype and not _converts(stored.dtype, held.data.dtype):
-        return f"{path} is {stored.dtype} in it, {held.dtype} here"
+        return f"{path} is {stored.dtype} in the checkpoint, but {held.dtype} here"
     return None
 
 

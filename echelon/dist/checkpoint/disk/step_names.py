@@ -1,4 +1,4 @@
-"""Names of the folders that each hold the checkpoint of one step."""
+"""Name the folders that each contain the checkpoint of one step."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step in a folder's name, or None if the name does not contain a step."""
+    """Return the step that a folder's name contains, or None if it contains no step."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def step_folders(folder: Path) -> dict[int, Path]:
-    """Return the step folders, keyed by step; empty if the parent folder does not exist."""
+    """Return the step folders, keyed by step, or {} if the parent folder does not exist."""
     try:
         names = os.listdir(folder)  # noqa: PTH208 -- one call, which has NFS look again
     except (FileNotFoundError, NotADirectoryError):

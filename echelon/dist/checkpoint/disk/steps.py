@@ -1,4 +1,4 @@
-"""Manages a folder with one checkpoint of a job per step: names, state and removal.
+"""Manage a folder that contains one checkpoint of a job per step.
 
 FOLDER/step_00000300/000001/...        a checkpoint as `save` writes it
 FOLDER/step_00000300/score             the score that the program passed, if any
@@ -52,18 +52,18 @@ class StepFolders:
             files.write_whole(path / _SCORE, json.dumps(score).encode(), sync=True)
 
     def remove(self, step: int) -> str | None:
-        """Remove a step's checkpoint, or return why it was not removed.
+        """Remove a step's checkpoint, or return the reason why it was not removed.
 
         A checkpoint that is being read is kept, and so is a folder that contains other files. The
         removal is atomic, so that a partly removed checkpoint is never visible.
         """
         path = self.path(step)
         if not _is_own(path):
-            return "it contains files that no save wrote"
+            return "the folder contains files that no save wrote"
         with contextlib.ExitStack() as stack:
             alone = [in_use.alone(version / COMMIT) for version in marked(path)]
             if not all(stack.enter_context(one) for one in alone):
-                return "it is being read"
+                return "the checkpoint is being read"
             trash = path.with_name(f".{path.name}-{secrets.token_hex(8)}.trash")
             try:
                 path.rename(trash)

@@ -1,4 +1,4 @@
-"""Views a tensor's elements as plain bytes, without a copy if they are contiguous on the CPU."""
+"""View a tensor's elements as bytes, without a copy if they are contiguous on the CPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return torch's dtype with this name.
+    """Return the torch dtype with this name.
 
     Raises:
         ValueError: this version of torch does not have such a dtype.
@@ -29,6 +29,6 @@ def is_plain(data: Tensor) -> bool:
 
 
 def as_bytes(data: Tensor) -> memoryview:
-    """Return a tensor's elements as bytes in row-major order: a view if `is_plain`, else a copy."""
+    """Return a tensor's elements as bytes in row-major order, as a view if `is_plain`."""
     flat = data.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data

@@ -1,1 +1,1 @@
-"""Reads files of other programs: torch.save and safetensors."""
+"""Read files written by other programs: torch.save and safetensors."""

@@ -1,4 +1,4 @@
-"""Reads and writes safetensors files: a JSON header describing tensors, followed by their bytes.
+"""Read and write safetensors files: a JSON header that describes tensors, then the tensors' bytes.
 
 The module does not use the `safetensors` package because the format is small: eight bytes with the
 header's length, the header (names, dtypes, shapes and offsets), and the data. Such a file contains
@@ -56,7 +56,9 @@ class SafetensorsFile:
             tensors = self._read_header()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             self.close()
-            raise CheckpointError(f"{path}: not a safetensors file ({error})", path=path) from None
+            raise CheckpointError(
+                f"{path} is not a safetensors file ({error})", path=path
+            ) from None
         self.manifest = Manifest(
             world_size=1,
             kinds={key: MODULE},
@@ -79,7 +81,9 @@ class SafetensorsFile:
         while target:
             count = os.preadv(self._descriptor, [target], offset)
             if count == 0:
-                raise CheckpointError(f"{self.path}: it ends at byte {offset}", path=self.path)
+                raise CheckpointError(
+                    f"{self.path}: the file ends at byte {offset}", path=self.path
+                )
             offset, target = offset + count, target[count:]
 
     def close(self) -> None:
@@ -93,7 +97,7 @@ class SafetensorsFile:
         length = int.from_bytes(os.pread(self._descriptor, _LENGTH_BYTES, 0), "little")
         first = _LENGTH_BYTES + length
         if size < _LENGTH_BYTES or length > _MAX_HEADER_BYTES or first > size:
-            raise ValueError(f"a header of {length} bytes in a file of {size}")
+            raise ValueError(f"the header is said to have {length} bytes, but the file has {size}")
         header = json.loads(os.pread(self._descriptor, length, _LENGTH_BYTES))
         header.pop("__metadata__", None)
         return {
@@ -107,10 +111,12 @@ def _stored(name: str, entry: dict[str, Any], limit: int) -> StoredTensor:
     begin, end = entry["data_offsets"]
     dtype = _DTYPES.get(entry["dtype"])
     if dtype is None:
-        raise ValueError(f"{name}: dtype {entry['dtype']}")
+        raise ValueError(f"{name}: dtype {entry['dtype']} is not supported")
     num_bytes = math.prod(shape) * dtype_bytes(dtype)
     if not 0 <= begin <= end <= limit or end - begin != num_bytes or min(shape, default=0) < 0:
-        raise ValueError(f"{name}: bytes {begin} to {end} of {limit} for {num_bytes}")
+        raise ValueError(
+            f"{name}: bytes {begin} to {end} of {limit} do not fit a tensor of {num_bytes} bytes"
+        )
     return StoredTensor(shape, dtype, ())
 
 
@@ -129,7 +135,9 @@ def write(
     """
     refused = [name for name, stored in tensors.items() if stored.dtype not in _NAMES]
     if refused:
-        raise ValueError(f"{refused[0]}: safetensors has no dtype {tensors[refused[0]].dtype}")
+        raise ValueError(
+            f"{refused[0]}: safetensors cannot store dtype {tensors[refused[0]].dtype}"
+        )
     order = sorted(tensors, key=lambda name: (-dtype_bytes(tensors[name].dtype), name))
     file.write(_header(order, tensors))
     for name in order:

@@ -1,4 +1,4 @@
-"""Reads a file written by `torch.save` as a source of tensors, without running code from it."""
+"""Read a file of `torch.save` as a source of tensors, without running code from the file."""
 
 from __future__ import annotations
 
@@ -77,13 +77,18 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}", path=path) from None
     except pickle.UnpicklingError:
-        reason = "not a file of torch.save, or one with objects other than tensors and plain values"
+        reason = (
+            "the file was not written by torch.save, or contains objects other than "
+            "tensors and plain values"
+        )
         raise CheckpointError(f"{path}: {reason}", path=path) from None
     except (RuntimeError, EOFError, ValueError, KeyError) as error:
         reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"{path}: not a file of torch.save ({reason})", path=path) from None
+        raise CheckpointError(
+            f"{path}: the file was not written by torch.save ({reason})", path=path
+        ) from None
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise CheckpointError(f"{path}: it does not hold a dict of states", path=path)
+        raise CheckpointError(f"{path}: the file does not contain a dict of states", path=path)
     return content
 
 

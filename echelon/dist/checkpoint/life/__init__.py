@@ -1,1 +1,1 @@
-"""The lifecycle of checkpoints: which is the newest, which are kept, and when the next is due."""
+"""Manage checkpoints over time: find the newest, choose which to keep, and decide when to save."""

@@ -1,4 +1,4 @@
-"""Keeper: saves a checkpoint per step in one folder, and removes checkpoints no longer needed.
+"""Save one checkpoint per step in a folder, and remove checkpoints that are no longer needed.
 
     keeper = Keeper("runs/gpt", keep=3, keep_every=1000, best="lowest")
     keeper.save(step, state, async_op=True, score=validation_loss)
@@ -77,9 +77,11 @@ class Keeper:
         timeout_s: float | None = None,
     ) -> None:
         if keep < 1:
-            raise ValueError(f"keep {keep}: must be at least 1: the newest is always kept")
+            raise ValueError(
+                f"keep must be at least 1, because the newest checkpoint is always kept; got {keep}"
+            )
         if keep_every is not None and keep_every < 1:
-            raise ValueError(f"keep_every {keep_every}: must be at least 1")
+            raise ValueError(f"keep_every must be at least 1, got {keep_every}")
         if best not in (None, "lowest", "highest"):
             raise ValueError(f'best {best!r}: "lowest" or "highest"')
         self.folder = place_of(folder)
@@ -122,7 +124,7 @@ class Keeper:
             CollectiveError: a rank was lost.
         """
         if type(step) is not int or step < 0:
-            raise ValueError(f"step {step!r}: expected the number of finished steps")
+            raise ValueError(f"step must be the number of finished steps, got {step!r}")
         if score is not None:
             score = float(score)
         peers = find(to_write=True)
@@ -189,7 +191,7 @@ class Keeper:
             raise _ClaimedError(refused, path=str(self.folder))
 
     def _note(self, step: int, score: float | None) -> None:
-        """Prepare the step's folder, and warn if the run seems to have been rewound."""
+        """Prepare the step's folder, and warn if the run seems to have gone back in steps."""
         last = rules.newest(self._steps.look())
         if last is not None and last.step > step:
             self._warn_once(
@@ -213,7 +215,7 @@ class Keeper:
     # ---- what fails ----
 
     def _settle(self, peers: Peers) -> bool:
-        """Wait for a save in the background and report its failure."""
+        """Wait for a save in the background and report whether it failed."""
         step, self._in_background = self._in_background, None
         try:
             agree(peers, pending.finish(), f"{self.folder}: the save before")
@@ -235,7 +237,10 @@ class Keeper:
         return any(peers.all_gather(made))
 
     def _give_up_one(self, failed: int | None) -> bool:
-        """Remove one checkpoint to free space; the failed save's folder is already empty."""
+        """Remove one checkpoint to free space.
+
+        The folder of the failed save has already been emptied.
+        """
         for step in rules.for_room(self._steps.look(), self.policy):
             if step != failed and self._remove(step):
                 place = self._steps.path(step)

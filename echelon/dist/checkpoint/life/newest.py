@@ -1,4 +1,4 @@
-"""Finds the checkpoint to resume from, which is the same on all ranks."""
+"""Find the checkpoint to resume from, which is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def newest(folder: str | os.PathLike[str]) -> Path | str | None:
 
 
 def _newest(folder: Path | Remote) -> list[Any]:
-    """Return the newest checkpoint's path or None, and why newer checkpoints were skipped."""
+    """Return the newest checkpoint's path, or None, and why newer checkpoints were skipped."""
     steps = steps_of(folder)
     found = steps.look()
     chosen = rules.newest(found)
@@ -78,7 +78,7 @@ def _newest(folder: Path | Remote) -> list[Any]:
 
 
 def _problems(folder: Path | Remote) -> list[str | None]:
-    """Return the problem of each version in a folder written by `save`, newest first."""
+    """Return the problem of each version, newest first, in a folder written by `save`."""
     if isinstance(folder, Remote):
         found = [folder] if COMMIT in folder.sizes() else remote.marked(folder)
         return [remote.problem_of(version) for version in reversed(found)]

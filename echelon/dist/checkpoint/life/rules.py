@@ -1,4 +1,4 @@
-"""Decides, from a folder's contents, which checkpoint is the newest and which may be removed."""
+"""Decide from a folder's contents which checkpoint is the newest and which may be removed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Best: TypeAlias = Literal["lowest", "highest"]
 
 
 class Condition(Enum):
-    """The condition of a step's checkpoint, as judged without reading it."""
+    """The condition of a step's checkpoint, judged without reading the checkpoint."""
 
     COMPLETE = "complete"
     DAMAGED = "damaged"  # it was committed, and files are missing or have another size
@@ -21,7 +21,7 @@ class Condition(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A checkpoint that was found, belonging to one step.
+    """A checkpoint of one step, as found in the folder.
 
     Attributes:
         step: the step's number.
@@ -38,7 +38,7 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """The policy for which checkpoints to keep.
+    """The rules that decide which checkpoints to keep.
 
     Attributes:
         keep: how many of the most recent complete checkpoints to keep.
@@ -59,7 +59,10 @@ def newest(found: Sequence[Found]) -> Found | None:
 
 
 def best(found: Sequence[Found], which: Best) -> Found | None:
-    """Return the complete checkpoint with the best score, the earliest in a tie, or None."""
+    """Return the complete checkpoint with the best score, or None.
+
+    In a tie, the earliest one wins.
+    """
     scored = [one for one in _complete(found) if one.score is not None]
     scored = [one for one in scored if not math.isnan(one.score or 0.0)]
     sign = 1.0 if which == "lowest" else -1.0
@@ -86,7 +89,7 @@ def superfluous(found: Sequence[Found], policy: Policy, just_saved: int) -> list
 
 
 def for_room(found: Sequence[Found], policy: Policy) -> list[int]:
-    """Return the steps that may be removed to free disk space, in order of removal.
+    """Return the steps that may be removed to free disk space, in the order of their removal.
 
     The newest complete checkpoint and the best one are never removed. Checkpoints kept by
     `keep_every` are removed last.

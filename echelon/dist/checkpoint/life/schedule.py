@@ -1,4 +1,4 @@
-"""Schedules checkpoints by steps or by seconds, at the same step on all ranks."""
+"""Schedule checkpoints by steps or by seconds, at the same step on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Divides writing among ranks with the same elements, after verifying that these are equal.
+"""Divide writing among ranks that hold the same elements, after verifying that they are equal.
 
 [Note: the proof] Equal names, shapes and ranges do not prove that tensors are replicas: each
 pipeline stage may number its layers from 0, and a replica may have drifted. So ranks compare
@@ -26,7 +26,7 @@ Holders = tuple[int, ...]
 
 
 class _Row(NamedTuple):
-    """A rank's description of one tensor, sent to the other ranks as hashes."""
+    """One rank's description of a tensor, sent to the other ranks in the form of hashes."""
 
     path: int
     kind: int
@@ -34,7 +34,7 @@ class _Row(NamedTuple):
 
 
 def settle(peers: Peers, doing: str, contents: Contents) -> None:
-    """Agree on the kind of each entry, and on what is saved separately for each rank.
+    """Agree on the kind of each entry, and on the entries that are saved separately for each rank.
 
     Raises:
         ValueError: an entry has a different kind on another rank.
@@ -54,7 +54,7 @@ def settle(peers: Peers, doing: str, contents: Contents) -> None:
 def divide(
     peers: Peers, doing: str, held: Sequence[Held], aliases: Mapping[str, str]
 ) -> list[Held]:
-    """Return the part of the tensors held by this rank that this rank writes.
+    """Return the part that this rank writes of the tensors that it holds.
 
     Raises:
         ValueError: a tensor that several ranks hold under one name differs between ranks.
@@ -86,7 +86,7 @@ def _require_kinds(own: dict[str, str], everyones: list[dict[str, str]]) -> None
             if own[path] != kinds[path]:
                 first, second = _in_order((everyones.index(own), own), (rank, kinds))
                 raise ValueError(
-                    f"{path} is of kind {first[1][path]} on rank {first[0]}, "
+                    f"{path} is of kind {first[1][path]} on rank {first[0]}, but "
                     f"{second[1][path]} on rank {second[0]}"
                 )
 
@@ -110,7 +110,7 @@ def _hash(text: str) -> int:
 
 
 def _exchange(peers: Peers, rows: list[_Row]) -> list[list[_Row]]:
-    """Return every rank's rows; if several ranks have equal rows, only one of them sends."""
+    """Return every rank's rows. Of the ranks with equal rows, only one sends them."""
     packed = b"".join(_ROW.pack(*row) for row in sorted(rows))
     digests = peers.all_gather(hashlib.blake2b(packed, digest_size=16).digest())
     if len(set(digests)) == 1:
@@ -126,15 +126,15 @@ def _exchange(peers: Peers, rows: list[_Row]) -> list[list[_Row]]:
 
 
 def _require_forms(forms: dict[str, str], tables: list[list[_Row]], rank: int) -> None:
-    """Check that no other rank holds a tensor of the same name in a different form."""
+    """Check that no other rank holds a different kind of tensor under the same name."""
     own = {_hash(path): path for path in forms}
     for other, table in enumerate(tables):
         for row in table if table is not tables[rank] else ():
             path = own.get(row.path)
             if path is not None and _hash(forms[path]) != row.kind:
                 raise ValueError(
-                    f"{path}: {forms[path]} on rank {rank}, but not on rank {other}: two tensors "
-                    "need two names"
+                    f"{path}: {forms[path]} on rank {rank}, but not on rank {other}: different "
+                    "tensors need different names"
                 )
 
 
@@ -184,6 +184,6 @@ def _name_difference(
             for one, value, value_there in values:
                 if value != value_there:
                     raise ValueError(
-                        f"{one.path} differs between ranks {ranks[0]} and {other}: replicas must "
-                        "be equal, and two tensors need two names"
+                        f"{one.path} differs between ranks {ranks[0]} and {other}: replicas "
+                        "must be equal, and different tensors need different names"
                     )

@@ -1,4 +1,4 @@
-"""Finds the ranks that save and load together: the world, torch.distributed's, or this process."""
+"""Find the ranks that save and load together: the world, torch.distributed's, or this process."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _Result = TypeVar("_Result")
 
 
 class Peers(Protocol):
-    """Ranks that exchange small plain objects. Every call is collective."""
+    """Ranks that exchange small plain objects. Every exchange is collective."""
 
     rank: int
     size: int
     timeout_s: float
 
     def gone(self) -> list[int]:
-        """Return the ranks without which the others have continued since. Not collective."""
+        """Return the lost ranks, without which the other ranks have continued. Not collective."""
         ...
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -49,7 +49,7 @@ class Peers(Protocol):
 
 
 class Alone:
-    """A single process on its own, whatever its rank."""
+    """A process that saves and loads alone, whatever its rank."""
 
     size = 1
     timeout_s = _DEFAULT_TIMEOUT_S
@@ -58,7 +58,7 @@ class Alone:
         self.rank = rank
 
     def gone(self) -> list[int]:
-        """Return none."""
+        """Return no ranks, because there are no other ranks to lose."""
         return []
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -84,7 +84,7 @@ class World:
         self._group = group
 
     def gone(self) -> list[int]:
-        """Return the ranks that a newer world is without."""
+        """Return the ranks that are missing from the newer world."""
         try:
             left = world().ranks
         except ValueError:  # this rank has left the world
@@ -96,7 +96,7 @@ class World:
         return self._group.all_gather_object(value)
 
     def all_gather_bytes(self, out: torch.Tensor, own: torch.Tensor) -> None:
-        """Fill `out` with the `own` of every rank."""
+        """Fill `out` with every rank's `own`."""
         self._group.all_gather(out, own)
 
     def all_to_all_bytes(self, sent: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
@@ -117,7 +117,7 @@ class TorchWorld:
         self._device = _device_of(str(torch_dist.get_backend_config()))
 
     def gone(self) -> list[int]:
-        """Return none."""
+        """Return no ranks, because torch.distributed does not continue after a loss."""
         return []
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -132,7 +132,7 @@ class TorchWorld:
         ]
 
     def all_gather_bytes(self, out: torch.Tensor, own: torch.Tensor) -> None:
-        """Fill `out` with the `own` of every rank."""
+        """Fill `out` with every rank's `own`."""
         out.copy_(torch.cat(self._gather(own)))
 
     def all_to_all_bytes(self, sent: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Runs saves in the background; a process may have only one such save at a time."""
+"""Run saves in the background, at most one per process at a time."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ class PendingSave:
             self._thread.join(max(0.0, limit_s))
         if not self.done:
             raise CheckpointError(
-                f"{self._path}: still being saved after {time.monotonic() - self._started_s:.1f} s",
+                (
+                    f"{self._path}: the checkpoint is still being saved after "
+                    f"{time.monotonic() - self._started_s:.1f} s"
+                ),
                 path=self._path,
             )
         self._raised = True

@@ -1,4 +1,4 @@
-"""Divides reads among ranks: elements that several ranks need are read once and passed on.
+"""Divide reads among ranks: elements that several ranks need are read once and passed on.
 
 Each line (see `sharing.py`) is read in windows: each of the line's ranks reads and checks an equal
 part of the window. Data that every rank wants is exchanged by all_gather; one all_to_all per round
@@ -41,7 +41,7 @@ def read(peers: Peers, source: Source, wanted: Sequence[Wanted]) -> Exception | 
 
 
 class _Reading:
-    """One rank's share of the work of reading one version.
+    """One rank's share of reading a version.
 
     Attributes:
         error: this rank's first error. After an error the rank stops reading but still takes part
@@ -107,7 +107,7 @@ class _Reading:
                 _put(line, first, own)
 
     def alone(self, wanted: Sequence[Wanted]) -> None:
-        """Read the data that only this rank wants, which is on no line."""
+        """Read the data that only this rank needs, which does not belong to any line."""
         try:
             for held, path in wanted:
                 if self.error is None and id(held) not in self._done:

@@ -1,4 +1,4 @@
-"""Arranges the bytes that a set of ranks reads together into lines.
+"""Arrange the bytes that a set of ranks reads together into lines.
 
 The tensors wanted by the same ranks are placed one after the other on one line of bytes. There is
 one line for the tensors that every rank wants (replicas of a whole model) and one for each smaller
@@ -87,7 +87,7 @@ class Lines(NamedTuple):
 
 
 def find_lines(peers: Peers, source: Source, wanted: Sequence[Wanted]) -> Lines:
-    """Return the lines that this rank belongs to. Collective.
+    """Return the lines to which this rank belongs. Collective.
 
     Ranks exchange 8 bytes per tensor. If several ranks want the same tensors, only one of them
     sends these bytes.
@@ -129,7 +129,10 @@ def _split(keys: bytes) -> Iterator[bytes]:
 
 
 def _key(source: Source, held: Held, path: str) -> bytes:
-    """Return a key shared by ranks that want the same elements; empty if no other rank does."""
+    """Return a key that is equal on all ranks that want the same elements.
+
+    B"" if no other rank does.
+    """
     if held.repeats or not held.length or not held.data.is_contiguous() or held.data.is_conj():
         return b""
     name = source.manifest.aliases.get(path, path)

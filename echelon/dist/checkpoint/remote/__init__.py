@@ -1,1 +1,1 @@
-"""Checkpoints in object stores, with addresses such as `s3://bucket/run`, through `fsspec`."""
+"""Store checkpoints in object stores, at addresses such as `s3://bucket/run`, through `fsspec`."""

@@ -1,4 +1,4 @@
-"""Manages checkpoints by step in an object store, with the interface of `disk.steps`.
+"""Manage checkpoints by step in an object store, with the interface of `disk.steps`.
 
 Object stores have no locks, so a second job that saves to the same address is not refused.
 """
@@ -50,7 +50,10 @@ class RemoteSteps:
             self.path(step).remove([_SCORE])
 
     def remove(self, step: int) -> str | None:
-        """Remove a step's checkpoint, commit marks first; return the reason if a part remains."""
+        """Remove a step's checkpoint, commit marks first.
+
+        Return the reason if some of it remains.
+        """
         path = self.path(step)
         try:
             for version in versions.versions(path):

@@ -1,4 +1,4 @@
-"""Remote: a folder in an object store, identified by its address.
+"""Access a folder in an object store by its address.
 
 An object appears whole or not at all, and nothing can be renamed or locked. Calls that fail for a
 transient reason are retried until a deadline. A call that hangs is then abandoned, and its thread
@@ -81,8 +81,8 @@ class Remote:
         except ImportError as error:
             needed = "fsspec" if error.name in ("fsspec", "fsspec.core") else str(error)
             raise ValueError(
-                f"{scheme}://...: a checkpoint at an address needs {needed}: "
-                "pip install 'echelon[remote]', or mount it and name the folder"
+                f"{scheme}://...: checkpoints at an address need {needed}: pip install "
+                "'echelon[remote]', or mount the storage and pass its folder"
             ) from None
         except ValueError as error:
             raise ValueError(f"{scheme}://...: {error}") from None
@@ -117,7 +117,7 @@ class Remote:
         return self
 
     def sizes(self) -> dict[str, int]:
-        """Return the folder's entries and objects' sizes; empty if the folder does not exist."""
+        """Return the folder's entries with their sizes, or {} if the folder does not exist."""
 
         def look() -> list[dict[str, Any]]:
             self._fs.invalidate_cache()
@@ -163,7 +163,7 @@ class Remote:
             self._fs.invalidate_cache()
             found = self._fs.info(path)["size"]
             if found != size:
-                raise OSError(errno.EIO, f"{found} bytes arrived of {size}")
+                raise OSError(errno.EIO, f"only {found} of {size} bytes arrived")
 
         self._call(f"write {local.name}", put, patience_s)
 
@@ -221,7 +221,7 @@ def _bounded(call: Callable[[], _Result], deadline_s: float) -> _Result:
     try:
         result, error = ended.get(timeout=max(0.0, deadline_s - time.monotonic()))
     except queue.Empty:
-        raise TimeoutError("the call has not returned") from None
+        raise TimeoutError("the call to the store has not returned in time") from None
     if error is not None:
         raise error
     return result  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""A checkpoint in an object store: numbered versions, of which the newest committed one is loaded.
+"""Store a checkpoint in an object store as numbered versions and load the newest committed one.
 
 ADDRESS/000002-77ab03c4d5e6f012/rank_00000.bin ... manifest, commit
 
@@ -83,7 +83,7 @@ class RemoteUnfinished:
         self.path.upload(file, limit_s)
 
     def add_index(self, rank: int, part: Manifest) -> None:
-        """Publish that a rank's file is complete, together with its part of the manifest."""
+        """Publish this rank's part of the manifest, because the rank's file is complete."""
         self.path.write(INDEX_NAME.format(rank), encode(part))
 
     def add_failure(self, rank: int, reason: str) -> None:
@@ -140,7 +140,7 @@ class RemoteUnfinished:
         except ValueError as error:
             raise CheckpointError(f"{self.path}/{name}: {error}", path=str(self.path)) from None
         if part.save != self.token:
-            reason = f"{self.path}/{name}: it belongs to another save"
+            reason = f"{self.path}/{name}: the file belongs to another save"
             raise CheckpointError(reason, path=str(self.path))
         return part
 
@@ -160,7 +160,7 @@ def marked(root: Remote) -> list[Remote]:
 
 
 def candidates(place: Remote) -> Sequence[Remote]:
-    """Return the versions to try to load, best first; just `place` if it is itself a version.
+    """Return the versions to try to load, best first, or only `place` if it is a version itself.
 
     Raises:
         CheckpointError: no version was found.
@@ -173,7 +173,7 @@ def candidates(place: Remote) -> Sequence[Remote]:
     found = [version for root in [*roots, place] for version in reversed(marked(root))]
     if not found:
         raise CheckpointError(
-            f"{place}: it does not contain a complete checkpoint", path=str(place)
+            f"{place}: the folder does not contain a complete checkpoint", path=str(place)
         )
     return found
 
@@ -188,18 +188,20 @@ def read_manifest(version: Remote) -> Manifest:
     try:
         content, mark = version.read(MANIFEST), version.read(COMMIT)
         if not mark[:SEAL_BYTES] or mark[:SEAL_BYTES] != content[-SEAL_BYTES:]:
-            raise ValueError("its checksum does not match the commit mark")
+            raise ValueError("the manifest's checksum does not match the commit mark")
         manifest = decode(content)
         check_complete(manifest)
         return manifest
     except FileNotFoundError:
-        raise DamagedError(f"{version}: it is being removed", path=str(version)) from None
+        raise DamagedError(
+            f"{version}: the checkpoint is being removed", path=str(version)
+        ) from None
     except ValueError as error:
         raise DamagedError(f"{version}/{MANIFEST}: {error}", path=str(version)) from None
 
 
 def problem_of(version: Remote) -> str | None:
-    """Return why a committed version cannot be loaded, judged by object sizes; else None."""
+    """Return why a committed version cannot be loaded, or None if its objects have their sizes."""
     try:
         return _wrong_size(version, read_manifest(version))
     except (CheckpointError, OSError) as error:
@@ -217,7 +219,7 @@ def prune(root: Remote, newest: Remote, keep: int) -> None:
 
 
 def remove(version: Remote) -> None:
-    """Remove a version, starting with its commit mark, so that it is never taken for complete.
+    """Remove a version, starting with its commit mark, so that it is never mistaken for complete.
 
     Raises:
         OSError: the object store failed.
@@ -234,7 +236,10 @@ def _wrong_size(version: Remote, manifest: Manifest) -> str | None:
         if size is None:
             return f"{version}/{file.name}: missing"
         if size != file.num_bytes:
-            return f"{version}/{file.name}: {size} bytes, {file.num_bytes} were written"
+            return (
+                f"{version}/{file.name}: the file has {size} bytes, but {file.num_bytes} "
+                "were written"
+            )
     return None
 
 
@@ -285,5 +290,5 @@ class _Reader(RankFileReader):
             first, self._window = offset, (offset, content)
         piece = content[offset - first :][: len(target)]
         if len(piece) < len(target):
-            raise self._error(f"it ends at byte {offset + len(piece)}")
+            raise self._error(f"the file ends at byte {offset + len(piece)}")
         target[:] = piece

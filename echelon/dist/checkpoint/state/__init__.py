@@ -1,1 +1,1 @@
-"""Converts a state to its stored form and back."""
+"""Convert a state to its stored form and back."""

@@ -1,4 +1,4 @@
-"""Collects the contents of a state: the tensors that this rank holds, and plain values.
+"""Collect the contents of a state: the tensors that this rank holds, and plain values.
 
 Buffers of modules, their extra state and the state of objects may differ between ranks. They are
 staged until the ranks have compared them. Values that are equal on all ranks are stored once, and
@@ -66,7 +66,7 @@ class Contents:
         return {path: _tree_checksum(path, value) for path, value in self._local.items()}
 
     def add_local(self, differing: Container[str], rank: int) -> None:
-        """Add the staged values; values that differ between ranks get a path of this rank."""
+        """Add the staged values; values that differ between ranks are stored once per rank."""
         for path, value in self._local.items():
             where = rank_path(path, rank) if path in differing else path
             if isinstance(value, Tensor):
@@ -84,7 +84,7 @@ class Contents:
         self.values[path] = pack(self._without_tensors(path, value), path)
 
     def _without_tensors(self, path: str, value: Any) -> Any:
-        """Return the tree with a reference in place of each tensor and array."""
+        """Return the tree with each tensor and array replaced by a reference."""
         if isinstance(value, (Tensor, np.ndarray)):
             while path in self._paths:  # {"a": {"b": x}} and {"a/b": y} are two tensors
                 path += "+"
@@ -103,7 +103,7 @@ class Contents:
         return value
 
     def add_tensor(self, path: str, tensor: Tensor, like: Tensor | None = None) -> None:
-        """Add a tensor, which is divided among the ranks as `like` is if that is given.
+        """Add a tensor, divided among the ranks like the parameter `like` if that is given.
 
         Raises:
             ValueError: the tensor cannot be saved.
@@ -187,8 +187,8 @@ def _add_optimizer(
                 contents.values[where] = pack(TensorAt(where, "part"), where)
             elif isinstance(value, Tensor) and value.dim() > 0 and is_divided(parameter):
                 raise ValueError(
-                    f"{where}: shape {list(value.shape)} beside a shard of "
-                    f"{list(parameter.shape)}: only elementwise optimizers can be sharded"
+                    f"{where}: the state has shape {list(value.shape)}, but the parameter's "
+                    f"shard {list(parameter.shape)}: only elementwise optimizers can be sharded"
                 )
             else:
                 contents.add_value(where, value)

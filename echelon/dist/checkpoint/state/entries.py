@@ -1,4 +1,4 @@
-"""Lists the entries of a state, with their kinds and the names of the parameters in them."""
+"""List the entries of a state with their kinds and with the names of their parameters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def kind_of(value: Any) -> str:
 
 
 def entries(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Return each entry's path, kind and value; expand dicts that hold more than plain values.
+    """Return each entry's path, kind and value.
+
+    Dicts that hold more than plain values are expanded.
 
     The value of a pipeline's entry is a module of its stages.
 
@@ -52,7 +54,7 @@ def entries(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, s
 
 
 def _stages_of(value: Any) -> Any:
-    """Return a pipeline's stages as one module, and anything else unchanged."""
+    """Return a pipeline's stages as one module, and any other value unchanged."""
     pipelines = sys.modules.get("echelon.dist.pipeline.execute.run")  # else there is none
     if pipelines is not None and isinstance(value, pipelines.Pipeline):
         return value.module
@@ -83,12 +85,15 @@ def plain_name(name: str) -> str:
 
 
 def rank_path(path: str, rank: int) -> str:
-    """Return the path under which a rank's own version of a value is stored."""
+    """Return the path under which a value is stored separately for one rank."""
     return f"{path}/@{rank}"
 
 
 def shared_path(path: str) -> tuple[str, int]:
-    """Reverse `rank_path`; the returned rank is -1 for a path that belongs to all ranks."""
+    """Split a path of `rank_path` into its parts.
+
+    The rank is -1 if the path belongs to all ranks.
+    """
     shared, _, rank = path.rpartition("/@")
     return (shared, int(rank)) if shared and rank.isdigit() else (path, -1)
 
@@ -123,6 +128,6 @@ def only_module(state: Mapping[str, Any], path: Any) -> str:
     modules = [name for name, kind, _ in entries(state) if kind == MODULE]
     if len(modules) != 1:
         raise ValueError(
-            f"{path}: holds the weights of one module, but the state has {len(modules)}"
+            f"{path} contains the weights of one module, but the state has {len(modules)} modules"
         )
     return modules[0]

@@ -1,4 +1,4 @@
-"""The parts of tensors that this rank holds: whole tensors, or flat ranges of sharded ones."""
+"""Describe the parts of tensors that this rank holds: whole tensors, or ranges of sharded ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echelon.dist.checkpoint.disk.pattern import Pattern, Repeats
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A range of elements of a tensor in row-major order, from `start` on.
+    """A range of a tensor's elements in row-major order, beginning at `start`.
 
     Attributes:
         path: the tensor's name in the checkpoint.
@@ -50,7 +50,10 @@ class Held:
         return Pattern(self.start, self.length // num_runs, self.repeats)
 
     def part(self, start: int, length: int) -> Held:
-        """Return some of the elements, counted from the first held element, as a 1-D range."""
+        """Return some of the held elements as a 1-D range.
+
+        Positions count from the first held element.
+        """
         flat = self.data.reshape(-1)
         return Held(self.path, self.shape, flat[start : start + length], self.start + start, True)
 
@@ -61,11 +64,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def share(held: Sequence[Held], index: int, count: int) -> Iterator[Held]:
-    """Return the share of the bytes that the holder of copy `index` of `count` equal copies writes.
+    """Return the part of some equal copies that one of their holders writes.
 
-    The tensors form one line of bytes, which is cut into `count` parts at element boundaries, so a
-    share consists of a few whole tensors and a piece of a tensor at each end. A tensor with several
-    runs is never cut.
+    There are `count` copies, and the caller holds copy `index`. The tensors form one line of bytes,
+    which is cut into `count` parts at element boundaries, so each part consists of a few whole
+    tensors and a piece of a tensor at each end. A tensor with several runs is never cut.
     """
     total = sum(one.length * dtype_bytes(one.dtype) for one in held)
     first_byte, last_byte = total * index // count, total * (index + 1) // count
@@ -85,5 +88,5 @@ def share(held: Sequence[Held], index: int, count: int) -> Iterator[Held]:
 
 
 def _elements_before(num_bytes: int, size: int, length: int) -> int:
-    """Return the number of elements that begin before a byte, at most `length`."""
+    """Return how many of `length` elements begin before the given byte."""
     return min(length, max(0, -(-num_bytes // size)))

@@ -1,4 +1,4 @@
-"""Encodes plain values as msgpack, so that nothing in a checkpoint is ever unpickled.
+"""Encode plain values as msgpack, so that nothing in a checkpoint is ever unpickled.
 
 In addition to msgpack's own types, it supports tuples, integers of any size, and references to
 tensors, which are stored elsewhere. Any other value is refused when it is saved, rather than when
@@ -49,7 +49,7 @@ def pack(value: Any, where: str) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """Decode the output of `pack`.
+    """Decode the bytes that `pack` produced.
 
     Raises:
         ValueError: the data was not produced by `pack`.
@@ -71,7 +71,7 @@ def _encode(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, enum.Enum):
-        raise TypeError(f"cannot save {value!r}")
+        raise TypeError(f"cannot save the enum value {value!r}")
     if isinstance(value, dict):
         return dict(value)
     if isinstance(value, list):
@@ -83,7 +83,7 @@ def _encode(value: Any) -> Any:
 
 def _unpack(data: bytes, depth: int) -> Any:
     if depth > _MAX_DEPTH:
-        raise ValueError("nested too deeply")
+        raise ValueError("the value is nested too deeply")
 
     def decode(code: int, content: bytes) -> Any:
         if code == _TUPLE:
@@ -92,7 +92,7 @@ def _unpack(data: bytes, depth: int) -> Any:
             return TensorAt(content.decode(), _ROLES[code])
         if code == _BIG_INT:
             return int(content)
-        raise ValueError(f"unknown extension {code}")
+        raise ValueError(f"the value contains an unknown msgpack extension ({code})")
 
     try:
         return msgpack.unpackb(data, ext_hook=decode, raw=False, strict_map_key=False)

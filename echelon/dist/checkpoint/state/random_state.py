@@ -1,4 +1,4 @@
-"""The random generators of a rank, which can be saved as an entry of a state."""
+"""Save a rank's random generators as an entry of a state."""
 
 from __future__ import annotations
 

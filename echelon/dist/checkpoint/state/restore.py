@@ -1,4 +1,4 @@
-"""Restores a state from a source: plans the reads, reads, then sets the values.
+"""Restore a state from a source: plan the reads, read, and then set the values.
 
 Nothing is changed until everything is known to exist and to match.
 """
@@ -80,7 +80,7 @@ class Restore:
         self.unused = self._find_unused()
 
     def hand_over(self) -> None:
-        """Set the values that were read in optimizers, objects and the state itself."""
+        """Set the values that were read in the optimizers, the objects and the state itself."""
         for action in self._handovers:
             action()
         for path, value in self._plain.items():
@@ -92,9 +92,11 @@ class Restore:
         stored_kind = self._source.manifest.kinds.get(path)
         if stored_kind is None:
             has = ", ".join(sorted(self._source.manifest.kinds)) or "nothing"
-            self._problems.append(f"{path} is not in it; it has: {has}")
+            self._problems.append(f"{path} is not in the checkpoint, which has: {has}")
         elif stored_kind != kind:
-            self._problems.append(f"{path} is of kind {stored_kind} in the checkpoint, {kind} here")
+            self._problems.append(
+                f"{path} is of kind {stored_kind} in the checkpoint, but {kind} here"
+            )
         elif kind == MODULE:
             self._plan_module(path, value)
         elif kind == OPTIMIZER:
@@ -107,7 +109,7 @@ class Restore:
             self._plain[path] = self._tree(path, value)
 
     def _plan_absent(self, present: set[str]) -> None:
-        """Plan to return stored plain values that are missing from the caller's dict."""
+        """Plan to return stored plain values that the caller's dict does not contain."""
         for path, value in plain_values(self._source.manifest).items():
             if path not in present:
                 self._plain[path] = value
@@ -115,8 +117,9 @@ class Restore:
     def _plan_object(self, path: str, value: Any) -> None:
         if path in self._ranks_of and not self._same_world:
             self._problems.append(
-                f"{path} holds a state for each of the {self._source.manifest.world_size} ranks "
-                "that saved it, which another number of ranks cannot divide: leave it out"
+                f"{path} has a state for each of the {self._source.manifest.world_size} ranks "
+                "that saved it and cannot be divided among a different number of ranks: leave "
+                "it out"
             )
             return
         tree = self._tree(self._where(path), None)
@@ -139,8 +142,8 @@ class Restore:
             more = f" and {len(self._chosen) - 1} more" if len(self._chosen) > 1 else ""
             warnings.warn(
                 f"{self._source.path}: {self._chosen[0]}{more} differ between the "
-                f"{self._source.manifest.world_size} ranks that saved them; those of the first "
-                "are loaded on all ranks",
+                f"{self._source.manifest.world_size} ranks that saved them; all ranks load the "
+                "values of the first one",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -171,7 +174,9 @@ class Restore:
         values = self._source.manifest.values
         groups = self._settings(path, optimizer, names)
         if f"{path}/group/{len(groups)}" in values:
-            self._problems.append(f"{path} has more than {len(groups)} parameter groups in it")
+            self._problems.append(
+                f"{path} has more than {len(groups)} parameter groups in the checkpoint"
+            )
         states: dict[str, list[str]] = {}
         for key in values:
             if key.startswith(f"{path}/state/"):
@@ -182,7 +187,7 @@ class Restore:
         for number, (parameter, own_name, group_index, position) in parameters:
             name = self._saved_name(own_name)
             if f"{path}/parameter/{name}" not in values:
-                self._problems.append(f"{path} has no parameter {name} in it")
+                self._problems.append(f"{path} has no parameter {name} in the checkpoint")
             groups[group_index]["params"][position] = number
             if name in states:
                 restored[number] = {
@@ -193,13 +198,16 @@ class Restore:
         self._handovers.append(lambda: optimizer.load_state_dict(content))
 
     def _saved_name(self, name: str) -> str:
-        """Return the name under which a parameter was saved, which differs if it was then tied."""
+        """Return the name under which a parameter was saved.
+
+        It differs if the parameter was tied then.
+        """
         return self._source.manifest.aliases.get(name, name)
 
     def _settings(
         self, path: str, optimizer: torch.optim.Optimizer, names: dict[int, str]
     ) -> list[dict[str, Any]]:
-        """Return the settings of an optimizer's groups, as saved with the groups' parameters."""
+        """Return the settings that were saved with the parameters of an optimizer's groups."""
         values = self._source.manifest.values
         places = [f"{path}/group/{index}" for index in range(len(optimizer.param_groups))]
         marks: list[set[str]] = [set() for _ in places]
@@ -211,8 +219,8 @@ class Restore:
                 places[index] = f"{path}/settings/{found.pop()}"
             elif found:
                 self._problems.append(
-                    f"{path}: group {index} here has parameters that were saved with other "
-                    "settings from each other's"
+                    f"{path}: group {index} here contains parameters that were saved with "
+                    "different settings"
                 )
         return [
             {**(self._tree(place, None) or {}), "params": list(range(len(group["params"])))}
@@ -242,7 +250,7 @@ class Restore:
         """
         packed = self._source.manifest.values.get(path)
         if packed is None:
-            self._problems.append(f"{path} is not in it")
+            self._problems.append(f"{path} is not in the checkpoint")
             return None
         return self._resolve(unpack(packed), here, like)
 
@@ -262,7 +270,7 @@ class Restore:
     def _resolve_tensor(self, at: TensorAt, here: Any, like: Tensor | None) -> Any:
         stored = self._source.manifest.tensor(at.path)
         if stored is None:
-            self._problems.append(f"{at.path} is not in it")
+            self._problems.append(f"{at.path} is not in the checkpoint")
             return None
         if isinstance(here, Tensor):
             self._want_tensor(at.path, here)

@@ -1,4 +1,4 @@
-"""Determines which elements of a whole tensor the tensor on this rank holds.
+"""Determine which elements of a whole tensor this rank holds.
 
 There are four kinds: plain tensors, which every rank holds whole; shards of echelon's
 `fully_shard`; slices of tensor parallelism, which may themselves be sharded; and torch's DTensors,
@@ -58,7 +58,7 @@ def pieces(tensor: Tensor) -> list[Local]:
 
 
 def pieces_like(parameter: Tensor, data: Tensor) -> list[Local]:
-    """Divide tensors that have a parameter's shape into pieces as the parameter is divided.
+    """Divide tensors that have a parameter's shape into pieces in the same way as the parameter.
 
     Args:
         parameter: the parameter that determines the positions of the elements.
@@ -153,13 +153,13 @@ def _pieces_of_slice(data: Tensor, start: int, part: Slice) -> list[Local]:
 
 
 def owner(tensor: Tensor) -> Tensor:
-    """Return the tensor that an optimizer uses, which is the shard of a gathered parameter."""
+    """Return the tensor that an optimizer uses: for a gathered parameter, its shard."""
     member = member_of(tensor)
     return tensor if member is None else member.shard
 
 
 def wrap(data: Tensor, like: Tensor) -> Tensor:
-    """Return local elements in the form that the optimizer state of the parameter `like` has."""
+    """Return local elements in the form that the optimizer's state of parameter `like` has."""
     if not _is_dtensor(like):
         return data
     return type(like).from_local(
@@ -192,7 +192,7 @@ def _local_of_dtensor(tensor: DTensor) -> Local:
 
 
 def _indices(tensor: DTensor, dim: int) -> npt.NDArray[np.int64]:
-    """Return this rank's indices of a dim, computed by splitting the indices as torch does."""
+    """Return this rank's indices along a dim, which is split in the same way as torch splits it."""
     mesh, found = tensor.device_mesh, torch.arange(tensor.shape[dim])
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -209,6 +209,6 @@ def _indices(tensor: DTensor, dim: int) -> npt.NDArray[np.int64]:
 
 
 def _further(placement: Any) -> dict[str, int]:
-    """Return the attributes of a strided shard other than its dim."""
+    """Return the attributes of a strided shard, except its dim."""
     factor = getattr(placement, "split_factor", None)
     return {} if factor is None else {"split_factor": factor}

@@ -1,1 +1,1 @@
-"""Adapts or refuses calls that expect whole parameters, because shards hold only a part."""
+"""Adapt or refuse calls that expect whole parameters, because shards hold only a part of them."""

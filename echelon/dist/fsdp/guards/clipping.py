@@ -1,4 +1,4 @@
-"""Clips gradients by their total norm across ranks.
+"""Clip gradients by their total norm over all ranks.
 
 Each element of each gradient is counted once. A shard is counted by the rank that holds it. If
 several ranks hold equal copies of a shard (HSDP), each counts it with an equal fraction. Copies of
@@ -63,7 +63,9 @@ def clip_grad_norm_(
         >>> norm = clip_grad_norm_(model, 1.0)
     """
     if not max_norm >= 0 or not norm_type > 0:
-        raise ValueError(f"max_norm {max_norm!r} must be >= 0 and norm_type {norm_type!r} > 0")
+        raise ValueError(
+            f"max_norm must be >= 0 and norm_type > 0, got {max_norm!r} and {norm_type!r}"
+        )
     owners = _owners(parameters)
     skipped = {id(_owner(parameter)) for parameter in aliases}
     groups = _groups(parameters, owners)
@@ -85,7 +87,7 @@ def clip_grad_norm_(
 
 
 def _owner(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the tensor whose `.grad` an optimizer uses, which is the shard of a gathered leaf."""
+    """Return the tensor whose `.grad` an optimizer uses: for a gathered parameter, its shard."""
     member = member_of(parameter)
     return parameter if member is None else member.shard
 
@@ -126,7 +128,7 @@ def groups_of(members: Iterable[Member]) -> list[ProcessGroup]:
 
 
 def largest(groups: list[ProcessGroup]) -> ProcessGroup | None:
-    """Return the largest of some groups, which are sorted by size, or None if there are none.
+    """Return the largest of some groups sorted by size, or None if there are no groups.
 
     Raises:
         ValueError: the largest group does not contain all ranks of another group.
@@ -138,7 +140,7 @@ def largest(groups: list[ProcessGroup]) -> ProcessGroup | None:
         if not set(group.ranks) <= set(first.ranks):
             raise ValueError(
                 f"the parameters are divided among groups {first.name!r} and {group.name!r}, "
-                "neither of which has all their ranks: pass over=, a group that has"
+                "neither of which contains all of the ranks: pass over= with a group that does"
             )
     return first
 
@@ -147,7 +149,7 @@ def _check_over(over: ProcessGroup | None, groups: list[ProcessGroup]) -> None:
     for group in groups:
         if over is None or not set(group.ranks) <= set(over.ranks):
             raise ValueError(
-                f"over={over!r} must have all ranks of group {group.name!r}, among which "
+                f"over={over!r} must contain all ranks of group {group.name!r}, among which "
                 f"parameters are divided: {list(group.ranks)}"
             )
 
@@ -163,7 +165,7 @@ def _share(owner: torch.Tensor, over: ProcessGroup | None, replicas: ProcessGrou
 
 
 def _measure(counted: list[tuple[torch.Tensor, float]], norm_type: float) -> torch.Tensor:
-    """Return the greatest absolute value, or the weighted sum of powers: [1], float64."""
+    """Return the greatest absolute value or the weighted sum of powers, as a float64 tensor [1]."""
     by_device: dict[torch.device, list[tuple[torch.Tensor, float]]] = {}
     for grad, share in counted:
         by_device.setdefault(grad.device, []).append((grad, share))
@@ -185,7 +187,7 @@ def _measure(counted: list[tuple[torch.Tensor, float]], norm_type: float) -> tor
 
 
 def _total(over: ProcessGroup | None, mine: torch.Tensor, norm_type: float) -> float:
-    """Return the sum or the maximum of all ranks' numbers, with one wait for the device."""
+    """Return the sum or the maximum of all ranks' numbers; the device is synchronized once."""
     values = mine
     if over is not None and over.size > 1:
         values = mine.new_empty(over.size)

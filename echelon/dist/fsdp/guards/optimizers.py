@@ -1,4 +1,4 @@
-"""Checks that an optimizer works on shards, which requires that it is elementwise.
+"""Check that an optimizer works on shards, which requires that it is elementwise.
 
 A shard is a run of a parameter's elements. An optimizer that treats each element independently
 (SGD, Adam, ...) gives the same result on shards as on the whole parameter; an optimizer that uses a
@@ -34,7 +34,7 @@ _installed = False
 
 
 def install() -> None:
-    """Check every optimizer at its first step from now on."""
+    """Install a check of every optimizer at its first step."""
     global _installed
     if not _installed:
         register_optimizer_step_pre_hook(uncompiled(_before_step))
@@ -82,16 +82,16 @@ def _check_optimizer(optimizer: Optimizer) -> None:
         raise ValueError(
             f"{kind.__name__} does not work on each element by itself, so it cannot work on "
             "shards, which are runs of a parameter's elements. Use an elementwise optimizer "
-            "(SGD, Adam, AdamW, ...) or echelon.train.optimizers.Muon, or pass the parameters that "
-            "it is to train to fully_shard(..., ignored_params=...)"
+            "(SGD, Adam, AdamW, ...) or echelon.train.optimizers.Muon, or pass the parameters "
+            "that this optimizer trains to fully_shard(..., ignored_params=...)"
         )
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Try an optimizer class on a small parameter, whole and in pieces.
+    """Return whether an optimizer class gives the same results on a whole parameter and on pieces.
 
-    Returns False if the results differ or the class cannot be tried, because it takes arguments
-    other than its `defaults` or does not accept pieces.
+    The class is tried on a small parameter. Returns False if the results differ or the class cannot
+    be tried, because it takes arguments other than its `defaults` or does not accept pieces.
     """
     generator = torch.Generator().manual_seed(7)
     values = torch.rand(6, 4, generator=generator) + 0.5

@@ -1,4 +1,4 @@
-"""Scales the loss for float16, with decisions that all ranks make together.
+"""Scale the loss for float16, with decisions that all ranks make together.
 
 Gradients below 6e-8 are zero in float16, so the loss is multiplied by a large scale before backward
 and the gradients are divided by it after. If the scale was too large, gradients overflow, the step
@@ -67,8 +67,9 @@ class GradScaler:
             raise ValueError(f"init_scale must be positive and finite, got {init_scale!r}")
         if not growth_factor >= 1.0 or not 0.0 < backoff_factor < 1.0 or growth_interval < 1:
             raise ValueError(
-                f"growth_factor {growth_factor!r} must be >= 1, backoff_factor {backoff_factor!r} "
-                f"between 0 and 1, growth_interval {growth_interval!r} >= 1"
+                "growth_factor must be >= 1, backoff_factor between 0 and 1, and "
+                f"growth_interval >= 1; got {growth_factor!r}, {backoff_factor!r} and "
+                f"{growth_interval!r}"
             )
         self.growth_factor = growth_factor
         self.backoff_factor = backoff_factor
@@ -108,14 +109,16 @@ class GradScaler:
         if not self.enabled:
             return True
         if id(optimizer) in self._overflowed:
-            raise ValueError("unscale_() was called twice for this optimizer since update()")
+            raise ValueError(
+                "unscale_() was already called for this optimizer since the last update()"
+            )
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         gradients = [one.grad for one in parameters if one.grad is not None]
         if any(gradient.dtype == torch.float16 for gradient in gradients):
             raise ValueError(
-                "gradients are float16: keep parameters in float32, and compute in float16 by "
-                "MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32) or "
-                "by torch.autocast"
+                "gradients are float16: keep parameters in float32, and compute in float16 "
+                "with MixedPrecisionPolicy(param_dtype=torch.float16, "
+                "reduce_dtype=torch.float32) or with torch.autocast"
             )
         overflow = _unscale(gradients, 1.0 / self._scale)
         overflow = share_overflow(overflow, parameters, self._over)
@@ -123,7 +126,7 @@ class GradScaler:
         return not overflow
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Call `optimizer.step` and return its result, unless a gradient overflowed on a rank."""
+        """Call `optimizer.step` and return its result, unless any rank had an overflow."""
         if self.enabled and id(optimizer) not in self._overflowed:
             self.unscale_(optimizer)
         if self._overflowed.get(id(optimizer), False):
@@ -139,7 +142,7 @@ class GradScaler:
         if not self.enabled:
             return
         if not self._overflowed:
-            raise ValueError("update() needs a step() or unscale_() before it")
+            raise ValueError("call step() or unscale_() before update()")
         if any(self._overflowed.values()):
             self._scale *= self.backoff_factor
             self._num_finite = 0
@@ -197,7 +200,7 @@ def share_overflow(
 
 
 def _groups(members: list[Member]) -> list[ProcessGroup]:
-    """Return the group of ranks that parameters are divided among, and the group of replicas."""
+    """Return the group that divides the parameters, and the group of their replicas."""
     over = largest(groups_of(members))
     replicas = {member.flat.replicas: None for member in members}
     return [group for group in (over, *replicas) if group is not None]

@@ -1,4 +1,4 @@
-"""Adapts common torch calls to shards.
+"""Adapt common torch functions so that they treat shards correctly.
 
 To torch a shard is an ordinary parameter, so torch's helpers accept it and work only on this rank's
 part. They would return the norm of that part, or skip the step on only one rank. After the first
@@ -91,8 +91,9 @@ def _guarded_total_norm(original: Callable[..., torch.Tensor]) -> Callable[..., 
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         if any(is_of_shard(tensor) for tensor in given):
             raise ValueError(
-                "these are gradients of shards, so their norm is this rank's part of the norm; "
-                "use echelon.dist.fsdp.clip_grad_norm_(model, max_norm), which returns the whole"
+                "these are gradients of shards, so their norm is only this rank's part of the "
+                "total norm; use echelon.dist.fsdp.clip_grad_norm_(model, max_norm), which "
+                "returns the total"
             )
         return original(given, *args, **kwargs)
 
@@ -142,7 +143,7 @@ def _autograd_is_compiled() -> bool:
 
 
 def _refuse_units(roots: Any) -> None:
-    """Refuse a backward under Compiled Autograd that reaches a unit.
+    """Refuse a backward that reaches a unit under Compiled Autograd.
 
     Compiled Autograd extracts all saved tensors from the graph before the first hook runs, so a
     unit would have to be whole before its backward begins. In addition, each hook would split the
@@ -159,7 +160,7 @@ def _refuse_units(roots: Any) -> None:
             raise ValueError(
                 f"Compiled Autograd cannot run a backward through {member}, which is sharded: "
                 "leave torch._dynamo.config.compiled_autograd off. torch.compile compiles the "
-                "backward of what it compiles by itself"
+                "backward of compiled code without it"
             )
         below = {child for child, _ in node.next_functions if child is not None} - seen
         seen |= below
@@ -174,7 +175,8 @@ def _guarded_grad(original: Callable[..., Any]) -> Callable[..., Any]:
             if member is not None and one is member.shard:
                 raise ValueError(
                     f"torch.autograd.grad cannot yield the gradient of shard {member}: use "
-                    "backward(inputs=...), which reduces it into .grad, or unshard(model) first"
+                    "backward(inputs=...), which reduces the gradient into .grad, or "
+                    "unshard(model) first"
                 )
         return original(outputs, inputs, *args, **kwargs)
 
@@ -182,7 +184,7 @@ def _guarded_grad(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _inputs(inputs: Any) -> list[Any]:
-    """Return the tensors whose gradients autograd must compute: from a tensor, many or a dict."""
+    """Return the tensors whose gradients autograd must compute, given as one, several or a dict."""
     if isinstance(inputs, dict):
         return list(inputs.values())
     return list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]

@@ -1,1 +1,1 @@
-"""Releases memory under persistent tensors and allocates it again, on the host and on devices."""
+"""Release memory behind persistent tensors and allocate it again, on the host and on devices."""

@@ -1,4 +1,4 @@
-"""Pages: moves physical memory from a released unit to a unit that is gathered.
+"""Move physical memory from a released unit to a unit that is being gathered.
 
 Memory that is returned to the system is zeroed when it is allocated again, which costs as much as a
 gather. So the memory released by one unit is moved under the addresses of the next unit of the same
@@ -54,7 +54,7 @@ class Pages:
         return idle + storage.payload_bytes <= self._limit()
 
     def supply(self, storage: HostStorage) -> None:
-        """Move idle memory of the right size under a storage, if there is any."""
+        """Move idle memory of the right size to a storage, if there is any such memory."""
         if storage in self._idle:
             self._idle.remove(storage)
             return

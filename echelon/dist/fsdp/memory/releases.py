@@ -1,4 +1,4 @@
-"""Releases: tracks device memory that was released while kernels may still be using it.
+"""Track device memory that was released while kernels may still be using it.
 
 The host runs ahead of the device: it releases a unit and gathers the next units long before the
 kernels of the first unit have run. Memory used by a communication stream returns to the allocator
@@ -17,7 +17,7 @@ import torch
 
 
 class Releases:
-    """Limits the memory that was released but may still be in use.
+    """A limit on memory that was released but may still be in use.
 
     Args:
         limit: returns the limit in bytes, beyond which one more unit is always allowed.
@@ -39,7 +39,7 @@ class Releases:
         return sum(num_bytes for _, num_bytes in self._pending)
 
     def add(self, num_bytes: int, device: torch.device) -> None:
-        """Record a release; work already queued on the current stream may still use the memory."""
+        """Record a release. Work already queued on the current stream may still use the memory."""
         module = self._device_module(device)
         if self._is_capturing(module):
             return  # a captured graph has memory of its own, and no event of it ever happens

@@ -1,4 +1,4 @@
-"""Provides memory that can be released and allocated again under the same tensor.
+"""Provide memory that can be released and allocated again behind the same tensor.
 
 Autograd keeps views of a unit's gathered parameters from forward to backward. They stay valid while
 the memory behind them is released and allocated again, because the address never changes. On the
@@ -105,7 +105,7 @@ class HostStorage(Storage):
         self._has_memory = True
 
     def release(self, keep: list[tuple[int, int]]) -> None:
-        """Pass the memory on to other storages, or return it to the system."""
+        """Pass the memory to other storages, or return it to the system."""
         if not self._has_memory:
             return
         self._has_memory = bool(keep)
@@ -190,7 +190,7 @@ class Pool:
         return buffer
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Take back a tensor that `acquire` lent out."""
+        """Take back a tensor that was lent out by `acquire`."""
         raw = self._lent.pop(buffer.data_ptr(), None)
         if raw is not None:  # else lent before `clear`
             self._free.append(raw)

@@ -1,4 +1,4 @@
-"""Decides when units are gathered, released and reduced; the driver carries out the decisions.
+"""Decide when units are gathered, released and reduced; the driver carries out these decisions.
 
     events    a unit's forward begins or ends; its outputs, a parameter or its inputs have their
               gradients; autograd ends; a step failed; the program holds or releases units

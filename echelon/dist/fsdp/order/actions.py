@@ -1,4 +1,4 @@
-"""The actions that the order requests from the driver, which carries them out one by one."""
+"""Define the actions that the order requests from the driver, which carries them out in turn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from echelon.dist.fsdp.order.entry import Entry
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Start gathering a unit's parameters; with `near`, among the ranks that kept a part."""
+    """Start gathering a unit's parameters; with `near`, only among the ranks that kept a part."""
 
     entry: Entry
     near: bool
@@ -18,7 +18,7 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Block until a unit's parameters are in memory, and make its modules use them."""
+    """Block until a unit's parameters are in memory, and make the unit's modules use them."""
 
     entry: Entry
 
@@ -41,7 +41,7 @@ class Collect:
 
 @dataclass(frozen=True, slots=True)
 class SetAside:
-    """Keep a gradient on this rank, because its unit does not reduce now."""
+    """Keep a gradient on this rank, because its unit is not reducing gradients now."""
 
     entry: Entry
     member: Hashable
@@ -56,7 +56,7 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Block until the oldest reduction in progress, which is this unit's, is complete."""
+    """Block until the oldest reduction in progress, which belongs to this unit, is complete."""
 
     entry: Entry
 
@@ -75,7 +75,7 @@ class Abandon:
 
 @dataclass(frozen=True, slots=True)
 class Trim:
-    """Return unused memory to the system; with `all_buffers`, also the buffers of reductions."""
+    """Return unused memory to the system; with `all_buffers`, also the reductions' buffers."""
 
     all_buffers: bool = False
 

@@ -1,4 +1,4 @@
-"""Budget: limits the bytes that sharding may use beyond the unit that is computing.
+"""Limit the bytes that sharding may use in addition to the unit that is computing.
 
 One third each is reserved for units gathered ahead, for gradients being reduced, and for idle
 memory that the next gather will use. What each third allows depends only on the units' sizes and
@@ -14,7 +14,7 @@ from typing import Protocol
 
 
 class Sized(Protocol):
-    """The properties of one unit that determine the default budget; see `Entry`."""
+    """The properties of a unit that determine the default budget; see `Entry`."""
 
     @property
     def num_bytes(self) -> int:
@@ -35,7 +35,7 @@ class Sized(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The sizes of a unit that may be deleted on this rank but not yet on another rank."""
+    """The sizes of a unit that this rank may have deleted while another rank has not."""
 
     num_bytes: int
     gradient_bytes: int
@@ -66,7 +66,7 @@ class Budget:
 
     @property
     def third(self) -> int:
-        """The number of bytes for each of the three uses."""
+        """The number of bytes available for each of the three uses."""
         return self._default_third if self.num_bytes is None else self.num_bytes // 3
 
     def allows_ahead(self, ahead_bytes: int, more_bytes: int) -> bool:
@@ -74,5 +74,5 @@ class Budget:
         return not ahead_bytes or ahead_bytes + more_bytes <= self.third
 
     def allows_reduction(self, under_way: Sequence[int], more_bytes: int) -> bool:
-        """Return whether a reduction may begin in addition to other reductions of these sizes."""
+        """Return whether a reduction may begin while others of these sizes are in progress."""
         return len(under_way) <= 1 or sum(under_way) + more_bytes <= self.third

@@ -1,4 +1,4 @@
-"""Entry: the data that the order keeps about one unit."""
+"""Define the entry in which the order keeps its data about one unit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class State(enum.Enum):
 
 
 class Facts(Protocol):
-    """Facts about a unit that may change between events and are read when an event needs them."""
+    """Facts about a unit that may change between events and are read only when they are needed."""
 
     @property
     def trains(self) -> bool:
@@ -112,7 +112,7 @@ class Entry:
         return self.sync and not self.held
 
     def awaits(self) -> set[Hashable]:
-        """Return the parameters whose gradients have not arrived yet in this backward."""
+        """Return the parameters whose gradients are still awaited in this backward."""
         if self.missing is None:
             self.missing = self.facts.trained()
         return self.missing
@@ -136,7 +136,7 @@ class Entry:
         self.calls.discard(call)
 
     def keep_calls(self) -> None:
-        """Expect the calls whose backward is complete again, in case their graph is reused.
+        """Expect the backward of completed calls again, in case their graph is reused.
 
         Called after a run of autograd that produced only gradients of inputs. With `create_graph`,
         the next run passes through the same calls.

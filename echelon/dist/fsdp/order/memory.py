@@ -1,4 +1,4 @@
-"""Tracks which units are in memory and which reductions have buffers."""
+"""Track which units are in memory and which reductions have buffers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from echelon.dist.fsdp.order.entry import Entry, State
 
 
 class Residency:
-    """Owns `Entry.state` and the actions of the current event.
+    """The owner of `Entry.state` and of the actions of the current event.
 
     Attributes:
         budget: limits what is gathered ahead.
@@ -33,7 +33,7 @@ class Residency:
         return actions
 
     def clear(self) -> None:
-        """Drop the actions of a failed event, and forget which units were gathered ahead."""
+        """Drop the actions of a failed event, and forget the units that were gathered ahead."""
         self._actions.clear()
         self._ahead.clear()
 
@@ -43,13 +43,13 @@ class Residency:
         return sum(entry.num_bytes for entry in self._ahead)
 
     def gather(self, entry: Entry) -> None:
-        """Start gathering a unit that is not in memory."""
+        """Start gathering a unit if the unit is not in memory."""
         if entry.state in (State.SHARDED, State.NEAR):
             self.emit(Gather(entry, near=entry.state is State.NEAR))
             entry.state = State.GATHERING
 
     def gather_ahead(self, entry: Entry, following: Sequence[Entry]) -> None:
-        """Start gathering the units that follow a unit, as far as its depth and the budget allow.
+        """Start gathering the units that follow a unit, within its depth and the budget.
 
         The method stops at the first unit that the budget refuses, so that the order of gathers
         never depends on sizes.

@@ -1,4 +1,4 @@
-"""Order: turns events into actions.
+"""Turn events into actions for the units of one group.
 
 The class `Order` records the order in which forwards request units, and requests the next units
 ahead of time, up to a depth and within a budget. The units gathered ahead depend only on these
@@ -28,7 +28,7 @@ Actions = list[Action]
 
 
 class Order:
-    """The units of one group. Each method handles an event and returns the actions to carry out.
+    """The units of one group. Each method handles one event and returns the resulting actions.
 
     Attributes:
         budget: the memory budget.
@@ -65,7 +65,7 @@ class Order:
         return self._run is not None and not self._failed
 
     def is_nested(self, entry: Entry) -> bool:
-        """Return whether a unit's forward is running inside an outer unit's."""
+        """Return whether a unit's forward is running inside an outer unit's forward."""
         opened = self._open()
         return not self._failed and entry in opened and opened[0] is not entry
 
@@ -174,7 +174,7 @@ class Order:
         return self._residency.take()
 
     def backward_asks(self) -> list[int]:
-        """Return the values that the ranks must agree on before the current backward ends.
+        """Return the votes on which the ranks must agree before the current backward ends.
 
         Each number is this rank's vote on one recording, which the maximum over all ranks decides.
         The result is empty on all ranks if there is nothing to agree on.
@@ -183,7 +183,9 @@ class Order:
         return [] if run.yields_nothing else self._pending.words(run)
 
     def backward_ends(self, agreed: Sequence[int] = ()) -> Actions:
-        """Handle the end of autograd. `backward_completes` must follow if this ends the run.
+        """Handle the end of autograd.
+
+        If the run ends here, `backward_completes` must be called next.
 
         Args:
             agreed: for each number from `backward_asks`, the maximum over all ranks.
@@ -199,7 +201,7 @@ class Order:
         return self._residency.take()
 
     def backward_completes(self) -> Actions:
-        """Release the units that the program does not hold, now that all gradients are reduced."""
+        """Release the units that the program does not hold, now that gradients are reduced."""
         run = self._running()
         if run.recordings:
             self._last_run = [weakref.ref(one) for one in run.recordings]
@@ -218,7 +220,7 @@ class Order:
     # ---- by hand ----
 
     def gather(self, entries: Iterable[Entry]) -> Actions:
-        """Start gathering units that the program requests."""
+        """Start gathering units at the program's request."""
         for entry in entries:
             if entry.state is not State.SHARDED and entry.facts.is_stale():
                 self._residency.release(entry)
@@ -242,7 +244,7 @@ class Order:
         return self._residency.take()
 
     def reduce(self, entries: Iterable[Entry]) -> Actions:
-        """Reduce gradients at the program's request, regardless of what the backward reduced."""
+        """Reduce gradients at the program's request, whether or not the backward reduced them."""
         reductions = Reductions(self._residency)
         for entry in entries:
             reductions.begin(entry)
@@ -252,7 +254,7 @@ class Order:
     # ---- failures ----
 
     def fail(self) -> None:
-        """Handle a failed hook or action, or a stopped backward; the next forward starts over."""
+        """Handle a failed hook or action, or a stopped backward; the next forward starts afresh."""
         self._failed = True
         self._run = None
         self._residency.clear()
@@ -285,7 +287,7 @@ class Order:
         self._opened = [weakref.ref(one) for one in opened]
 
     def _recording(self, entry: Entry | None = None) -> Recording:
-        """Return the outermost running forward's recording, or the unit's own if there is none."""
+        """Return the recording of the outermost running forward, or else the unit's own."""
         opened = self._open()
         outermost = opened[0] if opened else entry
         assert outermost is not None
@@ -294,7 +296,7 @@ class Order:
         return outermost.recording
 
     def _comes_first(self, entry: Entry, recording: Recording, *, at_end: bool) -> bool:
-        """Return whether the backward of an ending forward will begin with this unit.
+        """Return whether the backward will begin with this unit, whose forward is ending.
 
         This is not assumed of an outermost unit without inner units, which may be one of many in
         sequence.
@@ -319,7 +321,7 @@ class Order:
         self._residency.wait(entry)
 
     def _is_lent(self, entry: Entry) -> bool:
-        """Return whether a running forward of another unit uses this unit's parameters."""
+        """Return whether another unit whose forward is running uses this unit's parameters."""
         return any(entry in running.borrowed for running in self._open())
 
     def _running(self) -> Run:

@@ -1,4 +1,4 @@
-"""Pending: tracks the recordings whose backward is incomplete, and which take part in a run.
+"""Track the recordings whose backward is incomplete, and choose those that take part in a run.
 
 Recordings are identified by number, because a recording may be deleted on some ranks earlier than
 on other ranks; see [Note: models that are deleted].
@@ -17,7 +17,7 @@ _IS_NOT_REACHED, _TAKES_PART, _IS_DELETED = 0, 1, 2
 
 
 class Pending:
-    """The recordings whose backward is not complete (see the module)."""
+    """The recordings whose backward is not complete yet."""
 
     def __init__(self) -> None:
         self._recordings: dict[int, weakref.ref[Recording]] = {}
@@ -25,7 +25,7 @@ class Pending:
         self._communicating: set[int] = set()
 
     def add(self, recording: Recording, entry: Entry) -> None:
-        """Record that a forward of a unit will have a backward."""
+        """Record that a backward will follow a unit's forward."""
         self._recordings[recording.number] = weakref.ref(recording)
         if not entry.held:
             self._communicating.add(recording.number)
@@ -46,7 +46,7 @@ class Pending:
         return {entry for one in self.recordings() for entry in (*one.begun, *one.ended)}
 
     def words(self, run: Run) -> list[int]:
-        """Return this rank's vote on each recording, or nothing unless there are several."""
+        """Return this rank's vote on each recording, or no votes if there is only one."""
         numbers = sorted(self._communicating)
         return [self._word(number, run) for number in numbers] if len(numbers) > 1 else []
 

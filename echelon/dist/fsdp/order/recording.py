@@ -1,4 +1,4 @@
-"""Recording: records the forwards of one outermost unit, usually a whole model.
+"""Record the forwards of one outermost unit, which is usually a whole model.
 
 [Note: ownership] A unit owns its entry, and the entry of an outermost unit owns the recording,
 which refers to the entries of its inner units. The order itself has only weak references to entries
@@ -22,7 +22,7 @@ from echelon.dist.fsdp.order.entry import Entry
 
 @dataclass(eq=False)
 class Recording:
-    """The record of one outermost unit's forwards (see the module).
+    """The record of the forwards of one outermost unit.
 
     Attributes:
         number: the outermost unit's number.
@@ -53,7 +53,7 @@ class Recording:
         self.last = entry
 
     def after(self, entry: Entry) -> list[Entry]:
-        """Return the units that the last forward requested after a unit, up to the unit's depth."""
+        """Return the units that the last forward requested after a unit, up to its depth."""
         following: list[Entry] = []
         depth = entry.depth
         while len(following) < depth and (due := self.following.get(entry)) is not None:
@@ -74,7 +74,7 @@ class Recording:
         return any(entry.reduces and entry.facts.has_gradients() for entry in self.unreduced)
 
     def complete(self, partners: set[int]) -> bool:
-        """Record that a backward is complete; return whether all units reduced in it.
+        """Record that a backward is complete; return whether it reduced all units.
 
         Args:
             partners: numbers of the recordings that took part in the backward.

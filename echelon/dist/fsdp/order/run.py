@@ -1,4 +1,4 @@
-"""Run: handles one run of autograd through sharded units.
+"""Handle one run of autograd through sharded units.
 
 Two orders, both known before the run begins, keep the ranks in step whatever data they have:
 
@@ -27,7 +27,7 @@ from echelon.dist.fsdp.order.recording import Recording
 
 
 class Run:
-    """One run of autograd.
+    """One run of autograd through the units.
 
     Args:
         recordings: the recordings of the outermost units that may take part.
@@ -65,11 +65,11 @@ class Run:
 
     @property
     def yields_nothing(self) -> bool:
-        """Whether gradients were expected but none has arrived."""
+        """Whether gradients were expected but none have arrived."""
         return not self._arrived and bool(self._expected)
 
     def keep_rest(self) -> None:
-        """Leave the units that this run, which yielded nothing, did not gather to the next run."""
+        """Leave the units that were not gathered to the next run if this run yielded nothing."""
         for recording in self.recordings:
             recording.ended = {one: None for one in recording.ended if one in self._to_gather}
 
@@ -81,7 +81,7 @@ class Run:
         return any(entry in self._entered or entry in self._arrived for entry in units)
 
     def enters(self, entry: Entry) -> None:
-        """Gather the parameters that autograd needs for the unit it is about to pass through."""
+        """Gather the parameters that autograd needs for the unit that it is about to enter."""
         for one in (*entry.borrowed, entry):
             self._entered.add(one)
             self._needs(one)
@@ -189,7 +189,7 @@ class Run:
         return not entry.awaits() or (passed and bool(self._arrived))
 
     def _is_lent(self, entry: Entry) -> bool:
-        """Return whether autograd is inside another unit that uses this unit's parameters."""
+        """Return whether autograd is inside a different unit that uses this unit's parameters."""
         return any(one in self._inside for one in entry.borrowers)
 
     def _expect(self, entry: Entry) -> None:
@@ -211,7 +211,7 @@ def check_whole(entry: Entry, what: str) -> None:
     """
     if entry.state is not State.WHOLE:
         raise RuntimeError(
-            f"{what} was computed while {entry} was sharded: something computed inside the unit "
-            "left it other than through its outputs. Return it from forward, or call unshard() "
+            f"{what} was computed while {entry} was sharded: a tensor left the unit without "
+            "being one of its outputs. Return the tensor from forward, or call unshard() "
             "before backward"
         )

@@ -1,1 +1,1 @@
-"""The contents of a unit: its parameters as flat vectors, which are divided among ranks."""
+"""Store the parameters of a unit as flat vectors, which are divided among ranks."""

@@ -1,4 +1,4 @@
-"""Flat: stores a unit's parameters of one dtype as one flat vector, divided among the ranks.
+"""Store a unit's parameters of one dtype as one flat vector, which is divided among the ranks.
 
 [Note: the tensors in play]
 
@@ -51,8 +51,9 @@ Slot = tuple[nn.Module, str]
 # forward raises too, as it does for a plain parameter.
 _RELEASED = 1_000_000_000
 NO_HOOKS = (
-    "has a hook by register_hook(), which would never be called: autograd computes gradients of "
-    "whole parameters. register_post_accumulate_grad_hook() is called with the reduced gradient"
+    "has a hook from register_hook(), which would never be called: autograd computes gradients "
+    "of whole parameters. register_post_accumulate_grad_hook() is called with the reduced "
+    "gradient"
 )
 
 
@@ -92,7 +93,7 @@ class Member:
 
     @property
     def slots(self) -> list[Slot]:
-        """The places where the parameter is used, in modules that still exist."""
+        """The places in existing modules where the parameter is used."""
         found = ((ref(), name) for ref, name in self._slots)
         return [(module, name) for module, name in found if module is not None]
 
@@ -101,7 +102,7 @@ class Member:
         self._slots.append((weakref.ref(module), name))
 
     def show_leaf(self) -> None:
-        """Put the leaf in the places where the modules use the parameter.
+        """Make the modules use the leaf wherever they use the parameter.
 
         Raises:
             ValueError: the program put another object in such a place.
@@ -114,13 +115,13 @@ class Member:
             if found is not self.leaf and found is not self.shard:
                 raise ValueError(
                     f"parameter {name!r} of a {type(module).__name__} was replaced after "
-                    "fully_shard, which gathers the parameter that it was given. Do that before, "
-                    "or set the values by load_state_dict()"
+                    "fully_shard, which still gathers the original parameter. Assign the "
+                    "parameter before fully_shard, or change its values with load_state_dict()"
                 )
             _put(module, name, self.leaf)
 
     def show_shard(self) -> None:
-        """Put the shard in the places that use the parameter, unless the program changed them."""
+        """Make the modules use the shard, except in places that the program has changed."""
         if self.leaf.requires_grad != self._leaf_trains:  # set while the leaf existed
             self._leaf_trains = self.leaf.requires_grad
             self.shard.requires_grad_(self._leaf_trains)
@@ -146,7 +147,7 @@ class Member:
         self._shard_address = self.shard.data_ptr()
 
     def shard_is_ours(self) -> bool:
-        """Return whether the shard still views the chunk."""
+        """Return whether the shard is still a view of the chunk."""
         shard = self.shard
         return shard.data_ptr() == self._shard_address and shard.dtype == self.flat.dtype
 
@@ -164,12 +165,12 @@ class Member:
         self._gathered_version = version
 
     def take_move(self) -> int:
-        """Return 1 if the shard changed between the last two gathers, else 0; clear the record."""
+        """Return 1 if the shard changed between the last two gathers, otherwise 0; reset this."""
         moved, self._has_moved = self._has_moved, False
         return int(moved)
 
     def check_leaf(self, *, was_written: bool) -> None:
-        """Before the leaf is released, adopt values that the program wrote or assigned to it.
+        """Adopt values that the program wrote or assigned to the leaf, before the leaf is released.
 
         Raises:
             ValueError: the program gave the leaf a different dtype, device or shape.
@@ -190,7 +191,7 @@ class Member:
         if (data.shape, data.dtype, data.device) != (place.shape, place.dtype, place.device):
             raise ValueError(
                 f"{self.name!r} was {_described(place)} and was changed to {_described(data)} "
-                "after fully_shard: convert or move the model before it"
+                "after fully_shard: convert or move the model before fully_shard"
             )
 
     def _write_back(self) -> None:
@@ -208,7 +209,7 @@ class Member:
         return self.leaf.grad is not None or self.aside is not None
 
     def set_aside(self) -> None:
-        """Add a gradient that is not reduced yet to earlier ones, in the dtype of the sums."""
+        """Add an unreduced gradient to those that were set aside earlier, in the sums' dtype."""
         gradient, dtype = self.leaf.grad, self.flat.reduce_dtype
         if gradient is None or gradient.dtype == dtype:
             return
@@ -230,13 +231,13 @@ class Member:
         self.leaf.grad = self.aside = None
 
     def of(self, chunk: torch.Tensor) -> torch.Tensor:
-        """View this rank's part of the parameter in a chunk-sized tensor, in the shard's shape."""
+        """Return a view of this rank's part of the parameter in a tensor of the chunk's size."""
         part = self.part
         dims = (1,) * max(0, len(self.piece.shape) - 1)
         return chunk[part.offset : part.offset + part.length].view(part.length, *dims)
 
     def within(self, full: torch.Tensor) -> torch.Tensor:
-        """View the parameter in a tensor that has the size of the whole vector."""
+        """Return a view of the parameter in a tensor of the whole vector's size."""
         piece = self.piece
         return full[piece.start : piece.start + piece.numel].view(piece.shape)
 
@@ -268,13 +269,13 @@ def _described(tensor: torch.Tensor) -> str:
 
 
 def member_of(parameter: Any) -> Member | None:
-    """Return the member that a shard or leaf belongs to."""
+    """Return the member to which a shard or leaf belongs."""
     found = attached(parameter)
     return found if isinstance(found, Member) else None
 
 
 def mark(gradient: torch.Tensor) -> torch.Tensor:
-    """Mark a gradient as a shard's, for functions that see only gradients."""
+    """Mark a tensor as the gradient of a shard, for functions that receive only gradients."""
     attach(gradient, True)
     return gradient
 
@@ -285,7 +286,7 @@ def is_of_shard(tensor: torch.Tensor) -> bool:
 
 
 class Flat:
-    """A flat vector of parameters (see the module's note). The driver decides when it is gathered.
+    """A flat vector of parameters. The driver decides when the vector is gathered.
 
     Args:
         sources: the parameters, all of one dtype and on one device.
@@ -378,7 +379,7 @@ class Flat:
             self.full.tensor.copy_(mine)
 
     def start_regather(self, near: ProcessGroup) -> None:
-        """Start filling `full` from the parts that the `near` ranks kept (see `release`)."""
+        """Start filling `full` from the parts that the `near` ranks have kept (see `release`)."""
         self.full.take()
         mine = self._part_of_full(near.rank, near.size)
         if self._kept is not None:
@@ -395,7 +396,7 @@ class Flat:
             self._works.pop(0).wait()
 
     def show_leaves(self) -> None:
-        """Make the modules use whole parameters; `requires_grad` is copied from the shards.
+        """Make the modules use whole parameters, with `requires_grad` copied from the shards.
 
         Raises:
             ValueError: the program replaced a parameter.
@@ -409,7 +410,7 @@ class Flat:
             member.show_leaf()
 
     def show_shards(self) -> None:
-        """Make the modules use the shards; copy a `requires_grad` that was set on a leaf."""
+        """Make the modules use the shards, with any change of `requires_grad` on a leaf."""
         for member in self.members:
             member.show_shard()
 
@@ -499,7 +500,7 @@ def _set_versions(members: Sequence[Member], versions: Sequence[int]) -> None:
 
 
 def make_whole(flat: Flat) -> torch.Tensor:
-    """Return a tensor for the whole vector in the shards' dtype, not resident until written."""
+    """Return a tensor for the whole vector in the shards' dtype, without allocating pages yet."""
     if flat.device.type == "cpu":
         return HostStorage(flat.layout.numel, flat.dtype).tensor
     return torch.zeros(flat.layout.numel, dtype=flat.dtype, device=flat.device)

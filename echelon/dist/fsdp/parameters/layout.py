@@ -1,4 +1,4 @@
-"""Computes the position of each parameter in a unit's flat vector, and the ranks' chunks.
+"""Compute the position of each parameter in a unit's flat vector, and the ranks' chunks.
 
     flat vector   |p0   .|p1          .|p2 .|p3             .|  padding |
     chunks        |   rank 0     |   rank 1     |   rank 2     | ...
@@ -46,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The flat vector of `group_size * chunk_numel` elements, and the parameters in it."""
+    """The positions of the parameters in a flat vector of `group_size * chunk_numel` elements."""
 
     pieces: tuple[Piece, ...]
     chunk_numel: int
@@ -96,7 +96,7 @@ def plan_layout(
 
 
 def tagged_shape(numel: int, tag: int) -> tuple[int, ...]:
-    """Return a shape of `numel` elements that is different for each tag of `TAG_BITS` bits.
+    """Return a shape with `numel` elements that encodes a tag of `TAG_BITS` bits.
 
     Groups compare the shapes of every collective before any result is written. Units of equal size
     would look alike in that comparison. With a shape that encodes the unit, a rank that gathers a

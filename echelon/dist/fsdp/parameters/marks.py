@@ -1,4 +1,4 @@
-"""Sets `_echelon`, the only attribute that sharding adds to the program's objects.
+"""Set `_echelon`, which is the only attribute that sharding adds to the program's objects.
 
     a module passed to `fully_shard`          its unit
     a parameter of a unit, shard or leaf      its member

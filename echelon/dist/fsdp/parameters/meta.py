@@ -1,4 +1,4 @@
-"""Allocates and initialises parameters that are on the meta device, one unit at a time."""
+"""Allocate and initialize parameters that are on the meta device, one unit at a time."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def make_real(
         if module._buffers[name] is buffer and buffer._version == version:
             raise ValueError(
                 f"buffer {title!r} is on the meta device, and neither reset_parameters() of "
-                f"{type(module).__name__} nor init= gave it a value; compute it there, or make "
-                "the module on a real device"
+                f"{type(module).__name__} nor init= gave the buffer a value; compute the value "
+                "in one of them, or create the module on a real device"
             )
 
 
@@ -85,8 +85,9 @@ def _initialize(path: str, module: nn.Module, init: Callable[[nn.Module], Any] |
         reset()
     elif init is None:
         raise ValueError(
-            f"{path or 'the module'} ({type(module).__name__}) has parameters or buffers on the "
-            "meta device and no reset_parameters(); pass init=, which is called with it"
+            f"{path or 'the module'} ({type(module).__name__}) has parameters or buffers on "
+            "the meta device and no reset_parameters(); pass init=, a function that "
+            "initializes such a module"
         )
     if init is not None:
         init(module)

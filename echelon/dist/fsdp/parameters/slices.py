@@ -1,4 +1,4 @@
-"""Marks slices: parameters that tensor parallelism divided along one dim.
+"""Mark parameters as slices, which tensor parallelism divided along one dim.
 
 A rank's parameter is then an even part of the whole parameter. Code that depends on whole shapes
 and positions (checkpoints, whole state dicts) reads the part's position from its mark. The mark is
@@ -41,7 +41,7 @@ class Slice:
         return tuple(shape)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """View this part in the whole tensor."""
+        """Return a view of this part in the whole tensor."""
         length = self.shape[self.dim] // self.count
         return whole.narrow(self.dim, self.index * length, length)
 

@@ -1,4 +1,4 @@
-"""Unit: gathers and releases the parameters of some modules together, usually one block's."""
+"""Gather and release the parameters of some modules together, usually those of one block."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _owners: weakref.WeakKeyDictionary[Flat, weakref.ref[Unit]] = weakref.WeakKeyDic
 
 
 class Unit:
-    """Modules whose parameters are gathered and released together, as the order decides.
+    """Modules whose parameters are gathered and released together when the order decides.
 
     Args:
         number: the unit's number within its group.
@@ -82,7 +82,7 @@ class Unit:
         return self.entry.state
 
     def borrow(self, owners: Sequence[Unit]) -> None:
-        """Record parameters that other units own and this unit also uses."""
+        """Record parameters that belong to other units but are also used by this unit."""
         for owner in owners:
             self.borrowed.append(owner)
             self.entry.borrowed.append(owner.entry)
@@ -91,8 +91,9 @@ class Unit:
     def __deepcopy__(self, memo: object) -> Unit:
         """Refuse to copy, because a copy would share the original's collectives and memory."""
         raise ValueError(
-            "a sharded model cannot be copied. Copy it before fully_shard and shard the copy too; "
-            "for a moving average, keep clones of model.parameters(), which are the shards"
+            "a sharded model cannot be copied. Copy the model before fully_shard and shard the "
+            "copy too; for a moving average, keep clones of model.parameters(), which are the "
+            "shards"
         )
 
     @property
@@ -122,7 +123,7 @@ class Unit:
     # ---- parameters ----
 
     def start_gather(self, near: ProcessGroup | None = None) -> None:
-        """Start gathering the unit, only among the `near` ranks if these kept a part.
+        """Start gathering the unit; if the `near` ranks kept a part, gather only among those ranks.
 
         Raises:
             ValueError: a shard was converted or moved.
@@ -174,7 +175,7 @@ class Unit:
         )
 
     def has_tag(self, tag: int) -> bool:
-        """Return whether a collective's shape with this tag belongs to one of the unit's flats."""
+        """Return whether the tag in a collective's shape is that of one of the unit's flats."""
         return any(flat.number % (1 << TAG_BITS) == tag for flat in self.flats)
 
     def has_gradients(self) -> bool:
@@ -190,7 +191,7 @@ class Unit:
         """
         if self.has_gradients():
             raise ValueError(
-                f"{self} has gradients that were not reduced: do the last backward outside of "
+                f"{self} has gradients that were not reduced: run the last backward outside of "
                 "gradient_sync(model, enabled=False), or call reduce_gradients()"
             )
         if self.entry.held:

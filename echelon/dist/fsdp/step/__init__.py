@@ -1,1 +1,1 @@
-"""Runs a training step: hooks report events, and the driver carries out the order's decisions."""
+"""Run a training step: hooks report events, and the driver carries out the order's decisions."""

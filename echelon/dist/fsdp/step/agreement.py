@@ -1,4 +1,4 @@
-"""Makes the ranks agree, when a unit is created, on its settings and on the existing units.
+"""Make the ranks agree on a new unit's settings and on the existing units.
 
 The order of collectives follows from the units' settings, so they must be equal on all ranks. The
 default budget follows from the existing units, and the garbage collector runs at different moments
@@ -14,7 +14,7 @@ from echelon.dist.group import ProcessGroup
 
 
 def check_settings(driver: Driver, title: str, settings: dict[str, Any]) -> None:
-    """Check that all ranks create the next unit alike. Collective; blocks until all join.
+    """Check that all ranks create the next unit with equal settings. Collective; blocks.
 
     Args:
         driver: the unit's driver.

@@ -1,4 +1,4 @@
-"""Driver: carries out the decisions of the order for the units of one group.
+"""Carry out the order's decisions for the units of one group.
 
 Each group over which units are sharded has one driver. The driver reports events to `order.Order`
 and carries out the returned actions: it starts collectives, waits for them, and allocates and
@@ -45,7 +45,7 @@ def driver_of(unit: Unit) -> Driver:
 
 
 class _Run:
-    """An object that exists while autograd's engine runs, held only by the engine's callback.
+    """An object that lives as long as autograd's engine runs, held only by the engine's callback.
 
     If an exception stops the engine, the callback is dropped together with this object, which shows
     the driver that the step failed.
@@ -55,7 +55,7 @@ class _Run:
         self._ends = ends
 
     def end(self) -> None:
-        """Report the end of the run."""
+        """Report that the run has ended."""
         self._ends()
 
 
@@ -102,7 +102,7 @@ class Driver:
         _drivers[unit] = weakref.ref(self)
 
     def measure(self, unit: Unit) -> None:
-        """Include a unit in the budget, now that its contents are known."""
+        """Include a unit in the budget, because its contents are now known."""
         entry = unit.entry
         self.sizes[unit.number] = Size(
             entry.num_bytes, entry.gradient_bytes, entry.depth, entry.outer
@@ -142,7 +142,7 @@ class Driver:
         return self._near[size]
 
     def prepare(self, device: torch.device) -> None:
-        """Make every group create its communicators on a device now. Collective.
+        """Make every group create its device communicators now. Collective.
 
         A group creates its communicator at its first operation on a device. In the middle of a
         step, this would allocate memory and could wait for kernels that wait for a late peer.
@@ -160,7 +160,7 @@ class Driver:
     # ---- events ----
 
     def is_nested(self, unit: Unit) -> bool:
-        """Return whether a unit's forward is running inside an outer unit's."""
+        """Return whether a unit's forward is running inside an outer unit's forward."""
         return self.order.is_nested(unit.entry)
 
     def is_at_work(self, unit: Unit) -> bool:
@@ -176,7 +176,7 @@ class Driver:
         return self.order.in_backward
 
     def before_forward(self, unit: Unit, *, trains: bool) -> None:
-        """Gather a unit's parameters; `trains` is whether a backward may follow."""
+        """Gather a unit's parameters; `trains` tells whether a backward may follow."""
         with self._failing():
             _ = self.in_backward
             records = torch.is_grad_enabled()
@@ -189,7 +189,7 @@ class Driver:
             self._do(self.order.forward_ends(unit.entry, has_graph=has_graph))
 
     def outputs_have_gradients(self, unit: Unit, call: int | None) -> None:
-        """Gather the parameters of the unit that autograd is about to pass through."""
+        """Gather the parameters of the unit that autograd is about to enter."""
         with self._failing():
             self._enter_backward()
             self._do(self.order.outputs_have_gradients(unit.entry, call))
@@ -201,7 +201,7 @@ class Driver:
             self._do(self.order.gradient_arrives(unit.entry, member))
 
     def inputs_have_gradients(self, unit: Unit, call: int) -> None:
-        """Release and reduce a unit if this was the last of its calls."""
+        """Release and reduce a unit if its last call's inputs have their gradients."""
         with self._failing():
             self._enter_backward()
             self._do(self.order.inputs_have_gradients(unit.entry, call))
@@ -254,7 +254,7 @@ class Driver:
     # ---- actions ----
 
     def _agree(self, words: Sequence[int]) -> list[int]:
-        """Return the element-wise maximum of all ranks' votes."""
+        """Return the element-wise maximum of the votes of all ranks."""
         with self._explaining("agreeing on the models that a backward reached"):
             unit = next(iter(self.units.values()))
             agreed = torch.tensor(words, dtype=torch.int64, device=unit.device)
@@ -266,7 +266,7 @@ class Driver:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Report an exception raised in the block to the order."""
+        """Report an exception that is raised inside the block to the order."""
         try:
             yield
         except BaseException:
@@ -347,7 +347,7 @@ class Driver:
 
     @contextlib.contextmanager
     def _explaining(self, doing: str) -> Iterator[None]:
-        """Replace shapes in an error's text with the units that the ranks were processing."""
+        """Replace shapes in an error's text by the units that the ranks were processing."""
         try:
             yield
         except CollectiveError as err:

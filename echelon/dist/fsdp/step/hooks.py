@@ -1,4 +1,4 @@
-"""Connects a unit's modules and autograd to the unit's driver by hooks.
+"""Connect a unit's modules and autograd to the unit's driver with hooks.
 
 The hooks run outside compiled code, so that a compiled block sees gathered parameters as plain
 tensors.
@@ -109,8 +109,8 @@ class _PartHook:
             return
         raise RuntimeError(
             f"a {type(module).__name__} inside {self._unit} was called outside of the unit's "
-            "forward, where this rank has a shard of its parameters only. Call the unit, make this "
-            "module a unit of its own, or name the method that you call by "
+            "forward, when this rank has only a shard of the unit's parameters. Call the unit, "
+            "make this module a unit of its own, or register the method that you call with "
             "register_forward_method(module, name)"
         )
 
@@ -198,14 +198,17 @@ class _ModuleHooks:
 
 
 def _trains(args: Any, kwargs: Any) -> bool:
-    """Return whether a backward may follow, which is also possible in a reentrant checkpoint."""
+    """Return whether a backward may follow.
+
+    In a reentrant checkpoint, one may follow without a graph.
+    """
     return torch.is_grad_enabled() or any(
         tensor.requires_grad for tensor in tensors_in((args, kwargs))
     )
 
 
 def _watch(value: Any, told: Callable[[], None]) -> bool:
-    """Call `told` when any tensor in a value gets its gradient; return whether this can happen."""
+    """Call `told` when any tensor in a value gets its gradient; return whether that can happen."""
 
     def hook(gradient: torch.Tensor) -> None:  # noqa: ARG001
         told()
@@ -219,7 +222,7 @@ def _watch(value: Any, told: Callable[[], None]) -> bool:
 
 
 class _Told:
-    """A callback that reports, once per backward, that a call's inputs have their gradients."""
+    """A callback that reports once per backward that the inputs of a call have their gradients."""
 
     def __init__(self, tell: Callable[[], None]) -> None:
         self._tell = tell
@@ -236,7 +239,7 @@ class _Told:
 
 
 def _watch_all(tensors: Iterable[torch.Tensor], told: Callable[[], None]) -> bool:
-    """Call `told` when all of these tensors have gradients; return whether any will get one.
+    """Call `told` when all of these tensors have gradients; return whether any can get a gradient.
 
     Some tensors may get their gradients long before the others; the gradient of a skip connection,
     for example, is available at once. Tensors that the unit does not use are not waited for.

@@ -1,4 +1,4 @@
-"""Finds tensors inside the arguments and results of a module: tuples, lists, dicts, dataclasses."""
+"""Find tensors in a module's arguments and results: tuples, lists, dicts and dataclasses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return a nested value with a function applied to every tensor; other values are unchanged."""
+    """Return a nested value in which a function was applied to every tensor."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if not any(True for _ in tensors_in(value)):

@@ -1,4 +1,4 @@
-"""Reducer: runs all reductions of one backward concurrently, and the exchange that ends them.
+"""Run all reductions of one backward concurrently, and the exchange that ends them.
 
 At the end, every rank publishes a hash of the order in which it gathered and reduced units, and the
 parameters for which it had gradients. A rank with a different order is named in an error, and a
@@ -21,7 +21,7 @@ from echelon.errors import CollectiveMismatchError
 
 
 class Reducer:
-    """The reductions of units, in the order of the calls of `start`, which all ranks share.
+    """The reductions of units, in the order of the calls of `start`, equal on all ranks.
 
     Args:
         pool: the source of buffers.
@@ -106,7 +106,7 @@ class Reducer:
         return self._filling[flat]
 
     def _advance(self, limit: int) -> None:
-        """Advance the reductions in order; block while more than `limit` of them are in flight."""
+        """Advance the reductions in order; block while more than `limit` are in progress."""
         while self._flying and self._flying[0].advance(block=len(self._flying) > limit):
             self._flying.popleft()
 
@@ -139,8 +139,8 @@ def _check(hashes: list[tuple[int, ...]], group: ProcessGroup) -> None:
     strays = [group.ranks[index] for index, one in enumerate(hashes) if one != usual]
     names = ", ".join(f"rank {rank}" for rank in strays)
     raise CollectiveMismatchError(
-        f"{names} went through the units of group {group.name!r} in another order than the others "
-        f"since the last step: does its forward depend on its data?",
+        f"{names} went through the units of group {group.name!r} in a different order from the "
+        "other ranks since the last step: does the forward depend on the data?",
         group=group.name,
         operation="backward",
         ranks=strays,

@@ -1,4 +1,4 @@
-"""Reduction: moves one flat's gradients from autograd to the shards' `.grad`.
+"""Move the gradients of one flat vector from autograd to the shards' `.grad`.
 
     leaf.grad --copy--> buffer [group_size * chunk_numel] --reduce_scatter--> sums [chunk_numel]
               (pooled, in the dtype of the reduction)        --all_reduce over the replicas-->
@@ -100,7 +100,10 @@ class Reduction:
         self._work = self._replicas.all_reduce(self._sums, op="sum", async_op=True)
 
     def advance(self, *, block: bool) -> bool:
-        """Advance as far as possible without blocking, or to the end; return whether it ended."""
+        """Advance as far as possible without blocking, or to the end.
+
+        Return whether the end was reached.
+        """
         if block:
             self.cross()
         if self._work is not None:

@@ -1,1 +1,1 @@
-"""Tensor parallelism: divides layers among ranks, using differentiable collectives."""
+"""Divide layers among ranks (tensor parallelism), using differentiable collectives."""

@@ -1,4 +1,4 @@
-"""Differentiable collectives for the entry and exit of the divided part of a model.
+"""Provide differentiable collectives for the entry and exit of the divided part of a model.
 
 Outside the divided part every rank has the same features or, with `sequence`, an even part of each
 sequence. Each function runs a collective in forward, and in backward the collective that gives
@@ -31,7 +31,7 @@ POSITIONS = -2  # the dim of a sequence's positions: features are last
 
 @uncompiled_call
 def enter(x: Tensor, group: ProcessGroup, *, sequence: bool) -> Tensor:
-    """Return the input of the divided part of the model, on every rank: [..., T, C]."""
+    """Return the input of the divided part of the model, whole on every rank: [..., T, C]."""
     if sequence:
         return cast(Tensor, _EnterSequence.apply(x, group))  # type: ignore[no-untyped-call]
     return cast(Tensor, _Enter.apply(x, group))  # type: ignore[no-untyped-call]
@@ -51,7 +51,7 @@ def leave(x: Tensor, group: ProcessGroup, *, sequence: bool) -> Tensor:
 
 @uncompiled_call
 def gather(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """Concatenate all ranks' parts along a dim. Later computations are the same on all ranks."""
+    """Concatenate all ranks' parts along a dim. Every rank then continues with the same values."""
     return cast(Tensor, _Gather.apply(x, group, dim))  # type: ignore[no-untyped-call]
 
 
@@ -69,8 +69,8 @@ def own_positions(x: Tensor, group: ProcessGroup) -> Tensor:
 def _check_positions(x: Tensor, group: ProcessGroup) -> None:
     if x.shape[POSITIONS] % group.size:
         raise ValueError(
-            f"sequence parallelism divides {x.shape[POSITIONS]} positions among the "
-            f"{group.size} ranks of group {group.name!r}, which do not divide them: pad sequences"
+            f"sequence parallelism cannot divide {x.shape[POSITIONS]} positions evenly among "
+            f"the {group.size} ranks of group {group.name!r}: pad the sequences"
         )
 
 

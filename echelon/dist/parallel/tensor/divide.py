@@ -1,4 +1,4 @@
-"""Divides a model's layers according to a plan, and finds the undivided parameters."""
+"""Divide a model's layers according to a plan, and find the parameters that stay whole."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Undivided:
 
 
 def divide_model(model: nn.Module, plan: Plan, setting: Setting) -> Undivided:
-    """Divide a model's layers among a group's ranks, all starting from the first rank's values.
+    """Divide a model's layers among a group's ranks, starting from the first rank's values.
 
     Collective; blocks at most for the group's timeout.
 
@@ -73,7 +73,7 @@ def _check(model: nn.Module, plan: Plan, setting: Setting) -> None:
     if not plan.tensor:
         raise ValueError(
             f"the mesh has {size} ranks on axis tp, but the plan does not divide any module: "
-            "plan.tensor"
+            "set plan.tensor"
         )
     dropouts = (
         name
@@ -84,7 +84,7 @@ def _check(model: nn.Module, plan: Plan, setting: Setting) -> None:
     if first is not None:
         raise ValueError(
             f"{first} drops features at random, and the ranks of axis tp would drop different "
-            "ones: set its p to 0"
+            "features: set its p to 0"
         )
 
 
@@ -112,7 +112,7 @@ def _undivided(
         kind[id(parameter)] = parameter
         if id(parameter) in (equal if kind is partial else partial):
             raise ValueError(
-                f"{name} is used both inside and outside a region of the plan, undivided: its "
-                "gradients would be neither sums nor equal"
+                f"{name} is used both inside and outside a region of the plan, without being "
+                "divided: the ranks' gradients would be neither partial sums nor equal"
             )
     return Undivided(tuple(partial.values()), tuple(equal.values()))

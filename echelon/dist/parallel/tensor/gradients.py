@@ -1,4 +1,4 @@
-"""Keeps gradients equal for parameters that every rank of a tensor-parallel group holds."""
+"""Keep gradients equal for parameters that every rank of a tensor-parallel group holds."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SharedGradients:
                     parameter.grad = None
 
     def drop(self) -> None:
-        """After a failed step, drop the step's gradients and restore the gradients set aside."""
+        """Drop the gradients of a failed step, and restore the gradients that were set aside."""
         if self._group.size > 1:
             for parameter in self.parameters:
                 parameter.grad = self._kept.pop(id(parameter), None)

@@ -1,4 +1,4 @@
-"""Implements the styles: how tensor parallelism changes each kind of module.
+"""Implement the styles, which define how tensor parallelism changes each kind of module.
 
 A divided layer keeps its module, its name and its parameter object; the parameter becomes this
 rank's slice, and the module's `forward` is replaced by a function that communicates with the other
@@ -35,14 +35,14 @@ FEATURES = -1
 
 @dataclass(frozen=True)
 class Setting:
-    """The ranks among which layers are divided, and whether positions are divided elsewhere."""
+    """The ranks among which layers are divided, and whether positions are also divided."""
 
     group: ProcessGroup
     sequence: bool
 
 
 def check(name: str, module: nn.Module, style: str, size: int) -> None:
-    """Check that a module can be divided according to a plan, before any module is divided.
+    """Check, before any module is divided, that a module can be divided according to a plan.
 
     Raises:
         ValueError: the module cannot be divided.
@@ -64,14 +64,16 @@ def make_region(name: str, module: nn.Module, setting: Setting) -> None:
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if not args or not isinstance(args[0], Tensor):
-            raise ValueError(f"{name} is a region: its first positional argument must be a tensor")
+            raise ValueError(
+                f"{name} is a region of the plan, so its first positional argument must be a tensor"
+            )
         return enter(args[0], setting.group, sequence=setting.sequence), *args[1:]
 
     module.register_forward_pre_hook(before)
 
 
 def make_column(name: str, module: nn.Module, setting: Setting, *, enters: bool) -> None:
-    """Divide a linear layer by its outputs, so that it returns this rank's part of the features."""
+    """Divide a linear layer by its outputs, so that it returns this rank's features only."""
     linear = _linear(name, module)
     linear.out_features = _divide_rows(name, linear, setting)
     if not enters:
@@ -85,7 +87,10 @@ def make_column(name: str, module: nn.Module, setting: Setting, *, enters: bool)
 
 
 def make_row(name: str, module: nn.Module, setting: Setting) -> None:
-    """Divide a linear layer by its inputs; the outputs are summed over ranks, plus the bias."""
+    """Divide a linear layer by its inputs.
+
+    The outputs are summed over the ranks before the bias.
+    """
     linear = _linear(name, module)
     linear.in_features = divide(f"{name}.weight", linear.weight, 1, setting.group)
 
@@ -167,8 +172,8 @@ def divide(name: str, parameter: Tensor, dim: int, group: ProcessGroup) -> int:
         return parameter.shape[dim]
     if parameter.shape[dim] % group.size:
         raise ValueError(
-            f"{name} has length {parameter.shape[dim]} in dim {dim}, which {group.size} ranks of "
-            f"group {group.name!r} (tp) do not divide"
+            f"{name} has length {parameter.shape[dim]} in dim {dim}, which cannot be divided "
+            f"among the {group.size} ranks of group {group.name!r} (tp)"
         )
     part = Slice(tuple(parameter.shape), dim, group.rank, group.size)
     parameter.data = part.of(parameter.data).clone(memory_format=torch.contiguous_format)
@@ -195,8 +200,8 @@ class _Forward:
     def __deepcopy__(self, memo: object) -> _Forward:
         """Refuse to copy, because the copy would compute with the original's weights."""
         raise ValueError(
-            "a model that parallelize divided cannot be copied. Copy it before, and divide the "
-            "copy too; for a moving average, keep clones of its parameters"
+            "a model divided by parallelize cannot be copied. Copy the model first, and divide "
+            "the copy too; for a moving average, keep clones of its parameters"
         )
 
 
@@ -239,4 +244,4 @@ def _check_tokens(name: str, tokens: Tensor, num_all: int) -> None:
         least, most = int(tokens.min()), int(tokens.max())
         if least < 0 or most >= num_all:
             bad = least if least < 0 else most
-            raise IndexError(f"{name}: token {bad} is not one of {num_all}")
+            raise IndexError(f"{name}: token {bad} is outside the vocabulary of {num_all}")

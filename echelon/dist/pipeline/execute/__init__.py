@@ -1,1 +1,1 @@
-"""The executor: runs stages of torch modules, with messages between stages, ties and replicas."""
+"""Run stages of torch modules, with messages between stages, ties and replicas."""

@@ -1,4 +1,4 @@
-"""Checks a pipeline's preconditions: a valid plan, the right stages, and agreement of all ranks."""
+"""Check a pipeline's preconditions: a valid plan, the right stages, and agreement of all ranks."""
 
 from __future__ import annotations
 
@@ -54,16 +54,18 @@ def check_stages(stages: Sequence[Stage], plan: Plan, rank: int) -> None:
     indices, expected = tuple(stage.index for stage in stages), plan.stages_of(rank)
     if indices != expected:
         raise ValueError(
-            f"{plan.name} puts stages {list(expected)} on rank {rank} of the group, got "
+            f"{plan.name} puts stages {list(expected)} on rank {rank} of the group, but got "
             f"{list(indices)}"
         )
     wrong = [stage for stage in stages if stage.num_stages != plan.num_stages]
     if wrong:
-        raise ValueError(f"{wrong[0]}: {plan.name} has {plan.num_stages} stages here")
+        raise ValueError(
+            f"{wrong[0]} does not match {plan.name}, which has {plan.num_stages} stages here"
+        )
 
 
 def check_shared(stages: Sequence[Stage], plan: Plan, ties: Sequence[Sequence[str]]) -> None:
-    """Check that parameters that a model's layers shared before `split` are tied between ranks.
+    """Check that parameters shared by layers are tied if their stages are on different ranks.
 
     Raises:
         ValueError: a parameter that stages on several ranks use is not tied, so its copies would
@@ -106,14 +108,15 @@ def agree(
     for rank, (theirs, _, _, kind) in enumerate(every):
         if theirs != facts:
             raise ValueError(
-                f"rank {group.ranks[rank]} has schedule {theirs[0]!r} with {theirs[1]} micro-"
-                f"batches, this rank {facts[0]!r} with {facts[1]}, or their plans or ties differ"
+                f"rank {group.ranks[rank]} has schedule {theirs[0]!r} with {theirs[1]} "
+                f"micro-batches, but this rank has {facts[0]!r} with {facts[1]}, or their "
+                "plans or ties differ"
             )
         if kind != device.type:
             raise ValueError(
-                f"the stages of rank {group.ranks[rank]} are on {kind}, this rank's on "
-                f"{device.type}; a rank whose stages have neither parameters nor buffers counts "
-                "as cpu: give one of them a buffer"
+                f"the stages of rank {group.ranks[rank]} are on {kind}, but this rank's are on "
+                f"{device.type}. A rank whose stages have neither parameters nor buffers "
+                "counts as cpu: give one of its stages a buffer"
             )
     for number, tie in enumerate(ties):
         trained = {name: flag for _, flags, *_ in every for name, flag in flags[number]}

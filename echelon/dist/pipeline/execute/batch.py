@@ -1,4 +1,4 @@
-"""Splits a step's batch into micro-batches along dim 0."""
+"""Split a step's batch into micro-batches along dim 0."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def split_batch(what: str, batch: Any, num_microbatches: int) -> list[list[torch
 
 
 def cut_off(inputs: Any) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Replace each input that has a graph from the program's own computation by a leaf.
+    """Replace each input that has a graph of the program's own computation by a leaf.
 
     Each micro-batch runs its own backward, but autograd must run the program's part of the graph
     only once, with the gradients of all micro-batches, which `pass_on` does.
@@ -73,12 +73,14 @@ def check_batch(stages: list[Stage], inputs: Any, targets: Any, *, needs_targets
             rows.
     """
     if any(stage.is_first for stage in stages) and inputs is None:
-        raise ValueError("step: inputs are None on the first stage's rank")
+        raise ValueError("step: pass inputs on the rank of the first stage")
     if needs_targets and any(stage.is_last for stage in stages) and targets is None:
-        raise ValueError("step: targets are None on the last stage's rank, which has a loss_fn")
+        raise ValueError(
+            "step: pass targets on the rank of the last stage, because there is a loss_fn"
+        )
     sizes = [size for one in (inputs, targets) if (size := _num_rows(one)) is not None]
     if needs_targets and len(set(sizes)) > 1:
-        raise ValueError(f"step: inputs have {sizes[0]} rows in dim 0 and targets {sizes[1]}")
+        raise ValueError(f"step: inputs have {sizes[0]} rows in dim 0, but targets have {sizes[1]}")
 
 
 def _num_rows(batch: Any) -> int | None:

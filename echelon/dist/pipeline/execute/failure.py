@@ -1,4 +1,4 @@
-"""Ends the groups that a step uses, on all ranks, if the step fails on one rank.
+"""End the groups that a step uses on all ranks if the step fails on one rank.
 
 Other ranks wait for the failed rank in these groups: for outputs, gradients, shards or averages. An
 exception from a stage's module is the program's own error; a program that catches it, or takes long
@@ -25,7 +25,7 @@ _MAX_TEXT = 200
 def ending_on_failure(
     call: str, number: int, rank: int, on_failure: Callable[[], Iterable[ProcessGroup]]
 ) -> Iterator[None]:
-    """End groups if the block raises an error, and propagate the error unchanged.
+    """End groups if the block raises an error; the error itself is propagated unchanged.
 
     Args:
         call, number, rank: as in `end_groups`.
@@ -41,7 +41,7 @@ def ending_on_failure(
 def end_groups(
     groups: Iterable[ProcessGroup], call: str, number: int, rank: int, raised: BaseException
 ) -> None:
-    """End groups because of an error on this rank. Does not block; ended groups are unchanged.
+    """End groups because of an error on this rank. Does not block; ended groups stay unchanged.
 
     Args:
         groups: the groups in which other ranks may be waiting for this rank.

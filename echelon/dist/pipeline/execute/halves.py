@@ -1,4 +1,4 @@
-"""Runs a backward in two halves: input gradients now, weight gradients later.
+"""Run a backward in two halves: input gradients now, and weight gradients later.
 
 Autograd's graph of a stage consists of nodes that compute and of parameters attached to them. For a
 typical linear layer:

@@ -1,4 +1,4 @@
-"""Combines a rank's stages into one module whose parameters have the whole model's names.
+"""Combine a rank's stages into one module whose parameters have the whole model's names.
 
 Checkpoints store tensors by name. If each stage numbered its layers from 0, names would clash
 between stages, and a checkpoint of stages could be loaded only into the same stages.
@@ -52,7 +52,10 @@ class StageModules(nn.Module):
     def load_state_dict(  # type: ignore[override]
         self, state_dict: dict[str, Any], strict: bool = True
     ) -> None:
-        """Load a state from `state_dict`; names of other ranks' stages are ignored."""
+        """Load a state that `state_dict` returned.
+
+        Names that belong to other ranks' stages are ignored.
+        """
         for stage in self._stages:
             start = len(stage.prefix)
             names = stage.module.state_dict()

@@ -1,4 +1,4 @@
-"""Uniform access to the values and gradients of a stage's parameters, whether whole or sharded."""
+"""Access the values and gradients of a stage's parameters, whether whole or sharded."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ class Tied:
         self._kept: torch.Tensor | None = None
         parameter = self._parameter()
         if not parameter.is_floating_point():
-            raise ValueError(f"{stage.index}:{name} is {parameter.dtype}: only floats can be tied")
+            raise ValueError(
+                f"{stage.index}:{name} is {parameter.dtype}: only floating-point "
+                "parameters can be tied"
+            )
 
     @property
     def is_trained(self) -> bool:
@@ -59,7 +62,7 @@ class Tied:
         return self.holder().requires_grad
 
     def room(self) -> torch.Tensor:
-        """Return memory for the value or gradient of another stage's copy."""
+        """Return memory that can hold the value or gradient of another stage's copy."""
         shard = shards(self._stage.module).get(self.name)
         if shard is None:
             return torch.empty_like(self._parameter(), requires_grad=False)
@@ -107,7 +110,7 @@ class Tied:
         self._kept = None
 
     def holder(self) -> nn.Parameter:
-        """Return the tensor that the optimizer updates: the parameter, or this rank's shard."""
+        """Return the tensor that the optimizer updates: the parameter or this rank's shard."""
         shard = shards(self._stage.module).get(self.name)
         return self._parameter() if shard is None else shard.parameter
 

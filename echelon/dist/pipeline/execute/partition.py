@@ -1,4 +1,4 @@
-"""`split`: divides a model of consecutive layers into stages of nearly equal cost."""
+"""Divide a model of consecutive layers into stages of nearly equal cost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _shared: WeakKeyDictionary[nn.Module, list[list[str]]] = WeakKeyDictionary()
 
 
 class Layers(nn.Module):
-    """Layers that run one after the other; their names may contain dots, as in the whole model."""
+    """Layers that run one after the other. Their names may contain dots, as in the whole model."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def split(
         sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
         costs = [size + 0.01 * (sum(sizes) or 1) / len(layers) for size in sizes]
     if len(costs) != len(layers) or min(costs) < 0:
-        raise ValueError(f"costs: expected {len(layers)} numbers from 0 on, got {list(costs)}")
+        raise ValueError(f"costs: expected {len(layers)} numbers of at least 0, got {list(costs)}")
     ends = [*_cuts(list(costs), num_stages), len(layers)]
     parts = [
         OrderedDict(zip(names[start:end], layers[start:end], strict=True))
@@ -128,7 +128,7 @@ def _named(
 
 
 def _cuts(costs: list[float], num_parts: int) -> list[int]:
-    """Return the positions of the cuts, which dynamic programming over (parts, layers) finds."""
+    """Return the positions of the cuts, found by dynamic programming over (parts, layers)."""
     total = [0.0, *accumulate(costs)]
     num = len(costs)
     # best[n]: the highest cost among the parts of the first n layers; cut[k][n]: where the last

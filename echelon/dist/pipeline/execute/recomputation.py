@@ -1,4 +1,4 @@
-"""Makes activation checkpointing in a split backward recompute less, and warns about the rest.
+"""Make activation checkpointing in a split backward recompute less, and warn about the rest.
 
 The weight half of a backward runs many small parts of the graph, each in a separate call, and torch
 recomputes a checkpointed region for each call unless the calls are declared as one group.

@@ -1,4 +1,4 @@
-"""Data parallelism around a pipeline: averages the gradients of unsharded parameters."""
+"""Average the gradients of unsharded parameters over a pipeline's replicas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BUCKET_BYTES = 32 << 20
 
 
 def average_gradients(stages: Sequence[Stage], group: ProcessGroup) -> None:
-    """Average the gradients over all replicas of these stages; missing gradients are zeros.
+    """Average the gradients over all replicas of these stages, with zeros for missing gradients.
 
     Collective. In a group with rank-ordered sums the ranks' gradients are added in rank order.
 

@@ -1,4 +1,4 @@
-"""Pipeline: the executor for every schedule.
+"""Execute pipelines with any schedule.
 
 A rank carries out its row of the plan, computation by computation. Results are sent at once and
 never waited for before the step's end; receives are posted ahead and waited for when their data is
@@ -256,7 +256,7 @@ class Pipeline:
         return ending_on_failure(call, next(self._numbers), rank, self._fail)
 
     def _fail(self) -> Iterator[ProcessGroup]:
-        """Prevent later steps, because messages of the failed step remain in the channels."""
+        """Prevent further steps, because messages of the failed step remain in the channels."""
         self._failed = True
         for stage in self.stages:
             stage.forget()

@@ -1,4 +1,4 @@
-"""Stage: wraps a torch module that is one part of the model, and runs its computations.
+"""Wrap a torch module that is one part of the model, and run its computations.
 
 A stage takes the tensors that the previous stage returned, each as one argument, and returns one or
 several tensors. Autograd's graph is cut between two stages: the inputs are new leaves, and their
@@ -26,7 +26,7 @@ Tensors = list[torch.Tensor]
 
 @dataclass
 class _Saved:
-    """The data that a micro-batch's backward needs."""
+    """The data that the backward of a micro-batch needs."""
 
     inputs: Tensors
     roots: list[GradientEdge]  # of the outputs that require gradients; their data may go
@@ -82,12 +82,15 @@ class Stage:
 
     @property
     def device(self) -> torch.device | None:
-        """The device of the stage's parameters, or else of its buffers; None if it has neither."""
+        """The device of the stage's parameters or, without parameters, of its buffers.
+
+        None without either.
+        """
         first = next(itertools.chain(self.module.parameters(), self.module.buffers()), None)
         return None if first is None else first.device
 
     def keep(self, microbatch: int, inputs: Sequence[Any], outputs: Any) -> None:
-        """Keep what the backward of `outputs` (a loss, or everything that was sent on) needs."""
+        """Keep the data that the backward of `outputs` needs."""
         if not torch.is_grad_enabled():
             return
         leaves = [one for one in inputs if isinstance(one, torch.Tensor) and one.requires_grad]

@@ -1,4 +1,4 @@
-"""Step: carries out one rank's row of the plan for one batch.
+"""Carry out one rank's row of the plan for one batch.
 
 In the black box, each computation is a span `compute` with the action's text (`1F3`), and each wait
 for another rank is a span `pipeline` with the awaited data and its rank. So the analysis of a hang
@@ -56,7 +56,7 @@ class Step:
         self.results: list[Any] = [None] * num_microbatches
 
     def carry_out(self, row: list[Action]) -> None:
-        """Carry out a row of the plan with its messages; return when all sends have completed.
+        """Carry out a row of the plan with its messages; return once all sends have completed.
 
         Sends are launched with the computation that produces their data, before their position in
         the row; receives are posted no later than at their position, and usually `_AHEAD`

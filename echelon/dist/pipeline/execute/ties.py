@@ -1,4 +1,4 @@
-"""Ties parameters that several stages share, such as an embedding that is also the output layer.
+"""Tie parameters that several stages share, such as an embedding that is also the output layer.
 
 Each stage has a copy. The copies start with the first stage's value. At the end of each step they
 all get the same gradient, which is the sum of the stages' gradients in the order of the stages. So
@@ -59,7 +59,7 @@ class Ties:
             tie.begin(group.rank, channels)
 
     def trained(self) -> list[list[tuple[str, bool]]]:
-        """Return, for each tie, whether each copy on this rank requires gradients."""
+        """Return, for each tie, whether each of this rank's copies requires gradients."""
         return [
             [(f"{stage}:{tied.name}", tied.is_trained) for stage, tied in tie.mine.items()]
             for tie in self._ties
@@ -96,7 +96,7 @@ class _Tie:
         self._channels: Mapping[int, Channel] = {}
 
     def distinct(self) -> list[Tied]:
-        """Return this rank's copies, including an object that several stages hold only once."""
+        """Return this rank's copies, counting an object that several stages hold only once."""
         first: dict[int, Tied] = {}
         for tied in self.mine.values():
             first.setdefault(id(tied.holder()), tied)

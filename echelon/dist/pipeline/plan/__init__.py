@@ -1,1 +1,1 @@
-"""Schedules as data: actions, plans, and their dependencies and checks. Does not need torch."""
+"""Represent schedules as data: actions, plans, dependencies and checks. Does not need torch."""

@@ -1,7 +1,7 @@
-"""Defines the actions of a schedule and their text: `2F0` is stage 2, forward, micro-batch 0.
+"""Define the actions of a schedule and their text, such as `2F0`.
 
-The text format is the same as in PyTorch's pipelining, so that schedules can be exchanged with
-PyTorch:
+`2F0` is the forward of micro-batch 0 in stage 2. The text format is the same as in PyTorch's
+pipelining, so that schedules can be exchanged with PyTorch:
 
     2F0  2B0             forward and whole backward of micro-batch 0 in stage 2
     2I0  2W0             the backward in two parts: gradients of the inputs, of the weights
@@ -102,7 +102,9 @@ class Action:
         stage, kind, microbatch = found.groups()
         needs_number = Kind(kind) not in SHARDING
         if needs_number and not microbatch:
-            raise ValueError(f"{text!r} lacks its micro-batch number: {text}0 is the first one's")
+            raise ValueError(
+                f"{text!r} lacks a micro-batch number: use {text}0 for the first micro-batch"
+            )
         if not needs_number and microbatch:
             raise ValueError(f"{text!r}: {kind} applies to a whole stage, without a micro-batch")
         return Action(int(stage), Kind(kind), int(microbatch) if microbatch else -1)
@@ -111,11 +113,13 @@ class Action:
 def _parse_overlap(text: str) -> Action:
     inside, closing, kind = text[1:].partition(")")
     if not closing or kind.strip() != Kind.OVERLAP.value:
-        raise ValueError(f"{text!r} is not an action; an overlap is like (0F4;3B1)OVERLAP_F_B")
+        raise ValueError(f"{text!r} is not an action; an overlap looks like (0F4;3B1)OVERLAP_F_B")
     parts = tuple(Action.parse(part) for part in inside.split(";"))
     for part in parts:
         if part.kind is Kind.OVERLAP or not part.is_compute:
-            raise ValueError(f"{text!r}: {part} is not a computation; only they can overlap")
+            raise ValueError(
+                f"{text!r}: {part} is not a computation; only computations can overlap"
+            )
     return Action(-1, Kind.OVERLAP, parts=parts)
 
 

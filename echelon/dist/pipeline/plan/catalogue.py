@@ -1,4 +1,4 @@
-"""`schedule()`: creates a plan, given the name of a schedule."""
+"""Create the plan of a schedule, given the schedule's name."""
 
 from __future__ import annotations
 

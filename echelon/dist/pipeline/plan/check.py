@@ -1,4 +1,4 @@
-"""Checks before a run whether a plan can be executed, and locates the fault if it cannot.
+"""Check before a run whether a plan can be executed, and locate the fault if it cannot.
 
 Generated plans pass by construction, which a test verifies. The checks are for plans that people
 write.
@@ -35,7 +35,10 @@ def check_plan(plan: Plan) -> None:
 
 
 class _Index:
-    """The position of each action in a plan; parts of an overlap have the overlap's position."""
+    """The position of each action in a plan.
+
+    Parts of an overlap have the position of the overlap.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -101,7 +104,7 @@ def _check_one(index: _Index, stage: int, microbatch: int, row: list[Action]) ->
 
 
 def _check_order(plan: Plan, index: _Index) -> None:
-    """Check the order within a rank, such as a forward before its backward."""
+    """Check the order of actions within a rank, such as a forward before its backward."""
     for rank, row in enumerate(plan.rows):
         own = {thing: action for action in computations(row) for thing in makes(action)}
         made = set()

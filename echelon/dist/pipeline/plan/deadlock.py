@@ -1,4 +1,4 @@
-"""Detects deadlocks between ranks that carry out their rows in order, and finds the cause.
+"""Detect deadlocks between ranks that carry out their rows in order, and find the cause.
 
 There are two machine models. With asynchronous messages, as in echelon's executor, an action waits
 only for the data it needs. `rendezvous` is the strictest model: a send does not end before its
@@ -45,7 +45,7 @@ def blocked(plan: Plan) -> PlanError:
 
 
 class _Machine:
-    """The state of all ranks, each of which is at some action of its row."""
+    """The state of all ranks, each of which has reached some action of its row."""
 
     def __init__(self, plan: Plan, rendezvous: bool) -> None:
         self._plan = plan
@@ -116,7 +116,10 @@ class _Machine:
         return True
 
     def _lack(self, rank: int) -> tuple[str, int]:
-        """Describe what a stopped rank is waiting for, and return that rank; -1 if none."""
+        """Describe what a stopped rank is waiting for, and return the rank that it waits for.
+
+        -1 if none.
+        """
         action = self._here(rank)
         if action is None:
             return "nothing", -1

@@ -1,4 +1,4 @@
-"""Lowers a plan of computations by adding messages and sharding actions.
+"""Lower a plan of computations by adding messages and sharding actions.
 
 [Note: one order for all messages] A send and its receive are added to their two rows at the same
 moment of one simulated run, so every row is a part of a single order in which the two ends of a
@@ -46,7 +46,7 @@ def add_messages(plan: Plan) -> Plan:
 
 
 def order_messages(plan: Plan) -> Plan:
-    """Return the plan with its messages in the order of the module's note.
+    """Return the plan with its messages in the order that the module's note defines.
 
     Messages that the plan already has are replaced.
     """

@@ -1,4 +1,4 @@
-"""Defines the dependencies of each computation, and thereby the order of training.
+"""Define the dependencies of each computation, and thereby the order of training.
 
     forward of stage s        the forward of s - 1
     backward of stage s       the forward of s, and the backward or input gradients of s + 1
@@ -25,7 +25,7 @@ class Product(str, Enum):
 
 
 class Thing(NamedTuple):
-    """A product of one computation that other computations need."""
+    """The product of a computation that other computations need."""
 
     product: Product
     stage: int
@@ -50,7 +50,10 @@ def makes(action: Action) -> list[Thing]:
 
 
 def needs(action: Action, num_stages: int) -> list[Thing]:
-    """Return the things needed before a computation begins; an overlap needs all at once."""
+    """Return the products needed before a computation begins.
+
+    An overlap needs all of them at once.
+    """
     return [thing for part in action.computations for thing in _needs(part, num_stages)]
 
 

@@ -1,4 +1,4 @@
-"""Plan: plain data that lists, for each rank, the row of actions that it carries out in order.
+"""Define the plan: plain data that lists the row of actions of each rank, in order.
 
 A plan contains computations. It may also contain messages and sharding actions if its author wrote
 them, but it does not need to, because `lower.py` adds them. A plan does not contain times. The
@@ -73,7 +73,7 @@ class Plan:
 
     @cached_property
     def rank_of_stage(self) -> tuple[int, ...]:
-        """The rank that holds each stage, as determined from the rows."""
+        """The rank that holds each stage, determined from the rows."""
         owners = {a.stage: rank for rank, row in enumerate(self.rows) for a in computations(row)}
         return tuple(owners[stage] for stage in sorted(owners))
 

@@ -1,1 +1,1 @@
-"""Simulates the cost of a plan, draws it, and searches for a cheap plan, all without torch."""
+"""Simulate the cost of a plan, draw the plan, and search for a cheap plan, all without torch."""

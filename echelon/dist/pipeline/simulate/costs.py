@@ -1,4 +1,4 @@
-"""Costs, the input of a simulation: durations of computations, link speeds, activation sizes.
+"""Define the costs for a simulation: durations, link speeds and activation sizes.
 
 Any unit of time can be used, as long as all costs use the same unit.
 """
@@ -55,7 +55,9 @@ class Costs:
                 continue
             numbers = [value] if isinstance(value, int | float) else list(value)
             if len(numbers) != num_stages and not isinstance(value, int | float):
-                raise ValueError(f"{name}: {len(numbers)} numbers for {num_stages} stages")
+                raise ValueError(
+                    f"{name} has {len(numbers)} numbers, but there are {num_stages} stages"
+                )
             if not all(number >= 0 for number in numbers):
                 raise ValueError(f"{name} must not be negative: {value!r}")
         if self.bandwidth == 0:
@@ -81,5 +83,5 @@ class Costs:
 
 
 def of_stage(value: PerStage, stage: int) -> float:
-    """Return the number that applies to one stage."""
+    """Return the number that applies to a given stage."""
     return float(value) if isinstance(value, int | float) else float(value[stage])

@@ -1,4 +1,4 @@
-"""Creates a fitted schedule, in which a free rank always takes the most urgent action that fits.
+"""Create a fitted schedule, in which a free rank always takes the most urgent possible action.
 
 Input gradients are the most urgent, the earliest stage's first, because they free memory. Forwards
 follow, as far as memory allows. Weight gradients fill idle time, and come first once memory is
@@ -79,7 +79,7 @@ class _Rank:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the rank has work left."""
+        """Whether the rank has computations left."""
         return any(self._left.values())
 
     def choose(self, there: dict[Thing, tuple[float, int]], now: float) -> Action | None:

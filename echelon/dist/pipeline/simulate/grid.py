@@ -1,4 +1,4 @@
-"""Draws a simulated plan as text: one line per time step, one column per rank."""
+"""Draw a simulated plan as text, with one line per time step and one column per rank."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _column(slots: list[Slot], num_lines: int, step: float, origin: float) -> li
 
 
 def draw_summary(simulation: Simulation) -> str:
-    """Return two lines of text: one with figures, and one about the critical path."""
+    """Return two lines of text: the figures of the plan, and its critical path."""
     plan = simulation.plan
     peaks = ", ".join(str(peak) for peak in simulation.peak_activations)
     path = simulation.critical_path

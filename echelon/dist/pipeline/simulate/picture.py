@@ -1,4 +1,4 @@
-"""Draws a simulated plan as an SVG: a lane per rank, with the critical path outlined."""
+"""Draw a simulated plan as an SVG with a lane per rank and an outlined critical path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Searches by simulation for the best schedule, given measured costs and a memory limit.
+"""Search by simulation for the best schedule, given measured costs and a memory limit.
 
 The search tries the named schedules with their possible numbers of chunks, and a fitted schedule
 for each way of placing the stages (`simulate/fitted.py`).

@@ -1,4 +1,4 @@
-"""Simulates the cost of a plan: times of actions, idle times, memory, and the critical path.
+"""Simulate the cost of a plan: times of actions, idle times, memory, and the critical path.
 
 Every rank carries out its row in order; an action begins when the rank is free and everything that
 it needs has arrived. Messages are asynchronous and overlap with computations, as in `run.py`. The
@@ -106,7 +106,7 @@ def simulate(
 
 
 class _Clock:
-    """Runs each rank as far as possible, in turn, until all ranks have finished."""
+    """A simulated clock that runs each rank in turn as far as possible, until all have finished."""
 
     def __init__(self, plan: Plan, costs: Costs) -> None:
         self._plan = plan
@@ -152,7 +152,7 @@ class _Clock:
         return True
 
     def _there(self, thing: Thing, rank: int) -> float:
-        """Return the time at which a thing is available on a rank."""
+        """Return the time at which a product is available on a rank."""
         maker, position = self._made[thing]
         return self._slots[rank][position].end if maker == rank else self._arrival[thing]
 
@@ -171,7 +171,7 @@ class _Clock:
 
 
 def _peaks(slots: list[Slot], costs: Costs) -> tuple[int, float]:
-    """Return the maximum number of activations that a rank holds, and their maximum in bytes."""
+    """Return the maximum number of activations that a rank holds at once, and their bytes."""
     count = most = 0
     held = most_held = 0.0
     for slot in slots:

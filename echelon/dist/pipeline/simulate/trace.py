@@ -1,4 +1,4 @@
-"""Writes a simulated plan as a Chrome trace, for chrome://tracing and Perfetto."""
+"""Write a simulated plan as a Chrome trace, for chrome://tracing and Perfetto."""
 
 from __future__ import annotations
 

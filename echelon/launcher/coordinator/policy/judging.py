@@ -109,7 +109,7 @@ def _last_step(
 
 
 def _look(incident: Incident | None, ranks: Sequence[int]) -> Circumstances | None:
-    """Read the circumstances of the first of these ranks that has a record."""
+    """Read the circumstances of the first of these ranks whose record exists."""
     if incident is None:
         return None
     from echelon.launcher.incident.circumstances import circumstances  # imported only if needed

@@ -42,7 +42,7 @@ def pack(memory: Memory) -> str:
 
 
 def unpack(text: str) -> Memory:
-    """Return the memory that `pack` wrote; an empty memory if the text is "".
+    """Return the memory that was encoded by `pack`, or an empty memory if the text is "".
 
     Raises:
         ValueError: the text is malformed.
@@ -57,11 +57,13 @@ def unpack(text: str) -> Memory:
             decisions=tuple(_all(dict, top["decisions"])),
         )
     except (ValueError, TypeError, KeyError, RecursionError) as err:
-        raise ValueError(f"malformed memory of the policy: {err!r:.200}") from err
+        raise ValueError(
+            f"the saved memory of the restart policy is malformed: {err!r:.200}"
+        ) from err
 
 
 def _failure(values: dict[str, Any]) -> Failure:
-    """Check every value against the type of its field, and return them as a failure."""
+    """Check every value against the type of its field, and return the values as a failure."""
     read: dict[str, Any] = {name: _CHECKS[name](value) for name, value in values.items()}
     return Failure(**read)
 
@@ -69,7 +71,7 @@ def _failure(values: dict[str, Any]) -> Failure:
 def _one(kind: type) -> Callable[[object], object]:
     def check(value: object) -> object:
         if type(value) is not kind:
-            raise TypeError(f"{value!r:.50} where {kind.__name__} was expected")
+            raise TypeError(f"expected {kind.__name__}, got {value!r:.50}")
         return value
 
     return check
@@ -81,7 +83,7 @@ def _maybe(value: object) -> object:
 
 def _list(value: object) -> list[Any]:
     if not isinstance(value, list):
-        raise TypeError(f"{value!r:.50} where a list was expected")
+        raise TypeError(f"expected a list, got {value!r:.50}")
     return value
 
 

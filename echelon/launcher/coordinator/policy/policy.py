@@ -49,7 +49,7 @@ class Decision:
 def decide(
     failure: Failure, history: Sequence[Failure], *, exclude_after: int, can_replace: bool
 ) -> Decision:
-    """Decide what follows a failure.
+    """Decide which action follows a failure.
 
     Args:
         history: the job's earlier failures, oldest first.
@@ -79,7 +79,10 @@ def repeated(failure: Failure, history: Sequence[Failure]) -> list[Failure]:
 
 
 def _since_progress(failure: Failure, history: Sequence[Failure]) -> list[Failure]:
-    """Return the failures since the job got furthest; none if this failure got further."""
+    """Return the failures since the job reached its furthest step.
+
+    None if this failure is further.
+    """
     furthest, stuck = -1, 0
     for place, one in enumerate(history):
         if one.last_step > furthest:
@@ -105,7 +108,7 @@ def _pause_s(row: Row, failure: Failure, history: Sequence[Failure]) -> float:
 def _about_nodes(
     failure: Failure, history: Sequence[Failure], exclude_after: int, can_replace: bool
 ) -> tuple[str, tuple[str, ...]]:
-    """Return the reason for a restart, and the nodes to avoid."""
+    """Return the reason for a restart that involves nodes, and the nodes to avoid."""
     reason = failure.said or failure.cause
     if not exclude_after or not _blames(failure):
         return reason, ()

@@ -89,7 +89,7 @@ def probes_for(failure: Failure) -> tuple[str, ...]:
 
 
 def tries_of(probe: str) -> int:
-    """Return after how many failed probes of a kind a node is replaced."""
+    """Return the number of failed probes of a kind after which a node is replaced."""
     return next(answer.tries for answer in ANSWERS if answer.probe == probe)
 
 

@@ -164,7 +164,7 @@ def row_for(failure: Failure) -> Row:
 
 
 def may_pass(cause: str) -> bool:
-    """Return whether a stall with this cause may resolve on its own."""
+    """Return whether a stall with this cause may resolve itself."""
     return next((row for row in TABLE if cause in row.causes), TABLE[-1]).may_pass
 
 

@@ -36,7 +36,7 @@ _TEXTS = (
 
 
 def measure_collective(args: argparse.Namespace, meeting: Rendezvous | None) -> dict[str, Any]:
-    """Return what the ranks measured, or {"error": why}. Blocks for at most two minutes.
+    """Return the ranks' measurements, or {"error": reason}. Blocks for at most two minutes.
 
     Args:
         args: the options of `echelon doctor`.
@@ -111,7 +111,7 @@ def _run(command: list[str], limit_s: float) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Kill a process at the end of the block; its guard then ends what the process started."""
+    """Kill a process at the end of the block; its guard then ends the processes that it started."""
     try:
         yield
     finally:
@@ -130,7 +130,7 @@ def _why(said: str, run: Path) -> str:
 
 
 def _wait_until_closed(meeting: Rendezvous) -> None:
-    """Wait until the host has closed its port, because the launcher binds the same port next."""
+    """Wait until the host has closed its port, which the launcher binds next."""
     deadline_s = time.monotonic() + _CLOSED_S
     with contextlib.suppress(OSError):
         while time.monotonic() < deadline_s:

@@ -1,4 +1,4 @@
-"""Measure all nodes and pairs of nodes: the host requests probes, and each node runs its own.
+"""Measure all nodes and pairs of nodes: the host requests the probes, and each node runs its own.
 
 First, all nodes measure their own disk, memory and devices at the same time. Then the pairs are
 measured in rounds, so that no node takes part in two measurements at once. A node that does not

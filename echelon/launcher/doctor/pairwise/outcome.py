@@ -52,7 +52,7 @@ class Outcome:
         }
 
     def slow(self) -> Iterator[tuple[str, str]]:
-        """Yield each member or pair that is slower than the rest, and in which way."""
+        """Yield each member or pair that is slower than the rest, and in which respect."""
         for kind, costs in self.costs().items():
             members, pairs = slow_ones(costs)
             best = best_of(costs)
@@ -75,7 +75,7 @@ class Outcome:
             yield self.hosts[number], took[number]
 
     def name_of(self, pair: Pair) -> str:
-        """Return a pair in words."""
+        """Return a description of a pair in words."""
         return f"{self.names[pair[0]]} - {self.names[pair[1]]}"
 
     def to_json(self) -> dict[str, Any]:

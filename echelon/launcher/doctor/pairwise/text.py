@@ -1,4 +1,7 @@
-"""Format measurements as tables: one row per pair and node, `!` for broken, `~` for slow."""
+"""Format measurements as tables with one row per pair and node.
+
+`!` means broken, `~` means slow.
+"""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Child:
         return 0 if self._process is None else self._process.pid
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `poll` may have a result; -1 without one."""
+        """Return a descriptor that is readable when `poll` may have a result, or -1."""
         process = self._process
         return -1 if process is None or process.stdout is None else process.stdout.fileno()
 
@@ -129,7 +129,7 @@ atexit.register(_reap, _REAP_S)
 
 
 def run_all(tasks: Sequence[Task], command: Sequence[str] = COMMAND) -> list[Finding]:
-    """Run probes at the same time, each in its own process; wait until the longest deadline."""
+    """Run probes at the same time, each in its own process, and wait until the longest deadline."""
     children = [Child(task, command) for task in tasks]
     try:
         with selectors.DefaultSelector() as selector:

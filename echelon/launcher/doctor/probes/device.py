@@ -33,7 +33,7 @@ def probe_device() -> Finding:
 
 
 def judge(nvml: Any) -> Finding:
-    """Check all devices of an initialised management library.
+    """Check all devices known to an initialized management library.
 
     Raises:
         nvml.NVMLError: the library fails as a whole.
@@ -63,7 +63,10 @@ def judge(nvml: Any) -> Finding:
 
 
 def _faults(nvml: Any, device: Any) -> list[str]:
-    """Return the faults that make a device unfit for use; unreported values count as healthy."""
+    """Return the faults that make a device unfit for use.
+
+    Unreported values are taken as healthy.
+    """
     found = []
     errors = _asked(nvml, lambda: nvml.nvmlDeviceGetTotalEccErrors(device, 1, 0))
     if errors:

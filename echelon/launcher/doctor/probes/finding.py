@@ -22,7 +22,7 @@ class State(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """One probe to run.
+    """A probe to be run.
 
     Attributes:
         folder: the folder of the job's files, for the probe `storage`.
@@ -46,7 +46,7 @@ class Task:
 
     @classmethod
     def unpack(cls, text: str) -> Task:
-        """Return the task that `pack` wrote.
+        """Return the task that was encoded by `pack`.
 
         Raises:
             ValueError: the text is malformed.
@@ -89,7 +89,7 @@ class Finding:
 
     @classmethod
     def unpack(cls, text: str) -> Finding:
-        """Return the finding that `pack` wrote.
+        """Return the finding that was encoded by `pack`.
 
         Raises:
             ValueError: the text is malformed.
@@ -110,11 +110,11 @@ def _checked(kind: type[Task | Finding], text: str) -> dict[str, Any]:
     values = json.loads(text)
     types = {one.name: str(one.type) for one in fields(kind)}
     if not isinstance(values, dict) or not values.keys() <= types.keys():
-        raise ValueError(f"not a probe's message: {text:.100}")
+        raise ValueError(f"the message is not from a probe: {text:.100}")
     for name, value in values.items():
         wanted = _KINDS.get(types[name], dict)
         if not isinstance(value, wanted) or isinstance(value, bool):  # type: ignore[arg-type]
-            raise ValueError(f"{name} of a probe is {value!r:.50}")
+            raise ValueError(f"the field {name} of a probe's message is {value!r:.50}")
     if not {"probe", *(("state", "text") if kind is Finding else ())} <= values.keys():
-        raise ValueError(f"not a probe's message: {text:.100}")
+        raise ValueError(f"the message is not from a probe: {text:.100}")
     return values

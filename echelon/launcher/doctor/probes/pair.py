@@ -43,7 +43,7 @@ def new_token() -> str:
 
 
 class Listener:
-    """A server at a free port of this machine that answers measurements on its own threads."""
+    """A server at a free port that answers measurements from other hosts on its own threads."""
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
@@ -98,7 +98,7 @@ def _answer(client: socket.socket) -> None:
 
 
 def probe_pair(task: Task) -> Finding:
-    """Measure the link to a listener. Each exchange may take 5 s."""
+    """Measure the link to a listener. Each exchange may take up to 5 s."""
     try:
         figures = _measure(task)
     except (OSError, struct.error) as err:
@@ -117,7 +117,7 @@ def probe_pair(task: Task) -> Finding:
 
 
 def _measure(task: Task) -> dict[str, float]:
-    """Return the measurements.
+    """Return the latency, the bandwidth and the clock offset.
 
     Raises:
         OSError: the connection failed, or an answer did not arrive in time.
@@ -125,7 +125,7 @@ def _measure(task: Task) -> dict[str, float]:
     with socket.create_connection((task.address, task.port), timeout=_TIMEOUT_S) as server:
         server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if _read(server, len(GREETING)) != GREETING:
-            raise OSError("another service is listening there")
+            raise OSError("another service is listening at this address")
         server.sendall(task.token.encode())
         trips, ahead_s = _ping(server)
         trip_s = trips[0]
@@ -141,7 +141,7 @@ def _measure(task: Task) -> dict[str, float]:
 
 
 def _ping(server: socket.socket) -> tuple[list[float], float]:
-    """Return the sorted round-trip times, and by how many seconds the other clock is ahead."""
+    """Return the sorted round-trip times, and how many seconds the other clock is ahead."""
     trips: list[float] = []
     ahead_s = 0.0
     for _ in range(_NUM_PINGS):
@@ -187,7 +187,7 @@ def _skip(source: socket.socket, length: int, block: bytearray) -> None:
     while length:
         number = source.recv_into(view[: min(length, len(block))])
         if not number:
-            raise ConnectionResetError("connection closed")
+            raise ConnectionResetError("the connection was closed")
         length -= number
 
 
@@ -196,6 +196,6 @@ def _read(source: socket.socket, length: int) -> bytes:
     while len(data) < length:
         part = source.recv(length - len(data))
         if not part:
-            raise ConnectionResetError("connection closed")
+            raise ConnectionResetError("the connection was closed")
         data += part
     return data

@@ -89,7 +89,7 @@ class _Reader:
             CheckpointError: the key is missing.
         """
         if key not in self._content:
-            raise self.error(f"it has no {key}")
+            raise self.error(f"the file has no {key}")
         return self.get(key, None)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -116,8 +116,8 @@ class _Reader:
         unknown = sorted(left - set(_MUST_BE) - _DROPOUTS)
         if unknown:
             raise self.error(
-                f"{', '.join(unknown)}: unknown, and may change what the model computes; if not, "
-                "name the keys to `ignore`"
+                f"unknown keys may change what the model computes: {', '.join(unknown)}. If "
+                "they do not, pass them as `ignore`"
             )
 
     def notes(self) -> list[str]:
@@ -201,7 +201,9 @@ def check_extra(extra: Mapping[str, Any]) -> None:
     """
     refused = sorted(set(extra) - (_WITHOUT_EFFECT - _OWN))
     if refused:
-        raise ValueError(f"extra settings of config.json: {', '.join(refused)} may not be given")
+        raise ValueError(
+            f"these extra settings of config.json are not allowed: {', '.join(refused)}"
+        )
 
 
 def write_config(config: ModelConfig, dtype: str, extra: Mapping[str, Any]) -> bytes:
@@ -236,9 +238,9 @@ def _load(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}", path=path) from None
     except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON ({error})", path=path) from None
+        raise CheckpointError(f"{path}: the file is not JSON ({error})", path=path) from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: not an object of settings", path=path)
+        raise CheckpointError(f"{path}: the file is not a JSON object of settings", path=path)
     return content
 
 
@@ -296,7 +298,7 @@ def _llama_like(reader: _Reader, **settings: Any) -> ModelConfig:
 def _size(reader: _Reader, key: str, default: int) -> int:
     value = reader.get(key, None)
     if value == 0:
-        raise reader.error(f"{key} is 0")
+        raise reader.error(f"{key} must not be 0")
     return default if value is None else value
 
 

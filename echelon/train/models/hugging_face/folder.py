@@ -152,11 +152,17 @@ class HuggingFaceFolder:
             kinds = "safetensors"
             if any(self.path.glob("*.bin")):
                 kinds += " (its .bin files are pickles: save it again with transformers)"
-            raise self._error(f"no {SINGLE} and no {INDEX}: the folder has no {kinds}") from None
+            raise self._error(
+                f"the folder has neither {SINGLE} nor {INDEX}, so it has no {kinds}"
+            ) from None
         except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path}: not an index ({error!r})", path=path) from None
+            raise CheckpointError(
+                f"{path}: the file is not an index ({error!r})", path=path
+            ) from None
         if not listed or not isinstance(listed, dict) or not all(map(_is_plain, listed.values())):
-            raise CheckpointError(f"{path}: not an index of files in its folder", path=path)
+            raise CheckpointError(
+                f"{path}: the file is not an index of files in its folder", path=path
+            )
         return listed
 
     def _check(self, expected: Iterable[Whole], config: ModelConfig) -> None:
@@ -168,14 +174,18 @@ class HuggingFaceFolder:
         if missing := sorted(set(shapes) - there):
             problems.append(f"missing: {_some(missing)}")
         if extra := sorted(there - set(shapes)):
-            problems.append(f"not in a model of this config: {_some(extra)}")
+            problems.append(
+                f"these tensors are not part of a model with this config: {_some(extra)}"
+            )
         wrong = [
             f"{name} {list(self._stored(name).shape)}, not {list(shapes[name])}"
             for name in sorted(there & set(shapes))
             if self._stored(name).shape != shapes[name]
         ]
         if wrong:
-            problems.append(f"with a shape that differs from the config: {_some(wrong)}")
+            problems.append(
+                f"these tensors have a shape that differs from the config: {_some(wrong)}"
+            )
         kinds = {self._stored(name).dtype for name in there & set(shapes)} - {*_WEIGHT_DTYPES}
         if kinds:
             problems.append(f"weights of {_some(sorted(kinds))} are not implemented")

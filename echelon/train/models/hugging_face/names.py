@@ -111,7 +111,7 @@ def is_derived(name: str) -> bool:
 
 
 def lacks_prefix(names: Iterable[str]) -> bool:
-    """Return whether a file has GPT-2's names without their usual prefix, as in published files."""
+    """Return whether a file has GPT-2's names without their usual prefix, as published files do."""
     return "wte.weight" in names
 
 

@@ -54,7 +54,10 @@ def load_pretrained(
     config = found
     if context is not None and context != config.context:
         if config.positions == "learned":
-            raise ValueError(f"context {context}: {folder} has {config.context} learned positions")
+            raise ValueError(
+                f"context cannot be {context}, because {folder} has "
+                f"{config.context} learned positions"
+            )
         config = replace(config, context=context)
     with torch.device("meta"):
         model = Transformer(config)
@@ -139,4 +142,4 @@ def _require_same(path: Path, found: ModelConfig, wanted: ModelConfig) -> None:
     differ = [name for name in here if here[name] != there[name] and name not in free]
     if differ:
         settings = ", ".join(f"{name} {there[name]!r} (here {here[name]!r})" for name in differ)
-        raise ValueError(f"{path}: different model: {settings}")
+        raise ValueError(f"{path}: the folder has a different model: {settings}")

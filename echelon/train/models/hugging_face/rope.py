@@ -44,11 +44,11 @@ def read_rope(reader: Reader) -> tuple[float, RotaryScaling | None]:
     both = reader.get("rope_parameters", None)
     for name, value in (("rope_scaling", scaling), ("rope_parameters", both)):
         if value is not None and not isinstance(value, Mapping):
-            raise reader.error(f"{name} is {value!r}")
+            raise reader.error(f"{name} must be an object of settings, got {value!r}")
     if both is not None:
         base_inside = both.get("rope_theta")
         if None not in (base, base_inside) and base != base_inside:
-            raise reader.error(f"rope_theta is {base} and, in rope_parameters, {base_inside}")
+            raise reader.error(f"rope_theta is {base}, but {base_inside} in rope_parameters")
         base = base_inside if base is None else base
     found = [_scaling(reader, one) for one in (scaling, both) if one is not None]
     if len(found) == 2 and found[0] != found[1]:
@@ -73,7 +73,9 @@ def _scaling(reader: Reader, given: Mapping[str, Any]) -> RotaryScaling | None:
     if content.pop("partial_rotary_factor", 1.0) != 1.0:
         raise reader.error("a partial_rotary_factor is not implemented")
     if len(kinds) != 1:
-        raise reader.error(f"rope scaling of kind {' and '.join(map(str, kinds)) or 'unknown'}")
+        raise reader.error(
+            f"rope scaling of kind {' and '.join(map(str, kinds)) or 'unknown'} is not implemented"
+        )
     kind = kinds.pop()
     if kind == "default" and not content:
         return None

@@ -42,7 +42,7 @@ _WEIGHT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class _How:
-    """The caller's options for writing.
+    """The caller's options for writing a model.
 
     Raises:
         ValueError: a file cannot have this dtype or size, or a key is not allowed in config.json.
@@ -173,8 +173,12 @@ def _module_key(source: Version, key: str | None) -> str:
         return modules[0]
     if key not in modules or key is None:
         names = ", ".join(modules) or "none"
-        wanted = "name the module (key)" if key is None else f"{key} is not a module in it"
-        raise ValueError(f"{source.path}: {wanted}; there are: {names}")
+        wanted = (
+            "choose the module with key"
+            if key is None
+            else (f"{key} is not a module of this checkpoint")
+        )
+        raise ValueError(f"{source.path}: {wanted}; its modules: {names}")
     return key
 
 

@@ -132,7 +132,9 @@ def test_what_the_keeper_did_not_write_stays(tmp_path):
         keep_all(tmp_path, [3, 4], keep=1)
     texts = [str(one.message) for one in caught]
     assert len(texts) == 2, texts
-    assert all("not removed: it contains files that no save wrote" in text for text in texts)
+    assert all(
+        "not removed: the folder contains files that no save wrote" in text for text in texts
+    )
     assert (tmp_path / "step_00000001" / "notes.txt").exists()
     assert loaded(tmp_path / "step_00000002") == 2
     assert (tmp_path / "step_final").exists()
@@ -167,7 +169,7 @@ def test_an_address_whose_package_is_missing_is_refused_in_one_line(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     for call in (Keeper, lambda path: save(path, state_at(1)), newest, peek):
-        with pytest.raises(ValueError, match=r"^s3://\.\.\.: .* needs fsspec: pip") as caught:
+        with pytest.raises(ValueError, match=r"^s3://\.\.\.: .* need fsspec: pip") as caught:
             call("s3://key:secret@bucket/c")
         assert "secret" not in str(caught.value)
         assert "\n" not in str(caught.value)

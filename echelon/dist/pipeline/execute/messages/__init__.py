@@ -1,1 +1,1 @@
-"""Messages between stages on different ranks: outputs go forward, and their gradients backward."""
+"""Exchange messages between stages on different ranks: outputs forward, and gradients backward."""

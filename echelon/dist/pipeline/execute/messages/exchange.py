@@ -1,4 +1,4 @@
-"""Runs one rank's side of the exchange between stages in a step.
+"""Run one rank's side of the exchange between stages in a step.
 
 If two neighbouring stages are on one rank, tensors are passed directly; otherwise they are sent.
 Sends never block. Receives are posted no later than in the plan with messages (see the note in
@@ -25,7 +25,7 @@ _NAMES = {Product.OUTPUT: "RECV_F", Product.INPUT_GRAD: "RECV_B"}
 
 
 class Routes:
-    """What each rank sends to this rank, and in which order, derived from the plan."""
+    """What each rank sends to this rank, and in which order, as derived from the plan."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.owner = plan.rank_of_stage
@@ -41,22 +41,22 @@ class Routes:
         return sorted(near - {self.rank})
 
     def sent_by(self, peer: int, *, backward: bool) -> list[Thing]:
-        """Return the things that a rank sends to this rank in a step, in order."""
+        """Return, in order, the outputs and gradients that a rank sends to this rank in a step."""
         return [one for one in self._sent[peer] if backward or one.product is Product.OUTPUT]
 
     def destination(self, thing: Thing) -> int | None:
-        """Return the rank to which a thing is sent, or None if no stage needs it."""
+        """Return the rank to which a computation's result is sent, or None if none needs it."""
         to = thing.stage + {Product.OUTPUT: 1, Product.INPUT_GRAD: -1}.get(thing.product, 0)
         if to == thing.stage or not 0 <= to < self._num_stages:
             return None
         return self.owner[to]
 
     def source(self, thing: Thing) -> int:
-        """Return the rank that computes a thing."""
+        """Return the rank that computes an output or a gradient."""
         return self.owner[thing.stage]
 
     def needed(self, action: Action) -> list[Thing]:
-        """Return the things that a computation needs from other ranks."""
+        """Return the outputs and gradients that a computation needs from other ranks."""
         wanted = self._needed.get(action)
         if wanted is None:  # the same in every step
             every = needs(action, self._num_stages)
@@ -100,7 +100,7 @@ class Exchange:
         }
 
     def want(self, things: Sequence[Thing]) -> None:
-        """Post the receives that this rank will need, and receives that headers have announced."""
+        """Post the receives that this rank will need, and those that headers have announced."""
         for thing in things:
             self._incoming[self._routes.source(thing)].want(thing)
         for incoming in self._incoming.values():
@@ -164,7 +164,7 @@ class Exchange:
 
 
 def received(message: Action) -> Thing:
-    """Return the thing that a receive action of a plan gets."""
+    """Return the output or gradient that a plan's receive action gets."""
     if message.kind is Kind.RECV_F:
         return Thing(Product.OUTPUT, message.stage - 1, message.microbatch)
     assert message.kind is Kind.RECV_B, message

@@ -1,4 +1,4 @@
-"""Encodes headers, which describe a micro-batch's outputs; their bytes are in one buffer.
+"""Encode the headers that describe a micro-batch's outputs.
 
 A header gives the number of tensors that a stage returned, the dtype and dims of each, and whether
 it requires a gradient. The header is read on the host before the tensors are created, so it is
@@ -28,7 +28,7 @@ _ALIGNMENT = 64
 
 
 class Place(IntEnum):
-    """Where the payload that a header describes is sent."""
+    """The place to which the payload that a header describes is sent."""
 
     MAIN = 0  # on the data channel
     SPILL = 1  # on the spill channel: the receive posted for it on the data channel is too small
@@ -36,7 +36,7 @@ class Place(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """The specification of one tensor, as needed to create the tensor from bytes."""
+    """The specification of one tensor, from which the tensor can be created."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

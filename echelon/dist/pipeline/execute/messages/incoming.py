@@ -1,4 +1,4 @@
-"""Incoming: manages this rank's receives from one peer during a step.
+"""Manage this rank's receives from one peer during a step.
 
 Messages of a channel arrive in the order in which they are sent, which is the order of the peer's
 row in the plan. So receives are posted in that order, regardless of the order in which they are
@@ -73,7 +73,7 @@ class Incoming:
         self._expected: dict[Thing, Tensors] = {}
 
     def want(self, thing: Thing) -> None:
-        """Allow the receives up to a given thing, and post the receives that can be posted."""
+        """Allow the receives up to a given result, and post those that can be posted."""
         if self._place[thing] >= self._num_wanted:
             self._num_wanted = self._place[thing] + 1
             self.advance()
@@ -107,7 +107,9 @@ class Incoming:
         return self._device.type != "cpu" or all(work.done for work in arrival.works)
 
     def take(self, thing: Thing) -> Tensors:
-        """Return a thing's tensors; block until they have arrived or, on a device, are ordered.
+        """Return the tensors of a result.
+
+        Block until they have arrived or, on a device, are ordered.
 
         Raises:
             CollectiveError: the peer was lost, or did not send within the group's timeout.
@@ -129,7 +131,7 @@ class Incoming:
         return unpack(arrival.specs, arrival.payload)
 
     def _read_headers(self, thing: Thing) -> None:
-        """Wait for the headers of all things up to a given thing, and read the headers.
+        """Wait for the headers of all results up to a given one, and read the headers.
 
         Headers are read in the peer's order, because receives from the spill channel must also be
         posted in that order.
@@ -168,7 +170,7 @@ class Incoming:
         return self._link.received.get((thing.stage, thing.microbatch))
 
     def _post(self, thing: Thing) -> bool:
-        """Post the receives for a thing's data, if the sizes are known."""
+        """Post the receives for the data of a result, if the sizes are known."""
         if thing.product is not Product.OUTPUT:
             return self._post_gradients(thing)
         arrival = self._arrivals[thing]

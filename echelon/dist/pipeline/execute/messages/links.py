@@ -1,4 +1,4 @@
-"""Links: opens the channels from this rank to the ranks that hold its stages' neighbours.
+"""Open the channels from this rank to the ranks that hold its stages' neighbours.
 
 There are three channels per peer, each in the sender's order. The host reads headers, and the
 host's engine carries them. The engine of the stages' device carries data. The third channel, spill,
@@ -44,7 +44,7 @@ class Link:
 def open_links(
     group: ProcessGroup, name: str, peers: Iterable[int], device: torch.device
 ) -> dict[int, Link]:
-    """Open channels to peers, which must do the same; block until devices are connected.
+    """Open channels to peers, which must make the same call; block until devices are connected.
 
     Args:
         group: the pipeline's ranks.
@@ -70,7 +70,7 @@ def open_links(
 
 
 def connect(channels: Iterable[Channel], device: torch.device) -> None:
-    """Connect all channels for a device at once, so that the order among ranks does not matter."""
+    """Connect all channels for a device at once, so that the order among ranks is irrelevant."""
     like = torch.empty(1, device=device)
     for opening in [channel.open(like, async_op=True) for channel in channels]:
         assert opening is not None

@@ -1,4 +1,4 @@
-"""Outgoing: manages this rank's sends to one peer in a step; blocks only at the step's end."""
+"""Manage this rank's sends to one peer in a step, blocking only at the step's end."""
 
 from __future__ import annotations
 

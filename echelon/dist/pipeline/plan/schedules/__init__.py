@@ -1,1 +1,1 @@
-"""The schedules, as pure functions from (ranks, micro-batches, chunks) to rows of actions."""
+"""Define the schedules: pure functions from (ranks, micro-batches, chunks) to rows."""

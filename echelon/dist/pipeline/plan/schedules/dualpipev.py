@@ -50,7 +50,7 @@ def _row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
 
 
 def _end(row: RowBuilder, rank: int, behind: int, down: int, up: int) -> None:
-    """Write the last backwards: first whole, then split, with weight gradients in the gaps."""
+    """Write the last backwards: whole ones, then split ones with weight gradients in gaps."""
     ramp = [up, down] * (rank + 1)
     for number, stage in enumerate(ramp):
         if number <= rank:

@@ -1,4 +1,4 @@
-"""Writes a row and counts its actions, so that a schedule needs to name only stages.
+"""Write a row and count its actions, so that a schedule needs to name only stages.
 
 Micro-batches pass a stage in order, so the next micro-batch of a kind of action is the number of
 such actions so far.
@@ -33,7 +33,7 @@ class RowBuilder:
         return self._forwards[stage]
 
     def owes(self, stage: int) -> bool:
-        """Return whether the row has input gradients of a stage without their weight gradients."""
+        """Return whether the row has input gradients of a stage without weight gradients."""
         return any(owed == stage for owed, _ in self._owed)
 
     def forward(self, *stages: int) -> None:
@@ -55,7 +55,7 @@ class RowBuilder:
         self.actions.append(input_grad(stage, microbatch))
 
     def weights(self, stage: int | None = None) -> None:
-        """Write the weight gradients that have been deferred longest, of one stage or of any."""
+        """Write the weight gradients that were deferred first, of one stage or of any stage."""
         owed = next(pair for pair in self._owed if stage in (None, pair[0]))
         self._owed.remove(owed)
         self.actions.append(weight_grad(*owed))
@@ -73,7 +73,7 @@ class RowBuilder:
 
 
 def kept(action: Action, num_microbatches: int) -> list[Action]:
-    """Remove micro-batches that do not exist; an overlap may lose one or both of its parts."""
+    """Remove micro-batches that do not exist. An overlap may lose one or both of its parts."""
     parts = [part for part in action.computations if part.microbatch < num_microbatches]
     if action.kind is not Kind.OVERLAP:
         return parts
