@@ -79,7 +79,7 @@ def test_an_analysis_that_cannot_be_started_says_why(monkeypatch, tmp_path):
     terminal = JobTerminal()
     verdicts = Verdicts(RunDirectory(tmp_path, ""), terminal, lambda *_: None)
     monkeypatch.setattr(subprocess, "Popen", _refuse)
-    verdicts.expect()
+    verdicts.expect(gives_way=True)
     folder = tmp_path / "dump/incident_0"
     folder.mkdir(parents=True)
     incident = Incident(folder=folder, kind="failure", attempt=0, reason="x")

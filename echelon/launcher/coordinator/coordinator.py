@@ -93,6 +93,7 @@ class Coordinator:
             self._tell,
             self._note_examined,
             self._observers,
+            stalls_end=options.on_stall != "report",
         )
         self._verdicts = self._incidents.verdicts
         self._stalls = Stalls(options, self._verdicts.is_open, self._decide, terminal.say)

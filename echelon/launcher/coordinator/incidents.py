@@ -40,6 +40,7 @@ class Incidents:
         tell: sends a command to nodes.
         examined: receives an examined stall, with its incident if that was kept.
         observers: the objects that report on the job.
+        stalls_end: whether a lasting stall ends the job's ranks.
     """
 
     def __init__(
@@ -51,7 +52,10 @@ class Incidents:
         tell: Callable[[Iterable[str], m.Command], None],
         examined: Callable[[World, decide.StallExamined, Incident | None], None],
         observers: Observers,
+        *,
+        stalls_end: bool,
     ) -> None:
+        self._stalls_end = stalls_end
         self._observers = observers
         self._directory = directory
         self._report = report
@@ -120,6 +124,12 @@ class Incidents:
         collection.is_overtaken = False
         return True
 
+    def _has_running_ranks(self, action: decide.CollectIncident) -> bool:
+        """Return whether ranks may progress during the analysis: no restart waits for it then."""
+        if action.kind == "stall":
+            return action.is_early or not self._stalls_end
+        return bool(action.lost)
+
     def begin(self, world: World, action: decide.CollectIncident) -> None:
         """Request dumps from all nodes."""
         self._observers.tell(
@@ -142,7 +152,7 @@ class Incidents:
             what = "loss"  # the job has not failed
         again = "" if former is None else " again"
         self._say(f"{what}: {action.reason}; collecting diagnostics from all ranks{again}")
-        self.verdicts.expect()
+        self.verdicts.expect(gives_way=self._has_running_ranks(action))
         try:
             self._collection = Collection(
                 self._directory,

@@ -31,6 +31,7 @@ from echelon.launcher.job.rundir import write_json
 
 DEADLINE_S = 180.0
 _NICE = 10
+_GIVE_WAY = "--give-way"
 _LEAST_BYTES = 2 << 30
 _UNFOLDED_COLUMNS = 100_000  # the lines of a log are searched, not read on a terminal
 _FILE_COLUMNS = 100
@@ -66,13 +67,18 @@ class Explanation:
 class Analysis:
     """A child process that waits for its incident, analyses it, and answers once.
 
+    Args:
+        gives_way: whether ranks that still run come first. If the job waits for the verdict, giving
+            way would only prolong that wait.
+
     Raises:
         OSError: no process can be started.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, gives_way: bool) -> None:
+        nice = [_GIVE_WAY] if gives_way else []
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "echelon.launcher.incident.explain"],
+            [sys.executable, "-m", "echelon.launcher.incident.explain", *nice],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -142,7 +148,7 @@ class Analysis:
 def explain_now(incident: Path, shown: Path, columns: int | None) -> Explanation:
     """Analyse an incident and wait for the result. Use this only when the node's job is over."""
     try:
-        analysis = Analysis()
+        analysis = Analysis(gives_way=False)
     except OSError as err:
         return Explanation(None, None, f"echelon: no analysis can be started: {err.strerror}\n")
     with contextlib.closing(analysis):
@@ -207,7 +213,8 @@ def _lower_priority() -> None:
 
 def main() -> None:
     """Wait for one incident on stdin, and write the answer to stdout."""
-    _lower_priority()
+    if _GIVE_WAY in sys.argv:
+        _lower_priority()
     _limit_memory()
     import rich.console  # noqa: F401 -- while the incident is being collected
 

@@ -70,11 +70,15 @@ class Verdicts:
         """Return whether an incident has no verdict yet."""
         return any(one.incident is incident for one in self._open)
 
-    def expect(self) -> None:
-        """Start an analysis process for an incident that is about to be collected."""
+    def expect(self, *, gives_way: bool) -> None:
+        """Start an analysis process for an incident that is about to be collected.
+
+        Args:
+            gives_way: whether ranks that still run come first.
+        """
         self.expect_none()
         try:
-            self._next = Analysis()
+            self._next = Analysis(gives_way=gives_way)
         except OSError as err:  # printed when there is something to explain
             self._why_none = err.strerror or str(err)
 

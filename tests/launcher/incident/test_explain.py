@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
+import pytest
+
 _PROGRAM = """
-import os
+import os, sys
 from echelon.launcher.incident import explain
-os.nice(10)
+os.nice(int(sys.argv[1]))
 before = os.getpriority(os.PRIO_PROCESS, 0)
 explain.main()
 print(before, os.getpriority(os.PRIO_PROCESS, 0))
 """
 
 
-def test_the_explanation_of_a_nice_job_is_no_nicer_than_the_job():
+def _priorities(*argv: str) -> tuple[int, int]:
     done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM],
+        [sys.executable, "-c", _PROGRAM, *argv],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True, timeout=300,
     )  # fmt: skip
-    before, after = done.stdout.split()
-    assert int(before) >= 10
+    before, after = map(int, done.stdout.split())
+    return before, after
+
+
+def test_the_explanation_of_a_nice_job_is_no_nicer_than_the_job():
+    before, after = _priorities("10", "--give-way")
+    assert before >= 10
     assert after == before
+
+
+@pytest.mark.skipif(os.getpriority(os.PRIO_PROCESS, 0) >= 10, reason="these tests are nice")
+def test_the_explanation_gives_way_only_where_ranks_still_run():
+    before, after = _priorities("0", "--give-way")
+    assert after == 10 > before
+    before, after = _priorities("0")
+    assert after == before, "a restart waits for the verdict"

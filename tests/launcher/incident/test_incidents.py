@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from typing import ClassVar
 
 import pytest
 
@@ -17,7 +18,12 @@ from tests.launcher.coordinator.jobs import Job, JobStore
 
 
 class _Endless:
-    """An analysis that never answers."""
+    """An analysis that never answers; `gave_way`: of each one so far."""
+
+    gave_way: ClassVar[list[bool]] = []
+
+    def __init__(self, *, gives_way: bool) -> None:
+        self.gave_way.append(gives_way)
 
     def begin(self, *_: object) -> None: ...
 
@@ -29,6 +35,7 @@ class _Endless:
 @pytest.fixture(autouse=True)
 def _no_analysis(monkeypatch):
     monkeypatch.setattr(verdicts_module, "Analysis", _Endless)
+    monkeypatch.setattr(_Endless, "gave_way", [])
 
 
 @pytest.fixture
@@ -50,6 +57,17 @@ def _fail(job: Job) -> None:
     job.take(job.host, m.WorkerEnded(attempt=0, rank=0, code=1))
     job.take(job.other, m.WorkerEnded(attempt=0, rank=1, code=-15))
     _harvest(job)
+
+
+def test_only_an_analysis_that_no_restart_waits_for_gives_way(tmp_path, stalls):
+    _fail(Job(tmp_path / "a", "--nnodes", "2"))
+    assert _Endless.gave_way == [False]
+    for on_stall, expected in (("report", True), ("restart", False), ("stop", False)):
+        job = Job(tmp_path / on_stall, "--nnodes", "2", "--on-stall", on_stall)
+        stalls.append(Stall("rank 0 waits", 0))
+        job.look()
+        assert _Endless.gave_way[-1] is expected, on_stall
+    assert len(_Endless.gave_way) == 4
 
 
 def _harvest(job: Job) -> None:
