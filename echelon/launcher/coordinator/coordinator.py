@@ -114,8 +114,10 @@ class Coordinator:
         self._restarting = Restarting(options, self._roster, report, self._verdicts, terminal.say)
         self._restarts = self._restarting.restarts
         self._probing = Probing(
-            options, self._roster, lambda: report.decisions, send, terminal.say, meeting.host
-        )
+            options, self._roster, lambda: report.decisions, send, terminal.say, meeting.host,
+            note=self._remember,
+        )  # fmt: skip
+        self._must_probe = False  # what a former host had to probe, once the nodes are connected
         self._run = directory.path
         self._search = Search(directory.path, options.checkpoint_dir, terminal.say)
         self._search.begin(time.monotonic())
@@ -412,7 +414,9 @@ class Coordinator:
             succession.admit(hello)
         self._roster.resume([one.name for one in mandate.members])
         holders = {hello.node for hello in inherited.hellos if hello.holds == mandate.attempt}
-        if holders:
+        if self._restarting.over == mandate.attempt:  # its end has been decided about
+            self._must_probe = self._restarting.suspected is not None
+        elif holders:
             members = [
                 Node(name=one.name, host=one.host, num_workers=one.num_workers)
                 for one in mandate.members
@@ -487,13 +491,31 @@ class Coordinator:
         if not (self._probing.is_over and self._search.is_over(now_s)):
             return
         nodes = self._roster.world(now_s)
-        if nodes is not None:
+        if nodes is not None and self._must_probe:
+            self._must_probe = False
+            self._begin_probes(now_s)
+        elif nodes is not None:
             if self._may_begin(nodes):
                 self._begin(nodes)
         elif self._roster.has_failed(now_s):
             self._report.error = self._roster.shortage()
             self._say(self._report.error)
             self._finish(EndedBy.AGENT, 1)
+
+    def _begin_probes(self, now_s: float) -> None:
+        self._probing.begin(self._restarting.suspected, self._numbers, now_s)
+        self._remember()
+
+    def _remember(self) -> None:
+        """Let other nodes know what was decided and probed, so that they can continue from here."""
+        if self._probing.is_over:
+            self._restarting.suspected = None
+        if self._succession is not None:
+            self._succession.remember(
+                restarts=self._restarts.num_used,
+                num_attempts=self._report.attempts,
+                memory=self._restarting.memory(),
+            )
 
     def _may_begin(self, nodes: Sequence[Node]) -> bool:
         return self._succession is None or self._succession.may_begin(
@@ -580,7 +602,7 @@ class Coordinator:
         self._world = None
         self._meeting.renew()
         self._search.begin(now_s)
-        self._probing.begin(self._restarting.suspected, self._numbers, now_s)
+        self._begin_probes(now_s)
         self._roster.open(max(now_s, self._restarting.not_before_s))
         here, low = len(self._roster.nodes), self._options.min_nodes
         if here < low:

@@ -63,6 +63,7 @@ class Probing:
     Args:
         decisions: the decisions in the report; findings are added to the last decision.
         host_address: the address at which nodes reach the hosting node.
+        note: a function that is called after each round of probes.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Probing:
         send: Callable[[str, m.Command], None],
         say: Callable[[str], None],
         host_address: str,
+        note: Callable[[], None] = lambda: None,
     ) -> None:
         self._options = options
         self._roster = roster
@@ -80,6 +82,7 @@ class Probing:
         self._send = send
         self._say = say
         self._host_address = host_address
+        self._note = note
         self._probes: tuple[str, ...] = ()
         self._suspects: list[str] = []
         self._named: list[str] = []  # all suspects of the failure
@@ -156,6 +159,7 @@ class Probing:
             self._ask_links(present, now_s)
         if not present.tasks:
             self._conclude(present, now_s)
+            self._note()
 
     def _ask(self, now_s: float) -> _Round:
         """Request each suspect's own probes, and ask the suspect's partner to listen."""

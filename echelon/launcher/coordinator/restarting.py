@@ -56,6 +56,7 @@ class Restarting:
         self.last_line = ""  # of the last decision
         self.not_before_s = 0.0  # when the next world may begin
         self.suspected: Failure | None = None  # whose nodes are checked before they are used again
+        self.over = -1  # the latest attempt that has ended
 
     def awaits_verdict(self, world: World, end: EndAttempt, now_s: float) -> bool:
         """Return whether the decision must wait for the verdict on an attempt's end."""
@@ -76,6 +77,7 @@ class Restarting:
 
     def decide(self, world: World, end: EndAttempt) -> bool:
         """Decide whether another attempt follows, report why, and return the decision."""
+        self.over, self.suspected = world.number, None
         self._revise()
         known: list[Failure] = []
 
@@ -118,6 +120,8 @@ class Restarting:
             failures=tuple(self.restarts.failures),
             avoided=self._roster.avoided,
             decisions=tuple(self._report.decisions),
+            over=self.over,
+            suspected=self.suspected,
         )
         return pack(known)
 
@@ -131,6 +135,7 @@ class Restarting:
         self.restarts.failures = list(known.failures)
         self._roster.avoid(known.avoided)
         self._report.decisions = list(known.decisions)
+        self.over, self.suspected = known.over, known.suspected
 
     def _revise(self) -> None:
         """Update earlier failures with verdicts that have arrived since."""

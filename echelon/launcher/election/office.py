@@ -190,6 +190,16 @@ class Office:
             memory=self.mandate.memory if memory is None else memory,
         )
 
+    def remember(self, *, restarts: int, num_attempts: int, memory: str) -> None:
+        """Add what the next host must know to the mandate; the world and its electors stay."""
+        self.mandate = replace(
+            self.mandate,
+            index=self.mandate.index + 1,
+            restarts=restarts,
+            num_attempts=num_attempts,
+            memory=memory,
+        )
+
     def withdraw(self) -> bool:
         """Drop the proposed electors if only the host had a vote before.
 

@@ -161,6 +161,11 @@ class Succession:
             self.waits_for = ""
         return not self.waits_for and self.remaining_s() > 0
 
+    def remember(self, *, restarts: int, num_attempts: int, memory: str) -> None:
+        """Send what was decided since the world began to all nodes; no vote depends on it."""
+        self._office.remember(restarts=restarts, num_attempts=num_attempts, memory=memory)
+        self._publish()
+
     def begin(self, nodes: Sequence[Node]) -> None:
         """Settle the mandate of a world that begins, and grant its nodes fresh permits."""
         self._proposed = ()

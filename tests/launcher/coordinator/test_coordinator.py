@@ -147,6 +147,8 @@ def test_an_early_look_stops_nothing_and_the_stall_after_it_does(tmp_path, monke
 class _Endless:
     """An analysis that never answers, so that no verdict decides what follows."""
 
+    def __init__(self, *, gives_way: bool) -> None: ...
+
     def begin(self, *_: object) -> None: ...
 
     def poll(self) -> None: ...
@@ -255,15 +257,19 @@ class _Succession:
 
     def begin(self, nodes: object) -> None: ...
 
+    def remember(self, *, memory: str, **_: int) -> None:
+        self.memory = memory
+
     def may_begin(self, nodes: object, *, memory: str, **_: int) -> bool:
         self.memory = memory
         return True
 
 
-def _inherited(memory: str) -> Inheritance:
+def _inherited(memory: str, attempt: int = 4) -> Inheritance:
     own = Member(name="a", host="a", endpoint="a:1", num_workers=1, node_rank=-1)
     mandate = Mandate(
-        term=1, index=1, electorates=(("a",),), members=(own,), job_id="x", attempt=4, restarts=2,
+        term=1, index=1, electorates=(("a",),), members=(own,), job_id="x", attempt=attempt,
+        restarts=2,
         num_attempts=4, memory=memory,
     )  # fmt: skip
     return Inheritance(mandate=mandate, former="a", hellos=(), events=(), fenced_until_s=0.0)
@@ -285,6 +291,40 @@ def test_a_node_that_takes_over_continues_the_history_of_failures(tmp_path, monk
     assert heir.report.decisions == job.report.decisions
     (start, _) = heir.commands(m.Start)
     assert [one["attempt"] for one in json.loads(start.history)["attempts"]] == [0, 1]
+
+
+@pytest.mark.usefixtures("no_verdicts")
+def test_a_node_that_takes_over_between_attempts_probes_what_is_not_probed_yet(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(policy, "FIRST_PAUSE_S", 0.0)
+    first = _Succession(None)
+    job = Job(tmp_path / "a", "--nnodes", "2", "--max-restarts", "9", succession=first)
+    monkeypatch.setattr(Job, "answer_probes", lambda _: None)
+    _kill(job, 0, job.other, 1, {job.host: 0, job.other: 1})
+    job.step()
+    job.coordinator.close()
+    (asked,) = job.commands(m.Probe)
+    assert len(job.commands(m.Start)) == 2, "no attempt follows before the answer"
+
+    heir = Job(tmp_path / "b", "--nnodes", "2", succession=_Succession(_inherited(first.memory, 0)))
+    heir.step()
+    (again,) = heir.commands(m.Probe, heir.other)
+    assert again.tasks == asked.tasks
+    assert not heir.commands(m.Start)
+    monkeypatch.undo()
+    heir.answer_probes()
+    assert len(heir.commands(m.Start)) == 2
+    assert heir.report.decisions[-1]["probes"], "what it measured is kept"
+    heir.coordinator.close()
+
+    known = heir.coordinator._succession.memory
+    third = Job(tmp_path / "c", "--nnodes", "2", succession=_Succession(_inherited(known, 0)))
+    third.step()
+    assert not third.commands(m.Probe), "what was probed is not probed again"
+    assert len(third.commands(m.Start)) == 2
+    assert third.report.decisions[-1]["probes"] == heir.report.decisions[-1]["probes"]
+    third.coordinator.close()
 
 
 def test_a_history_that_cannot_be_read_costs_a_line_and_not_the_job(tmp_path):

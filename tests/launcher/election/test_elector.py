@@ -180,6 +180,12 @@ def test_the_policys_memory_stays_until_the_next_one_and_the_witness_gets_none()
     assert unpack_mandate(pack_mandate(office.mandate)).memory == "known"
     office.propose(members, attempt=3, restarts=1, num_attempts=1)  # as a witness is followed
     assert office.mandate.memory == "known"
+    before = office.mandate
+    office.remember(restarts=2, num_attempts=2, memory="more")
+    assert office.mandate.version > before.version
+    assert office.mandate == replace(
+        before, index=before.index + 1, restarts=2, num_attempts=2, memory="more"
+    )
     assert ballot_of(office.mandate).memory == ""
     with pytest.raises(LaunchError, match="malformed"):
         unpack_mandate(pack_mandate(replace(office.mandate, memory=3)))

@@ -1,7 +1,7 @@
 """Convert the policy's knowledge of a job to text for the nodes that may host the job next.
 
 Without this knowledge, a repeating error or a repeatedly failing node would get all its restarts
-again after each failover.
+again after each failover, and suspect nodes would be used without having been probed.
 """
 
 from __future__ import annotations
@@ -18,17 +18,21 @@ MOST_KEPT = 16  # failures, and decisions: every node gets them
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """The policy's knowledge of a job at the beginning of the current attempt.
+    """The policy's knowledge of a job, at the latest beginning or end of an attempt.
 
     Attributes:
         failures: the job's failures, oldest first.
         avoided: the names of the nodes that worlds avoid.
         decisions: the entries of report.json about restarts, oldest first.
+        over: the latest attempt that has ended; -1 if none has.
+        suspected: the failure whose nodes are to be probed before the next attempt, if any.
     """
 
     failures: tuple[Failure, ...] = ()
     avoided: tuple[str, ...] = ()
     decisions: tuple[dict[str, Any], ...] = ()
+    over: int = -1
+    suspected: Failure | None = None
 
 
 def pack(memory: Memory) -> str:
@@ -55,6 +59,8 @@ def unpack(text: str) -> Memory:
             failures=tuple(_failure(one) for one in _list(top["failures"])),
             avoided=tuple(_all(str, top["avoided"])),
             decisions=tuple(_all(dict, top["decisions"])),
+            over=_number(top["over"]),
+            suspected=None if top["suspected"] is None else _failure(top["suspected"]),
         )
     except (ValueError, TypeError, KeyError, RecursionError) as err:
         raise ValueError(
@@ -62,8 +68,16 @@ def unpack(text: str) -> Memory:
         ) from err
 
 
-def _failure(values: dict[str, Any]) -> Failure:
+def _number(value: object) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r:.50} where a number was expected")
+    return value
+
+
+def _failure(values: Any) -> Failure:
     """Check every value against the type of its field, and return the values as a failure."""
+    if not isinstance(values, dict):
+        raise TypeError(f"{values!r:.50} where a failure was expected")
     read: dict[str, Any] = {name: _CHECKS[name](value) for name, value in values.items()}
     return Failure(**read)
 

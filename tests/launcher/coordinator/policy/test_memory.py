@@ -18,7 +18,9 @@ _DECISION = {"attempt": 3, "action": "restart", "cause": "exception", "last_step
 
 
 def test_a_memory_is_read_as_it_was_written():
-    memory = Memory(failures=(_FAILURE,), avoided=("b-1",), decisions=(_DECISION,))
+    memory = Memory(
+        failures=(_FAILURE,), avoided=("b-1",), decisions=(_DECISION,), over=3, suspected=_FAILURE
+    )
     assert unpack(pack(memory)) == memory
     assert unpack("") == Memory()
 
@@ -46,6 +48,9 @@ def test_the_latest_failures_and_decisions_are_kept():
         (("failures", 0, "culprit_ranks"), ["1"]),
         (("failures", 0, "unknown_field"), 1),
         (("avoided", 0), 3),
+        (("over",), "3"),
+        (("suspected",), "b"),
+        (("suspected",), {"attempt": "3"}),
     ],
 )
 def test_a_malformed_memory_is_an_error(path, value):
