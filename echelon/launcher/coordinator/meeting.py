@@ -23,7 +23,7 @@ from typing import Protocol
 from echelon.errors import LaunchError
 from echelon.launcher.coordinator.decide import describe_code
 
-_START_S = 30.0
+_START_S = 120.0  # on a machine with far too much to do; a death is noticed at once
 _ANSWER_S = 5.0
 _CLOSE_S = 5.0
 
@@ -125,7 +125,7 @@ class StoreProcess:
     def renew(self) -> None:
         """Drop all members and keys; if the server has died, start a new one at another port.
 
-        Wait at most 5 s for the server's confirmation, and 30 s for a new server.
+        Wait at most 5 s for the server's confirmation, and 2 min for a new server.
 
         Raises:
             LaunchError: no server can be started.

@@ -65,6 +65,7 @@ class Activity:
         self._wakes: dict[int, int] = {}
         self._woke_ns = now_mono_ns
         self.last_mono_ns = now_mono_ns
+        self.starved_mono_ns = 0  # when it last was ready to run without a processor; 0: never
         self.num_signs = 0
         self.has_met = False  # whether it has had a connection to the store
         self.is_in_collective = False  # inside one, and otherwise inactive
@@ -78,7 +79,10 @@ class Activity:
         works = busy or num_printed_bytes != self._printed or self._has_sent(now_mono_ns)
         if works:
             self._worked_ns = now_mono_ns
-        if works or self._starves(now_mono_ns):
+        starves = self._starves(now_mono_ns)
+        if starves:
+            self.starved_mono_ns = now_mono_ns
+        if works or starves:
             self.num_signs += 1
             self.last_mono_ns = now_mono_ns
             self.rest(num_printed_bytes, now_mono_ns, ticks)

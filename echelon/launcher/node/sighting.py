@@ -48,6 +48,7 @@ class Sighting:
         self._num_printed = num_printed
         self._rings: dict[int, LiveRing] = {}
         self._activities: dict[int, Activity] = {}  # of ranks without a ring, and of hooked ranks
+        self._starting: dict[int, Activity] = {}  # of ranks that record but have not initialised
         self._num_signs: dict[int, int] = {}
         self._num_dumps: dict[int, int] = {}
         self._dumped_rank = -1  # the recording rank whose dump appeared last
@@ -161,12 +162,18 @@ class Sighting:
         """Examine a rank that records.
 
         A program that is recorded through hooks marks no phases. Such a program shows a long
-        evaluation by its resource use and its output, not in its ring.
+        evaluation by its resource use and its output, not in its ring. Before its initialisation, a
+        rank imports and loads, which takes long if it gets no processor.
         """
         sight = ring.sight(worker.rank)
         if ring.is_hooked:
             last_ns = self._active(worker, now).last_mono_ns
             sight = replace(sight, progress_mono_ns=max(sight.progress_mono_ns, last_ns))
+        elif not sight.initialised:
+            starved_ns = self._look_from_outside(self._starting, worker, now).starved_mono_ns
+            sight = replace(sight, progress_mono_ns=max(sight.progress_mono_ns, starved_ns))
+        else:
+            self._starting.pop(worker.rank, None)
         if self._limits is not None:
             self._limits.see(worker, ring, sight, now, lambda then: self._age_s(now, then))
         return sight
@@ -183,10 +190,13 @@ class Sighting:
         return [int(activity.has_met), age_ms, pending_ms, activity.num_signs, 0]
 
     def _active(self, worker: Worker, now: int) -> Activity:
-        activity = self._activities.get(worker.rank)
+        return self._look_from_outside(self._activities, worker, now)
+
+    def _look_from_outside(self, known: dict[int, Activity], worker: Worker, now: int) -> Activity:
+        activity = known.get(worker.rank)
         if activity is None:
             activity = Activity(worker.pid, self._store_port, self._quiet_s, now)
-            self._activities[worker.rank] = activity
+            known[worker.rank] = activity
         activity.look(self._num_printed(worker.rank), now)
         return activity
 

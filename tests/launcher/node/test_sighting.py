@@ -116,6 +116,34 @@ def test_a_program_that_was_hooked_is_not_silent_while_it_prints(tmp_path: Path,
     assert is_silent is not hooked
 
 
+@pytest.mark.parametrize("initialised", [True, False])
+def test_a_rank_that_gets_no_processor_may_take_long_until_it_initialises(
+    tmp_path: Path, monkeypatch, initialised
+) -> None:
+    ring = Ring(
+        tmp_path / "ring", Identity(rank=0, pid=os.getpid()), num_operations=16, num_spans=16
+    )
+    recorder = Recorder(ring)
+    if initialised:
+        recorder.mark_initialised()
+    now_ns = waited_ns = time.monotonic_ns()
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns)
+    monkeypatch.setattr(Activity, "_cpu_ticks", lambda _: 0)
+    monkeypatch.setattr(Activity, "_waited_for_cpu_ns", lambda _: waited_ns)
+    worker = SimpleNamespace(alive=True, torch=None, rank=0, folder=tmp_path, pid=os.getpid())
+    start = SimpleNamespace(attempt=0, master_port=1, stall_timeout_ms=60_000, sights_ms=0,
+                            learns_limits=False)  # fmt: skip
+    sighting = Sighting(start, [worker], lambda _: 0)
+    for _ in range(100):
+        now_ns += 1_000_000_000
+        waited_ns += 900_000_000
+        sight = sighting.look()
+    sighting.close()
+    recorder.close()
+    assert sight is not None
+    assert (sight.folded[2] > 60_000) is initialised
+
+
 def _sights(pending_ms: int = -1, progress_ms: int = 10, ranks: tuple = ()) -> m.Sights:
     return m.Sights(attempt=0, folded=[0, 1, progress_ms, pending_ms, 0, 7, 0], ranks=list(ranks))
 
