@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from echelon.analysis.evidence.stack_tree import Branch
 
-REPORT_FORMAT = 2
+REPORT_FORMAT = 1
 
 
 class Cause(str, Enum):

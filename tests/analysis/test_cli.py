@@ -59,7 +59,7 @@ def test_a_finding_is_exit_code_1_and_json_alone(
     assert main([str(hung), "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert list(told) == KEYS
-    assert (told["format"], told["healthy"], told["world_size"]) == (2, False, 4)
+    assert (told["format"], told["healthy"], told["world_size"]) == (1, False, 4)
     assert list(told["verdict"]) == FINDING_KEYS
     assert told["findings"][0] == told["verdict"]
     assert told["verdict"]["cause"] == "host_hang"

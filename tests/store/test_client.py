@@ -335,6 +335,14 @@ def test_a_listening_descriptor_is_taken_over(closing):
     assert store.add("n", 1) == 1
 
 
+@pytest.mark.parametrize(
+    ("port", "is_master"), [(70000, False), (-1, False), (0, False), (65536, True)]
+)
+def test_a_port_that_no_server_can_have_is_refused_at_once(port, is_master):
+    with pytest.raises(ValueError, match=f"port {port}: a server's port is 1 to 65535"):
+        TCPStore("127.0.0.1", port, is_master=is_master, timeout=0.5)
+
+
 def test_a_taken_port_is_one_line(server):
     with pytest.raises(StoreError, match=r"Address already in use\. Another server has the port"):
         StoreServer("127.0.0.1", server.port)

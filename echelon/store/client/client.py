@@ -56,6 +56,7 @@ class TCPStore(Store):
             store is open.
 
     Raises:
+        ValueError: `port`, `timeout` or `secret` is invalid.
         StoreTimeoutError: no server came up, or not all workers joined, within the timeout.
         StoreError: the master's address cannot be bound.
         StoreConnectionError: the server was reached but does not accept this client.
@@ -85,6 +86,10 @@ class TCPStore(Store):
         secret: str | bytes | None = None,
     ) -> None:
         self._timeout_s = seconds(timeout)
+        if not 0 <= port <= 65535 or (port == 0 and not is_master):
+            raise ValueError(
+                f"port {port}: a server's port is 1 to 65535; only a master may pass 0"
+            )
         self._observer = job_observer() if observer is None else observer
         self._secret = trust.secret_bytes(job_secret(host_name, port) if secret is None else secret)
         self._hosted: Hosted | None = None
