@@ -7,6 +7,7 @@ rather than a rank, so the two runs may have different numbers of ranks.
 from __future__ import annotations
 
 import json
+import operator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,34 @@ from typing import Any
 _FOLDER = "fingerprints"
 
 
-@dataclass(frozen=True)
+@dataclass
 class MicroBatch:
-    """One rank's record of one micro-batch, with the bits as text."""
+    """The records of one micro-batch, with the bits as text.
 
-    rank: int
-    loss: str
-    gradients: dict[str, str]
+    Attributes:
+        rank: the rank that computed the loss.
+        loss: the loss; empty if its line is missing.
+        stages: the gradients of each stage of a pipeline, keyed by its index; a model that is not
+            divided is stage 0.
+        ranks: the rank that recorded each stage.
+    """
+
+    rank: int = -1
+    loss: str = ""
+    stages: dict[int, dict[str, str]] = field(default_factory=dict)
+    ranks: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def gradients(self) -> dict[str, str]:
+        """The gradients of all stages, in the model's order."""
+        return {name: one for _, some in sorted(self.stages.items()) for name, one in some.items()}
+
+    def rank_of(self, name: str) -> int:
+        """Return the rank that recorded a gradient, or else the loss."""
+        for stage, gradients in self.stages.items():
+            if name in gradients:
+                return self.ranks[stage]
+        return self.rank
 
 
 @dataclass
@@ -94,12 +116,21 @@ def read_bits(folder: Path) -> Bits:
             f"{folder} has no fingerprints: record them with SameBits(..., fingerprints=FOLDER)"
         )
     found = Bits()
+    lines = []
     for path in paths:
-        for line in path.read_text(errors="replace").splitlines():
+        for text in path.read_text(errors="replace").splitlines():
             try:
-                _take(found, json.loads(line))
-            except (ValueError, KeyError, TypeError, AttributeError):
+                line = json.loads(text)
+                lines.append((int(line.get("wall_ns", 0)), line))
+            except (ValueError, TypeError, AttributeError):
                 found.num_torn += 1  # a rank that was killed leaves half a line
+    for _, line in sorted(
+        lines, key=operator.itemgetter(0)
+    ):  # a repetition replaces what it repeats
+        try:
+            _take(found, line)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            found.num_torn += 1
     return found
 
 
@@ -110,7 +141,15 @@ def _take(found: Bits, line: dict[str, Any]) -> None:
         return
     gradients = {str(name): str(value) for name, value in line["gradients"].items()}
     key = step, int(line["number"])
-    found.micro_batches[key] = MicroBatch(rank, str(line["loss"]), gradients)
+    if "stage" not in line and gradients:  # of the whole model: a repetition replaces all
+        found.micro_batches[key] = MicroBatch(rank, str(line["loss"]), {0: gradients}, {0: rank})
+        return
+    one = found.micro_batches.setdefault(key, MicroBatch())
+    if "stage" in line:
+        stage = int(line["stage"])
+        one.stages[stage], one.ranks[stage] = gradients, rank
+    else:
+        one.rank, one.loss = rank, str(line["loss"])
 
 
 def _numbers_part(one: Bits, two: Bits, step: int) -> str:
@@ -126,16 +165,23 @@ def _numbers_part(one: Bits, two: Bits, step: int) -> str:
 def _step_parts(one: Bits, two: Bits, step: int, numbers: list[int]) -> str:
     for number in numbers:
         left, right = one.micro_batches[step, number], two.micro_batches[step, number]
-        where = f"step {step}, micro-batch {number}"
-        ranks = f"rank {left.rank} in the first run, rank {right.rank} in the second"
-        names = [name for name in left.gradients if name in right.gradients]
-        parted = [name for name in names if left.gradients[name] != right.gradients[name]]
-        if set(left.gradients) != set(right.gradients):
-            other = sorted(set(left.gradients) ^ set(right.gradients))[0]
-            return f"the runs diverge at {where}: only one has a gradient of {other!r} ({ranks})"
-        if parted or left.loss != right.loss:
-            return _story(where, ranks, left.loss != right.loss, parted, len(names))
+        text = _micro_batch_parts(f"step {step}, micro-batch {number}", left, right)
+        if text:
+            return text
     return _norms_part(one, two, step)
+
+
+def _micro_batch_parts(where: str, left: MicroBatch, right: MicroBatch) -> str:
+    before, after = left.gradients, right.gradients
+    parted = [name for name in before if name in after and before[name] != after[name]]
+    other = sorted(set(before) ^ set(after))
+    name = (other or parted or [""])[0]
+    ranks = f"rank {left.rank_of(name)} in the first run, rank {right.rank_of(name)} in the second"
+    if other:
+        return f"the runs diverge at {where}: only one has a gradient of {name!r} ({ranks})"
+    if parted or left.loss != right.loss:
+        return _story(where, ranks, left.loss != right.loss, parted, len(before))
+    return ""
 
 
 def _story(where: str, ranks: str, loss: bool, parted: list[str], total: int) -> str:

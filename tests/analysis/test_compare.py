@@ -105,3 +105,42 @@ def test_runs_that_cannot_be_compared_are_one_line_and_exit_code_2(lines, tmp_pa
     assert main(["--compare", one, two]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert main(["--compare", one, two, "--watch"]) == 2
+
+
+def _staged(lines):
+    """The same lines as two stages on two ranks write them."""
+    found = []
+    for line in lines:
+        if "norm" in line:
+            found.append(line)
+            continue
+        key = {"step": line["step"], "number": line["number"]}
+        prints = line["gradients"]
+        found += [
+            key | {"stage": 1, "rank": 1, "gradients": {"last.weight": prints["last.weight"]}},
+            key | {"stage": 0, "rank": 2, "gradients": {"first.weight": prints["first.weight"]}},
+            key | {"rank": 1, "loss": line["loss"], "gradients": {}},
+        ]
+    return found
+
+
+def test_stages_of_a_pipeline_are_compared_with_a_whole_model(tmp_path, capsys):
+    code, text = _compare(tmp_path, _run(size=1), _staged(_run(size=1)), capsys)
+    assert (code, text) == (0, "the same bits in 12 micro-batches of steps 0 to 2\n")
+
+
+def test_the_rank_of_the_stage_that_differs_is_named(tmp_path, capsys):
+    changed = {(1, 2): _line(1, 2, 0, **{"first.weight": "cc", "last.weight": "dd"})}
+    code, text = _compare(tmp_path, _run(size=1), _staged(_run(size=1, changed=changed)), capsys)
+    assert code == 1
+    assert (
+        "step 1, micro-batch 2: the loss is the same, and 2 of 2 gradients differ, first in the "
+        "model's order: 'first.weight' (rank 0 in the first run, rank 2 in the second)"
+    ) in text
+
+
+def test_of_a_repeated_step_the_later_lines_count_whichever_rank_wrote_them(tmp_path, capsys):
+    repeated = [{**line, "wall_ns": 2} for line in _run(size=2)]
+    before_the_loss = {**_line(1, 2, 3, loss="0x1p+5"), "wall_ns": 1}
+    code, text = _compare(tmp_path, _run(size=1), [before_the_loss, *repeated], capsys)
+    assert (code, text) == (0, "the same bits in 12 micro-batches of steps 0 to 2\n")

@@ -1,7 +1,8 @@
-"""Train with the same bits on any number of ranks, replicated or sharded."""
+"""Train with the same bits on any number of ranks, replicated, sharded or in a pipeline."""
 
 from echelon.train.same_bits.fingerprint import fingerprint
 from echelon.train.same_bits.micro_random import micro_batch_random, micro_batch_seed
+from echelon.train.same_bits.pipeline import SameBitsPipeline
 from echelon.train.same_bits.same_bits import SameBits
 
-__all__ = ["SameBits", "fingerprint", "micro_batch_random", "micro_batch_seed"]
+__all__ = ["SameBits", "SameBitsPipeline", "fingerprint", "micro_batch_random", "micro_batch_seed"]

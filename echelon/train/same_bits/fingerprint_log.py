@@ -4,13 +4,15 @@
     {"step": 3, "number": 5, "rank": 1, "loss": "0x1.a8p+1", "gradients": {"head.bias": "9f0c..."}}
     {"step": 3, "rank": 1, "norm": "0x1.3p-1"}
 
-Each line belongs to a micro-batch, so runs on different numbers of ranks can be compared.
+Stages of a pipeline write lines of their own, and the last stage adds the loss. Each line
+belongs to a micro-batch, so runs on different numbers of ranks can be compared.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -44,6 +46,25 @@ class FingerprintLog:
         prints = {name: bits(value) for name, value in gradients.items()}
         self._write({"step": step, "number": number, "loss": loss.hex(), "gradients": prints})
 
+    def stage(
+        self, step: int, number: int, stage: int, gradients: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Record the gradients of one micro-batch in one stage of a pipeline.
+
+        Raises:
+            OSError: the line could not be written, for example because the disk is full.
+        """
+        prints = {name: bits(value) for name, value in gradients.items()}
+        self._write({"step": step, "number": number, "stage": stage, "gradients": prints})
+
+    def loss(self, step: int, number: int, loss: float) -> None:
+        """Record the loss of one micro-batch of a pipeline.
+
+        Raises:
+            OSError: the line could not be written, for example because the disk is full.
+        """
+        self._write({"step": step, "number": number, "loss": loss.hex(), "gradients": {}})
+
     def norm(self, step: int, norm: float) -> None:
         """Record the norm of a step's reduced gradients.
 
@@ -54,7 +75,8 @@ class FingerprintLog:
 
     def _write(self, line: dict[str, object]) -> None:
         with self._path.open("a") as file:
-            file.write(json.dumps({**line, "rank": self._rank}) + "\n")
+            line = {**line, "rank": self._rank, "wall_ns": time.time_ns()}
+            file.write(json.dumps(line) + "\n")
 
 
 def bits(value: torch.Tensor) -> str:

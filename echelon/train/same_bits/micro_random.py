@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -30,8 +31,43 @@ def micro_batch_random(
         number: the number of the micro-batch within the step.
         device: the device on which the micro-batch is computed; the host's generator is seeded too.
     """
-    device = torch.device(device)
-    devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type="cuda" if not devices else device.type):
+    with _restored(torch.device(device)):
         torch.manual_seed(micro_batch_seed(seed, step, number))
         yield
+
+
+@contextlib.contextmanager
+def continued_random(state: torch.Tensor, device: torch.device) -> Iterator[None]:
+    """Continue with the random numbers of another stage, and restore the generators afterwards.
+
+    Args:
+        state: what `random_state` returned at the end of that stage.
+        device: the device on which this stage computes.
+    """
+    with _restored(device):
+        state = state.cpu().clone()  # torch reads the state from the start of its storage
+        host = torch.get_rng_state().numel()
+        torch.set_rng_state(state[:host])
+        if device.type != "cpu":
+            _module(device).set_rng_state(state[host:].clone(), device)
+        yield
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """Return the state of the host's generator and of the device's, uint8, on the device."""
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(_module(device).get_rng_state(device))
+    return torch.cat(states).to(device)
+
+
+def _restored(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    devices = [] if device.type == "cpu" else [device]
+    found: contextlib.AbstractContextManager[None] = torch.random.fork_rng(
+        devices, device_type="cuda" if not devices else device.type
+    )
+    return found
+
+
+def _module(device: torch.device) -> Any:
+    return torch.get_device_module(device)

@@ -3,35 +3,73 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from echelon.dist.canonical.norm import PartialBlocks, block_sums, tree_total
 from echelon.dist.fsdp.parameters.flat import Flat, Member, member_of
+from echelon.dist.group import ProcessGroup
 
 
-def grad_norm(module: nn.Module) -> float:
-    """Return the 2-norm of all gradients. Collective over the groups of the sharded units.
+def square_sums(module: nn.Module, group: ProcessGroup) -> dict[str, float]:
+    """Return the sum of squares of each gradient, keyed by the parameter's name.
+
+    Collective over `group` and the groups of the sharded units. Each rank computes the sums of some
+    of the parameters that all ranks hold whole.
 
     Args:
         module: a module whose gradients have been reduced.
+        group: the ranks that share the micro-batches.
 
     Raises:
         CollectiveError: a rank is lost or did not join.
     """
-    parameters = list(module.parameters())
-    sharded = _sharded([one for one in map(member_of, parameters) if one is not None])
-    sums = []
-    for parameter in parameters:
-        member = member_of(parameter)
-        if member is not None and member.shard.grad is not None:
-            sums.append(sharded[member].cpu())
-        elif member is None and parameter.grad is not None:
-            sums.append(tree_total(block_sums(parameter.grad.detach().reshape(-1))).cpu())
+    parameters = dict(module.named_parameters())
+    members = {name: member_of(parameter) for name, parameter in parameters.items()}
+    sharded = _sharded([member for member in members.values() if member is not None])
+    found = {
+        name: sharded[member]
+        for name, member in members.items()
+        if member is not None and member.shard.grad is not None
+    }
+    whole = {
+        name: parameter.grad.detach().reshape(-1)
+        for name, parameter in parameters.items()
+        if members[name] is None and parameter.grad is not None
+    }
+    own = _divided({name: one.numel() for name, one in whole.items()}, group.size)[group.rank]
+    sums = _floats({name: tree_total(block_sums(whole[name])) for name in own})
+    if group.size > 1 and whole:
+        sums = {name: one for part in group.all_gather_object(sums) for name, one in part.items()}
+    return _floats(found) | sums
+
+
+def _floats(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    if not sums:
+        return {}
+    values = torch.stack([one.cpu() for one in sums.values()]).tolist()
+    return dict(zip(sums, values, strict=True))
+
+
+def _divided(sizes: Mapping[str, int], num_parts: int) -> list[list[str]]:
+    """Divide names into parts of nearly equal size, the same on every rank."""
+    parts: list[list[str]] = [[] for _ in range(num_parts)]
+    loads = [0] * num_parts
+    for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+        least = loads.index(min(loads))
+        parts[least].append(name)
+        loads[least] += size
+    return parts
+
+
+def norm_of(sums: Mapping[str, float]) -> float:
+    """Return the 2-norm of all gradients, which are added in the order of their names."""
     if not sums:
         return 0.0
-    return math.sqrt(tree_total(torch.stack(sums)).item())
+    ordered = [sums[name] for name in sorted(sums)]
+    return math.sqrt(tree_total(torch.tensor(ordered, dtype=torch.float64)).item())
 
 
 def _sharded(members: list[Member]) -> dict[Member, torch.Tensor]:

@@ -1,46 +1,52 @@
-"""Define the vectors in which gradients are added, for whole parameters and for sharded units.
-
-The backward of each micro-batch fills a vector, whose values are taken out at once, so that only
-the canonical tree ever adds the gradients of two micro-batches.
-"""
+"""Define the vectors in which gradients are reduced, for whole parameters and for sharded units."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from echelon.dist.canonical import Run, TreeSums, agree_runs, all_reduce, reduce_scatter, sum_dtype
+from echelon.dist.canonical.collective import even_splits
+from echelon.dist.canonical.tree import Node
 from echelon.dist.fsdp.parameters.flat import Flat, mark, member_of
 from echelon.dist.fsdp.parameters.unit import units_of
 from echelon.dist.group import ProcessGroup
+
+Taken = list[torch.Tensor | None]  # the gradient of each parameter of a vector, in its shape
+Nodes = Sequence[tuple[Node, Taken]]
 
 _NUMEL = 1 << 22  # of one vector of whole parameters: few large collectives cost least
 
 
 class Vector(Protocol):
-    """The gradients of several parameters in one vector.
+    """The gradients of several parameters, which are reduced in one vector.
 
     Attributes:
-        numel, dtype, device: the size, dtype and device of the vector.
+        dtype: the dtype of the sums.
+        device: the device of the sums.
         owners: the parameters whose `.grad` the optimizer reads.
     """
 
-    numel: int
     dtype: torch.dtype
     device: torch.device
     owners: list[nn.Parameter]
 
-    def take(self) -> tuple[torch.Tensor, list[bool]]:
-        """Return one micro-batch's gradients and which parameters have one, then drop them."""
+    def take(self) -> Taken:
+        """Return one micro-batch's gradients in the dtype of the sums, and drop them."""
 
     def drop(self) -> None:
         """Drop all gradients, both of the micro-batches and of the last step."""
 
-    def give(self, sums: TreeSums, present: Sequence[bool]) -> None:
-        """Reduce the sums over the ranks, and put the averages into `.grad`. Collective."""
+    def give(self, nodes: Nodes, present: Sequence[bool]) -> None:
+        """Reduce this rank's sums, and put the averages into `.grad`. Collective.
+
+        Args:
+            nodes: the sums of this rank's run.
+            present: which parameters have a gradient on any rank.
+        """
 
 
 class WholeVector:
@@ -56,30 +62,32 @@ class WholeVector:
         self, parameters: list[nn.Parameter], group: ProcessGroup, runs: Sequence[Run]
     ) -> None:
         self.owners = parameters
-        self.numel = sum(parameter.numel() for parameter in parameters)
         self.dtype = sum_dtype(parameters[0].dtype)
         self.device = parameters[0].device
+        self._numel = sum(parameter.numel() for parameter in parameters)
         self._group = group
         self._runs = runs
 
-    def take(self) -> tuple[torch.Tensor, list[bool]]:
+    def take(self) -> Taken:
         """See `Vector`."""
-        vector = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
-        present = [parameter.grad is not None for parameter in self.owners]
-        for parameter, place in zip(self.owners, self._places(vector), strict=True):
-            if parameter.grad is not None:
-                place.copy_(parameter.grad)
-            parameter.grad = None
-        return vector, present
+        taken = [_summed(parameter.grad, self.dtype) for parameter in self.owners]
+        self.drop()
+        return taken
 
     def drop(self) -> None:
         """See `Vector`."""
         for parameter in self.owners:
             parameter.grad = None
 
-    def give(self, sums: TreeSums, present: Sequence[bool]) -> None:
+    def give(self, nodes: Nodes, present: Sequence[bool]) -> None:
         """See `Vector`."""
-        average = all_reduce(self._group, sums, self._runs).div_(sums.run.total)
+        group, run = self._group, self._runs[self._group.rank]
+        sums = _packed(nodes, run, self._numel, self.dtype, self.device, self._places)
+        splits = even_splits(self._numel, group.size)
+        average = reduce_scatter(group, sums, self._runs, splits).total().div_(run.total)
+        if group.size > 1:
+            block, average = average, average.new_empty(self._numel)
+            group.all_gather(average, block, output_splits=splits)
         for parameter, place, flag in zip(self.owners, self._places(average), present, strict=True):
             parameter.grad = place.to(parameter.dtype) if flag else None
 
@@ -98,10 +106,10 @@ class ShardedVector:
 
     def __init__(self, flat: Flat, run: Run) -> None:
         self.owners = [member.shard for member in flat.members]
-        self.numel = flat.layout.numel
         self.dtype = sum_dtype(flat.dtype)
         self.device = flat.device
-        self.flat = flat
+        self._flat = flat
+        self._run = run
         self._runs = agree_runs(flat.group, run)
         self._across: tuple[Run, ...] | None = None
         if flat.replicas is not None:
@@ -114,38 +122,67 @@ class ShardedVector:
                 f"{every[0].start} to {every[-1].stop - 1} of {run.total}: pass their whole group"
             )
 
-    def take(self) -> tuple[torch.Tensor, list[bool]]:
+    def take(self) -> Taken:
         """See `Vector`."""
-        vector = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
-        present = []
-        for member in self.flat.members:
+        taken = []
+        for member in self._flat.members:
             gradient = member.leaf.grad if member.aside is None else member.aside
-            present.append(gradient is not None)
-            if gradient is not None:
-                member.within(vector).copy_(gradient)
+            taken.append(_summed(gradient, self.dtype))
             member.drop_gradient()
-        return vector, present
+        return taken
 
     def drop(self) -> None:
         """See `Vector`."""
-        for member in self.flat.members:
+        for member in self._flat.members:
             member.drop_gradient()
             member.shard.grad = None
 
-    def give(self, sums: TreeSums, present: Sequence[bool]) -> None:
+    def give(self, nodes: Nodes, present: Sequence[bool]) -> None:
         """See `Vector`."""
-        flat = self.flat
+        flat, run = self._flat, self._run
+        sums = _packed(nodes, run, flat.layout.numel, self.dtype, self.device, self._places)
         splits = [flat.layout.chunk_numel] * flat.group.size
         mine = reduce_scatter(flat.group, sums, self._runs, splits)
         if flat.replicas is not None and self._across is not None:
             average = all_reduce(flat.replicas, mine, self._across)
         else:
             average = mine.total()
-        average = average.div_(sums.run.total).to(flat.chunk.device, flat.dtype)
+        average = average.div_(run.total).to(flat.chunk.device, flat.dtype)
         for member, flag in zip(flat.members, present, strict=True):
             member.shard.grad = mark(member.of(average)) if flag else None
             if flag:
                 member.call_hooks()
+
+    def _places(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        return [member.within(vector) for member in self._flat.members]
+
+
+def _summed(gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    return None if gradient is None else gradient.detach().to(dtype)
+
+
+def _packed(
+    nodes: Nodes,
+    run: Run,
+    numel: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    places: Callable[[torch.Tensor], list[torch.Tensor]],
+) -> TreeSums:
+    """Copy the sums of a run into one vector per node; what is absent or padding is zero."""
+    vectors = []
+    for node, taken in nodes:
+        vector = torch.empty(numel, dtype=dtype, device=device)
+        parts = places(vector)
+        if sum(part.numel() for part in parts) < numel:
+            vector.zero_()  # the padding between shards
+        for place, gradient in zip(parts, taken, strict=True):
+            if gradient is None:
+                place.zero_()
+            else:
+                place.copy_(gradient)
+        vectors.append((node, vector))
+    return TreeSums.joined(run, numel, TreeSums(run, numel, dtype, device), vectors)
 
 
 def vectors_of(

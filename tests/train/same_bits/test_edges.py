@@ -14,14 +14,18 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 import echelon.dist as dist  # noqa: E402
 from echelon.analysis.cli import main as analyze  # noqa: E402
 from echelon.dist.canonical import Run  # noqa: E402
+from echelon.dist.pipeline import Pipeline, Stage  # noqa: E402
 from echelon.errors import NotReproducibleError  # noqa: E402
 from echelon.train.optimizers.muon import Muon  # noqa: E402
 from echelon.train.same_bits import (  # noqa: E402
     SameBits,
+    SameBitsPipeline,
     fingerprint,
     micro_batch_random,
     micro_batch_seed,
 )
+from echelon.train.same_bits.gradients import _Sums  # noqa: E402
+from echelon.train.same_bits.micro_random import continued_random, random_state  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 from tests.train.same_bits import model as made  # noqa: E402
 
@@ -49,6 +53,33 @@ def test_random_numbers_belong_to_the_micro_batch_and_the_generator_is_restored(
     assert all(not torch.equal(drawn[0], other) for other in drawn[2:])
     assert torch.equal(torch.get_rng_state(), before)
     assert micro_batch_seed(0, 1, 2) == 6895709204078334967
+
+
+def test_random_numbers_continue_from_a_state_inside_a_message():
+    """Torch itself reads a state that begins inside a storage from the storage's start."""
+    torch.manual_seed(1)
+    torch.rand(3)
+    state = torch.get_rng_state()
+    wanted, after = torch.rand(4), torch.rand(4)
+    message = torch.cat([torch.full((64,), 255, dtype=torch.uint8), state])
+    torch.set_rng_state(state)
+    with continued_random(message[64:], torch.device("cpu")):
+        assert torch.equal(torch.rand(4), wanted)
+        left = random_state(torch.device("cpu"))
+    assert torch.equal(torch.rand(4), wanted)  # restored
+    with continued_random(left, torch.device("cpu")):
+        assert torch.equal(torch.rand(4), after)
+
+
+def test_an_absent_gradient_counts_as_zeros_wherever_a_run_ends():
+    sums = _Sums(Run(0, 2, 2), 3)
+    sums.add(1, [None, torch.tensor([-0.0]), None])
+    sums.add(0, [torch.tensor([-0.0]), None, None])
+    ((_, (left, right, absent)),) = sums.nodes
+    assert not torch.signbit(left).any()
+    assert not torch.signbit(right).any()
+    assert absent is None
+    assert sums.present() == [True, True, False]
 
 
 @pytest.fixture
@@ -124,6 +155,40 @@ def test_a_computation_that_depends_on_how_often_it_is_called_is_found():
         same.backward(0, compute)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert calls == [0, 2, 0]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_collective_in_a_micro_batch_is_refused():
+    model = made.make()
+    same, _ = _same(model)
+
+    def compute(number):
+        loss = made.loss_of(model, 0, number, 3)
+        dist.world().all_reduce(torch.ones(1))
+        return loss
+
+    with pytest.raises(ValueError, match="called a collective of group 'world'"):
+        same.backward(0, compute)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_pipeline_that_is_not_covered_is_refused():
+    layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    stages = [Stage(layer, index=place, num_stages=2) for place, layer in enumerate(layers)]
+    settings = {"schedule": "interleaved_1f1b", "num_microbatches": 2, "loss_fn": nn.MSELoss()}
+    optimizer = torch.optim.SGD([one for layer in layers for one in layer.parameters()], lr=0.1)
+    with pytest.raises(ValueError, match=r"pass Pipeline\(replicas="):
+        SameBitsPipeline(Pipeline(stages, **settings), optimizer, micro_batches=2)
+    tied = Pipeline(stages, ties=[["0:weight", "1:weight"]], replicas=dist.world(), **settings)
+    with pytest.raises(ValueError, match="does not cover ties"):
+        SameBitsPipeline(tied, optimizer, micro_batches=2)
+    pipe = Pipeline(stages, replicas=dist.world(), **settings)
+    with pytest.raises(ValueError, match="num_microbatches=2, and"):
+        SameBitsPipeline(pipe, optimizer, micro_batches=3)
+    same = SameBitsPipeline(pipe, optimizer, micro_batches=2)
+    same.backward(0, lambda number: (torch.ones(2, 3) * number, torch.zeros(2, 3)))
+    with pytest.raises(ValueError, match="two stages have 'bias'"):
+        same.clip_grad_norm_(1.0)
 
 
 @pytest.mark.usefixtures("alone")

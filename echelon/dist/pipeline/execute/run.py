@@ -34,6 +34,7 @@ from echelon.dist.pipeline.execute.names import StageModules
 from echelon.dist.pipeline.execute.parameters import gradient_sync, groups_of, reshard
 from echelon.dist.pipeline.execute.parameters import unshard as gather
 from echelon.dist.pipeline.execute.replicas import average_gradients
+from echelon.dist.pipeline.execute.separate import Listener, SeparateStep
 from echelon.dist.pipeline.execute.stage import LossFn, Stage
 from echelon.dist.pipeline.execute.step import Step
 from echelon.dist.pipeline.execute.ties import Ties
@@ -139,6 +140,16 @@ class Pipeline:
         """
         return StageModules(self.stages)
 
+    @property
+    def replicas(self) -> ProcessGroup | None:
+        """The ranks that run equal stages on different data."""
+        return self._replicas
+
+    @property
+    def num_ties(self) -> int:
+        """The number of parameters that stages share."""
+        return len(self._ties)
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the parameters of this rank's stages."""
         return self.module.parameters()
@@ -202,6 +213,44 @@ class Pipeline:
             pass_on(computed)
         return [loss.detach() for loss in step.results] if self.has_last else None
 
+    def compute_separately(
+        self,
+        inputs: Sequence[list[torch.Tensor]],
+        targets: Sequence[list[torch.Tensor]],
+        listener: Listener,
+    ) -> list[torch.Tensor]:
+        """Run the forwards and backwards of one batch without adding or reducing any gradients.
+
+        `echelon.train.same_bits` builds on it. The caller gathers sharded stages beforehand.
+
+        Args:
+            inputs: on the first stage's rank, the tensors of each micro-batch.
+            targets: on the last stage's rank, the tensors of each micro-batch's targets.
+            listener: sets random numbers before each forward, and takes the gradients out of
+                `.grad` after each backward.
+
+        Returns:
+            On the last stage's rank, the loss of each micro-batch; an empty list on other ranks.
+
+        Raises:
+            ValueError: the pipeline failed earlier, or a loss does not require gradients.
+            CollectiveError: a rank was lost or exceeded the group's timeout.
+        """
+        self._check_usable()
+        exchange = Exchange(self.group, self._routes, self._links, self._device, backward=True)
+        step = SeparateStep(
+            self._by_index,
+            exchange,
+            self.loss_fn,
+            list(inputs),
+            list(targets),
+            num_microbatches=self.num_microbatches,
+            listener=listener,
+        )
+        with self._ending_on_failure("step"):
+            step.carry_out(self._ordered.rows[self.group.rank])
+        return [loss.detach() for loss in step.results] if self.has_last else []
+
     def evaluate(self, inputs: Any = None, targets: Any = None) -> list[Any] | None:
         """Run forwards only, without gradients.
 
@@ -233,10 +282,7 @@ class Pipeline:
         return step.results if self.has_last else None
 
     def _start(self, inputs: Any, targets: Any, *, seed: float | None) -> Step:
-        if self._failed:
-            raise ValueError(
-                "this pipeline failed in an earlier step: create new groups and a new pipeline"
-            )
+        self._check_usable()
         backward = seed is not None
         needs_targets = backward and self.loss_fn is not None
         check_batch(self.stages, inputs, targets, needs_targets=needs_targets)
@@ -250,6 +296,12 @@ class Pipeline:
             num_microbatches=num,
             seed=seed,
         )
+
+    def _check_usable(self) -> None:
+        if self._failed:
+            raise ValueError(
+                "this pipeline failed in an earlier step: create new groups and a new pipeline"
+            )
 
     def _ending_on_failure(self, call: str) -> contextlib.AbstractContextManager[None]:
         rank = self.group.ranks[self.group.rank]

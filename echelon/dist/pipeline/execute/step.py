@@ -106,15 +106,21 @@ class Step:
             before = Thing(Product.OUTPUT, stage.index - 1, microbatch)
             inputs = self._exchange.take(before, action)
         with span("compute", str(action)):
-            outputs = stage.module(*inputs)
-            if stage.is_last:
-                outputs = self._loss(microbatch, outputs)
-                self.results[microbatch] = outputs
+            outputs, sent = self._compute(stage, microbatch, inputs)
             if self._seed is not None:
                 stage.keep(microbatch, inputs, outputs)
         if not stage.is_last:
-            thing = Thing(Product.OUTPUT, stage.index, microbatch)
-            self._exchange.put(thing, tensors_of(outputs, stage))
+            self._exchange.put(Thing(Product.OUTPUT, stage.index, microbatch), sent)
+
+    def _compute(
+        self, stage: Stage, microbatch: int, inputs: list[torch.Tensor]
+    ) -> tuple[Any, list[torch.Tensor]]:
+        """Return a stage's outputs, which are the loss on the last one, and what it sends on."""
+        outputs = stage.module(*inputs)
+        if not stage.is_last:
+            return outputs, tensors_of(outputs, stage)
+        self.results[microbatch] = self._loss(microbatch, outputs)
+        return self.results[microbatch], []
 
     def _loss(self, microbatch: int, outputs: Any) -> Any:
         loss = outputs

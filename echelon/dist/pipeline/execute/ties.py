@@ -41,6 +41,10 @@ class Ties:
         """
         self._ties = [_Tie(tie, stages, rank_of_stage) for tie in ties]
 
+    def __len__(self) -> int:
+        """Return the number of ties."""
+        return len(self._ties)
+
     def begin(self, group: ProcessGroup, name: str, device: torch.device) -> None:
         """Open a channel to every rank with a copy, and set all copies to the first stage's value.
 

@@ -1,0 +1,146 @@
+"""Check what would give different bits: models, optimizers, runs, and micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import echelon.dist as dist
+from echelon.dist.canonical import Run, agree_runs, even_runs
+from echelon.dist.fsdp.parameters.flat import member_of
+from echelon.dist.group import ProcessGroup
+from echelon.errors import NotReproducibleError
+from echelon.train.optimizers.muon import Muon
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse models whose bits depend on the number of ranks.
+
+    Raises:
+        ValueError: the model uses DistributedDataParallel or tensor parallelism.
+    """
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "DistributedDataParallel adds gradients in an order that depends on the ranks: pass "
+            "SameBits the module in it"
+        )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"parameter {name!r} is a DTensor: with tensor parallelism the bits depend on the "
+                "number of parts, which SameBits does not cover"
+            )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse optimizers that round an element differently depending on where shards end.
+
+    Raises:
+        ValueError: the optimizer is Muon or fused.
+    """
+    if isinstance(optimizer, Muon):
+        raise ValueError("SameBits does not cover Muon: its matrices are divided among the ranks")
+    if any(group.get("fused") for group in optimizer.param_groups):
+        raise ValueError(
+            f"{type(optimizer).__name__}(fused=True) rounds the last elements of a tensor "
+            "differently from the others, so bits depend on where shards end: use fused=False"
+        )
+
+
+def runs_of(group: ProcessGroup, micro_batches: int, run: Run | None) -> tuple[Run, ...]:
+    """Return every rank's run, given this rank's; None means an even division. Collective.
+
+    Raises:
+        ValueError: the runs do not cover all micro-batches.
+        CollectiveMismatchError: the ranks' runs are not contiguous parts of the same total.
+    """
+    if run is None:
+        run = even_runs(micro_batches, group.size)[group.rank]
+    runs = agree_runs(group, run)
+    whole = Run(0, micro_batches, micro_batches)
+    if Run(runs[0].start, runs[-1].stop, run.total) != whole:
+        raise ValueError(f"runs {list(runs)} do not cover {micro_batches} micro-batches")
+    return runs
+
+
+def copy_whole_parameters(module: nn.Module, group: ProcessGroup) -> None:
+    """Copy unsharded parameters and buffers from the group's first rank. Collective."""
+    if group.size == 1:
+        return
+    tensors = [one for one in module.parameters() if member_of(one) is None]
+    for tensor in [*tensors, *module.buffers()]:
+        group.broadcast(tensor.detach(), root=0)
+
+
+@contextmanager
+def unchanged_buffers(module: nn.Module) -> Iterator[None]:
+    """Refuse that a buffer changes in the context.
+
+    Raises:
+        ValueError: a buffer was written, replaced or removed.
+    """
+    before = {name: (one, one._version) for name, one in module.named_buffers()}
+    yield
+    after = {name: (one, one._version) for name, one in module.named_buffers()}
+    changed = [name for name, was in before.items() if not _is_same(was, after.get(name))]
+    if changed:
+        raise ValueError(
+            f"the forward changed buffer {changed[0]!r}: its value would depend on which "
+            "micro-batches a rank computes. Freeze such statistics, as with eval()"
+        )
+
+
+@contextmanager
+def no_collectives(group: ProcessGroup) -> Iterator[None]:
+    """Refuse collectives of the world and of a group in the context.
+
+    Raises:
+        ValueError: a collective was called, whose result depends on the number of ranks.
+    """
+    groups = list(dict.fromkeys([dist.world(), group]))
+    before = [one.num_collectives for one in groups]
+    yield
+    for one, count in zip(groups, before, strict=True):
+        if one.num_collectives != count:
+            raise ValueError(
+                f"a micro-batch called a collective of group {one.name!r}: its result depends on "
+                "which ranks there are. Add one value per micro-batch with mean(), after the step"
+            )
+
+
+def _is_same(was: tuple[torch.Tensor, int], now: tuple[torch.Tensor, int] | None) -> bool:
+    return now is not None and now[0] is was[0] and now[1] == was[1]
+
+
+def check_reproducible(step: int, rows: Sequence[Sequence[str]], ranks: Sequence[int]) -> None:
+    """Compare the digests of micro-batch 0, which every rank has computed twice.
+
+    Args:
+        step: the number of the step, for the message.
+        rows: the first and the second digest of each rank.
+        ranks: the number of each rank in the world.
+
+    Raises:
+        NotReproducibleError: digests differ within a rank or between ranks.
+    """
+    unstable = [rank for rank, (one, two) in zip(ranks, rows, strict=True) if one != two]
+    if unstable:
+        raise NotReproducibleError(
+            f"micro-batch 0 of step {step} gave different bits when computed again, on rank "
+            f"{unstable[0]}. Does it depend on more than the number, or use a non-deterministic "
+            "operation? See torch.use_deterministic_algorithms(True)",
+            ranks=unstable,
+        )
+    strays = [rank for rank, row in zip(ranks, rows, strict=True) if row[0] != rows[0][0]]
+    if strays:
+        raise NotReproducibleError(
+            f"micro-batch 0 of step {step} gave different bits on rank {strays[0]} and on rank "
+            f"{ranks[0]}: do they have the same processors, libraries, number of threads "
+            "(OMP_NUM_THREADS), and data by the micro-batch's number?",
+            ranks=strays,
+        )

@@ -1,0 +1,192 @@
+"""Add a module's gradients, from its micro-batches to the averages over all ranks.
+
+The backward of each micro-batch leaves gradients in `.grad`. They are taken out at once, without a
+copy, so that only the canonical tree ever adds the gradients of two micro-batches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from echelon.dist.canonical import Run
+from echelon.dist.canonical.tree import Node, combine
+from echelon.dist.fsdp import reshard, unshard
+from echelon.dist.fsdp.parameters.unit import units_of
+from echelon.dist.group import ProcessGroup
+from echelon.train.same_bits.vectors import Taken, vectors_of
+
+
+class Gradients:
+    """The gradients of a module on one rank. Creating it is collective.
+
+    Args:
+        module: a model, or one stage of a pipeline; it may be sharded.
+        group: the ranks that share the micro-batches.
+        runs: the run of micro-batches of each of those ranks.
+
+    Attributes:
+        device: the device of the gradients; None if no parameter requires gradients.
+
+    Raises:
+        ValueError: a unit is sharded among ranks that together do not have all micro-batches.
+        CollectiveMismatchError: the runs of a unit's ranks are not contiguous.
+    """
+
+    def __init__(self, module: nn.Module, group: ProcessGroup, runs: Sequence[Run]) -> None:
+        self._module = module
+        self._group = group
+        self._run = runs[group.rank]
+        self._vectors = vectors_of(module, group, runs)
+        self._trained = [
+            (name, one) for name, one in module.named_parameters() if one.requires_grad
+        ]
+        self._sums: list[_Sums] = []
+        self.device = self._vectors[0].device if self._vectors else None
+
+    def check_trained(self) -> None:
+        """Check that all parameters that require gradients did so when this object was created.
+
+        Raises:
+            ValueError: a parameter began to require gradients later, and is thus in no vector.
+        """
+        known = {id(one) for _, one in self._trained}
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise ValueError(
+                    f"parameter {name!r} did not require gradients when SameBits was made, or was "
+                    "added since: make a new SameBits"
+                )
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep sharded units gathered in the context, and drop gradients left by an exception."""
+        self.drop()
+        self._sums = [_Sums(self._run, len(one.owners)) for one in self._vectors]
+        sharded = bool(units_of(self._module))
+        if sharded:
+            unshard(self._module)
+        try:
+            yield
+        except BaseException:
+            self.drop()
+            raise
+        finally:
+            if sharded:
+                reshard(self._module)
+
+    def drop(self) -> None:
+        """Drop all gradients, both of the micro-batches and of the last step."""
+        for vector in self._vectors:
+            vector.drop()
+
+    def take(self) -> list[Taken]:
+        """Take out the gradients of one micro-batch, or of a part of its backward."""
+        return [vector.take() for vector in self._vectors]
+
+    def add(self, number: int, taken: list[Taken]) -> None:
+        """Add the gradients of one micro-batch, whose memory is reused. Any order will do."""
+        for sums, one in zip(self._sums, taken, strict=True):
+            sums.add(number, one)
+
+    def reduce(self) -> None:
+        """Add the sums over the ranks, and put the averages into `.grad`. Collective.
+
+        Raises:
+            CollectiveError: a rank is lost or did not join.
+        """
+        if not self._vectors:
+            return
+        mine = [one for sums in self._sums for one in sums.present()]
+        flags = torch.tensor(mine, dtype=torch.int32, device=self.device)
+        if self._group.size > 1:
+            self._group.all_reduce(flags, op="max")
+        rows = torch.split(flags.bool(), [len(one.owners) for one in self._vectors])
+        while self._sums:  # each vector's memory is released before the next one is reduced
+            index = len(self._vectors) - len(self._sums)
+            self._vectors[index].give(self._sums.pop(0).nodes, rows[index].tolist())
+
+    def scale_(self, factor: float) -> None:
+        """Multiply all gradients by a factor."""
+        for vector in self._vectors:
+            for owner in vector.owners:
+                if owner.grad is not None:
+                    owner.grad.mul_(factor)
+
+    def named(self, taken: list[Taken]) -> dict[str, torch.Tensor]:
+        """Return one micro-batch's gradients keyed by the parameters' names, in their order."""
+        names = {id(one): name for name, one in self._trained}
+        found = {}
+        for vector, gradients in zip(self._vectors, taken, strict=True):
+            for owner, gradient in zip(vector.owners, gradients, strict=True):
+                if gradient is not None:
+                    found[names[id(owner)]] = gradient
+        return {name: found[name] for name, _ in self._trained if name in found}
+
+
+class _Sums:
+    """The sums of one vector's gradients, in the canonical tree over a run of micro-batches."""
+
+    def __init__(self, run: Run, num_parameters: int) -> None:
+        self._run = run
+        self._num_parameters = num_parameters
+        self._next = run.start
+        self._waiting: dict[int, Taken] = {}  # schedules may compute in another order
+        self.nodes: list[tuple[Node, Taken]] = []
+
+    def add(self, number: int, taken: Taken) -> None:
+        assert number in self._run, (number, self._run)
+        self._waiting[number] = taken
+        while self._next in self._waiting:
+            leaf = (Node(0, self._next), self._waiting.pop(self._next))
+            self.nodes = combine([*self.nodes, leaf], self._run, _add)
+            self._next += 1
+
+    def present(self) -> list[bool]:
+        """Return which parameters had a gradient in any micro-batch."""
+        return [
+            any(taken[index] is not None for _, taken in self.nodes)
+            for index in range(self._num_parameters)
+        ]
+
+
+def _add(left: Taken, right: Taken) -> Taken:
+    """Return the sums, in the memory of `left`. A gradient that is absent counts as zeros."""
+    pairs = list(zip(left, right, strict=True))
+    both = [(one, other) for one, other in pairs if one is not None and other is not None]
+    if both:
+        torch._foreach_add_([one for one, _ in both], [other for _, other in both])
+    return [_sum_of(one, other) for one, other in pairs]
+
+
+def _sum_of(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
+    if left is not None and right is not None:
+        return left
+    only = left if right is None else right
+    # -0 + 0 is 0: where a rank's sums end must not decide whether zeros are added
+    return None if only is None else only.add_(0.0)
+
+
+def merge(one: list[Taken], other: list[Taken]) -> list[Taken]:
+    """Combine the two halves of a backward, each of which has the gradients of some parameters."""
+    return [
+        [b if a is None else a for a, b in zip(first, second, strict=True)]
+        for first, second in zip(one, other, strict=True)
+    ]
+
+
+def digest(taken: list[Taken]) -> str:
+    """Return a hash of the bits of some gradients, and of which are absent."""
+    found = hashlib.sha256()
+    for gradients in taken:
+        for one in gradients:
+            found.update(b"-" if one is None else b"+" + _bytes(one))
+    return found.hexdigest()
+
+
+def _bytes(value: torch.Tensor) -> bytes:
+    return value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
