@@ -46,6 +46,9 @@ _LAUNCHERS = (
 )  # fmt: skip
 
 
+_STANDBY = "echelon-standby"  # waits to become a rank, with the environment of one
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundRank:
     """A process that is a rank of a job."""
@@ -98,6 +101,8 @@ def rank_of(pid: int, denied: list[int] | None = None) -> FoundRank | None:
     """Return the rank that a process's environment describes; None if it describes none."""
     refused: list[str] = []
     environ = environment(pid, refused)
+    if "ECHELON_STANDBY" in environ and _name(pid) == _STANDBY:
+        return None
     if refused and denied is not None:
         denied.append(pid)
     for launcher in _LAUNCHERS:
@@ -119,6 +124,10 @@ def rank_of(pid: int, denied: list[int] | None = None) -> FoundRank | None:
                 environ=environ,
             )
     return None
+
+
+def _name(pid: int) -> str:
+    return read_text(f"/proc/{pid}/comm", "comm", []).strip()
 
 
 def _network(pid: int, environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ A worker inherits the launcher's own environment, with these variables set:
 | ECHELON_RESUME | the job's newest committed checkpoint, if there is one |
 | ECHELON_ATTEMPTS | JSON file: how the attempts before this one ended |
 | ECHELON_ON_LOSS | with --on-loss shrink: "shrink" |
+| ECHELON_MODULES_FILE | with --standby: where to write which modules this worker has imported |
 | ECHELON_TORCH_BACKEND | with --torch-backend: see `echelon_torch_autoload` |
 | TORCH_FR_DUMP_TEMP_FILE and others | see torch_dumps.py |
 | ECHELON_TERMINAL_COLUMNS | width, only if the launcher prints to a terminal: a line that ends in
@@ -31,11 +32,15 @@ from pathlib import Path
 
 from echelon.host.accelerators import visible_to
 
+MODULES = "modules.json"  # in the worker's folder
 _OURS_ALONE = (
     "ECHELON_TERMINAL_COLUMNS",
     "ECHELON_SECRET",
     "ECHELON_TORCH_BACKEND",
     "ECHELON_ON_LOSS",
+    "ECHELON_MODULES_FILE",
+    "ECHELON_STANDBY",
+    "ECHELON_STANDBY_FD",
 )
 
 
@@ -62,6 +67,7 @@ class Attempt:
     torch_backend: str = ""
     resume: str = ""  # the newest committed checkpoint
     on_loss: str = "end"
+    lists_modules: bool = False  # for the standbys of later attempts
 
     @property
     def ranks(self) -> range:
@@ -114,6 +120,8 @@ def worker_environment(
         env.pop(name, None)
     if attempt.on_loss != "end":
         env["ECHELON_ON_LOSS"] = attempt.on_loss
+    if attempt.lists_modules:
+        env["ECHELON_MODULES_FILE"] = str(rank_dir / MODULES)
     if attempt.torch_backend:
         env["ECHELON_TORCH_BACKEND"] = attempt.torch_backend
     if attempt.terminal_columns is not None:

@@ -19,17 +19,18 @@ The agent and the guard communicate over a Unix stream socket. A message is a u3
 JSON; the descriptors of a worker's streams travel with the request. End of file on that socket
 means that the agent has died, so the guard kills all processes.
 
-    agent -> guard   spawn {index, argv, env, cwd, processors, group} + 3 descriptors
-                     signal {index, signal, alone} | sweep {signal} | hold {folder} | fence {at_s}
-                     end {}, before it hangs up
+    agent -> guard   spawn {index, argv, env, cwd, processors, group, waits} + 3 descriptors, or 4
+                     take {index, as, env, group} | signal {index, signal, alone}
+                     sweep {signal} | hold {folder} | fence {at_s} | end {}, before it hangs up
     guard -> agent   started {index, pid} | failed {index, error}
                      exited {index, code, mono_ns} | swept {count, denied}
 
-`group` is the worker's own cgroup, or "" if none can be created. `alone` spares the worker's
-children, because forked data loaders have no handler for the user's own signals. No worker may run
-after the time of a `fence` (on the clock that also counts while the machine is suspended). At that
-time the guard kills all workers, even while the agent is stopped, and starts no worker until a
-later fence is set.
+A process that `waits` is a standby: it is not a worker yet, and has a fourth descriptor of its own.
+`take` makes it the worker `as`. `group` is the worker's own cgroup, or "" if none can be created.
+`alone` spares the worker's children, because forked data loaders have no handler for the user's own
+signals. No worker may run after the time of a `fence` (on the clock that also counts while the
+machine is suspended). At that time the guard kills all workers, even while the agent is stopped,
+and starts no worker until a later fence is set.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_PTRACER = 0x59616D61
@@ -74,6 +75,7 @@ class Guard:
         self._prctl = prctl
         self._agent_pid = os.getppid()
         self._workers: dict[int, int] = {}  # pid -> index
+        self._waiting: set[int] = set()  # pids of those in `_workers` that are standbys
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._input = b""
         self._descriptors: list[int] = []
@@ -142,6 +144,8 @@ class Guard:
         do = message["do"]
         if do == "spawn":
             self._spawn(message)
+        elif do == "take":
+            self._take(message)
         elif do == "signal":
             self._signal(
                 int(str(message["index"])), int(str(message["signal"])), bool(message["alone"])
@@ -171,7 +175,9 @@ class Guard:
             _signal_stray(pid, signal.SIGKILL)
 
     def _spawn(self, message: dict[str, object]) -> None:
-        streams, self._descriptors = self._descriptors[:3], self._descriptors[3:]
+        waits = bool(message.get("waits"))
+        count = 4 if waits else 3
+        streams, self._descriptors = self._descriptors[:count], self._descriptors[count:]
         try:
             if self._is_fenced or self._until_fence_ms() == 0:
                 pid, error = 0, "cannot start: the host's lease has expired"
@@ -191,10 +197,32 @@ class Guard:
             self._say(event="failed", index=message["index"], error=error)
             return
         self._workers[pid] = int(str(message["index"]))
-        env = message["env"]
+        if waits:
+            self._waiting.add(pid)
+        else:
+            self._note_ring(message["env"])
+        self._say(event="started", index=message["index"], pid=pid)
+
+    def _take(self, message: dict[str, object]) -> None:
+        """Make a standby a worker, in the worker's cgroup."""
+        group, index = str(message["group"]), int(str(message["index"]))
+        if group:
+            self._groups.append(group)
+        found = [pid for pid in self._waiting if self._workers[pid] == index]
+        if not found or self._is_fenced:
+            self._say(event="failed", index=message["as"], error="the standby has ended")
+            return
+        (pid,) = found
+        self._waiting.discard(pid)
+        self._workers[pid] = int(str(message["as"]))
+        if group:
+            _enter_group(group, pid)
+        self._note_ring(message["env"])
+        self._say(event="started", index=message["as"], pid=pid)
+
+    def _note_ring(self, env: object) -> None:
         if isinstance(env, dict) and "ECHELON_RING_DIR" in env:
             self._rings[str(env["ECHELON_RANK_DIR"])] = str(env["ECHELON_RING_DIR"])
-        self._say(event="started", index=message["index"], pid=pid)
 
     def _fork(self, message: dict[str, object], streams: list[int]) -> tuple[int, str]:
         """Start a worker. Return its pid and an error text, which is "" if the worker has started.
@@ -263,6 +291,9 @@ class Guard:
             argv, env = message["argv"], message["env"]
             assert isinstance(argv, list)
             assert isinstance(env, dict)
+            for own in streams[3:]:
+                os.set_inheritable(own, True)
+                env["ECHELON_STANDBY_FD"] = str(own)
             os.execvpe(argv[0], argv, env)  # noqa: S606 -- the user's own program
         except OSError as err:
             os.write(write_end, f"cannot start {_program(message)}: {err.strerror}".encode())
@@ -287,18 +318,24 @@ class Guard:
                 return
             now = time.monotonic_ns()
             index = self._workers.pop(pid, None)
+            self._waiting.discard(pid)
             if index is not None:
                 code = os.waitstatus_to_exitcode(status)
                 self._say(event="exited", index=index, code=code, mono_ns=now)
 
     def _sweep(self, number: int) -> tuple[int, list[int]]:
-        """Signal all descendants except workers; return their number and the denied pids."""
-        if number == signal.SIGKILL and not self._workers:
+        """Signal all descendants except workers; return their number and the denied pids.
+
+        Standbys belong to no attempt: they and what their imports have started are left alone.
+        """
+        has_workers = len(self._workers) > len(self._waiting)
+        if number == signal.SIGKILL and not has_workers:
             for group in self._groups:
                 _kill_group(group)
-        strays = [pid for pid in descendants(os.getpid()) if pid not in self._workers]
+        below = descendants(os.getpid(), self._waiting)
+        strays = [pid for pid in below if pid not in self._workers]
         denied = [pid for pid in strays if not _signal_stray(pid, number)]
-        if not strays and not self._workers:
+        if not strays and not has_workers:
             while self._groups:
                 _remove_group(self._groups.pop())
         return len(strays), denied
@@ -391,8 +428,12 @@ def _remove_if_empty(folder: str) -> None:
         return  # the agent has removed it, or a ring stays because the disk is full
 
 
-def descendants(root: int) -> list[int]:
-    """Return the pids of all living processes below `root`, parents first; [] without /proc."""
+def descendants(root: int, spared: Collection[int] = ()) -> list[int]:
+    """Return the pids of all living processes below `root`, parents first; [] without /proc.
+
+    Args:
+        spared: processes to leave out, with all processes below them.
+    """
     children: dict[int, list[int]] = {}
     try:
         names = os.listdir("/proc")
@@ -406,7 +447,7 @@ def descendants(root: int) -> list[int]:
     found: list[int] = []
     queue = [root]
     while queue:
-        below = children.get(queue.pop(0), [])
+        below = [pid for pid in children.get(queue.pop(0), []) if pid not in spared]
         found += below
         queue += below
     return found
@@ -475,10 +516,11 @@ def _program(message: dict[str, object]) -> str:
     return str(argv[0]) if isinstance(argv, list) and argv else "?"
 
 
-def _enter_group(group: str) -> None:
+def _enter_group(group: str, pid: int = 0) -> None:
+    """Move a process into a cgroup; 0 is this process."""
     try:
         with open(group + "/cgroup.procs", "w") as file:
-            file.write("0")
+            file.write(str(pid))
     except OSError:
         return  # the worker is found by its parentage anyway
 

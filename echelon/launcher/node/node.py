@@ -38,18 +38,23 @@ from echelon.launcher.node.patience import UNKILLABLE_S, Due, Grace
 from echelon.launcher.node.probes import Probes
 from echelon.launcher.node.ringmemory import RingMemory
 from echelon.launcher.node.sighting import Sighting
+from echelon.launcher.node.standby.pool import FIRST_STANDBY, Standbys
+from echelon.launcher.node.standby.waiting import Waiting
 from echelon.launcher.node.unkillable import why_it_lives
 from echelon.launcher.node.workers import Exited, Failed, Started, Swept, Workers
 from echelon.launcher.options.options import Options
 from echelon.launcher.output.output import Source, Stream, Terminal
 from echelon.launcher.status.status import RankStatus, silent, status_of
-from echelon.recorder.format.schema import Record
+from echelon.recorder.format.schema import Live, Record
 from echelon.recorder.read import read_ring
 
 _DRAIN_S = 1.0  # for the output that ended workers left in their pipes
 _SWEEP_S = 2.0
 _NOT_STARTED = 127
 _LIMITS_S = 10.0  # between two writes of the learned limits
+_STEADY_STEPS = 2  # after which an attempt is in its steady state; without steps,
+_STEADY_S = 30.0  # after this time
+_CALM_S = 5.0  # without ranks, as on a spare node, after which standbys may load
 
 
 class NodeAgent:
@@ -89,6 +94,10 @@ class NodeAgent:
         self._containment = Containment()
         self._workers: list[Worker] = []
         self._hook: Hook | None = None
+        self._standbys = Standbys(options.standby, options.program, guard, selector, self._say)
+        self._taken: dict[int, tuple[Waiting, dict[str, str], str]] = {}  # until they are ranks
+        self._calm_since_s = time.monotonic()
+        self._started_s = 0.0
         self.probes = Probes(directory.path, selector, tell)
         self._not_started = range(0)  # ranks whose attempt ended before they started
         self._start: m.Start | None = None
@@ -99,6 +108,8 @@ class NodeAgent:
         self._memory = RingMemory.for_run(directory.path, options)
         if self._memory.folder is not None:
             guard.hold(str(self._memory.folder))
+        if options.standby:
+            self._prepare_before_start()
 
     def _bind(self) -> Sequence[frozenset[int] | None]:
         """Return the processors of each worker; None means all processors.
@@ -149,6 +160,64 @@ class NodeAgent:
             self._examine_on()
         if self._grace.is_running and self.has_workers:
             self._check_grace()
+        self._standbys.tick()
+        if self._standbys.wants_more and self._is_steady():
+            self._standbys.start_next()
+
+    def _is_steady(self) -> bool:
+        """Return whether all ranks train, so that the start of a standby delays none of them."""
+        if self._examination is not None or self._hook is not None:
+            return False
+        if not self.has_workers:
+            return time.monotonic() >= self._calm_since_s + _CALM_S and not self._has_succeeded()
+        if self._grace.is_running or not all(worker.alive for worker in self._workers):
+            return False
+        if time.monotonic() >= self._started_s + _STEADY_S:
+            return True
+        return all(self._num_steps(worker) >= _STEADY_STEPS for worker in self._workers)
+
+    def _has_succeeded(self) -> bool:
+        """Return whether an attempt has run here and all of its ranks on this node succeeded."""
+        return bool(self._workers) and all(worker.exit_code == 0 for worker in self._workers)
+
+    def _prepare_before_start(self) -> None:
+        """Let standbys load for ranks of which only this node's options are known."""
+        per_node = self._options.nproc_per_node
+        likely = m.Start(
+            attempt=0,
+            restart=0,
+            max_restarts=self._options.max_restarts,
+            job_id=self._options.rdzv_id,
+            world_size=per_node * self._options.min_nodes,
+            first_rank=0,
+            num_workers=per_node,
+            node_rank=0,
+            num_nodes=self._options.min_nodes,
+            master_addr="",
+            master_port=0,
+            stall_timeout_ms=0,
+            torch_backend=self._options.torch_backend,
+        )
+        attempt = self._attempt(likely)
+        folders = [self._directory.rank_dir(rank, attempt.number) for rank in attempt.ranks]
+        ranks = [
+            (self._environment(attempt, rank, folders[rank]), self._processors[rank])
+            for rank in attempt.ranks
+        ]
+        self._standbys.prepare_for(ranks, folders[0] / environment.MODULES)
+
+    def _environment(self, attempt: environment.Attempt, rank: int, folder: Path) -> dict[str, str]:
+        env = environment.worker_environment(os.environ, attempt, rank, folder)
+        env.update(self._memory.environment())
+        env.update(torch_environment(env, folder))
+        return env
+
+    def _num_steps(self, worker: Worker) -> int:
+        """Return how many steps a rank has finished in this attempt; 0 if it records none."""
+        words = None if self._sighting is None else self._sighting.words(worker)
+        if words is None or not words[Live.FIRST_STEP]:
+            return 0
+        return words[Live.STEP] - words[Live.FIRST_STEP]
 
     # ---- commands ----
 
@@ -204,32 +273,82 @@ class NodeAgent:
             self._say(f"starting {command.world_size} ranks; {here} on this node")
         self._sighting = Sighting(command, self._workers, self._num_printed)
         self._laps = LapReports(command, self._workers, self._sighting.words)
-        for local_rank, rank in enumerate(attempt.ranks):
-            folder = self._directory.make_rank_dir(rank, attempt.number)
-            with contextlib.suppress(OSError):  # on a full disk, the worker finds no history
-                (folder / "attempts.json").write_text(command.history)
-            env = environment.worker_environment(os.environ, attempt, rank, folder)
-            env.update(self._memory.environment())
-            env.update(torch_environment(env, folder))
-            self._workers.append(
-                Worker(rank=rank, local_rank=local_rank, folder=folder, torch=TorchDump(env, rank))
-            )
-            pipes = self._guard.spawn(
-                local_rank,
-                self._options.program,
-                env,
-                str(Path.cwd()),
-                self._processors[local_rank],
-                group=self._containment.group(f"rank_{rank}_attempt_{attempt.number}"),
-                has_stdin=rank == self._options.stdin_rank,
-            )
-            source = Source(rank, command.node_rank, command.num_nodes > 1)
-            logs = self._options.logs.folder(folder, self._job_logs, attempt.number, local_rank)
-            with contextlib.suppress(OSError):  # opening the files will report the error
-                logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._workers[-1].logs = logs
-            for number, pipe in enumerate(pipes, start=1):
-                self._add_stream(number, pipe, source, logs, local_rank)
+        self._started_s = time.monotonic()
+        assert not self._taken, self._taken
+        ranks_here = [
+            (self._launch(command, attempt, local_rank), self._processors[local_rank])
+            for local_rank in range(len(attempt.ranks))
+        ]
+        self._standbys.prepare_for(ranks_here, self._workers[0].folder / environment.MODULES)
+        if self._taken:
+            self._say(f"started from standbys: {len(self._taken)} of {len(ranks_here)} ranks")
+
+    def _launch(
+        self, command: m.Start, attempt: environment.Attempt, local_rank: int
+    ) -> dict[str, str]:
+        """Start one rank, from a standby if one is ready and fits; return its environment.
+
+        The rank takes the place of one with the same local rank, if there is one. The number of the
+        attempt must be one for which this rank has no folder yet.
+        """
+        rank = attempt.first_rank + local_rank
+        folder = self._directory.make_rank_dir(rank, attempt.number)
+        with contextlib.suppress(OSError):  # on a full disk, the worker finds no history
+            (folder / "attempts.json").write_text(command.history)
+        env = self._environment(attempt, rank, folder)
+        worker = Worker(rank=rank, local_rank=local_rank, folder=folder, torch=TorchDump(env, rank))
+        self._workers[local_rank : local_rank + 1] = [worker]
+        logs = self._options.logs.folder(folder, self._job_logs, attempt.number, local_rank)
+        with contextlib.suppress(OSError):  # opening the files will report the error
+            logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        worker.logs = logs
+        group = self._containment.group(f"rank_{rank}_attempt_{attempt.number}")
+        standby = self._standbys.take(env, self._processors[local_rank])
+        if standby is None:
+            pipes = self._spawn(local_rank, env, group)
+        else:
+            self._taken[local_rank] = standby, env, group
+            self._guard.take(standby.index, local_rank, env, group=group)
+            pipes = standby.pipes
+        self._add_streams(pipes, command, local_rank)
+        return env
+
+    def _spawn(self, local_rank: int, env: dict[str, str], group: str) -> tuple[int, int]:
+        """Start a rank's process; return the read ends of its stdout and stderr."""
+        return self._guard.spawn(
+            local_rank,
+            self._options.program,
+            env,
+            str(Path.cwd()),
+            self._processors[local_rank],
+            group=group,
+            has_stdin=self._workers[local_rank].rank == self._options.stdin_rank,
+        )
+
+    def _add_streams(self, pipes: tuple[int, int], command: m.Start, local_rank: int) -> None:
+        worker = self._workers[local_rank]
+        source = Source(worker.rank, command.node_rank, command.num_nodes > 1)
+        for number, pipe in enumerate(pipes, start=1):
+            self._add_stream(number, pipe, source, worker.logs, local_rank)
+
+    def _release(self, local_rank: int) -> None:
+        """Let a standby, which the guard counts as a rank from now on, run the program."""
+        standby, env, _ = self._taken.pop(local_rank)
+        has_stdin = self._workers[local_rank].rank == self._options.stdin_rank
+        standby.release(env, str(Path.cwd()), has_stdin=has_stdin)
+
+    def _replace_standby(self, local_rank: int) -> bool:
+        """Start a rank as usual whose standby has just ended; return False if it must not start."""
+        standby, env, group = self._taken.pop(local_rank)
+        standby.control.close()
+        if self._grace.is_running or self._start is None:
+            return False
+        try:
+            pipes = self._spawn(local_rank, env, group)
+        except LaunchError:
+            return False
+        self._add_streams(pipes, self._start, local_rank)
+        return True
 
     def stop(self, command: m.Stop) -> None:
         """Signal all workers, and kill the workers that still run after the grace period.
@@ -407,6 +526,9 @@ class NodeAgent:
         self.probes.close()
         if self._hook is not None:
             self._hook.close()
+        self._standbys.close()
+        for standby, _, _ in self._taken.values():
+            standby.control.close()
         for stream in list(self._streams.values()):
             self._drop(stream)
         self._close_rings()
@@ -463,11 +585,17 @@ class NodeAgent:
 
     def _take_news(self) -> None:
         for news in self._guard.events():
-            if not isinstance(news, Swept) and news.index >= FIRST_INDEX:
+            if not isinstance(news, Swept) and news.index >= FIRST_STANDBY:
+                self._standbys.take_news(news)
+            elif not isinstance(news, Swept) and news.index >= FIRST_INDEX:
                 self._take_news_of_hook(news)
             elif isinstance(news, Started):
                 self._workers[news.index].pid = news.pid
+                if news.index in self._taken:
+                    self._release(news.index)
             elif isinstance(news, Failed):
+                if news.index in self._taken and self._replace_standby(news.index):
+                    continue
                 worker = self._workers[news.index]
                 worker.start_error = news.error
                 self._say(f"rank {worker.rank}: {news.error}")
@@ -487,6 +615,7 @@ class NodeAgent:
             self._end_hook(news.code)
 
     def _note_end(self, worker: Worker, code: int, mono_ns: int) -> None:
+        self._calm_since_s = time.monotonic()
         worker.exit_code = code
         worker.exited_mono_ns = mono_ns
         worker.exit_order = self._num_ended
@@ -562,6 +691,7 @@ class NodeAgent:
             torch_backend=command.torch_backend,
             resume=command.resume,
             on_loss=self._options.on_loss,
+            lists_modules=self._options.standby > 0,
         )
 
     def _exit_codes(self) -> list[list[int]]:

@@ -26,6 +26,7 @@ from echelon.launcher.node.guard import descendants
 _GUARD = Path(__file__).with_name("guard.py")
 _CLOSE_S = 5.0
 _PR_SET_CHILD_SUBREAPER = 36
+_RING_PLACE = ("ECHELON_RANK_DIR", "ECHELON_RING_DIR")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,7 @@ class Workers:
         *,
         group: str = "",
         has_stdin: bool = False,
+        control: int = -1,
     ) -> tuple[int, int]:
         """Request a worker; return the read ends of its stdout and stderr, which the caller owns.
 
@@ -120,6 +122,7 @@ class Workers:
                 use.
             group: the path of the worker's own cgroup; "" means none.
             has_stdin: whether the worker reads the launcher's stdin; otherwise its stdin is empty.
+            control: a descriptor that a standby inherits, as ECHELON_STANDBY_FD; -1 for a worker.
 
         Raises:
             LaunchError: the guard has died, or no descriptors are left.
@@ -138,10 +141,23 @@ class Workers:
                 raise LaunchError(f"cannot start worker {index}: {err.strerror}") from err
             message = {"do": "spawn", "index": index, "argv": list(argv), "env": dict(env)}
             bound = None if processors is None else sorted(processors)
-            message |= {"cwd": cwd, "processors": bound, "group": group}
-            self._send(message, [ends[0][1], ends[1][1], stdin])
+            message |= {"cwd": cwd, "processors": bound, "group": group, "waits": control >= 0}
+            own = [] if control < 0 else [control]
+            self._send(message, [ends[0][1], ends[1][1], stdin, *own])
             kept.pop_all()
         return ends[0][0], ends[1][0]
+
+    def take(self, index: int, as_index: int, env: Mapping[str, str], *, group: str = "") -> None:
+        """Make a standby a worker: it answers with `Started`, or with `Failed` if it has ended.
+
+        Args:
+            index: the standby's.
+            as_index: the worker's, from now on.
+            env: the worker's environment, which names the place of its ring.
+            group: the path of the worker's own cgroup; "" means none.
+        """
+        rings = {name: env[name] for name in _RING_PLACE if name in env}
+        self._send({"do": "take", "index": index, "as": as_index, "env": rings, "group": group})
 
     def hold(self, folder: str) -> None:
         """Let the guard hold a folder for rings and remove the folder if the agent is killed."""

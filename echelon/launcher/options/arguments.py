@@ -136,6 +136,14 @@ def _add_job_options(job: argparse._ArgumentGroup, default: Defaults) -> None:
         help="time limit of --before-restart, in seconds (default 60)",
     )
     job.add_argument(
+        "--standby",
+        type=not_negative,
+        default=default("standby", "0"),
+        metavar="N",
+        help="keep N processes on each node that have loaded the program's libraries, so that "
+        "ranks restart without that delay; each takes their memory (default 0)",
+    )
+    job.add_argument(
         "--rdzv-id", default=default("rdzv_id", ""), metavar="ID", help="the job's name"
     )
     job.add_argument("--role", default=default("role", "default"), help="name of the workers' role")

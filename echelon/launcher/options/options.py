@@ -45,6 +45,7 @@ class Options:
     max_restarts: int
     before_restart: str  # a shell command; "": none
     before_restart_timeout_s: float
+    standby: int  # processes to keep ready on each node
     restart_policy: str  # "smart", "always" or "never"
     exclude_after: int  # avoid a node after this many failures; 0: never
     stall_timeout_s: float
@@ -118,6 +119,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         max_restarts=args.max_restarts,
         before_restart=args.before_restart,
         before_restart_timeout_s=args.before_restart_timeout,
+        standby=0 if args.no_python and not args.run_path else args.standby,
         restart_policy=args.restart_policy,
         exclude_after=args.exclude_after,
         stall_timeout_s=args.stall_timeout,
@@ -164,6 +166,8 @@ def _without_effect(args: argparse.Namespace, meeting: Rendezvous | None) -> lis
         notes.append(f"--on-loss {args.on_loss} has no effect: no rank is left after a loss")
     elif args.on_loss != "end" and args.min_ranks == args.nproc_per_node:
         notes.append(f"--on-loss {args.on_loss} has no effect: --min-ranks allows no loss")
+    if args.standby and args.no_python and not args.run_path:
+        notes.append("--standby has no effect with --no-python: only Python programs have standbys")
     return notes + _without_effect_alone(args, meeting)
 
 

@@ -17,6 +17,7 @@
 | ECHELON_FAULTHANDLER | 0: leave the handlers of fatal signals alone (default 1) | user |
 | ECHELON_ATTEMPT | number of this start of the job, part of its folders' names | launcher |
 | ECHELON_JOB_ID | the job's name in rings and reports | launcher |
+| ECHELON_MODULES_FILE | where to list the modules that this rank has imported | launcher |
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Settings:
     rank_dir: Path | None = None  # set by the launcher: an agent watches
     record_dir: Path | None = None
     ring_dir: Path | None = None
+    modules_file: Path | None = None  # the launcher keeps standbys
     stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S
     num_operations: int = DEFAULT_NUM_OPERATIONS
     num_spans: int = DEFAULT_NUM_SPANS
@@ -75,6 +77,7 @@ class Settings:
             rank_dir=_folder("ECHELON_RANK_DIR"),
             record_dir=_folder("ECHELON_RECORD_DIR") or _default_folder(),
             ring_dir=_folder("ECHELON_RING_DIR"),
+            modules_file=_folder("ECHELON_MODULES_FILE"),
             stall_timeout_s=_seconds("ECHELON_STALL_TIMEOUT", DEFAULT_STALL_TIMEOUT_S),
             num_operations=_number("ECHELON_RECORDER_SIZE", DEFAULT_NUM_OPERATIONS, 0, MAX_SLOTS),
             num_spans=_number("ECHELON_RECORDER_SPANS", DEFAULT_NUM_SPANS, 1, MAX_SLOTS),

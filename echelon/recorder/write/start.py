@@ -31,6 +31,7 @@ from echelon.recorder.format.schema import Identity
 from echelon.recorder.read import read_ring
 from echelon.recorder.stall.inside import InsideWatch
 from echelon.recorder.write.environment import Settings, claim_ownership
+from echelon.recorder.write.modules import list_modules
 from echelon.recorder.write.pauses import GarbagePauses
 from echelon.recorder.write.place import Place, bring_home, choose_place, claim_attempt, set_aside
 from echelon.recorder.write.recorder import Recorder
@@ -115,6 +116,8 @@ def _start(
     watch = None if settings.has_agent else _watch(recorder, settings, rank_dir)
     _chain_hooks(recorder)
     recorder.start_heartbeat()
+    if settings.modules_file is not None:
+        list_modules(settings.modules_file)
     if watch is not None:
         watch.start()
 

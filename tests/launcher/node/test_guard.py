@@ -214,7 +214,7 @@ def test_a_fork_that_fails_is_reported(inside, monkeypatch):
 
 def test_a_stray_that_may_not_be_killed_is_reported_and_ends_nothing(inside, monkeypatch):
     guard, _ = inside
-    monkeypatch.setattr(guard_module, "descendants", lambda _: [4321])
+    monkeypatch.setattr(guard_module, "descendants", lambda *_: [4321])
     monkeypatch.setattr(guard_module, "_is_below", lambda *_: True)
     monkeypatch.setattr(os, "pidfd_open", lambda _: os.open(os.devnull, os.O_RDONLY))
 

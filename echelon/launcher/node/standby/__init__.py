@@ -1,0 +1,1 @@
+"""Standbys: processes that have loaded their libraries and wait to become a rank."""

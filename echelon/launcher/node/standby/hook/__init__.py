@@ -1,0 +1,1 @@
+"""The folder that a standby's PYTHONPATH begins with."""

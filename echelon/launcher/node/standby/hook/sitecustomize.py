@@ -1,0 +1,321 @@
+"""Hold a Python process between its start and its script, with the libraries loaded.
+
+[Note: how a standby waits] A standby is started with the rank's own command line, such as
+`python -u train.py`, and this folder at the front of PYTHONPATH. The interpreter imports this file
+when it is otherwise complete, before it opens the script. The file loads the libraries, and returns
+only when the agent hands the process to a rank. From then on the interpreter does what it always
+does, so that `__main__`, `sys.path[0]`, exit codes, tracebacks and the command line are those of a
+process that was started now. The alternative, to run the script from a program of ours (`runpy`),
+would differ in all of these.
+
+Whatever goes wrong before that must end the process: an error that left this file would let the
+interpreter run the script, as a rank that the launcher does not know. For the same reason the agent
+first starts one interpreter with `ECHELON_STANDBY=check`, which exits here.
+
+Imports read the environment. What they read is noted, because a rank whose value differs must not
+take this process. Nothing from the package is imported: the program's interpreter may be another
+one than the launcher's. The control socket carries JSON and descriptors only.
+
+    agent -> standby   one byte, with the descriptors of a file {environ, cwd} and perhaps of stdin
+    standby -> agent   {read, tested, hidden, set} and a newline; then it is ready
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False  # what type checkers take as True
+if TYPE_CHECKING:
+    import ast
+
+_KNOWN = frozenset(sys.modules)  # what every process has loaded
+
+import json  # noqa: E402 -- also what this file loads may be hidden by the script's folder
+import socket  # noqa: E402
+
+_IS_THERE = 42  # the exit code of the check
+_VARIABLES = ("ECHELON_STANDBY", "ECHELON_STANDBY_FD", "PYTHONPATH")
+_CAP_SYS_NICE = 23
+_NAME = "echelon-standby"  # `echelon attach` takes a process of this name for no rank
+# Variables that libraries read from C when they are loaded, so that no reading of them is noted.
+_READ_FROM_C = (
+    "OMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "KMP_",
+    "GOMP_",
+    "PYTORCH_",
+    "TORCH_",
+    "GLIBC_",
+    "MALLOC_",
+)
+_SET_BY_LAUNCHER = (
+    "RANK", "LOCAL_", "WORLD_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "ECHELON_",
+    "TORCH_FR_", "TORCH_NCCL_", "TORCHCOMM_",
+)  # fmt: skip
+_MAX_TEXT_BYTES = 16 << 20
+
+
+class _Noted(os._Environ):  # type: ignore[type-arg]
+    """The environment while it notes what is read."""
+
+    read: set[str] = set()  # noqa: RUF012 -- one process, one environment
+    tested: set[str] = set()  # noqa: RUF012
+
+    def __getitem__(self, name: str) -> str:
+        if isinstance(name, str):  # os.get_exec_path tries bytes, too
+            self.read.add(name)
+        return str(super().__getitem__(name))
+
+    def __contains__(self, name: object) -> bool:
+        if isinstance(name, str):
+            self.tested.add(name)
+        try:
+            super().__getitem__(name)
+        except KeyError:
+            return False
+        return True
+
+
+def _main() -> None:
+    if os.environ.get("ECHELON_STANDBY") == "check":
+        os._exit(_IS_THERE)
+    given = json.loads(os.environ["ECHELON_STANDBY"])
+    control = int(os.environ["ECHELON_STANDBY_FD"])
+    os.set_inheritable(control, False)
+    _leave_no_trace(given["pythonpath"])
+    before = dict(os.environ)
+    _import_the_real_one()
+    own_name = _rename(_NAME)
+    is_lowered = _lower_priority()
+    names, changed = _listed(given["modules"]) or _named_in_script()
+    os.environ.__class__ = _Noted
+    try:
+        _load(names)
+    finally:
+        os.environ.__class__ = os._Environ
+    hidden = _hidden(set(sys.modules) - _KNOWN)
+    early = [name for name in changed if _is_read_early(name, before)]
+    if is_lowered:
+        _restore_priority()
+    told = {"read": sorted(_Noted.read), "tested": sorted(_Noted.tested)}
+    _wait(control, before, {**told, "hidden": hidden, "set": early[0] if early else ""})
+    _rename(own_name)
+
+
+def _leave_no_trace(pythonpath: str | None) -> None:
+    """Restore the environment and `sys.path` of a process that was started as usual."""
+    for name in _VARIABLES:
+        os.environ.pop(name, None)
+    if pythonpath is not None:
+        os.environ["PYTHONPATH"] = pythonpath
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
+    sys.path_importer_cache.pop(here, None)
+
+
+def _import_the_real_one() -> None:
+    """Import the `sitecustomize` that this file hides, if there is one."""
+    from importlib import import_module
+
+    own = sys.modules.pop("sitecustomize", None)
+    try:
+        import_module("sitecustomize")  # another file of this name
+    except ImportError:
+        pass
+    except Exception as err:  # noqa: BLE001 -- as site.py does
+        sys.stderr.write(f"Error in sitecustomize: {type(err).__name__}: {err}\n")
+    if own is not None:
+        sys.modules.setdefault("sitecustomize", own)
+
+
+# ---- loading ----
+
+
+def _load(names: list[str]) -> None:
+    """Import modules. Best effort."""
+    from importlib import import_module
+
+    for name in names:
+        try:
+            import_module(name)
+        except BaseException:  # noqa: BLE001, S112 -- the program imports it again, or never
+            continue
+
+
+def _is_read_early(name: str, before: dict[str, str]) -> bool:
+    """Return whether libraries read a variable that the program sets before it loads them."""
+    is_read = name in _Noted.read or name in _Noted.tested or name.startswith(_READ_FROM_C)
+    is_the_programs = os.environ.get(name) == before.get(
+        name
+    )  # else an import has set it here, too
+    return is_read and is_the_programs and not name.startswith(_SET_BY_LAUNCHER)
+
+
+def _listed(path: str) -> tuple[list[str], list[str]] | None:
+    """Return the modules that earlier ranks had loaded, and the variables that they had set."""
+    try:
+        with open(path) as file:
+            told = json.load(file)
+        names, changed = told["modules"], told["changed"]
+        return [str(name) for name in names], [str(name) for name in changed]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _named_in_script() -> tuple[list[str], list[str]]:
+    """Return the installed modules that the script's text imports, and the variables it sets."""
+    import ast
+    from importlib.util import find_spec
+
+    script = _script()
+    if script is None:
+        return [], []
+    try:
+        with open(script, "rb") as file:
+            tree = ast.parse(file.read())
+    except (OSError, ValueError, SyntaxError):
+        return [], []
+    found: list[str] = []
+    changed: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.append(node.module)
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            changed += _texts([node.slice])
+        elif isinstance(node, ast.Call):
+            changed += _texts(node.args[:1])  # os.environ.setdefault, os.putenv
+    roots = _installed_roots()
+    names = []
+    for name in dict.fromkeys(found):
+        top = name.partition(".")[0]
+        try:
+            spec = find_spec(top)
+        except (ImportError, ValueError):
+            continue
+        origin = (spec and spec.origin) or ""
+        if top == "echelon" or origin.startswith(roots):
+            names.append(name)
+    return names, changed
+
+
+def _texts(nodes: list[ast.expr]) -> list[str]:
+    values = [getattr(node, "value", None) for node in nodes]
+    return [value for value in values if isinstance(value, str)]
+
+
+def _installed_roots() -> tuple[str, ...]:
+    import site
+    import sysconfig
+
+    paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    paths += [*site.getsitepackages(), site.getusersitepackages()]
+    return tuple({path.rstrip(os.sep) + os.sep for path in paths if path})
+
+
+def _script() -> str | None:
+    """Return the script's path as the command line has it; None for a module."""
+    given = sys.orig_argv[1:]
+    while given and given[0].startswith("-"):
+        if given[0] in ("-m", "-c"):
+            return None
+        given = given[1:]
+    return given[0] if given else None
+
+
+def _hidden(loaded: set[str]) -> str:
+    """Return a module that the script's folder hides: the script would load another file; or ""."""
+    from importlib.machinery import PathFinder
+
+    if getattr(sys.flags, "safe_path", False):
+        return ""
+    script = _script()
+    folder = os.getcwd() if script is None else os.path.dirname(os.path.realpath(script))
+    try:
+        for name in sorted({one.partition(".")[0] for one in loaded}):
+            spec = PathFinder.find_spec(name, [folder])
+            file = getattr(sys.modules.get(name), "__file__", None)
+            if spec is None or spec.loader is None or spec.origin is None:
+                continue
+            if file is None or os.path.realpath(spec.origin) != os.path.realpath(file):
+                return spec.origin
+        return ""
+    finally:
+        sys.path_importer_cache.pop(folder, None)
+
+
+# ---- priority, and the process's name ----
+
+
+def _lower_priority() -> bool:
+    """Use processor time that nothing else needs, if this can be undone; return whether it can."""
+    try:
+        with open("/proc/self/status") as file:
+            (mask,) = (line.split()[1] for line in file if line.startswith("CapEff:"))
+        if not int(mask, 16) >> _CAP_SYS_NICE & 1:
+            return False
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    except (OSError, ValueError, AttributeError):
+        return False
+    return True
+
+
+def _restore_priority() -> None:
+    """Return to the usual priority, with all threads that the libraries have started."""
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
+        except OSError:
+            continue
+
+
+def _rename(name: str) -> str:
+    """Set the name that `ps` shows for this process; return the former name."""
+    try:
+        with open("/proc/self/comm", "r+") as file:
+            former = file.read().strip()
+            file.seek(0)
+            file.write(name)
+        return former
+    except OSError:
+        return name
+
+
+# ---- waiting ----
+
+
+def _wait(control: int, before: dict[str, str], told: dict[str, object]) -> None:
+    """Wait for a rank, and take its environment and folder; exit if the agent has ended."""
+    with socket.socket(fileno=control) as agent:
+        agent.sendall(json.dumps(told).encode() + b"\n")
+        data, descriptors, _, _ = socket.recv_fds(agent, 1, 2)
+    if not data or not descriptors:
+        os._exit(0)
+    size = os.fstat(descriptors[0]).st_size
+    given = json.loads(os.pread(descriptors[0], min(size, _MAX_TEXT_BYTES), 0))
+    os.close(descriptors[0])
+    if len(descriptors) > 1:
+        os.dup2(descriptors[1], 0)
+        os.close(descriptors[1])
+    after = given["environ"]
+    for name in before.keys() - after.keys():
+        os.environ.pop(name, None)
+    for name, value in after.items():  # what an import has set stays, as in any process
+        if before.get(name) != value:
+            os.environ[name] = value
+    os.chdir(given["cwd"])
+
+
+def _run() -> None:
+    try:
+        _main()
+    except BaseException as err:  # noqa: BLE001 -- see the note: the script must not run
+        sys.stderr.write(f"echelon: the standby failed: {type(err).__name__}: {err}\n")
+        os._exit(1)
+
+
+if __name__ == "sitecustomize" and "ECHELON_STANDBY" in os.environ:
+    _run()

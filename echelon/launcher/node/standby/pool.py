@@ -1,0 +1,256 @@
+"""Keep `--standby N` processes ready on this node.
+
+The node's agent owns the standbys, and the guard is their parent, as it is the workers'. So they
+end with the job, with the agent and with the guard, and nothing of them is left. A standby loads
+while the job is in its steady state, at idle priority, one after another. An attempt takes those
+that are ready and fit, and waits for none; every other rank starts as usual.
+
+A standby that ends by itself is reported in one line, and another one is started after a pause, up
+to `_MAX_LOST` times. If the program's folder hides a library that standbys load, the program sets a
+variable that such a library reads, or the interpreter does not take the hook
+(hook/sitecustomize.py), there are no standbys, and one line gives the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+
+from echelon.errors import LaunchError
+from echelon.launcher.node.standby.waiting import Waiting, check_environment, environment
+from echelon.launcher.node.workers import Exited, Failed, Started, Workers
+
+FIRST_STANDBY = 1 << 24  # indices at the guard from here on are standbys', never a hook's
+_IS_THERE = 42  # the exit code of the check: the hook has run
+_MAX_LOST = 4
+_FIRST_PAUSE_S = 2.0
+_LIMIT_S = 300.0  # after which it is given up
+
+Identity = tuple[Mapping[str, str], Collection[int] | None]  # a rank's environment and processors
+
+
+class Standbys:
+    """The standbys of this node.
+
+    Args:
+        size: how many to keep.
+        program: the command line of a worker.
+        guard: starts them.
+        selector: watches their control sockets.
+        say: prints a line.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        program: Sequence[str],
+        guard: Workers,
+        selector: selectors.BaseSelector,
+        say: Callable[[str], None],
+    ) -> None:
+        self._size = size
+        self._program = tuple(program)
+        self._guard = guard
+        self._selector = selector
+        self._say = say
+        self._next_index = FIRST_STANDBY
+        self._check = -1  # the index of the check; -1 before it, and after it
+        self._is_checked = False
+        self._waiting: dict[int, Waiting] = {}
+        self._ranks: list[Identity] = []
+        self._modules = Path()
+        self._num_lost = 0
+        self._not_before_s = 0.0
+        self._has_told = False
+
+    # ---- keeping them ready ----
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether a standby is to be started once the job is in its steady state."""
+        return (
+            bool(self._ranks)
+            and len(self._waiting) < self._size
+            and self._check < 0
+            and all(one.is_ready for one in self._waiting.values())
+            and time.monotonic() >= self._not_before_s
+        )
+
+    def prepare_for(self, ranks: Sequence[Identity], modules: Path) -> None:
+        """Note which ranks the next standbys are for; end those that fit none of them.
+
+        Args:
+            ranks: environment and processors of each rank of this node.
+            modules: the file with the names of the modules that these ranks have loaded.
+        """
+        self._ranks, self._modules = list(ranks), modules
+        for one in list(self._waiting.values()):
+            if one.is_ready and not any(one.fits(*rank) for rank in ranks):
+                self._kill(one)
+
+    def start_next(self) -> None:
+        """Start the next standby, or first the check of the interpreter."""
+        if not self._size:
+            return
+        try:
+            if self._is_checked:
+                self._start_one()
+            else:
+                self._start_check()
+        except (LaunchError, OSError) as err:
+            self._lose(f"cannot start a standby: {err}")
+
+    def _start_check(self) -> None:
+        environ, _ = self._ranks[0]
+        self._check = self._take_index()
+        argv = (*self._program[:2], "-c", "raise SystemExit(1)")
+        for pipe in self._guard.spawn(self._check, argv, check_environment(environ), _cwd()):
+            os.close(pipe)
+
+    def _start_one(self) -> None:
+        environ, processors = min(self._ranks, key=self._num_for)
+        index = self._take_index()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs, contextlib.ExitStack() as unused:
+            unused.callback(ours.close)
+            pipes = self._guard.spawn(
+                index,
+                self._program,
+                environment(environ, self._modules),
+                _cwd(),
+                processors,
+                control=theirs.fileno(),
+            )
+            unused.pop_all()
+        made = Waiting(index, environ, processors, ours, pipes, time.monotonic())
+        self._waiting[index] = made
+        self._selector.register(ours, selectors.EVENT_READ, lambda: self._hear(made))
+
+    def _num_for(self, rank: Identity) -> int:
+        """Return how many standbys there are for a rank."""
+        return sum(one.rank == rank[0].get("RANK") for one in self._waiting.values())
+
+    def _take_index(self) -> int:
+        self._next_index += 1
+        return self._next_index
+
+    def tick(self) -> None:
+        """Raise the priority of a standby that loads for long; give it up after a longer time."""
+        now_s = time.monotonic()
+        for one in list(self._waiting.values()):
+            if one.is_ready or not one.pid:
+                continue
+            if now_s >= one.began_s + _LIMIT_S:
+                self._kill(one)
+                self._lose(f"a standby was not ready after {_LIMIT_S:g} s and was killed")
+            elif now_s >= one.raise_at_s:
+                one.raise_priority()
+
+    # ---- what becomes of them ----
+
+    def take(
+        self, environ: Mapping[str, str], processors: Collection[int] | None
+    ) -> Waiting | None:
+        """Remove and return a standby that a rank may take; None if there is none."""
+        fitting = [one for one in self._waiting.values() if one.fits(environ, processors)]
+        if not fitting:
+            return None
+        best = min(fitting, key=lambda one: one.rank != environ.get("RANK"))
+        del self._waiting[best.index]
+        self._selector.unregister(best.control)
+        return best
+
+    def take_news(self, news: Started | Failed | Exited) -> None:
+        """Handle the guard's report on a standby; one that a rank has taken is no longer one."""
+        if news.index == self._check:
+            if not isinstance(news, Started):
+                self._note_check(news)
+            return
+        one = self._waiting.get(news.index)
+        if one is None:
+            return
+        if isinstance(news, Started):
+            one.pid = news.pid
+            return
+        self._drop(one)
+        if isinstance(news, Failed):
+            self._lose(f"a standby could not start: {news.error}")
+        else:
+            when = "while it waited" if one.is_ready else "while it loaded its libraries"
+            self._lose(f"a standby {_how_it_ended(news.code)} {when}")
+
+    def _note_check(self, news: Failed | Exited) -> None:
+        self._check, self._is_checked = -1, True
+        if isinstance(news, Failed):
+            self._give_up(news.error)
+        elif news.code != _IS_THERE:
+            self._give_up(f"{self._program[0]} does not import sitecustomize from PYTHONPATH")
+
+    def _hear(self, one: Waiting) -> None:
+        if not one.hear():
+            self._selector.unregister(one.control)
+            self._guard.signal(one.index, signal.SIGKILL)  # its end is reported
+            one.is_ready = False
+            return
+        if not one.is_ready:
+            return
+        if one.obstacle:
+            self._give_up(one.obstacle)
+            return
+        ready = [one for one in self._waiting.values() if one.is_ready]
+        if len(ready) == self._size and not self._has_told:
+            self._has_told = True
+            mib = max(one.private_bytes() for one in ready) / (1 << 20)
+            are = "standby is" if self._size == 1 else "standbys are"
+            each = "" if self._size == 1 else " each"
+            self._say(f"{self._size} {are} ready; {mib:.0f} MiB of private memory{each}")
+
+    def _lose(self, why: str) -> None:
+        """Report a standby that was lost, and plan the next one."""
+        self._num_lost += 1
+        if self._num_lost >= _MAX_LOST:
+            self._say(f"{why}; no more standbys after {_MAX_LOST} such failures")
+            self._size = 0
+            return
+        pause_s = _FIRST_PAUSE_S * 2 ** (self._num_lost - 1)
+        self._not_before_s = time.monotonic() + pause_s
+        self._say(f"{why}; another one is started after {pause_s:g} s")
+
+    def _give_up(self, why: str) -> None:
+        self._say(f"--standby has no effect: {why}")
+        self._size = 0
+        for one in list(self._waiting.values()):
+            self._kill(one)
+
+    def _kill(self, one: Waiting) -> None:
+        self._guard.signal(one.index, signal.SIGKILL)
+        self._drop(one)
+
+    def _drop(self, one: Waiting) -> None:
+        del self._waiting[one.index]
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(one.control)
+        one.close()
+
+    def close(self) -> None:
+        """Close their pipes and sockets, upon which they end; the guard kills what is left."""
+        for one in list(self._waiting.values()):
+            self._drop(one)
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"exited with code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"
+
+
+def _cwd() -> str:
+    return os.getcwd()  # noqa: PTH109 -- a text is sent

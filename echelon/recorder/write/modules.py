@@ -1,0 +1,70 @@
+"""List the installed modules that this process has imported, for the launcher's standbys.
+
+Variables that the program has set are listed, too: a library that reads one of them when it is
+loaded must be loaded by the program itself, after that.
+
+The list is written when the recorder starts, and once more after ten seconds, because libraries
+import much in their first steps. Modules of the program itself are left out: only installed ones,
+and echelon's, can be loaded before the program's folder is known. The launcher reads the list when
+it starts a standby (`echelon run --standby`); without a list it starts one all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import site
+import sys
+import sysconfig
+import threading
+from pathlib import Path
+
+_AGAIN_S = 10.0
+
+
+def list_modules(path: Path) -> None:
+    """Write the list now, and again later from a thread. Never raises."""
+    pid = os.getpid()
+    _write(path, pid)
+    later = threading.Timer(_AGAIN_S, _write, (path, pid))
+    later.daemon = True
+    later.name = "echelon-modules"
+    with contextlib.suppress(RuntimeError):  # no further thread can be started
+        later.start()
+
+
+def installed_modules() -> list[str]:
+    """Return the full names of the installed modules that are loaded, in the order of loading."""
+    paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    paths += [*site.getsitepackages(), site.getusersitepackages()]
+    roots = tuple({path.rstrip(os.sep) + os.sep for path in paths if path})
+    found = []
+    for name, module in list(sys.modules.items()):
+        file = vars(module).get("__file__") if hasattr(module, "__dict__") else None
+        is_echelons = name.partition(".")[0] == "echelon"
+        if isinstance(file, str) and (is_echelons or file.startswith(roots)):
+            found.append(name)
+    return [name for name in found if name not in ("__main__", "sitecustomize")]
+
+
+def changed_variables() -> list[str]:
+    """Return the names of the variables that differ from those this process was started with."""
+    try:
+        text = Path("/proc/self/environ").read_text(errors="surrogateescape")
+    except OSError:
+        return []
+    pairs = (entry.partition("=") for entry in text.split("\0"))
+    before = {name: value for name, equals, value in pairs if equals}
+    names = before.keys() | os.environ.keys()
+    return sorted(name for name in names if before.get(name) != os.environ.get(name))
+
+
+def _write(path: Path, pid: int) -> None:
+    if os.getpid() != pid:
+        return
+    with contextlib.suppress(OSError):  # on a full disk, a standby loads what the script names
+        part = path.with_suffix(".part")
+        told = {"modules": installed_modules(), "changed": changed_variables()}
+        part.write_text(json.dumps(told))
+        part.replace(path)

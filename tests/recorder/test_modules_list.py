@@ -1,0 +1,39 @@
+"""The list of modules and variables that the launcher's standbys are made from."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+_PROGRAM = """
+import os, sys
+sys.path.insert(0, os.getcwd())
+import own
+import fractions
+import numpy
+from echelon import recorder
+os.environ["OMP_NUM_THREADS"] = "3"
+os.environ.pop("GONE")
+recorder.step(0)
+"""
+
+
+def test_a_rank_lists_installed_modules_and_the_variables_it_has_set(tmp_path):
+    (tmp_path / "own.py").touch()
+    listed = tmp_path / "modules.json"
+    environ = {
+        "PATH": os.environ["PATH"], "HOME": "/root", "OMP_NUM_THREADS": "1", "GONE": "1",
+        "ECHELON_RANK_DIR": str(tmp_path / "rank"), "ECHELON_MODULES_FILE": str(listed),
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM], cwd=tmp_path, env=environ, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    told = json.loads(listed.read_text())
+    assert {"fractions", "numpy", "echelon.recorder"} <= set(told["modules"])
+    assert not {"own", "__main__", "sitecustomize"} & set(told["modules"])
+    assert {"OMP_NUM_THREADS", "GONE"} <= set(told["changed"])
+    assert not {"HOME", "ECHELON_RANK_DIR"} & set(told["changed"])
