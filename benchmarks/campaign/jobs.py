@@ -20,6 +20,7 @@ from plan import KINDS, SAVE_EVERY, STEP_S, Plan
 from tests.hosts import Host, hosts
 
 LAUNCHERS = ("echelon", "torchrun")
+WITH_STANDBYS = "echelon-standby"  # echelon with a standby for each rank
 MAX_RESTARTS = 12
 STALL_S = 5.0  # echelon's --stall-timeout; under torchrun the timeout of each collective
 _GRACE_S = 5
@@ -93,6 +94,8 @@ class _Job:
             return ["torch.distributed.run", *common, *c10d, "--monitor-interval=0.1", *script]
         watch = [f"--stall-timeout={STALL_S}", "--on-stall=restart", f"--node-rank={index}"]
         spare = [f"--spares={self._plan.num_nodes - 2}", f"--shutdown-timeout={_GRACE_S}"]
+        if self._launcher == WITH_STANDBYS:
+            spare.append("--standby=2")
         run_dir = f"--run-dir={self._folder / f'run_{index}'}"
         return ["echelon", "run", *common, *watch, *spare, run_dir, *script]
 

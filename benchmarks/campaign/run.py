@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from jobs import LAUNCHERS, run_job
+from jobs import LAUNCHERS, WITH_STANDBYS, run_job
 from plan import MEAN_GAP_S, Plan, plan_of
 from table import table
 
@@ -85,7 +85,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--held-back", action="store_true", help="kinds not used in development")
     parser.add_argument("--at-once", type=int, default=1, help="pairs of jobs at a time")
     parser.add_argument("--mean-gap", type=float, default=MEAN_GAP_S, help="seconds between faults")
-    parser.add_argument("--launchers", default=",".join(LAUNCHERS))
+    parser.add_argument(
+        "--launchers",
+        default=",".join(LAUNCHERS),
+        help=f"which to run, separated by commas (default all); also {WITH_STANDBYS}",
+    )
     parser.add_argument("--out", type=Path, default=Path("campaign.jsonl"))
     parser.add_argument("--keep", action="store_true", help="keep the jobs' folders")
     parser.add_argument("--table", action="store_true", help="only print the table")
