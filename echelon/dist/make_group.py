@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from echelon.dist.backends import registry
@@ -17,7 +18,7 @@ from echelon.dist.group import ProcessGroup
 from echelon.dist.membership.board import Board
 from echelon.dist.membership.host import address_towards
 from echelon.dist.membership.liveness import Liveness
-from echelon.dist.membership.meet import gather
+from echelon.dist.membership.meet import exchange, gather
 from echelon.dist.options import Options
 from echelon.dist.progress.group_state import GroupState
 from echelon.dist.progress.watcher import watcher
@@ -46,6 +47,47 @@ class GroupMaker:
         self._board = Board(store)
         self._dropped: list[GroupState] = []
         self._groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+        self._adding = threading.RLock()  # a signal handler may close groups, too
+        self._epoch = 0
+        self._end: tuple[int, CollectiveError] | None = None  # the epoch that ended the world
+        self._may_end = False
+
+    def watch_members(self) -> None:
+        """Note that `end` may be called: creating a group then ends, too, once a member is lost."""
+        self._may_end = True
+
+    def begin(self, epoch: int) -> None:
+        """Let groups be created again, in an epoch after that of all groups created before."""
+        with self._adding:
+            self._epoch = epoch
+            if self._end is not None and self._end[0] <= epoch:
+                self._end = None
+
+    def end(self, error: CollectiveError, epoch: int) -> None:
+        """End all groups with an error, unless they belong to `epoch` or to one after it.
+
+        Call this on any thread. Groups that are being created end within about a second.
+        """
+        with self._adding:
+            if epoch <= self._epoch:
+                return
+            self._end = (epoch, error)
+            groups = list(self._groups)
+        for group in groups:
+            if not group.state.is_closed:
+                group.state.fail(error)
+
+    def _check_end(self) -> None:
+        if self._end is not None:
+            raise self._end[1]
+
+    def _add(self, group: ProcessGroup) -> None:
+        with self._adding:
+            self._groups.add(group)
+            end = self._end
+        if end is not None:
+            group.close()
+            raise end[1]
 
     def make(
         self,
@@ -74,7 +116,7 @@ class GroupMaker:
         members = Members(
             name=name, rank=list(ranks).index(self._rank), ranks=ranks, options=self._options
         )
-        facts = facts or _meet(members, store, deadline_s)
+        facts = facts or self._meet(members, store, deadline_s)
 
         def make_below(ranks: Sequence[int], name: str, path: str) -> ProcessGroup | None:
             # Groups of one name may split at once: the rows of a mesh do.
@@ -86,7 +128,7 @@ class GroupMaker:
                 liveness = Liveness(members, store, self._board, facts)
                 made.callback(liveness.close)
                 members = dataclasses.replace(
-                    members, check=liveness.check_joining, address=_address(store)
+                    members, check=self._checking(liveness), address=_address(store)
                 )
             engine = self._engine(members, store, facts, deadline_s)
             made.callback(engine.close)
@@ -96,9 +138,26 @@ class GroupMaker:
             channels = ChannelTags(PrefixStore("channels", store), members.rank)
             group = ProcessGroup(members, engine, timeout_s, make_below, liveness, channels)
             made.pop_all()
-        self._groups.add(group)
+        self._add(group)
         weakref.finalize(group, self._drop, group.state).atexit = False
         return group
+
+    def _checking(self, liveness: Liveness) -> Callable[[], None]:
+        def check() -> None:
+            self._check_end()
+            liveness.check_joining()
+
+        return check
+
+    def _meet(self, members: Members, store: PrefixStore, deadline_s: float) -> Facts:
+        """Return the process and the host of every member, in group order."""
+        mine = process_identity()
+        if members.size == 1:
+            return [mine]
+        if self._may_end:
+            watched = dataclasses.replace(members, check=self._check_end)
+            return exchange(watched, store, "processes", mine, deadline_s)
+        return gather(members, store, "members", mine, deadline_s)
 
     def _drop(self, state: GroupState) -> None:
         """Close a group that was dropped without being closed, later and on the watcher's thread.
@@ -115,13 +174,16 @@ class GroupMaker:
 
     def first_error(self) -> CollectiveError | None:
         """Return the error that has ended one of the groups, or None if none has failed."""
-        errors = [group.state.error for group in self._groups if not group.state.is_closed]
+        with self._adding:
+            groups = list(self._groups)
+        errors = [group.state.error for group in groups if not group.state.is_closed]
         return next((error for error in errors if error is not None), None)
 
     def close(self) -> None:
         """Close the groups that are still open, in reverse order of creation."""
-        groups = sorted(self._groups, key=lambda group: group.created_mono_ns, reverse=True)
-        for group in groups:
+        with self._adding:
+            groups = list(self._groups)
+        for group in sorted(groups, key=lambda group: group.created_mono_ns, reverse=True):
             group.close()
         while self._dropped:
             self._dropped.pop().close()
@@ -145,12 +207,6 @@ class GroupMaker:
         if is_device:
             return Router(members, store, host, device=engine)
         return Router(members, store, engine, messages=host)
-
-
-def _meet(members: Members, store: PrefixStore, deadline_s: float) -> Facts:
-    """Return the process and the host of every member, in group order."""
-    mine = process_identity()
-    return [mine] if members.size == 1 else gather(members, store, "members", mine, deadline_s)
 
 
 def _host_backend(facts: Facts) -> str:

@@ -84,6 +84,7 @@ class _World:
     def regroup(self, ranks: Sequence[int], epoch: int, facts: Facts) -> ProcessGroup:
         """Create another world group, whose keys are separate from those of all earlier groups."""
         self.store = PrefixStore(f"epoch_{epoch}", self._whole_store)
+        self.maker.begin(epoch)
         self.num_made = 0
         self._num_named.clear()
         store = PrefixStore("world", self.store)
@@ -280,6 +281,25 @@ def regroup(ranks: Sequence[int], epoch: int, facts: Facts) -> ProcessGroup:
         PeerLostError: a member has died.
     """
     return _need().regroup(ranks, epoch, facts)
+
+
+def expect_epochs() -> None:
+    """Note that `end_world` may be called from now on; every rank must call this.
+
+    Raises:
+        ValueError: there is no world.
+    """
+    _need().maker.watch_members()
+
+
+def end_world(error: CollectiveError, epoch: int) -> None:
+    """End all groups with an error, unless this process is in `epoch`, or after it, already.
+
+    Callable on any thread. Nothing happens without a world.
+    """
+    state = _current
+    if state is not None:
+        state.maker.end(error, epoch)
 
 
 def is_between_worlds() -> bool:

@@ -37,6 +37,7 @@ from echelon.launcher.node.workers import Workers
 from echelon.launcher.options.options import Options
 from echelon.launcher.output.output import Terminal
 from echelon.launcher.shortage import is_shortage, raise_descriptor_limit
+from echelon.recorder.continuation import SHRINK
 
 if TYPE_CHECKING:  # gRPC only where several nodes need it
     from echelon.launcher.election.standby import Standby
@@ -206,6 +207,8 @@ def _take_part(
             agent.hosting.close()
     if agent.over is None:
         why = f"lost the coordinator node ({agent.lost_because})"
+        if options.on_loss == SHRINK:
+            why += "; --on-loss shrink does not cover that, since the job's store was there"
         return _leave_alone(agent, directory, terminal, why)
     if agent.over.text:
         terminal.say(agent.over.text)
@@ -414,6 +417,8 @@ class _Agent:
             node.stop(command)
         elif isinstance(command, m.Kill):
             node.kill()
+        elif isinstance(command, m.KillRank):
+            node.kill_rank(command)
         elif isinstance(command, m.Collect):
             node.collect(command)
         elif isinstance(command, m.ClearUp):

@@ -28,12 +28,14 @@ class Epoch:
         roster: the ranks that continue, ascending.
         lost: the ranks that the attempt has lost so far, ascending.
         done: ranks that have finished all steps and take part in no further epoch.
+        left: ranks that ended by themselves before their last step, so that none can continue.
     """
 
     number: int
     roster: tuple[int, ...]
     lost: tuple[int, ...]
     done: tuple[int, ...] = ()
+    left: tuple[int, ...] = ()
 
     def pack(self) -> str:
         """Return the epoch encoded as one word."""
@@ -48,7 +50,8 @@ class Epoch:
         """
         try:
             told = json.loads(text)
-            lists = {name: tuple(map(int, told[name])) for name in ("roster", "lost", "done")}
+            names = ("roster", "lost", "done", "left")
+            lists = {name: tuple(map(int, told[name])) for name in names}
             return cls(number=int(told["number"]), **lists)
         except (KeyError, TypeError) as err:
             raise ValueError(f"the text does not describe an epoch: {text[:80]!r}") from err
@@ -84,6 +87,8 @@ class Standing:
         step: the first step of this epoch.
         repeats: whether a rank had begun this step before.
         ready_mono_ns: the time at which the rank was ready to compute this step.
+        ready_there_ns: the same time by the clock of the rank's own node if that is another node;
+            else 0.
     """
 
     state: State
@@ -91,6 +96,7 @@ class Standing:
     step: int = 0
     repeats: bool = False
     ready_mono_ns: int = 0
+    ready_there_ns: int = 0
 
 
 def note_standing(standing: Standing) -> None:

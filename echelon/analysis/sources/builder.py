@@ -182,8 +182,9 @@ def _of_present_epoch(
     """
     lost = incident.lost_earlier.keys()
     old = [number for number, group in enumerate(groups) if not lost.isdisjoint(group.ranks)]
+    since, there = incident.epoch_since_ns, incident.epoch_since_there_ns
     return {
-        rank: replace(facts, rows=_rows_since(facts, old, incident.epoch_since_ns))
+        rank: replace(facts, rows=_rows_since(facts, old, there.get(rank, since)))
         for rank, facts in ranks.items()
         if rank not in lost
     }

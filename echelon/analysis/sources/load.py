@@ -181,6 +181,7 @@ def read_incident(path: Path) -> Incident:
         probes=_texts(values.get("probes")),
         lost_earlier=_epochs(values.get("lost_earlier")),
         epoch_since_ns=_count(values.get("epoch_since_mono_ns")),
+        epoch_since_there_ns=_epochs(values.get("epoch_since_there_ns")),
     )
 
 

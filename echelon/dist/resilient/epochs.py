@@ -3,17 +3,31 @@
 A rank reads only its own copy of the newest epoch and never decides who is lost. Where a rank that
 others wait for is lost in turn, the launcher opens the gate of their meeting, and they find that a
 newer epoch is there.
+
+A rank that computes, or that waits for a host which does not answer, does not notice a loss by
+itself. So a thread (`News`) waits for the next epoch and ends the groups of the world that it
+replaces.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
+from collections.abc import Callable
 from typing import Any
+
+from typing_extensions import Self
 
 from echelon.dist.backends.interface import Members
 from echelon.dist.membership.meet import arrive
+from echelon.errors import StoreError, StoreTimeoutError
 from echelon.recorder.continuation import Epoch, epoch_key, meeting_key
 from echelon.store.base import Store
+
+_LISTEN_S = 30.0  # of one question to the store
+_RETRY_S = 1.0
+_CLOSE_S = 0.5
 
 
 class Superseded(Exception):  # noqa: N818 -- not an error that a user sees
@@ -71,3 +85,42 @@ class Epochs:
 
     def _is_there(self, number: int) -> bool:
         return self._store.check([epoch_key(number)])
+
+
+class News:
+    """Waits for epochs on a thread of its own, with a connection of its own.
+
+    Args:
+        store: the job's.
+        take: called with each epoch, on that thread.
+    """
+
+    def __init__(self, store: Store, take: Callable[[Epoch], None]) -> None:
+        self._take = take
+        self._client = store.clone()
+        self._client.observer = None  # it always waits, which explains nothing
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="echelon-epochs", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._client.close()
+        self._thread.join(_CLOSE_S)
+
+    def _listen(self) -> None:
+        number = 1
+        while not self._stop.is_set():
+            try:
+                text = self._client.get(epoch_key(number), timeout=_LISTEN_S)
+            except StoreTimeoutError:
+                continue
+            except StoreError:
+                self._stop.wait(_RETRY_S)
+                continue
+            number += 1
+            with contextlib.suppress(ValueError):
+                self._take(Epoch.unpack(text))

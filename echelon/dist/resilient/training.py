@@ -12,6 +12,7 @@ Protection begins as a step does: a rank has `finished` the start once `prepare`
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from echelon.dist import runtime
 from echelon.dist.fsdp.parameters.unit import units_of
 from echelon.dist.group import ProcessGroup
 from echelon.dist.membership.environment import on_loss
-from echelon.dist.resilient.epochs import Epochs, Superseded
+from echelon.dist.resilient.epochs import Epochs, News, Superseded
 from echelon.dist.resilient.kept import KeptState, Stateful
 from echelon.errors import (
     CollectiveError,
@@ -140,7 +141,20 @@ def run(
         _claim()
     kept = KeptState(model, optimizer, also)
     training = _Training(prepare, kept, first, total, on_commit, is_protected=is_protected)
-    training.train(World(group, 0, ()))
+    with contextlib.ExitStack() as stack:
+        if is_protected:
+            runtime.expect_epochs()
+            stack.enter_context(News(runtime.job_store(), _end_world))
+        training.train(World(group, 0, ()))
+
+
+def _end_world(epoch: Epoch) -> None:
+    """End the groups of the worlds before an epoch; on a thread of its own."""
+    if epoch.left:
+        return  # only ranks that miss the one which left have failed
+    text = f"the launcher counts {_named(epoch.lost)} as lost"
+    error = PeerLostError(text, operation="loss", sequence=epoch.number, ranks=epoch.lost)
+    runtime.end_world(error, epoch.number)
 
 
 class _Training(Generic[_T]):
@@ -242,19 +256,27 @@ class _Training(Generic[_T]):
             runtime.leave_groups()
             wait_s = _LOST_S if isinstance(err, PeerLostError) else _OTHER_S
             while True:
+                epoch = self._next_epoch(err, wait_s)
+                why_not = _why_not(epoch)
+                if why_not:
+                    raise _unrepeated(err, why_not)
                 try:
-                    epoch = self._epochs.next(wait_s)
-                    if epoch.done:
-                        done = ", ".join(map(str, epoch.done))
-                        raise _unrepeated(err, f"rank {done} has finished all steps")
                     return self._join(epoch)
                 except (Superseded, PeerLostError):
                     wait_s = _LOST_S  # for a newer epoch
-                except StoreTimeoutError:
-                    raise _unrepeated(err, _why_none(err, wait_s)) from err
+                except StoreTimeoutError as none:
+                    raise _unrepeated(err, f"not all ranks of the epoch met: {none}") from err
                 except StoreError as none:
-                    why = f"the launcher has not published which ranks continue: {none}"
-                    raise _unrepeated(err, why) from err
+                    raise _unrepeated(err, f"the job's store is out of reach: {none}") from err
+
+    def _next_epoch(self, err: CollectiveError, wait_s: float) -> Epoch:
+        try:
+            return self._epochs.next(wait_s)
+        except StoreTimeoutError:
+            raise _unrepeated(err, _why_none(err, wait_s)) from err
+        except StoreError as none:
+            why = f"the launcher has not published which ranks continue: {none}"
+            raise _unrepeated(err, why) from err
 
     def _join(self, epoch: Epoch) -> World:
         """Agree with the ranks of an epoch on a step, restore its start, and create their world."""
@@ -299,6 +321,24 @@ def _unrepeated(err: CollectiveError, why: str) -> CollectiveError:
         sequence=err.sequence,
         ranks=err.ranks,
     )
+
+
+def _why_not(epoch: Epoch) -> str:
+    """Return why this rank cannot continue in an epoch, or "" if it can."""
+    if epoch.left:
+        return f"{_named(epoch.left)} left before its last step, with exit code 0"
+    if epoch.done:
+        return f"{_named(epoch.done)} has finished all steps"
+    if runtime.own_rank() not in epoch.roster:
+        return (
+            "the launcher counts this rank as lost, since its node could not be reached, and the "
+            "other ranks continue without it"
+        )
+    return ""
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {', '.join(map(str, ranks))}"
 
 
 def _why_none(err: CollectiveError, waited_s: float) -> str:

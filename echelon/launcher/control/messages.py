@@ -13,7 +13,7 @@ import msgpack
 
 from echelon.errors import LaunchError
 
-VERSION = 7
+VERSION = 8
 MAX_MESSAGE_BYTES = 8 << 20
 DUMP_PART_BYTES = 1 << 20
 
@@ -148,6 +148,19 @@ class Laps:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Standings:
+    """An event: what ranks report of their part in `resilient.run`.
+
+    `ranks` holds one list for each rank with news: [rank, whether it is done, its epoch, the first
+    step of that epoch, whether that step is repeated, the age in ms of the time at which it was
+    ready, that time in ns by its node's monotonic clock, for the black box of this rank alone].
+    """
+
+    attempt: int
+    ranks: list[list[int]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Unkillable:
     """An event: a worker survived SIGKILL; `why` is its wait channel, or the kernel's refusal."""
 
@@ -257,7 +270,7 @@ class Probed:
 Event = (
     Hello | WorkerEnded | Sights | DumpPart | Harvested | Idle | StopAsked | Left | Ask | Statuses
     | Unkillable | Resume | CheckIn | Tock | WaysTried | LeaseReply | Poll | Renew | Laps
-    | Probed
+    | Probed | Standings
 )  # fmt: skip
 
 # ---- commands: coordinator -> agent ----
@@ -325,6 +338,7 @@ class Start:
     history: str = ""  # JSON: how the attempts before this one ended
     sights_ms: int = 0  # how often to report ranks that show nothing unusual; 0: at each look
     learns_limits: bool = True
+    on_loss: str = "end"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -410,6 +424,14 @@ class TryWays:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KillRank:
+    """A command: send SIGKILL to one worker, which has not been stopped by the launcher."""
+
+    attempt: int
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
     """A command: run these probes at the same time, and send `Probed`.
 
@@ -422,7 +444,7 @@ class Probe:
 
 Command = (
     Start | Stop | Kill | Collect | ClearUp | Show | Over | TellStatus | JobShown | Statuses
-    | Tick | TryWays | Welcome | LeaseBeat | Entrust | Vote | Probe
+    | Tick | TryWays | Welcome | LeaseBeat | Entrust | Vote | Probe | KillRank
 )  # fmt: skip
 
 _KINDS: dict[str, type[Any]] = {
@@ -432,6 +454,7 @@ _KINDS: dict[str, type[Any]] = {
         CheckIn, Tock, WaysTried, Unkillable, Resume, Welcome, Laps,
         Start, Stop, Kill, Collect, ClearUp, Show, Over, TellStatus, JobShown, Tick, TryWays,
         LeaseBeat, LeaseReply, Entrust, Poll, Renew, Vote, Probe, Probed,
+        Standings, KillRank,
     )
 }  # fmt: skip
 

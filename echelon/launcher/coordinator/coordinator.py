@@ -16,7 +16,7 @@ from __future__ import annotations
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from echelon.launcher.control import messages as m
@@ -26,7 +26,7 @@ from echelon.launcher.coordinator import observers as o
 from echelon.launcher.coordinator.conclusion import conclude
 from echelon.launcher.coordinator.decide import EndedBy
 from echelon.launcher.coordinator.incidents import Incidents
-from echelon.launcher.coordinator.losses import Losses
+from echelon.launcher.coordinator.losses import LOST, Losses
 from echelon.launcher.coordinator.meeting import MeetingPlace
 from echelon.launcher.coordinator.membership import Membership
 from echelon.launcher.coordinator.observers import Observers
@@ -54,7 +54,6 @@ _LOOK_S = 0.5
 _STEP_S = 2.0  # between two looks; a longer gap counts as this process's own standstill
 _VERDICT_S = 120.0  # for the analyses at the end of the job
 _EXPLAIN_S = 15.0  # a state that lasts longer prints what it waits for
-_LOST = -1001  # exit code of a worker whose node was lost; no process can have it
 
 Send = Callable[[str, m.Command], None]
 
@@ -192,17 +191,21 @@ class Coordinator:
         elif isinstance(event, m.CheckIn):
             busy = "another job is already running at this endpoint: see `echelon status`"
             self._send(node, m.Over(exit_code=1, ended_by="agent", text=busy))
-        elif isinstance(event, m.WorkerEnded | m.Sights | m.Unkillable | m.Idle):
+        elif isinstance(event, m.WorkerEnded | m.Sights | m.Unkillable | m.Idle | m.Standings):
             self._take_from_world(node, event)
 
     def _take_from_world(
-        self, node: str, event: m.WorkerEnded | m.Sights | m.Unkillable | m.Idle
+        self,
+        node: str,
+        event: m.WorkerEnded | m.Sights | m.Unkillable | m.Idle | m.Standings,
     ) -> None:
         world = self._world
         if world is None or event.attempt != world.number:
             return  # from an attempt that is over
         if isinstance(event, m.WorkerEnded):
-            self._note_ended(world, event.rank, event.code)
+            self._note_ended(world, {event.rank: event.code})
+        elif isinstance(event, m.Standings):
+            self._losses.take_standings(world, event)
         elif isinstance(event, m.Sights):
             world.note_sights(node, event, self._lived_ns())
         elif isinstance(event, m.Unkillable):
@@ -245,9 +248,9 @@ class Coordinator:
         world.lost.append(node)
         if world.clearing is not None:
             world.clearing.discard(node)
-        for rank in world.nodes[node]:
-            if rank not in world.ended:
-                self._note_ended(world, rank, _LOST)
+        ended = {rank: LOST for rank in world.nodes[node] if rank not in world.ended}
+        if ended:
+            self._note_ended(world, ended)
 
     def _show_job(self, visitor: str) -> None:
         """Send the job's state to a status client, and ask the nodes to report on their ranks."""
@@ -296,11 +299,17 @@ class Coordinator:
             )
             self._decide(world, decide.LeaveRequested(number))
 
-    def _note_ended(self, world: World, rank: int, code: int) -> None:
-        known = None if code == _LOST else code
-        self._look_at_losses(world)  # the rank may have continued after an earlier one
-        world.note_ended(rank, known)
-        is_survived = not self._stop_signal and self._losses.takes(world, rank, code)
+    def _note_ended(self, world: World, ended: Mapping[int, int]) -> None:
+        """Note the ends of ranks that ended at the same time, given their exit codes or LOST."""
+        self._look_at_losses(world)  # the ranks may have continued after an earlier one
+        for rank, code in ended.items():
+            world.note_ended(rank, None if code == LOST else code)
+        is_survived = not self._stop_signal and self._losses.takes(world, ended)
+        for rank, code in ended.items():
+            self._note_end(world, rank, code, is_survived=is_survived)
+
+    def _note_end(self, world: World, rank: int, code: int, *, is_survived: bool) -> None:
+        known = None if code == LOST else code
         self._observers.tell(
             o.RankEnded(attempt=world.number, rank=rank, code=known, is_survived=is_survived)
         )
@@ -308,17 +317,18 @@ class Coordinator:
         if is_survived:
             self._decide(world, decide.WorkerLost(rank, how))
             return
-        shown = 1 if code == _LOST else code
-        self._decide(world, decide.WorkerEnded(rank, shown, how))
+        self._decide(world, decide.WorkerEnded(rank, 1 if code == LOST else code, how))
 
     def _look_at_losses(self, world: World) -> None:
         rank = self._losses.look(world)
-        code = None if rank is None else world.ended[rank].code
-        if rank is not None and code is not None:
-            self._decide(world, decide.WorkerEnded(rank, code, decide.describe_code(code)))
+        if rank is None:
+            return
+        code = world.ended[rank].code
+        how = self._how_ended(world, rank, LOST if code is None else code)
+        self._decide(world, decide.WorkerEnded(rank, 1 if code is None else code, how))
 
     def _how_ended(self, world: World, rank: int, code: int) -> str:
-        if code != _LOST:
+        if code != LOST:
             return decide.describe_code(code)
         return f"was lost with node {world.host_of(rank)}"
 

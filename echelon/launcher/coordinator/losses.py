@@ -1,23 +1,32 @@
 """Ranks that an attempt continues without: which losses it survives, and how.
 
-With `--on-loss shrink`, a rank that is killed by a signal does not end its attempt if every other
-rank holds what it needs to continue. The remaining ranks are then published in the job's store, as
-an epoch, and each of them reports in its folder once it is ready to continue training. A loss that
-cannot be survived is an ordinary failure, and one line gives the reason.
+With `--on-loss shrink`, a rank that is killed by a signal, or lost with its node, does not end its
+attempt if every other rank holds what it needs to continue. The remaining ranks are then published
+in the job's store, as an epoch, and each of them reports in its folder once it is ready to continue
+training; its node passes that on. A loss that cannot be survived is an ordinary failure, and one
+line gives the reason.
+
+[Note: one world] Only the launcher that hosts the store publishes epochs, and a world begins only
+once all ranks of an epoch have met in that store. So ranks that are cut off from it never begin
+another world, and they cannot end a step of the former one, whose barrier needs all of its ranks.
+With failover, nodes that are cut off may elect another host. The loss of a node is therefore
+an ordinary failure then: this host cannot know whether it is the one that is cut off.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import monotonic_ns
 
 from echelon.errors import LaunchError
+from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator import decide
 from echelon.launcher.coordinator.meeting import MeetingPlace
 from echelon.launcher.coordinator.world import World
 from echelon.launcher.job.report import Report
 from echelon.launcher.job.rundir import RunDirectory
+from echelon.launcher.node.standings import of_row
 from echelon.launcher.options.options import Options
 from echelon.recorder.continuation import (
     SHRINK,
@@ -29,6 +38,7 @@ from echelon.recorder.continuation import (
     read_standing,
 )
 
+LOST = -1001  # exit code of a rank whose node was lost; no process can have it
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -50,36 +60,73 @@ class Losses:
     ) -> None:
         self._is_on = options.on_loss == SHRINK
         self._min_ranks = options.min_ranks
+        self._own_node = options.node_name
+        self._may_move = options.conf.failover  # the store, to another node
         self._directory = directory
         self._meeting = meeting
         self._report = report
         self._say = say
-        self._attempt = -1
+        self._remote: dict[int, Standing] = {}  # of ranks on other nodes
+        self._begin(-1)
+
+    def _begin(self, attempt: int) -> None:
+        self._attempt = attempt
         self._lost: list[int] = []
+        self._left: list[int] = []  # ranks that ended by themselves, before their last step
         self._number = 0  # of the newest epoch
         self._awaited: Epoch | None = None  # an epoch whose ranks have not all reported
         self._first_lost_ns = 0  # when the first rank was lost since the last complete epoch
+        self._remote.clear()
 
-    def takes(self, world: World, rank: int, code: int) -> bool:
-        """Return whether the attempt continues without a rank that ended; if so, publish that.
+    def take_standings(self, world: World, event: m.Standings) -> None:
+        """Keep what a node reports of its ranks."""
+        self._follow(world)
+        self._remote.update(of_row(row) for row in event.ranks)
+
+    def _follow(self, world: World) -> None:
+        if world.number != self._attempt:
+            self._begin(world.number)
+
+    def takes(self, world: World, ended: Mapping[int, int]) -> bool:
+        """Return whether the attempt continues without ranks that ended; if so, publish that.
 
         Args:
-            code: the exit code of the rank's process, as in `subprocess`.
+            ended: the exit codes of ranks that ended at the same time, as in `subprocess`, or LOST.
         """
         is_running = world.attempt.phase is decide.Phase.RUNNING
-        if not self._is_on or code >= 0 or -code in _STOPS or not is_running:
+        if not self._is_on or not is_running:
             return False
-        if world.number != self._attempt:
-            self._attempt, self._lost, self._number, self._awaited = world.number, [], 0, None
+        self._follow(world)
+        if any(code >= 0 or -code in _STOPS for code in ended.values()):
+            self._note_left(world, [rank for rank, code in ended.items() if code == 0])
+            return False
         known = self._standings(world)
-        lost = [*self._lost, rank]
-        why_not = self._why_not(world, rank, known) or self._publish(world, lost, known)
+        lost = [*self._lost, *ended]
+        why_not = self._why_not(world, ended, known) or self._publish(world, lost, known)
+        who = _named(ended)
         if why_not:
-            self._say(f"cannot continue without rank {rank}: {why_not}")
+            self._say(f"cannot continue without {who}: {why_not}")
             return False
-        shown = ", ".join(map(str, self._awaited.roster if self._awaited else ()))
-        self._say(f"rank {rank} is lost; continuing with rank {shown}")
+        verb = "is" if len(ended) == 1 else "are"
+        left = _named(self._awaited.roster if self._awaited else ())
+        self._say(f"{who} {verb} lost; continuing with {left}")
         return True
+
+    def _note_left(self, world: World, ranks: Sequence[int]) -> None:
+        """Tell ranks that wait for an epoch of a rank that ended by itself, and can have no other.
+
+        Ranks that do not miss it are not disturbed: all may be ending, after a stop that was asked
+        for.
+        """
+        known = self._standings(world)
+        early = [one for one in ranks if one in known and known[one].state is not State.DONE]
+        living = [one for one in range(world.size) if one not in world.ended]
+        if not early or not living:
+            return
+        self._left += early
+        if len(self._left) == len(early):  # the first
+            self._publish(world, self._lost, known)
+            self._awaited = None
 
     def look(self, world: World) -> int | None:
         """Report once all ranks of the newest epoch are ready to continue training.
@@ -107,20 +154,26 @@ class Losses:
         return None
 
     def _standings(self, world: World) -> dict[int, Standing]:
-        found = {}
-        for rank in range(world.size):
+        found = dict(self._remote)
+        for rank in world.nodes.get(self._own_node, ()):
             standing = read_standing(self._directory.rank_dir(rank, world.number))
             if standing is not None:
                 found[rank] = standing
         return found
 
-    def _why_not(self, world: World, rank: int, known: Mapping[int, Standing]) -> str:
-        """Return why the attempt cannot continue without a rank, or "" if it can."""
+    def _why_not(
+        self, world: World, ended: Mapping[int, int], known: Mapping[int, Standing]
+    ) -> str:
+        """Return why the attempt cannot continue without some ranks, or "" if it can."""
         died = self._meeting.how_it_died()
         if died:
             return f"the job's store {died}"
         living = [one for one in range(world.size) if one not in world.ended]
-        bare = [one for one in (rank, *living) if one not in known]
+        if self._may_move and LOST in ended.values():
+            return "with failover=true, the loss of a node ends the attempt"
+        if self._left:
+            return f"rank {self._left[0]} has left before its last step"
+        bare = [one for one in (*ended, *living) if one not in known]
         if bare:
             return f"rank {bare[0]} is not in resilient.run (or cannot write to its folder)"
         done = [one for one, standing in known.items() if standing.state is State.DONE]
@@ -140,6 +193,7 @@ class Losses:
             roster=tuple(one for one in range(world.size) if one not in gone),
             lost=tuple(sorted(lost)),
             done=tuple(sorted(done)),
+            left=tuple(sorted(self._left)),
         )
         try:
             self._meeting.publish(epoch_key(epoch.number), epoch.pack())
@@ -161,7 +215,10 @@ class Losses:
         step = max((one.step for one in ready), default=0)
         repeats = any(one.repeats for one in ready)
         since_ns = min((one.ready_mono_ns for one in ready), default=0)
-        world.note_continued(epoch.number, epoch.lost, since_ns)
+        there = {
+            rank: one.ready_there_ns for rank, one in self._remote.items() if one.ready_there_ns
+        }
+        world.note_continued(epoch.number, epoch.lost, since_ns, there)
         self._report.continuations.append(
             {
                 "attempt": world.number,
@@ -179,3 +236,7 @@ class Losses:
             f"continued with {len(epoch.roster)} of {world.size} ranks in {seconds:.2f} s: {what}, "
             "0 steps lost"
         )
+
+
+def _named(ranks: Iterable[int]) -> str:
+    return f"rank {', '.join(map(str, ranks))}"

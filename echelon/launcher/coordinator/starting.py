@@ -70,6 +70,7 @@ def starts_of(
             history=history,
             sights_ms=int(1000 * beat_s(len(nodes), options.conf.lost_after_s)),
             learns_limits=options.learned_limits == "on",
+            on_loss=options.on_loss,
         )
         for index, (node, first) in enumerate(zip(nodes, firsts, strict=True))
     ]

@@ -21,10 +21,12 @@ class LostEarlier:
     Attributes:
         ranks: the first epoch without each lost rank, keyed by rank.
         since_mono_ns: the time at which the current epoch began; 0 if no rank was lost.
+        since_there_ns: the same for ranks on other nodes, each by the clock of its own node.
     """
 
     ranks: Mapping[int, int] = field(default_factory=dict)
     since_mono_ns: int = 0
+    since_there_ns: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -42,6 +44,8 @@ class World:
         is_reported: whether the observers were told that all processes of the attempt have ended.
         epochs: the time at which the first rank of each complete epoch was ready, by the monotonic
             clock.
+        epochs_there: the times at which ranks on other nodes were ready, each by the clock of its
+            own node, keyed by epoch.
     """
 
     number: int
@@ -58,6 +62,7 @@ class World:
     clear_deadline_s: float = 0.0
     is_reported: bool = False
     epochs: dict[int, int] = field(default_factory=dict)
+    epochs_there: dict[int, Mapping[int, int]] = field(default_factory=dict)
     started_s: float = field(default_factory=time.monotonic)
     _sights: dict[int, Sight] = field(default_factory=dict)
     _node_of: dict[int, str] = field(default_factory=dict)
@@ -140,9 +145,16 @@ class World:
         # Its node's row may still include it; the next row will not.
         self._sights.pop(_folded(self.nodes[self.node_of(rank)].start), None)
 
-    def note_continued(self, epoch: int, lost: Iterable[int], since_mono_ns: int) -> None:
+    def note_continued(
+        self,
+        epoch: int,
+        lost: Iterable[int],
+        since_mono_ns: int,
+        since_there_ns: Mapping[int, int] | None = None,
+    ) -> None:
         """Record that the other ranks continue without the lost ranks."""
         self.epochs[epoch] = since_mono_ns
+        self.epochs_there[epoch] = since_there_ns or {}
         for rank in lost:
             self.ended[rank].epoch = self.ended[rank].epoch or epoch
 
@@ -155,9 +167,11 @@ class World:
         ends = [self.ended[rank].epoch for rank in own if self.ended[rank].epoch]
         end = min(ends, default=max(self.epochs, default=0) + 1)
         since = (ns for number, ns in self.epochs.items() if number < end)
+        present = max((number for number in self.epochs if number < end), default=0)
         return LostEarlier(
             ranks={r: one.epoch for r, one in self.ended.items() if one.epoch and r not in own},
             since_mono_ns=max(since, default=0),
+            since_there_ns=self.epochs_there.get(present, {}),
         )
 
     def note_sights(self, node: str, event: m.Sights, now_mono_ns: int) -> None:

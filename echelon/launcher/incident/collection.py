@@ -120,6 +120,9 @@ class Collection:
                 "ended": [[one.rank, one.code, one.order] for one in ended],
                 "lost_earlier": sorted(map(list, self._lost_earlier.ranks.items())),
                 "epoch_since_mono_ns": self._lost_earlier.since_mono_ns,
+                "epoch_since_there_ns": sorted(
+                    map(list, self._lost_earlier.since_there_ns.items())
+                ),
                 "probes": list(probes),
                 "ranks_absent": {str(rank): why_absent(rank) for rank in absent},
             },

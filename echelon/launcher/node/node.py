@@ -40,6 +40,7 @@ from echelon.launcher.node.ringmemory import RingMemory
 from echelon.launcher.node.sighting import Sighting
 from echelon.launcher.node.standby.pool import FIRST_STANDBY, Standbys
 from echelon.launcher.node.standby.waiting import Waiting
+from echelon.launcher.node.standings import Standings
 from echelon.launcher.node.unkillable import why_it_lives
 from echelon.launcher.node.workers import Exited, Failed, Started, Swept, Workers
 from echelon.launcher.options.options import Options
@@ -86,6 +87,7 @@ class NodeAgent:
         self._limits_file = LimitsFile()
         self._sighting: Sighting | None = None
         self._laps: LapReports | None = None
+        self._standings: Standings | None = None
         self._grace = Grace()
         self._examination: Examination | None = None
         self._kept: Sequence[Record] | None = None  # a snapshot that no coordinator has requested
@@ -273,6 +275,7 @@ class NodeAgent:
             self._say(f"starting {command.world_size} ranks; {here} on this node")
         self._sighting = Sighting(command, self._workers, self._num_printed)
         self._laps = LapReports(command, self._workers, self._sighting.words)
+        self._standings = Standings(command, self._workers, self._tell)
         self._started_s = time.monotonic()
         assert not self._taken, self._taken
         ranks_here = [
@@ -401,6 +404,12 @@ class NodeAgent:
                 else:
                     event = m.Unkillable(attempt=self._start.attempt, rank=worker.rank, why=why)
                     self._tell(event)
+
+    def kill_rank(self, command: m.KillRank) -> None:
+        """Send SIGKILL to one worker of the present attempt, which then is lost as any other."""
+        for worker in self._workers:
+            if command.attempt == self.attempt and worker.rank == command.rank and worker.alive:
+                self._guard.signal(worker.local_rank, signal.SIGKILL)
 
     def pass_on(self, number: int) -> None:
         """Forward a user signal to all workers, but not to the workers' children."""
@@ -543,6 +552,8 @@ class NodeAgent:
         laps = None if self._laps is None else self._laps.look()
         if laps is not None:
             self._tell(laps)
+        if self._standings is not None:
+            self._standings.look()
         if self._sighting is None or self._examination is not None:
             return
         sights = self._sighting.report(at_once=at_once)
@@ -623,6 +634,8 @@ class NodeAgent:
         assert self._start is not None
         if self._laps is not None:
             self._laps.read(worker)  # its last steps
+        if self._standings is not None:
+            self._standings.look()  # before the end that it explains
         self._tell(m.WorkerEnded(attempt=self._start.attempt, rank=worker.rank, code=code))
 
     def _add_stream(
@@ -702,7 +715,7 @@ class NodeAgent:
             self._memory.bring_home(worker.folder)
 
     def _close_rings(self) -> None:
-        self._laps = None
+        self._laps = self._standings = None
         if self._sighting is not None:
             self._sighting.close()
             self._sighting = None

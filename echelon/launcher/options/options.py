@@ -86,9 +86,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         witness = _witness(args, conf, meeting)
     except ValueError as err:
         parser.error(str(err))
-    if args.on_loss != "end" and meeting is not None:
-        parser.error(f"--on-loss {args.on_loss} works on a single node only, so far")
-    if args.on_loss != "end" and args.min_ranks > args.nproc_per_node:
+    if args.on_loss != "end" and meeting is None and args.min_ranks > args.nproc_per_node:
         ranks = "1 rank" if args.nproc_per_node == 1 else f"{args.nproc_per_node} ranks"
         parser.error(f"--min-ranks {args.min_ranks}: the job has {ranks}")
     misused = scheduler.misuse(environ)
@@ -162,9 +160,11 @@ def _without_effect(args: argparse.Namespace, meeting: Rendezvous | None) -> lis
     notes = []
     if args.min_ranks != 1 and args.on_loss == "end":
         notes.append("--min-ranks has no effect without --on-loss shrink")
-    elif args.on_loss != "end" and args.nproc_per_node == 1:
+    elif args.on_loss == "end" or meeting is not None:
+        pass  # on several nodes, the number of ranks is known only once they have met
+    elif args.nproc_per_node == 1:
         notes.append(f"--on-loss {args.on_loss} has no effect: no rank is left after a loss")
-    elif args.on_loss != "end" and args.min_ranks == args.nproc_per_node:
+    elif args.min_ranks == args.nproc_per_node:
         notes.append(f"--on-loss {args.on_loss} has no effect: --min-ranks allows no loss")
     if args.standby and args.no_python and not args.run_path:
         notes.append("--standby has no effect with --no-python: only Python programs have standbys")

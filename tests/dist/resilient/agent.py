@@ -13,7 +13,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from echelon.launcher.coordinator.losses import Losses
+from echelon.launcher.coordinator.losses import LOST, Losses
 from echelon.launcher.coordinator.roster import Node
 from echelon.launcher.coordinator.world import World
 from echelon.launcher.job.report import Report
@@ -55,11 +55,11 @@ class Agent:
         self.said: list[str] = []
         self._folder = folder
         self._size = world_size
-        node = Node(name="here", host="here", num_workers=world_size)
+        options = parse([*argv, "--on-loss", "shrink", "--no-python", "true"], {})
+        node = Node(name=options.node_name, host="here", num_workers=world_size)
         self._world, _ = World.of(
             [node], number=0, grace_s=1.0, stop_on_stall=False, stall_timeout_s=60.0
         )
-        options = parse([*argv, "--on-loss", "shrink", "--no-python", "true"], {})
         directory = RunDirectory(folder, "")
         self._losses = Losses(options, directory, _Meeting(server), self.report, self.said.append)
         self._stop = threading.Event()
@@ -87,18 +87,29 @@ class Agent:
                 poll.unregister(fd)
                 os.close(fd)
                 self._note(ranks.pop(fd))
+            self._lose()
             self._losses.look(self._world)
         self._losses.look(self._world)
         for fd in ranks:
             os.close(fd)
         poll.close()
 
+    def _lose(self) -> None:
+        """Count ranks as lost whose processes still live, as those of a node that is cut off."""
+        for path in self._folder.glob("*.lost"):
+            rank = int(path.stem)
+            path.unlink()
+            self._world.note_ended(rank, None)
+            self._losses.takes(self._world, {rank: LOST})
+
     def _note(self, rank: int) -> None:
         """A rank that ended otherwise than by SIGKILL has left its result behind, or fails."""
+        if rank in self._world.ended:
+            return
         was_done = (self._folder / f"{rank}.done").exists()
         code = 0 if was_done else _KILLED
         self._world.note_ended(rank, code)
-        self._losses.takes(self._world, rank, code)
+        self._losses.takes(self._world, {rank: code})
 
 
 def introduce(folder: Path, rank: int) -> None:
@@ -133,6 +144,19 @@ def run_watched(
             environ={"ECHELON_ON_LOSS": "shrink"}, timeout_s=120.0,
         )  # fmt: skip
     return [one for one in found if one is not None], agent
+
+
+def lose(folder: Path, rank: int) -> None:
+    """Have the agent count a rank as lost, whatever its process does."""
+    (folder / f"{rank}.lost").touch()
+
+
+def wait_until_stopped(pid: int, limit_s: float = 60.0) -> None:
+    """Wait until a process has been stopped by SIGSTOP."""
+    deadline_s = time.monotonic() + limit_s
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < deadline_s, f"process {pid} has not stopped"
+        time.sleep(_LOOK_S)
 
 
 def wait_for_end(pid: int, limit_s: float = 60.0) -> None:

@@ -15,9 +15,17 @@ import echelon.dist as dist
 from echelon.dist import resilient, runtime
 from echelon.dist.backends.shm import rendezvous
 from echelon.dist.resilient import epochs, kept
-from echelon.errors import PeerLostError
+from echelon.errors import CollectiveError, PeerLostError
+from echelon.host import identity
 from echelon.train.same_bits import SameBits, fingerprint
-from tests.dist.resilient.agent import introduce, note_done, pid_of, wait_for_end
+from tests.dist.resilient.agent import (
+    introduce,
+    lose,
+    note_done,
+    pid_of,
+    wait_for_end,
+    wait_until_stopped,
+)
 from tests.train.same_bits.model import loss_of, make
 
 MICRO_BATCHES = 6
@@ -40,6 +48,29 @@ def train(rank: int, world_size: int, folder: Path, total: int, kills: list[Kill
     return found
 
 
+def train_on_hosts(
+    rank: int, world_size: int, folder: Path, total: int, kills: list[Kill], hosts: list[int]
+) -> Any:
+    """Train as ranks that believe to be on several hosts; return the same, and a rank's error."""
+    real = identity._namespace
+    identity._namespace = lambda kind: hosts[rank] if kind == "net" else real(kind)
+    introduce(folder, rank)
+    torch.set_num_threads(1)
+    group = dist.init(timeout_s=300)
+    assert group.backend == "shm+gloo"
+    training = Training(rank, folder, total, kills)
+    try:
+        bits, worlds, _ = training.run()
+    except CollectiveError as err:
+        bits, worlds = str(err), training.worlds
+    for lost, moment, _ in kills:
+        if moment == "stop" and rank == 0:
+            os.kill(pid_of(folder, lost), signal.SIGCONT)
+    note_done(folder, rank)
+    dist.shutdown()
+    return bits, worlds, [step for step, _ in training.commits]
+
+
 class Training:
     """One rank's training, with what is to kill it."""
 
@@ -47,6 +78,7 @@ class Training:
         self.rank, self.folder, self.total = rank, folder, total
         self.kills = kills
         self.step = -1
+        self.has_stopped = False
         self.model = make(seed=rank)
         torch.manual_seed(3)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
@@ -93,6 +125,10 @@ class Training:
     def loss(self, group: dist.ProcessGroup, number: int) -> torch.Tensor:
         step = self.step
         self._die_at("forward", step)
+        if self._dies_at("exit", step):
+            note_done(self.folder, self.rank)
+            os._exit(0)
+        self._lose_one_that_only_stopped(step)
         if self._dies_at("collective", step):
             threading.Thread(target=_die_once_waiting, args=(group,), daemon=True).start()
         for rank, moment, when in self.kills:
@@ -102,6 +138,18 @@ class Training:
         if self._dies_at("backward", step):
             self.model.head.weight.register_hook(die)
         return loss
+
+    def _lose_one_that_only_stopped(self, step: int) -> None:
+        """Have this rank stand still, and be counted as lost, as one that is cut off."""
+        for rank, moment, when in self.kills:
+            if (moment, when) != ("stop", step) or self.has_stopped:
+                continue
+            self.has_stopped = True  # a step has several micro-batches, and is repeated
+            if rank == self.rank:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            elif self.rank == 0:
+                wait_until_stopped(pid_of(self.folder, rank))
+                lose(self.folder, rank)
 
     def _begin_to_die(self, step: int) -> None:
         """Have this rank die some microseconds from now, wherever it is then."""

@@ -39,11 +39,12 @@ class _Job:
         self.report = Report(job_id="x", world_size=_SIZE)
         self._directory, self._monkeypatch = RunDirectory(folder, ""), monkeypatch
         options = parse([*argv, "--nproc-per-node", f"{_SIZE}", "--no-python", "true"], {})
+        self._node = options.node_name
         self.losses = Losses(options, self._directory, self.store, self.report, self.said.append)
         self.begin(0)
 
     def begin(self, attempt: int) -> None:
-        node = Node(name="here", host="here", num_workers=_SIZE)
+        node = Node(name=self._node, host="here", num_workers=_SIZE)
         self.world, _ = World.of(
             [node], number=attempt, grace_s=1.0, stop_on_stall=False, stall_timeout_s=60.0
         )
@@ -57,7 +58,7 @@ class _Job:
 
     def end(self, rank: int, code: int) -> bool:
         self.world.note_ended(rank, code)
-        return self.losses.takes(self.world, rank, code)
+        return self.losses.takes(self.world, {rank: code})
 
     def epoch(self, number: int) -> Epoch:
         return Epoch.unpack(self.store.values[f"continuation/{number}/epoch"])
@@ -141,7 +142,7 @@ def test_once_a_rank_has_finished_its_steps_a_loss_is_a_failure(job, others):
     assert job.said == ["cannot continue without rank 2: rank 0 has finished its steps already"]
 
 
-@pytest.mark.parametrize("code", [0, 1, -signal.SIGTERM, -signal.SIGINT])
+@pytest.mark.parametrize("code", [1, -signal.SIGTERM, -signal.SIGINT])
 def test_an_exit_and_a_stop_are_no_losses(job, code):
     assert not job.end(2, code)
     assert job.store.values == {}
@@ -232,3 +233,84 @@ def test_without_a_verdict_a_restart_is_decided_by_a_rank_that_the_job_still_had
     assert not job.end(0, 5)
     failure = failure_of(job.world, None)
     assert (failure.culprit_ranks, failure.is_killed) == ((0,), False)
+
+
+def test_a_rank_that_exits_with_0_too_early_leaves_the_others_nothing_to_wait_for(job):
+    """Those that miss it learn that at once; the others are not told: all may be stopping."""
+    assert not job.end(2, 0)
+    assert job.epoch(1) == Epoch(number=1, roster=(0, 1, 3), lost=(), left=(2,))
+    assert not job.end(1, 0)
+    assert "continuation/2/epoch" not in job.store.values
+    assert not job.end(0, -signal.SIGKILL)
+    assert job.said == ["cannot continue without rank 0: rank 2 has left before its last step"]
+
+
+def test_a_rank_that_exits_with_0_at_the_end_is_not_missed(job):
+    job.stands(2, state=State.DONE)
+    assert not job.end(2, 0)
+    assert job.store.values == {}
+
+
+def _on_two_nodes(folder, monkeypatch, *argv: str) -> jobs.Job:
+    """Two ranks on the host, and two on the other node, all of them protected."""
+    job = jobs.Job(
+        folder, "--nnodes", "2", "--nproc-per-node", "2", "--on-loss", "shrink", *argv,
+        nproc=2, store=_Store(),
+    )  # fmt: skip
+    directory = RunDirectory(folder, "")
+    for rank in range(2):
+        directory.make_rank_dir(rank, 0)
+        monkeypatch.setenv("ECHELON_RANK_DIR", str(directory.rank_dir(rank, 0)))
+        note_standing(Standing(state=State.PROTECTED))
+    return job
+
+
+def _stands(job: jobs.Job, epoch: int, there_ns: int = 0) -> None:
+    rows = [[rank, 0, epoch, 5, 1, 0, there_ns] for rank in (2, 3)]
+    job.take(job.other, m.Standings(attempt=0, ranks=rows))
+
+
+def test_all_ranks_of_a_lost_node_are_lost_in_one_epoch(tmp_path, monkeypatch):
+    job = _on_two_nodes(tmp_path, monkeypatch)
+    _stands(job, 0)
+    job.take(job.other, m.Left(reason="no heartbeat"))
+    store = job.coordinator._meeting
+    told = Epoch.unpack(store.values["continuation/1/epoch"])
+    assert told == Epoch(number=1, roster=(0, 1), lost=(2, 3))
+    assert "continuation/2/epoch" not in store.values
+    assert "rank 2, 3 are lost; continuing with rank 0, 1" in job.terminal.text
+    assert job.commands(m.Stop) == []
+    job.coordinator.close()
+
+
+def test_a_rank_on_another_node_is_lost_and_its_node_stays(tmp_path, monkeypatch):
+    """What ranks report comes by messages; times are those of their own node's clock."""
+    job = _on_two_nodes(tmp_path, monkeypatch)
+    job.take(job.other, m.WorkerEnded(attempt=0, rank=3, code=-signal.SIGKILL))
+    assert "cannot continue without rank 3: rank 3 is not in resilient.run" in job.terminal.text
+    job.coordinator.close()
+    job = _on_two_nodes(tmp_path / "second", monkeypatch)
+    _stands(job, 0)
+    job.take(job.other, m.WorkerEnded(attempt=0, rank=3, code=-signal.SIGKILL))
+    assert "rank 3 is lost; continuing with rank 0, 1, 2" in job.terminal.text
+    for rank in range(2):
+        folder = RunDirectory(tmp_path / "second", "").rank_dir(rank, 0)
+        monkeypatch.setenv("ECHELON_RANK_DIR", str(folder))
+        note_standing(Standing(state=State.PROTECTED, epoch=1, step=5, ready_mono_ns=900))
+    _stands(job, 1, there_ns=123)
+    job.look()
+    (continued,) = job.report.continuations
+    assert (continued["num_ranks"], continued["repeated"]) == (3, True)
+    earlier = job.coordinator._world.lost_earlier(())
+    assert (earlier.since_mono_ns, dict(earlier.since_there_ns)) == (900, {2: 123, 3: 123})
+    job.coordinator.close()
+
+
+def test_where_another_node_may_host_the_job_the_loss_of_a_node_is_a_failure(tmp_path, monkeypatch):
+    job = _on_two_nodes(tmp_path, monkeypatch, "--rdzv-conf", "failover=true")
+    _stands(job, 0)
+    job.take(job.other, m.Left(reason="no heartbeat"))
+    why = "with failover=true, the loss of a node ends the attempt"
+    assert f"cannot continue without rank 2, 3: {why}" in job.terminal.text
+    assert job.coordinator._meeting.values == {}
+    job.coordinator.close()

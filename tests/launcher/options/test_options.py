@@ -138,15 +138,14 @@ def test_every_option_of_torchruns_is_a_variable_too(script):
     assert parse([script], environ).logs == parse([*_TORCHRUNS.split(), script], {}).logs
 
 
-def test_ranks_of_several_nodes_cannot_continue_without_one(script, capsys):
+def test_on_several_nodes_the_number_of_ranks_is_not_known_yet(script):
     environ = {"ECHELON_SECRET": "a-secret-of-the-tests"}
-    with pytest.raises(SystemExit) as exit_info:
-        parse(
-            ["--on-loss", "shrink", "--nnodes", "1:2", "--rdzv-endpoint", "127.0.0.1:1", script],
-            environ,
-        )
-    assert exit_info.value.code == 2
-    assert "--on-loss shrink works on a single node only, so far" in capsys.readouterr().err
+    options = parse(
+        ["--on-loss", "shrink", "--min-ranks", "2", "--nnodes", "2", "--rdzv-endpoint",
+         "127.0.0.1:1", script],
+        environ,
+    )  # fmt: skip
+    assert (options.on_loss, options.min_ranks, options.notes) == ("shrink", 2, ())
 
 
 def test_a_least_number_of_ranks_without_losses_to_survive_has_no_effect(script):
