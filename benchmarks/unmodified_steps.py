@@ -110,7 +110,7 @@ def _in_turns(training: _Training, record: _Record, turns: int, steps: int) -> d
     for turn in range(2 * turns + 2):
         is_on = turn % 4 in (1, 2)  # off, on, on, off: a drift affects both alike
         record.switch(is_on)
-        training.timed(3)
+        training.timed(1)
         seconds, cpu_s = training.timed(steps)
         if turn >= 2:
             found[is_on]["best"].append(1e3 * min(seconds))
