@@ -41,6 +41,7 @@ class Gradients:
         self._module = module
         self._group = group
         self._run = runs[group.rank]
+        self._runs = runs
         self._vectors = vectors_of(module, group, runs)
         self._trained = [
             (name, one) for name, one in module.named_parameters() if one.requires_grad
@@ -93,22 +94,38 @@ class Gradients:
         for sums, one in zip(self._sums, taken, strict=True):
             sums.add(number, one)
 
-    def reduce(self) -> None:
+    def reduce(self, values: Sequence[float] | None = None) -> list[float]:
         """Add the sums over the ranks, and put the averages into `.grad`. Collective.
+
+        Args:
+            values: one value per micro-batch of this rank, gathered in the same message as what
+                else the ranks need to know of each other; None on all ranks if there are none.
+
+        Returns:
+            The values of all micro-batches, in order of their numbers.
 
         Raises:
             CollectiveError: a rank is lost or did not join.
         """
-        if not self._vectors:
-            return
-        mine = [one for sums in self._sums for one in sums.present()]
-        flags = torch.tensor(mine, dtype=torch.int32, device=self.device)
-        if self._group.size > 1:
-            self._group.all_reduce(flags, op="max")
-        rows = torch.split(flags.bool(), [len(one.owners) for one in self._vectors])
+        flags = [one for sums in self._sums for one in sums.present()]
+        rows = self._gathered([*flags, *(values or ())], has_values=values is not None)
+        present = [any(column) for column in zip(*(row[: len(flags)] for row in rows), strict=True)]
         while self._sums:  # each vector's memory is released before the next one is reduced
-            index = len(self._vectors) - len(self._sums)
-            self._vectors[index].give(self._sums.pop(0).nodes, rows[index].tolist())
+            vector = self._vectors[len(self._vectors) - len(self._sums)]
+            mine, present = present[: len(vector.owners)], present[len(vector.owners) :]
+            vector.give(self._sums.pop(0).nodes, mine)
+        return [value for row in rows for value in row[len(flags) :]]
+
+    def _gathered(self, mine: list[float], *, has_values: bool) -> list[list[float]]:
+        """Return the numbers of every rank, each of which has one more per value."""
+        if self._group.size == 1 or self.device is None:
+            return [mine]
+        block = torch.tensor(mine, dtype=torch.float64, device=self.device)
+        num_flags = sum(len(vector.owners) for vector in self._vectors)
+        splits = [num_flags + (len(run) if has_values else 0) for run in self._runs]
+        every = block.new_empty(sum(splits))
+        self._group.all_gather(every, block, output_splits=splits)
+        return [row.tolist() for row in torch.split(every, splits)]
 
     def scale_(self, factor: float) -> None:
         """Multiply all gradients by a factor."""

@@ -39,11 +39,22 @@ def square_sums(module: nn.Module, group: ProcessGroup) -> dict[str, float]:
         for name, parameter in parameters.items()
         if members[name] is None and parameter.grad is not None
     }
-    own = _divided({name: one.numel() for name, one in whole.items()}, group.size)[group.rank]
-    sums = _floats({name: tree_total(block_sums(whole[name])) for name in own})
-    if group.size > 1 and whole:
-        sums = {name: one for part in group.all_gather_object(sums) for name, one in part.items()}
-    return _floats(found) | sums
+    return _floats(found | _of_whole(whole, group))
+
+
+def _of_whole(values: Mapping[str, torch.Tensor], group: ProcessGroup) -> dict[str, torch.Tensor]:
+    """Return the sum of squares of each tensor, all of which every rank has."""
+    if not values:
+        return {}
+    own = _divided({name: one.numel() for name, one in values.items()}, group.size)[group.rank]
+    device = next(iter(values.values())).device
+    sums = torch.zeros(len(values), dtype=torch.float64, device=device)
+    for index, (name, one) in enumerate(values.items()):
+        if name in own:
+            sums[index] = tree_total(block_sums(one))
+    if group.size > 1:
+        group.all_reduce(sums, op="sum")  # exact: each is zero on all ranks but one
+    return dict(zip(values, sums.unbind(), strict=True))
 
 
 def _floats(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
@@ -53,13 +64,13 @@ def _floats(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
     return dict(zip(sums, values, strict=True))
 
 
-def _divided(sizes: Mapping[str, int], num_parts: int) -> list[list[str]]:
+def _divided(sizes: Mapping[str, int], num_parts: int) -> list[set[str]]:
     """Divide names into parts of nearly equal size, the same on every rank."""
-    parts: list[list[str]] = [[] for _ in range(num_parts)]
+    parts: list[set[str]] = [set() for _ in range(num_parts)]
     loads = [0] * num_parts
     for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
         least = loads.index(min(loads))
-        parts[least].append(name)
+        parts[least].add(name)
         loads[least] += size
     return parts
 

@@ -141,8 +141,7 @@ class SameBits:
                 if self._log is not None:
                     self._log.micro_batch(step, number, losses[-1], gradients.named(taken))
                 gradients.add(number, taken)
-        gradients.reduce()
-        return self.mean(losses)
+        return self._mean(gradients.reduce(losses))
 
     def mean(self, values: list[float]) -> float:
         """Return the mean of one value per micro-batch, such as a metric, in the tree's order.
@@ -158,8 +157,10 @@ class SameBits:
         if len(values) != len(self.run):
             raise ValueError(f"{len(values)} values for the {len(self.run)} micro-batches here")
         rows = self._group.all_gather_object([float(value) for value in values])
-        every = [value for row in rows for value in row]
-        total: float = tree_sum(every, lambda left, right: left + right)
+        return self._mean([value for row in rows for value in row])
+
+    def _mean(self, values: list[float]) -> float:
+        total: float = tree_sum(values, lambda left, right: left + right)
         return total / self.run.total
 
     def clip_grad_norm_(self, max_norm: float) -> float:

@@ -18,7 +18,7 @@ from echelon.dist.group import ProcessGroup
 Taken = list[torch.Tensor | None]  # the gradient of each parameter of a vector, in its shape
 Nodes = Sequence[tuple[Node, Taken]]
 
-_NUMEL = 1 << 22  # of one vector of whole parameters: few large collectives cost least
+_NUMEL = 1 << 24  # of one vector of whole parameters: few large collectives cost least
 
 
 class Vector(Protocol):
