@@ -25,7 +25,7 @@ from echelon.dist.make_group import Facts, GroupMaker
 from echelon.dist.membership import clocks
 from echelon.dist.membership.environment import Rendezvous
 from echelon.dist.membership.meet import next_round
-from echelon.dist.operation.checks import check_ranks, check_timeout
+from echelon.dist.operation.checks import check_name, check_ranks, check_timeout
 from echelon.dist.options import Options
 from echelon.errors import CollectiveError, StoreConnectionError, StoreError
 from echelon.recorder import span
@@ -237,6 +237,7 @@ def new_group(ranks: Sequence[int], name: str | None = None) -> ProcessGroup | N
         name: the name to show in verdicts; None generates a name.
 
     Raises:
+        TypeError: `ranks` is not a sequence, or `name` is not a str.
         ValueError: the ranks are invalid, or `init` was not called.
         CollectiveTimeoutError: some members did not join within the world's timeout.
 
@@ -248,9 +249,10 @@ def new_group(ranks: Sequence[int], name: str | None = None) -> ProcessGroup | N
     """
     state = _need()
     chosen = [state.group.ranks[rank] for rank in check_ranks(ranks, state.group.size)]
+    title = check_name(name)
     number = state.num_made
     state.num_made += 1
-    return state.make(chosen, name or f"group_{number}", f"group/{number}")
+    return state.make(chosen, title or f"group_{number}", f"group/{number}")
 
 
 def leave_groups() -> None:

@@ -156,3 +156,12 @@ def test_other_timeouts_are_refused(given):
 
 def test_an_infinite_timeout_fits_the_clocks_of_libraries():
     assert checks.check_timeout(math.inf) == checks.check_wait(math.inf) == 1e9
+
+
+def test_a_group_has_a_list_of_ranks_and_a_text_as_its_name():
+    assert checks.check_ranks(range(2), 2) == (0, 1)
+    assert [checks.check_name(name) for name in (None, "dp")] == [None, "dp"]
+    with pytest.raises(TypeError, match="ranks must be a list of ranks, got 0"):
+        checks.check_ranks(0, 2)
+    with pytest.raises(TypeError, match="name must be a str, got 5"):
+        checks.check_name(5)

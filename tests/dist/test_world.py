@@ -44,7 +44,8 @@ def test_without_a_launcher_there_is_a_world_of_one(monkeypatch):
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"RANK": "0"}, "WORLD_SIZE is not"),
+        ({"RANK": "0"}, "^WORLD_SIZE is not set"),
+        ({"WORLD_SIZE": "2"}, "^RANK is not set"),
         ({"RANK": "zero", "WORLD_SIZE": "2"}, "RANK='zero' is not a number"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not"),

@@ -97,8 +97,8 @@ def _text(name: str) -> str:
     value = os.environ.get(name)
     if not value:
         raise ValueError(
-            f"RANK and WORLD_SIZE are set but {name} is not: start the script with `echelon "
-            "run` or torchrun, or unset both for a world of one"
+            f"{name} is not set, although every rank of a job has it: start the script with "
+            "`echelon run` or torchrun, or unset RANK and WORLD_SIZE for a world of one"
         )
     return value
 

@@ -269,14 +269,30 @@ def check_tag(tag: Any) -> int:
     return number
 
 
+def check_name(name: Any) -> str | None:
+    """Return the name of a group as the caller gave it.
+
+    Raises:
+        TypeError: the name is not a str.
+    """
+    if name is None or isinstance(name, str):
+        return name
+    raise TypeError(f"name must be a str, got {name!r}")
+
+
 def check_ranks(ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
     """Return the members of a new group.
 
     Raises:
+        TypeError: `ranks` is not a sequence.
         ValueError: the list is empty, a rank is listed twice, or a number is not a rank of the
             world.
     """
-    members = tuple(check_index(rank, "ranks") for rank in ranks)
+    try:
+        given = list(ranks)
+    except TypeError:
+        raise TypeError(f"ranks must be a list of ranks, got {ranks!r}") from None
+    members = tuple(check_index(rank, "ranks") for rank in given)
     if not members:
         raise ValueError("a group needs at least one rank")
     if len(set(members)) != len(members):
