@@ -1,0 +1,167 @@
+"""Run the commands of the how-to pages: `python -m tools.docs.commands FOLDER [PAGE ...]`.
+
+Each command of these pages is either in `RUN`, with the exit code that it must have, or in `LEFT`,
+with the reason why it cannot run on one machine without preparation. A command that is in neither
+is an error, so a new command in a page has to be classified. Commands run as they are written, in
+FOLDER, among the files that `prepare` makes: a small training script, a checkpoint, a config.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = (*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "howto").glob("*.md")))
+LIMIT_S = 600
+_PROGRAMS = "echelon|fr-analyze|python|torchrun|srun|mpirun|sbatch|kubectl|scp|ssh|pip"
+_COMMAND = re.compile(
+    rf"^(?:[A-Z_]+=\S+ )*(?:{_PROGRAMS}) [\w./-](?!.*[:;] (?!-)).*$|^export \w+=.*$"
+)
+
+# The beginning of a command -> the exit code that it must have.
+RUN = {
+    "echelon plan --model layers=12,": 0,
+    "echelon plan --model llama-8b ": 0,
+    "echelon plan --model path/to/config.json ": 0,
+    "echelon run --nproc-per-node 4 --on-loss shrink train.py": 0,
+    "echelon run --nproc-per-node 4 -m echelon.planner.measure ": 0,
+    "echelon run --nproc-per-node 8 --torch-backend echelon train.py": 0,
+    "echelon run --nproc-per-node 8 train.py": 0,
+    "export ECHELON_SECRET=": 0,
+    "python -m echelon.dist.checkpoint export runs/gpt ": 0,
+    "python -m echelon.dist.checkpoint show runs/gpt": 0,
+    "python -m echelon.dist.checkpoint verify runs/gpt": 0,
+    "python -m echelon.dist.pipeline check mine.csv": 0,
+    "python -m echelon.dist.pipeline search ": 0,
+    "python -m echelon.dist.pipeline show ": 0,
+}
+_NODES = "needs several nodes; the netns tests run such jobs"
+_NETWORK = "downloads from the network"
+_LOGS = "reads the logs of another job; tests/analysis read such logs"
+LEFT = {
+    "OTEL_EXPORTER_OTLP_ENDPOINT=": "needs a collector; tests/launcher/notices run one",
+    "echelon plot ": "needs the figures of a training run; tests/train/figures draw them",
+    "echelon prepare ": _NETWORK,
+    "echelon report ": "names the run directory of an earlier job; tests/launcher/goodput read one",
+    "echelon run --notify ": "sends mail; tests/launcher/notices send to a command and a URL",
+    "echelon run --nnodes ": _NODES,
+    "echelon run --nproc-per-node 2 --stall-timeout 5": "hangs on purpose; the tutorials run it",
+    "echelon run --nproc-per-node 2 benchmarks/": "a benchmark, run by hand",
+    "echelon run --nproc-per-node 4 --max-restarts 9 examples/": "trains for hours",
+    "echelon run --nproc-per-node 4 --stall-timeout 5": "hangs on purpose; the tutorials run it",
+    "echelon run --otlp ": "needs a collector; tests/launcher/notices run one",
+    "echelon run --rdzv-endpoint ": _NODES,
+    "echelon run --run-dir ": "runs below srun; tests/launcher/options read Slurm's variables",
+    "echelon witness ": _NODES,
+    "fr-analyze --attach": "needs a running job; tests/launcher/attach look at one",
+    "fr-analyze runs/torchrun-logs/": _LOGS,
+    "fr-analyze slurm-": _LOGS,
+    "mpirun ": _NODES,
+    "pip install expecttest": _NETWORK,
+    "python -m echelon.train.models ": "needs the weights of a published model",
+    "python tools/torch_suite.py ": "runs torch's own test suite for an hour",
+    "scp ": _NODES,
+    "srun ": _NODES,
+    "ssh ": _NODES,
+}
+
+_TRAIN = """\
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("echelon")
+x = torch.ones(4)
+dist.all_reduce(x)
+assert x[0] == dist.get_world_size()
+dist.destroy_process_group()
+"""
+_SAVE = """\
+import torch
+from echelon.dist.checkpoint import save
+
+save("runs/gpt", {"model": torch.nn.Linear(2, 2), "step": 7})
+"""
+
+
+def commands(page: str) -> Iterator[str]:
+    """Yield the commands in the code blocks of a page, without prompts and comments."""
+    is_code = False
+    for line in page.splitlines():
+        if line.lstrip().startswith("```"):
+            is_code = not is_code
+            continue
+        if not is_code and not line.startswith("    "):
+            continue
+        text = re.sub(r"\s{2,}#.*$", "", line.strip().removeprefix("$ ")).strip()
+        if _COMMAND.match(text):
+            yield text
+
+
+def classified(command: str) -> tuple[int | None, str]:
+    """Return the exit code that a command must have; or None, and why it is not run.
+
+    Raises:
+        LookupError: the command is in neither table.
+    """
+    for beginning, code in RUN.items():
+        if command.startswith(beginning):
+            return code, ""
+    for beginning, reason in LEFT.items():
+        if command.startswith(beginning):
+            return None, reason
+    raise LookupError(f"not in RUN or LEFT of tools/docs/commands.py: {command}")
+
+
+def prepare(folder: Path) -> None:
+    """Make the files that the commands use."""
+    (folder / "train.py").write_text(_TRAIN)
+    config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
+    config |= {"num_hidden_layers": 2, "vocab_size": 256, "intermediate_size": 128}
+    config |= {"max_position_embeddings": 128, "num_key_value_heads": 4}
+    (folder / "path" / "to").mkdir(parents=True)
+    (folder / "path" / "to" / "config.json").write_text(json.dumps(config))
+    (folder / "mine.csv").write_text("0F0,,,0B0\n,1F0,1B0,\n")
+    _run(f"{sys.executable} -c '{_SAVE}'", folder, 0)
+    _run("echelon run --nproc-per-node 4 -m echelon.planner.measure --out links.json", folder, 0)
+
+
+def _run(command: str, folder: Path, code: int) -> None:
+    paths = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env={**os.environ, "PATH": paths},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    if done.returncode != code:
+        raise RuntimeError(
+            f"{command}: exit code {done.returncode}, not {code}\n{done.stdout}{done.stderr}"
+        )
+
+
+def main() -> int:
+    """Run the commands in the folder that the command line names; return the exit code."""
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    prepare(folder)
+    for page in [Path(name) for name in sys.argv[2:]] or PAGES:
+        for command in commands(page.read_text()):
+            code, reason = classified(command)
+            if code is not None:
+                _run(command, folder, code)
+            print(f"{page.name}: {command}: {'ran' if code is not None else reason}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
