@@ -65,7 +65,7 @@ class DeviceMesh:
         """
         wanted = (names,) if isinstance(names, str) else tuple(names)
         if not wanted:
-            raise ValueError(f"a sub-mesh needs at least one axis; the axes are  {self._axes()}")
+            raise ValueError(f"a sub-mesh needs at least one axis; the axes are {self._axes()}")
         _check_distinct(wanted)
         axes = [self._axis(name) for name in wanted]
         part = DeviceMesh.__new__(DeviceMesh)
@@ -87,7 +87,7 @@ class DeviceMesh:
         if name is None:
             if len(self.names) != 1:
                 raise ValueError(
-                    f"{self!r} has several groups; name one of the axes  {self._axes()}"
+                    f"{self!r} has several groups; name one of the axes {self._axes()}"
                 )
             name = self.names[0]
         return self._groups[self.names[self._axis(name)]]
@@ -132,7 +132,7 @@ class DeviceMesh:
 
     def _axis(self, name: str) -> int:
         if name not in self.names:
-            raise ValueError(f"the mesh has no axis {name!r}; its axes are  {self._axes()}")
+            raise ValueError(f"the mesh has no axis {name!r}; its axes are {self._axes()}")
         return self.names.index(name)
 
     def _axes(self) -> str:

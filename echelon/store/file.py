@@ -238,7 +238,7 @@ class FileStore(Store):
         query, *operands = messages[0]
         act = _REPLAY.get(query) if isinstance(query, int) else None
         if act is None:
-            raise ValueError(f"the file contains query {query}, which changes nothing")
+            raise ValueError(f"the file contains query {query}, which does not change the store")
         act(self._state, *operands)
 
     def _append(self, query: int, *fields: bytes | list[bytes]) -> None:

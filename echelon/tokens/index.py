@@ -112,7 +112,7 @@ def read_index(folder: Path) -> Index:
 
 def _index_of(fields: Any) -> Index:
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-        raise ValueError(f'"format" is not "{FORMAT}"')
+        raise ValueError(f'the field "format" is not "{FORMAT}"')
     if fields.get("version") != VERSION:
         raise ValueError(
             f"the index has version {fields.get('version')}, but this version of echelon reads "
@@ -148,7 +148,7 @@ def _entry_of(fields: dict[str, Any]) -> ShardEntry:
 def _count(fields: dict[str, Any], name: str) -> int:
     value = fields[name]
     if not isinstance(value, int) or value < 0:
-        raise ValueError(f'"{name}" is {value!r}, not an integer of at least 0')
+        raise ValueError(f'the field "{name}" must be an integer of at least 0, got {value!r}')
     return value
 
 
@@ -156,7 +156,9 @@ def _file_name(fields: dict[str, Any], name: str) -> str:
     """Return the file name stored under `name`; refuse a path that leads out of the folder."""
     value = fields[name]
     if not isinstance(value, str) or Path(value).name != value:
-        raise ValueError(f'"{name}" is {value!r}, not the name of a file in the same folder')
+        raise ValueError(
+            f'the field "{name}" must be the name of a file in the same folder, got {value!r}'
+        )
     return value
 
 

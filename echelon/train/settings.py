@@ -221,7 +221,9 @@ def _value(hint: Any, value: Any, name: str) -> Any:
         return _value(next(a for a in arguments if a is not types.NoneType), value, name)
     if origin is typing.Literal:
         if value not in arguments:
-            raise ValueError(f"{name} is {value!r}, not one of {', '.join(map(str, arguments))}")
+            raise ValueError(
+                f"{name} must be one of {', '.join(map(str, arguments))}, got {value!r}"
+            )
         return value
     if origin is tuple:
         if not isinstance(value, (list, tuple)):

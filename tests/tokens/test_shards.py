@@ -113,9 +113,9 @@ class _FullDisk:
         (lambda f: _edit(f, "version", 2), "has version 2, but this version of echelon reads 1"),
         (lambda f: _edit(f, "dtype", "float32"), "dtype 'float32' is not one of"),
         (lambda f: _edit(f, "num_tokens", 11), "num_tokens is 11, but the shards have 10"),
-        (lambda f: _edit(f, "vocabulary_size", -1), "is -1, not an integer of at least 0"),
+        (lambda f: _edit(f, "vocabulary_size", -1), "must be an integer of at least 0, got -1"),
         (lambda f: _edit(f, "shards", [{}]), "'tokens_name' is missing"),
-        (lambda f: _edit_shard(f, "tokens_name", "../secret"), "not the name of a file"),
+        (lambda f: _edit_shard(f, "tokens_name", "../secret"), "must be the name of a file"),
     ],
 )
 def test_a_damaged_folder_is_refused_with_the_reason(tmp_path, damage, message):

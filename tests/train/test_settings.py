@@ -65,7 +65,7 @@ def test_whole_numbers_are_numbers_too():
         ({"name": "x", "training": {"lr": 0.0}}, "training.lr is 0.0; it must be above 0"),
         ({"name": "x", "training": {"steps": 0}}, "training.steps is 0; it must be at least 1"),
         ({"name": "x", "training": {"steps": 1.5}}, "training.steps is 1.5, not a whole number"),
-        ({"name": "x", "training": {"shape": "sine"}}, "'sine', not one of cosine, wsd"),
+        ({"name": "x", "training": {"shape": "sine"}}, "must be one of cosine, wsd, got 'sine'"),
         ({"name": "x", "training": {"shard": 1}}, "training.shard is 1, not true or false"),
     ],
 )

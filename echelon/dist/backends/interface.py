@@ -149,7 +149,7 @@ class Pending(Protocol):
     def error(self) -> BaseException | None:
         """The error that the operation raised, as listed in this module.
 
-        None if it did not fail.
+        The value is None if it did not fail.
         """
 
     def wait(self, timeout_s: float | None) -> bool:

@@ -114,7 +114,7 @@ class Router:
             )
         if reason:
             raise ValueError(
-                f"{operation.kind}: an array on {operation.device} in group "
+                f"{operation.kind}: the array on {operation.device} cannot be used in group "
                 f"{self._members.name!r}: {reason}"
             )
 

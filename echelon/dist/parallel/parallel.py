@@ -198,7 +198,7 @@ class Parallel:
         aims = split_batch("targets", targets, num)
         for part, aim in zip(parts, aims, strict=True):
             if len(part[0]) != len(aim[0]):
-                raise ValueError("step: inputs and targets have different sizes in dim 0")
+                raise ValueError("step: inputs and targets must have the same size in dim 0")
         return list(zip(parts, aims, strict=True))
 
     def _term(self, losses: list[Tensor] | None) -> Tensor:

@@ -127,7 +127,7 @@ class GroupState:
     def error(self) -> CollectiveError | None:
         """The error that ended the group.
 
-        None if the group has not ended, or ended without an error.
+        The value is None if the group has not ended, or ended without an error.
         """
         end = self._ends.get("end")
         return None if end is None else end.error

@@ -133,8 +133,8 @@ def run(
     is_protected = on_loss() == SHRINK and group.size > 1
     if group.size > 1 and not is_protected and group.rank == 0:
         warnings.warn(
-            "resilient.run: no protection: a rank that dies ends this job. Start it with "
-            "`echelon run --on-loss shrink`",
+            "resilient.run gives no protection here: a rank that dies ends this job. Start the "
+            "job with `echelon run --on-loss shrink`",
             stacklevel=2,
         )
     if is_protected:
@@ -357,8 +357,8 @@ def _claim() -> None:
     global _is_claimed
     if _is_claimed:
         raise ValueError(
-            "resilient.run was called before in this process: with --on-loss shrink, one call "
-            "trains all steps"
+            "resilient.run was already called in this process: with --on-loss shrink, a single "
+            "call must train all steps"
         )
     _is_claimed = True
 
@@ -366,16 +366,18 @@ def _claim() -> None:
 def _check_replicated(model: nn.Module) -> None:
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(
-            "resilient.run does not cover DistributedDataParallel, whose groups it cannot make "
-            "again: pass the module in it, and average gradients with SameBits"
+            "resilient.run does not cover DistributedDataParallel, whose groups it cannot "
+            "recreate: pass the wrapped module, and average gradients with SameBits"
         )
     is_divided = any(isinstance(one, DTensor) for one in model.parameters())
     if is_divided or units_of(model):
         raise ValueError(
-            "resilient.run needs a replicated model: this one is sharded, and a rank's shards are "
-            "lost with it. Restarts from a checkpoint cover that"
+            "resilient.run needs a replicated model: this one is sharded, and a rank's shards "
+            "are lost with the rank. Use restarts from a checkpoint instead"
         )
     for name, buffer in model.named_buffers():
         places = zip(buffer.stride(), buffer.shape, strict=True)
         if any(stride == 0 and length > 1 for stride, length in places):
-            raise ValueError(f"buffer {name!r} is expanded and cannot be restored: clone it")
+            raise ValueError(
+                f"buffer {name!r} is expanded and cannot be restored: clone the buffer first"
+            )

@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(arguments: argparse.Namespace) -> int:
     if not 0.5 <= arguments.wait <= 600:
-        raise ValueError("--wait takes 0.5 to 600 seconds")
+        raise ValueError("--wait must be from 0.5 to 600 seconds")
     hosts = [name for text in arguments.host for name in text.split(",") if name]
     ranks = _chosen(arguments, may_be_none=bool(hosts))
     with tempfile.TemporaryDirectory(prefix="fr-analyze-") as scratch:
@@ -181,8 +181,9 @@ def _only_job(search: Search, *, may_be_none: bool) -> tuple[FoundRank, ...]:
     if not jobs:
         denied = f"; {search.num_denied} processes may not be examined" if search.num_denied else ""
         raise ValueError(
-            "no rank of a job runs on this machine: no process has RANK and WORLD_SIZE, or those "
-            f"of MPI or Slurm, in its environment{denied}. Name the processes: --attach PID ..."
+            "no rank of a job runs on this machine: no process has RANK and WORLD_SIZE, or the "
+            f"variables of MPI or Slurm, in its environment{denied}. Name the processes: "
+            "--attach PID ..."
         )
     if len(jobs) > 1:
         listed = ", ".join(f"{len(of)} ranks (pid {of[0].pid} ...)" for of in jobs.values())

@@ -39,7 +39,7 @@ class Sketch:
     def quantile_s(self, share: float) -> float:
         """Return the upper edge, in seconds, of the bucket that contains a quantile.
 
-        0 if there is no data.
+        The result is 0 if there is no data.
 
         The result is never below the quantile's true value (by nearest rank), and less than 11 %
         above it.

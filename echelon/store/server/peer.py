@@ -98,7 +98,7 @@ class Peer(asyncio.Protocol):
     def address(self) -> tuple[str, int, str, int] | None:
         """The remote address and port and the local address and port.
 
-        None after a disconnection.
+        The value is None after a disconnection.
         """
         transport = self._transport
         if transport is None:

@@ -26,8 +26,8 @@ def check_model(model: nn.Module) -> None:
     """
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(
-            "DistributedDataParallel adds gradients in an order that depends on the ranks: pass "
-            "SameBits the module in it"
+            "DistributedDataParallel adds gradients in an order that depends on the ranks: "
+            "pass the wrapped module to SameBits"
         )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
@@ -48,7 +48,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     if any(group.get("fused") for group in optimizer.param_groups):
         raise ValueError(
             f"{type(optimizer).__name__}(fused=True) rounds the last elements of a tensor "
-            "differently from the others, so bits depend on where shards end: use fused=False"
+            "differently from the rest, so the bits depend on where shards end: use fused=False"
         )
 
 
@@ -91,7 +91,7 @@ def unchanged_buffers(module: nn.Module) -> Iterator[None]:
     if changed:
         raise ValueError(
             f"the forward changed buffer {changed[0]!r}: its value would depend on which "
-            "micro-batches a rank computes. Freeze such statistics, as with eval()"
+            "micro-batches a rank computes. Freeze such statistics (see eval())"
         )
 
 
@@ -132,15 +132,15 @@ def check_reproducible(step: int, rows: Sequence[Sequence[str]], ranks: Sequence
     if unstable:
         raise NotReproducibleError(
             f"micro-batch 0 of step {step} gave different bits when computed again, on rank "
-            f"{unstable[0]}. Does it depend on more than the number, or use a non-deterministic "
-            "operation? See torch.use_deterministic_algorithms(True)",
+            f"{unstable[0]}. Does your code depend on anything but the micro-batch's number, or "
+            "use a non-deterministic operation? See torch.use_deterministic_algorithms(True)",
             ranks=unstable,
         )
     strays = [rank for rank, row in zip(ranks, rows, strict=True) if row[0] != rows[0][0]]
     if strays:
         raise NotReproducibleError(
             f"micro-batch 0 of step {step} gave different bits on rank {strays[0]} and on rank "
-            f"{ranks[0]}: do they have the same processors, libraries, number of threads "
-            "(OMP_NUM_THREADS), and data by the micro-batch's number?",
+            f"{ranks[0]}: do these ranks have the same processors, libraries and number of threads "
+            "(OMP_NUM_THREADS), and does your code select data by the micro-batch's number?",
             ranks=strays,
         )

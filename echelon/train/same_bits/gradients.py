@@ -59,8 +59,8 @@ class Gradients:
         for name, parameter in self._module.named_parameters():
             if parameter.requires_grad and id(parameter) not in known:
                 raise ValueError(
-                    f"parameter {name!r} did not require gradients when SameBits was made, or was "
-                    "added since: make a new SameBits"
+                    f"parameter {name!r} did not require gradients when SameBits was created, "
+                    "or was added later: create a new SameBits"
                 )
 
     @contextmanager

@@ -176,7 +176,9 @@ class SameBitsPipeline:
         found = self._pipe.group.all_gather_object(mine)
         row = next(one for one in found if one is not None)
         if len(row) != len(self.run):
-            raise ValueError(f"{len(row)} values for the {len(self.run)} micro-batches here")
+            raise ValueError(
+                f"got {len(row)} values, but this rank has {len(self.run)} micro-batches"
+            )
         every = [value for one in self._replicas.all_gather_object(row) for value in one]
         total: float = tree_sum(every, lambda left, right: left + right)
         return total / self.run.total
@@ -195,7 +197,7 @@ class SameBitsPipeline:
                 same name.
         """
         if not max_norm >= 0:
-            raise ValueError(f"max_norm {max_norm!r} must be >= 0")
+            raise ValueError(f"max_norm must be >= 0, got {max_norm!r}")
         mine = [
             {
                 stage.prefix + name: one

@@ -155,7 +155,9 @@ class SameBits:
             ValueError: the number of values differs from the number of this rank's micro-batches.
         """
         if len(values) != len(self.run):
-            raise ValueError(f"{len(values)} values for the {len(self.run)} micro-batches here")
+            raise ValueError(
+                f"got {len(values)} values, but this rank has {len(self.run)} micro-batches"
+            )
         rows = self._group.all_gather_object([float(value) for value in values])
         return self._mean([value for row in rows for value in row])
 
@@ -176,7 +178,7 @@ class SameBits:
             ValueError: `max_norm` is negative or not a number.
         """
         if not max_norm >= 0:
-            raise ValueError(f"max_norm {max_norm!r} must be >= 0")
+            raise ValueError(f"max_norm must be >= 0, got {max_norm!r}")
         norm = norm_of(square_sums(self._model, self._group))
         if self._log is not None:
             self._log.norm(self._step, norm)

@@ -118,8 +118,9 @@ class ShardedVector:
         every = self._across or self._runs
         if (every[0].start, every[-1].stop) != (0, run.total):
             raise ValueError(
-                f"the ranks of group {flat.group.name!r} and its replicas have micro-batches "
-                f"{every[0].start} to {every[-1].stop - 1} of {run.total}: pass their whole group"
+                f"the ranks of group {flat.group.name!r} and its replicas have only "
+                f"micro-batches {every[0].start} to {every[-1].stop - 1} of {run.total}: pass "
+                "a group that has all of them"
             )
 
     def take(self) -> Taken:

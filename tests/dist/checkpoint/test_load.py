@@ -181,7 +181,10 @@ def other_dtype(model):
             r"model/up.weight has shape \[7, 6\] in the checkpoint, but \[8, 6\] here; model/up",
         ),
         (smaller, "model/up.bias is in the checkpoint but not in this module; model/up.weight"),
-        (larger, "model/more.weight is not in it; model/more.bias is not in it"),
+        (
+            larger,
+            "model/more.weight is not in the checkpoint; model/more.bias is not in the checkpoint",
+        ),
         (other_dtype, "model/counts is int64 in the checkpoint, but float32 here"),
     ],
 )

@@ -134,7 +134,7 @@ def _run_twice(rank, world_size):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     resilient.run(lambda _: lambda step: step, model, optimizer, total=1)
-    with pytest.raises(ValueError, match="run was called before in this process"):
+    with pytest.raises(ValueError, match="run was already called in this process"):
         resilient.run(lambda _: lambda step: step, model, optimizer, total=2, first=1)
     dist.shutdown()
 

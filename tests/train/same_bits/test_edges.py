@@ -105,7 +105,7 @@ def test_what_is_not_covered_is_refused():
         SameBits(model, Muon([nn.Parameter(torch.ones(4, 4))]), micro_batches=2)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), **ONE)
     try:
-        with pytest.raises(ValueError, match="pass SameBits the module in it"):
+        with pytest.raises(ValueError, match="pass the wrapped module to SameBits"):
             _same(DistributedDataParallel(model))
         mesh = init_device_mesh("cpu", (1,))
         divided = nn.Linear(4, 4)
@@ -125,7 +125,7 @@ def test_arguments_that_do_not_fit_are_refused():
     same, _ = _same(model)
     with pytest.raises(ValueError, match="must be >= 0"):
         same.clip_grad_norm_(float("nan"))
-    with pytest.raises(ValueError, match="2 values for the 3"):
+    with pytest.raises(ValueError, match="got 2 values, but this rank has 3"):
         same.mean([1.0, 2.0])
     with pytest.raises(ValueError, match="loss without dims"):
         same.backward(0, lambda _: torch.ones(2, requires_grad=True))

@@ -153,7 +153,7 @@ def _later(picture: Picture, endings: list[Ending]) -> Finding:
 def ending_of(picture: Picture, facts: RankEvidence) -> Ending | None:
     """Describe how a rank ended.
 
-    None if it still runs, exited cleanly or was ended by other ranks.
+    The result is None if it still runs, exited cleanly or was ended by other ranks.
     """
     host = facts.host
     raised = _raised(facts)
@@ -358,7 +358,7 @@ def facts_site(facts: RankEvidence) -> str:
 def _moment_ns(facts: RankEvidence) -> int:
     """Return when a rank raised an exception or when its end was observed.
 
-    0 if neither is known.
+    The result is 0 if neither is known.
     """
     words = facts.last_words
     moment = words.mono_ns if words is not None and words.mono_ns else facts.host.exited_mono_ns

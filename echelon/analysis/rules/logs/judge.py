@@ -89,7 +89,7 @@ def find_in_logs(picture: Picture) -> list[Finding]:
 def advice_in(text: str) -> str:
     """Quote the last known message of a root cause in a log with its remedy.
 
-    "" if there is none.
+    The result is "" if there is none.
     """
     found = [one for one in messages_in(text) if one.message.role is Role.ROOT]
     return f"{_shown(found[-1].line)} ({found[-1].message.advice})" if found else ""

@@ -129,7 +129,7 @@ class DevicePending:
     def started_mono_ns(self) -> int:
         """The time at which the device started the operation, including the wait for peers.
 
-        0 until it ends.
+        The value is 0 until it ends.
         """
         return self._started_mono_ns
 

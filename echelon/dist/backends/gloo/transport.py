@@ -96,7 +96,7 @@ class Swap:
             RuntimeError: a connection broke, or the timeout expired.
         """
         if not self._finished.wait(None if timeout is None else timeout.total_seconds()):
-            raise RuntimeError("the exchange was not complete before the timeout")
+            raise RuntimeError("the exchange did not complete before the timeout")
         if self._error is not None:
             raise self._error
 

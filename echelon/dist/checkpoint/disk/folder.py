@@ -327,7 +327,7 @@ def _require_size(path: Path, stored: StoredFile) -> None:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: missing", path=path) from None
+        raise CheckpointError(f"{path}: the file is missing", path=path) from None
     if size != stored.num_bytes:
         reason = f"the file has {size} bytes, but {stored.num_bytes} were written"
         raise CheckpointError(f"{path}: {reason}", path=path)

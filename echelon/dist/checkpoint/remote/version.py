@@ -276,7 +276,7 @@ class _Reader(RankFileReader):
     def _open(self) -> int:
         size = self._version.sizes().get(self._stored.name)
         if size is None:
-            raise self._error("missing")
+            raise self._error("the file is the file is missing")
         return size
 
     def _fetch(self, offset: int, target: memoryview) -> None:

@@ -188,7 +188,8 @@ def _add_optimizer(
             elif isinstance(value, Tensor) and value.dim() > 0 and is_divided(parameter):
                 raise ValueError(
                     f"{where}: the state has shape {list(value.shape)}, but the parameter's "
-                    f"shard {list(parameter.shape)}: only elementwise optimizers can be sharded"
+                    f"shard has {list(parameter.shape)}: only elementwise optimizers can be "
+                    "sharded"
                 )
             else:
                 contents.add_value(where, value)

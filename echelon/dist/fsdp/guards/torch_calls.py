@@ -159,8 +159,8 @@ def _refuse_units(roots: Any) -> None:
         if member is not None:
             raise ValueError(
                 f"Compiled Autograd cannot run a backward through {member}, which is sharded: "
-                "leave torch._dynamo.config.compiled_autograd off. torch.compile compiles the "
-                "backward of compiled code without it"
+                "leave torch._dynamo.config.compiled_autograd off. torch.compile does not need "
+                "it to compile the backward"
             )
         below = {child for child, _ in node.next_functions if child is not None} - seen
         seen |= below

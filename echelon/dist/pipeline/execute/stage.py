@@ -84,7 +84,7 @@ class Stage:
     def device(self) -> torch.device | None:
         """The device of the stage's parameters or, without parameters, of its buffers.
 
-        None without either.
+        The value is None if the stage has neither.
         """
         first = next(itertools.chain(self.module.parameters(), self.module.buffers()), None)
         return None if first is None else first.device

@@ -118,7 +118,7 @@ class _Machine:
     def _lack(self, rank: int) -> tuple[str, int]:
         """Describe what a stopped rank is waiting for, and return the rank that it waits for.
 
-        -1 if none.
+        The result is -1 if there is none.
         """
         action = self._here(rank)
         if action is None:

@@ -81,7 +81,7 @@ def repeated(failure: Failure, history: Sequence[Failure]) -> list[Failure]:
 def _since_progress(failure: Failure, history: Sequence[Failure]) -> list[Failure]:
     """Return the failures since the job reached its furthest step.
 
-    None if this failure is further.
+    The result is None if this failure is further.
     """
     furthest, stuck = -1, 0
     for place, one in enumerate(history):

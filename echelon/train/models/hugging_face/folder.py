@@ -133,7 +133,7 @@ class HuggingFaceFolder:
                 places[tensor] = file
         gone = sorted(set(listed) - set(places))
         if gone:
-            raise self._error(f"{INDEX} lists missing tensors: {_some(gone)}")
+            raise self._error(f"{INDEX} lists tensors that are missing: {_some(gone)}")
         if lacks_prefix(places):
             places = {
                 name if name.startswith(("lm_head.", PREFIX)) else f"{PREFIX}{name}": file

@@ -48,11 +48,11 @@ def read_rope(reader: Reader) -> tuple[float, RotaryScaling | None]:
     if both is not None:
         base_inside = both.get("rope_theta")
         if None not in (base, base_inside) and base != base_inside:
-            raise reader.error(f"rope_theta is {base}, but {base_inside} in rope_parameters")
+            raise reader.error(f"rope_theta is {base}, but rope_parameters gives {base_inside}")
         base = base_inside if base is None else base
     found = [_scaling(reader, one) for one in (scaling, both) if one is not None]
     if len(found) == 2 and found[0] != found[1]:
-        raise reader.error("rope_scaling and rope_parameters differ")
+        raise reader.error("rope_scaling and rope_parameters contradict each other")
     return (_BASE if base is None else float(base)), (found[0] if found else None)
 
 
