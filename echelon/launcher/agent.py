@@ -417,8 +417,6 @@ class _Agent:
             node.stop(command)
         elif isinstance(command, m.Kill):
             node.kill()
-        elif isinstance(command, m.KillRank):
-            node.kill_rank(command)
         elif isinstance(command, m.Collect):
             node.collect(command)
         elif isinstance(command, m.ClearUp):

@@ -424,14 +424,6 @@ class TryWays:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KillRank:
-    """A command: send SIGKILL to one worker, which has not been stopped by the launcher."""
-
-    attempt: int
-    rank: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
     """A command: run these probes at the same time, and send `Probed`.
 
@@ -444,7 +436,7 @@ class Probe:
 
 Command = (
     Start | Stop | Kill | Collect | ClearUp | Show | Over | TellStatus | JobShown | Statuses
-    | Tick | TryWays | Welcome | LeaseBeat | Entrust | Vote | Probe | KillRank
+    | Tick | TryWays | Welcome | LeaseBeat | Entrust | Vote | Probe
 )  # fmt: skip
 
 _KINDS: dict[str, type[Any]] = {
@@ -454,7 +446,7 @@ _KINDS: dict[str, type[Any]] = {
         CheckIn, Tock, WaysTried, Unkillable, Resume, Welcome, Laps,
         Start, Stop, Kill, Collect, ClearUp, Show, Over, TellStatus, JobShown, Tick, TryWays,
         LeaseBeat, LeaseReply, Entrust, Poll, Renew, Vote, Probe, Probed,
-        Standings, KillRank,
+        Standings,
     )
 }  # fmt: skip
 

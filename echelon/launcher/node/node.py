@@ -405,12 +405,6 @@ class NodeAgent:
                     event = m.Unkillable(attempt=self._start.attempt, rank=worker.rank, why=why)
                     self._tell(event)
 
-    def kill_rank(self, command: m.KillRank) -> None:
-        """Send SIGKILL to one worker of the present attempt, which then is lost as any other."""
-        for worker in self._workers:
-            if command.attempt == self.attempt and worker.rank == command.rank and worker.alive:
-                self._guard.signal(worker.local_rank, signal.SIGKILL)
-
     def pass_on(self, number: int) -> None:
         """Forward a user signal to all workers, but not to the workers' children."""
         for worker in self._workers:
