@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NPROC ?= 2
-WORKERS ?= 2
+WORKERS ?= 4
 ARGS ?=
 
 .PHONY: setup train demo-kill test check docs docs-serve bench-docs pictures check-native wheels test-pythons clean
@@ -34,7 +34,8 @@ $(VENV)/.ready-xccl: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[xccl]'
 	@touch $@
 
-# Most tests wait for processes, so two files at a time (WORKERS); the tests of a file stay in order.
+# Most tests wait for processes, so four files at a time (WORKERS) keep two cores busy; the tests of a
+# file stay in order.
 # They start thousands of interpreters. Where PYTHONDONTWRITEBYTECODE is set, each would compile the
 # package again, which is almost half of the processor time of a start without torch.
 test: setup $(VENV)/.ready-xccl
