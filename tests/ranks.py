@@ -34,7 +34,7 @@ from typing import Any
 
 from echelon.store import StoreServer
 
-_START_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 300.0
 _STACKS_TIMEOUT_S = 10.0
 _PR_SET_PDEATHSIG = 1
 _context = multiprocessing.get_context("forkserver")

@@ -100,7 +100,7 @@ def _loaded_after(code: str) -> set[str]:
     probe = f"import sys, json\ntry:\n    {code}\nexcept SystemExit:\n    pass\n"
     probe += f"print(json.dumps([m for m in {_HEAVY!r} if m in sys.modules]))"
     done = subprocess.run(
-        [sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=180
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=600
     )
     return set(json.loads(done.stdout.splitlines()[-1]))
 
@@ -130,7 +130,7 @@ def _rooms_after(code: str) -> list[str]:
     probe = "import sys, importlib; " + code
     probe += f"; print([r for r in {_ROOMS!r} if 'echelon.' + r in sys.modules])"
     done = subprocess.run(
-        [sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=180
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=600
     )
     return list(ast.literal_eval(done.stdout))
 
@@ -149,7 +149,7 @@ def test_a_room_is_loaded_by_its_first_use():
 )
 def test_every_command_tells_its_version(command):
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, check=True, timeout=180
+        [sys.executable, *command], capture_output=True, text=True, check=True, timeout=600
     )
     assert done.stdout.strip().endswith(echelon.__version__)
 
@@ -157,6 +157,6 @@ def test_every_command_tells_its_version(command):
 def test_an_unknown_command_is_one_line_and_exit_code_2():
     done = subprocess.run(
         [sys.executable, "-m", "echelon", "lunch"],
-        capture_output=True, text=True, check=False, timeout=180,
+        capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
     assert (done.returncode, done.stderr.count("\n"), done.stdout) == (2, 1, "")

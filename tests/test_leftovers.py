@@ -32,7 +32,7 @@ def test_a_job_leaves_nothing(num_ranks, fault, code, tmp_path):
         "--run-dir", str(tmp_path / "run"),
         str(_BREAK_IT), "--fault", fault, "--rank", "1", "--at-step", "3", "--steps", "20",
     ]  # fmt: skip
-    done, left = run_there(job, timeout_s=240, environ={"TMPDIR": str(tmp_path)})
+    done, left = run_there(job, timeout_s=600, environ={"TMPDIR": str(tmp_path)})
     assert done.returncode == code, done.stderr
     assert left == []
     own = {path.name for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")}
@@ -51,7 +51,7 @@ if os.fork() == 0:
     os.closerange(0, 3)
     signal.pause()
 """
-    _, left = run_there([sys.executable, "-c", leave], timeout_s=120, patience_s=1.0)
+    _, left = run_there([sys.executable, "-c", leave], timeout_s=300, patience_s=1.0)
     assert "segment /dev/shm/left" in left
     assert any(line.startswith("unix socket ") and line.endswith("@left") for line in left)
     assert any(line.startswith("process ") for line in left)

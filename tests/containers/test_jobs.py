@@ -177,7 +177,7 @@ def test_a_container_is_looked_at_from_its_host_and_from_inside(hanging, folder,
     enter = ["nsenter", f"--target={pids[1]}", "--pid", "--mount", "--net", "--ipc"]
     look = "import sys; from echelon.cli import analyze; sys.exit(analyze(sys.argv[1:]))"
     ask = [sys.executable, "-c", look, "--attach", "--json", "--wait", "0.5"]
-    done = subprocess.run([*enter, *ask], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run([*enter, *ask], capture_output=True, text=True, check=False, timeout=600)
     assert done.stdout, done.stderr
     _is_right(json.loads(done.stdout), done.returncode, can_spy())
 

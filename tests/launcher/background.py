@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-WAIT_S = 180.0
+WAIT_S = 600.0
 
 
 class Node:

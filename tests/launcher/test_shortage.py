@@ -53,7 +53,7 @@ def test_a_launcher_without_descriptors_ends_with_one_line(tmp_path):
     done = subprocess.run(
         ["prlimit", "--nofile=14:14", sys.executable, "-m", "echelon", "run", "--run-dir",
          str(tmp_path / "run"), "--no-python", "true"],
-        capture_output=True, text=True, check=False, timeout=180,
+        capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()

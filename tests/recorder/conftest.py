@@ -83,7 +83,7 @@ class Program:
             seen.append(text)
         raise AssertionError(f"ended without saying {line!r}: {seen} {self.end()}")
 
-    def end(self, timeout_s: float = 180.0) -> tuple[int, str, str]:
+    def end(self, timeout_s: float = 600.0) -> tuple[int, str, str]:
         """Let it end by itself; return its exit code and what it said."""
         out, err = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, out, err

@@ -155,7 +155,7 @@ def test_torchruns_own_rendezvous_runs_on_our_server(tmp_path):
             subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             for _ in range(2)
         ]
-        said = [agent.communicate(timeout=180)[0].decode() for agent in agents]
+        said = [agent.communicate(timeout=600)[0].decode() for agent in agents]
         assert [agent.returncode for agent in agents] == [0, 0], "\n".join(said)
         with TCPStore("127.0.0.1", served, timeout=20.0) as store:
             assert any("torch.rendezvous.job" in key for key in store.list_keys())

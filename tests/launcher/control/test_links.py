@@ -28,7 +28,7 @@ from tests.launcher.cluster import free_port
 pytestmark = pytest.mark.ranks
 
 _SECRET = b"a-secret-of-the-tests"
-_WAIT_S = 30.0
+_WAIT_S = 120.0
 
 
 class _Relay:

@@ -108,7 +108,7 @@ def _doctor(*argv: str, before: Sequence[str] = ()) -> subprocess.Popen[str]:
 
 def _told(doctors: Sequence[subprocess.Popen[str]]) -> list[str]:
     try:
-        return [doctor.communicate(timeout=180)[0] for doctor in doctors]
+        return [doctor.communicate(timeout=600)[0] for doctor in doctors]
     finally:
         for doctor in doctors:
             doctor.kill()

@@ -20,7 +20,7 @@ from tests.ranks import read_json
 pytestmark = pytest.mark.ranks
 
 _PAGE = (Path(__file__).parents[3] / "docs/deploy.md").read_text()
-_LIMIT_S = 240
+_LIMIT_S = 600
 _WORKER = """
 import os, sys
 print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], sys.argv[1:], flush=True)

@@ -118,7 +118,7 @@ def test_a_rank_killed_for_memory_is_named_so(tmp_path):
         done = subprocess.run(
             ["sh", "-c", f'echo $$ > {procs} && exec "$@"', "sh", sys.executable, "-m", "echelon",
              "run", "--nproc-per-node", "3", "--run-dir", str(run_dir), str(script), "memory"],
-            capture_output=True, text=True, check=False, timeout=180,
+            capture_output=True, text=True, check=False, timeout=600,
             env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     assert done.returncode == 137, done.stderr

@@ -17,7 +17,7 @@ _SCRIPT = """
 import os, signal, sys
 import numpy as np
 import echelon.dist as dist
-world = dist.init(timeout_s=60)
+world = dist.init(timeout_s=300)  # two processors may have to start eight processes
 x = np.full(1000, world.rank + 1.0)
 world.all_reduce(x)
 print("sum", x[0], world.backend, os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
@@ -95,7 +95,7 @@ def test_packets_that_vanish_between_hosts_are_the_networks_fault(start):
     pytest.importorskip("torch")
     with hosts(2) as made:
         nodes = start(
-            made, "--nnodes", "2", "--stall-timeout", "4", "--on-stall", "stop", arg="train"
+            made, "--nnodes", "2", "--stall-timeout", "8", "--on-stall", "stop", arg="train"
         )
         nodes[0].wait_for("training")
         for host in made:

@@ -22,7 +22,7 @@ _ROOT = Path(__file__).parents[3]
 _SBATCH = _ROOT / "examples/slurm/train.sbatch"
 _MANIFEST = (_ROOT / "examples/kubernetes/train.yaml").read_text()
 _FIRST_PORT, _NUM_PORTS = 20000, 20000  # of the endpoints that are made from Slurm's job numbers
-_LIMIT_S = 120
+_LIMIT_S = 600
 
 _SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done

@@ -233,7 +233,7 @@ def test_the_chosen_rank_reads_the_launchers_input_and_no_other(run_dir):
     done = subprocess.run(
         [sys.executable, "-m", "echelon", "run", "--nproc-per-node", "2", "--stdin-rank", "1",
          "--run-dir", str(run_dir), "--no-python", "sh", "-c", 'read line; echo "got $line"'],
-        input="a config\n", capture_output=True, text=True, check=False, timeout=180,
+        input="a config\n", capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["0| got ", "1| got a config"]
@@ -386,7 +386,7 @@ def test_closed_standard_streams_do_not_end_a_job(script, run_dir, closed):
     done = subprocess.run(
         ["sh", "-c", command, "sh", sys.executable, "-m", "echelon", "run", "--run-dir",
          str(run_dir), script("print('hello')")],
-        capture_output=True, text=True, check=False, timeout=180,
+        capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert (run_dir / "rank_0/attempt_0/stdout.log").read_text() == "hello\n"
@@ -545,7 +545,7 @@ def test_the_launcher_does_not_speak_at_the_end_of_a_live_line(script, run_dir):
         while piece := os.read(ours, 65536):
             shown += piece
     os.close(ours)
-    assert job.wait(180) == 7
+    assert job.wait(600) == 7
     before, said, _ = shown.partition(b"echelon: failure")
     assert said
     assert b"50 %" in before

@@ -33,7 +33,7 @@ def test_many_writers_lose_nothing(tmp_path):
     for writer in writers:
         writer.start()
     for writer in writers:
-        writer.join(180)
+        writer.join(600)
     assert [writer.exitcode for writer in writers] == [0] * _WRITERS
     found = [read_json(path) for path in tmp_path.glob("dump/incident_*/incident.json")]
     expected = {(w, r) for w in range(_WRITERS) for r in range(_ROUNDS)}

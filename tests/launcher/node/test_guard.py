@@ -291,7 +291,7 @@ def test_a_guard_that_dies_with_input_unread_is_one_line():
     """In a process of its own: everything below it is killed."""
     done = subprocess.run(
         [sys.executable, "-c", _LOSES_ITS_GUARD],
-        capture_output=True, text=True, check=True, timeout=180,
+        capture_output=True, text=True, check=True, timeout=600,
     )  # fmt: skip
     assert done.stdout == "the guard process died; all workers were killed\n"
 

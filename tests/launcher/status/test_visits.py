@@ -81,7 +81,7 @@ def test_nobody_there_is_one_line(cluster):
 
 
 def _openssl(*argv: str) -> None:
-    subprocess.run(["openssl", *argv], check=True, capture_output=True, timeout=180)
+    subprocess.run(["openssl", *argv], check=True, capture_output=True, timeout=600)
 
 
 @pytest.fixture

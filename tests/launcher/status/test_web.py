@@ -215,7 +215,7 @@ def test_the_page_works_in_a_browser(width, run, tmp_path):
             f"--user-data-dir={tmp_path / 'p'}", f"--window-size={width},900",
             "--virtual-time-budget=3000", "--dump-dom", path.as_uri(),
         ],
-        capture_output=True, text=True, check=False, timeout=240,
+        capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
     found = re.search(r'<output id="seen">(.*?)</output>', done.stdout, re.DOTALL)
     assert found, done.stderr[-2000:]

@@ -199,7 +199,7 @@ def torchfrtrace(folder) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr

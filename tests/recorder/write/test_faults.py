@@ -60,7 +60,7 @@ def test_cpp_terminate_is_an_abort_with_its_frames(program, tmp_path):
     library = tmp_path / "libthrows.so"
     try:
         subprocess.run(
-            ["c++", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=180
+            ["c++", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=600
         )
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("needs a C++ compiler")

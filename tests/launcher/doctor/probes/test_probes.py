@@ -161,7 +161,7 @@ while not _left:  # a child that has ended by the time of the first look is not 
     run_all([task], [sys.executable, "-c", {_STOPS!r}])
 """
     command = [sys.executable, "-W", "always::ResourceWarning", "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     assert done.stderr == ""
 
 
