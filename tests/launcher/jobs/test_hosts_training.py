@@ -120,6 +120,7 @@ def _culprits(node: Node) -> list[tuple[str, list[int], bool]]:
     ]
 
 
+@pytest.mark.slow  # test_hosts.py cuts a host off; test_nodes.py kills, freezes and rejoins nodes
 def test_hosts_are_cut_off_killed_and_frozen_and_training_goes_on(train):
     job = train(160)
     patient = ("--stall-timeout", "600")  # it is held while nodes start
