@@ -74,6 +74,7 @@ def launch_case(script: str, fault: str, ranks: int, keep: Path | None = None) -
         keep: a folder for the run directories of wrong verdicts.
 
     Raises:
+        NotReachedError: the fault was not reached within `CASE_S`, and no stall was reported.
         subprocess.TimeoutExpired: the job neither ended nor was stopped within `CASE_S`.
     """
     with tempfile.TemporaryDirectory(prefix="unmodified_") as folder:
@@ -89,7 +90,10 @@ def launch_case(script: str, fault: str, ranks: int, keep: Path | None = None) -
         except subprocess.TimeoutExpired:
             if keep is not None:
                 _keep(Path(folder), keep / f"{script}_{fault}_{ranks}")
-            raise
+            said = Path(folder, "out").read_text(errors="replace")
+            if f"fault {fault} on rank" in said or "stall:" in said:
+                raise
+            raise NotReachedError(f"{fault} was not reached within {CASE_S:.0f} s") from None
         seconds = time.monotonic() - began_s
         path = Path(folder, "run", "dump", "latest", "verdict.json")
         verdict = json.loads(path.read_text()).get("verdict") if path.exists() else None
