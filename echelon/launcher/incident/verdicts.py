@@ -20,6 +20,7 @@ from echelon.launcher.job.rundir import RunDirectory
 from echelon.launcher.output.output import Terminal
 
 _POLL_S = 0.02
+WITHDRAWN = "withdrawn: the ranks made progress"  # the last line of such a verdict's text
 
 
 @dataclass(slots=True)
@@ -152,6 +153,7 @@ class Verdicts:
         line = victims.line()
         line = f"  {line}\n" if line else ""
         if incident.withdrawn:
+            line += f"  {WITHDRAWN}\n"
             folder = self._directory.shown / "dump" / incident.folder.name
             self._terminal.say(
                 f"the stall's verdict is withdrawn because ranks made progress; see {folder}"

@@ -14,6 +14,7 @@ import pytest
 
 from echelon.launcher.goodput.accounting import Category, Segment
 from echelon.launcher.goodput.facts import Attempt, Job, Lap, RankRun, Spent, write_job
+from echelon.launcher.incident.verdicts import WITHDRAWN
 from echelon.launcher.status.show import main
 from echelon.launcher.status.web.columns import columns
 from echelon.launcher.status.web.page import page
@@ -42,7 +43,9 @@ def run(tmp_path):
     write_job(Job(job_id="j", now_ns=20 * S, attempts=[first, second]), folder)
     incident = folder / "dump" / "incident_0"
     incident.mkdir(parents=True)
-    (incident / "incident.json").write_text('{"kind": "failure", "reason": "rank 1 was killed"}')
+    (incident / "incident.json").write_text(
+        '{"kind": "failure", "reason": "rank 1 was killed", "attempt": 0}'
+    )
     verdict = {
         "cause": "dead_process", "culprit_ranks": [1], "confidence": "certain",
         "summary": "rank 1 ended by SIGKILL <script>faults.push('markup')</script>",
@@ -105,7 +108,10 @@ def test_the_state_has_ranks_shares_and_verdicts(run):
     assert set(zero["columns"]) >= {"b", "u", "r", "p"}
     (incident,) = state["incidents"]
     assert (incident["cause"], incident["ranks"]) == ("dead_process", [1])
+    assert (incident["attempt"], incident["withdrawn"]) == (0, False)
     json.dumps(state)
+    (run / "dump/incident_0/verdict.txt").write_text(f" VERDICT  straggler\n  {WITHDRAWN}\n")
+    assert state_of(run)["incidents"][0]["withdrawn"]
 
 
 def test_a_run_of_which_nothing_can_be_read_has_a_state(tmp_path):

@@ -47,7 +47,7 @@ function drawShares() {
   legend.replaceChildren();
   for (const [letter, name] of Object.entries(NAMES)) {
     const share = state.shares[name] || 0;
-    if (share <= 0) continue;
+    if (share < 0.0005) continue; // it would be shown as 0.0 %
     const part = made("div");
     part.style.width = `${100 * share}%`;
     part.style.background = `var(--${letter})`;
@@ -81,10 +81,10 @@ function drawRanks() {
     const [name, canvas, doing] = row.children;
     name.textContent = `rank ${rank.rank}${rank.host ? ` (${rank.host})` : ""}`;
     const ended = rank.phase.startsWith("ended");
-    const lag = rank.lag_s === null || ended ? "" : `, ${time(rank.lag_s)} ago`;
-    const step = rank.step === null ? "" : `step ${rank.step}, `;
-    const what = [rank.phase, ended ? "" : rank.operation].filter(Boolean).join(" ");
-    doing.textContent = step + what + lag;
+    const lag = rank.lag_s === null || ended ? "" : `${time(rank.lag_s)} ago`;
+    const step = rank.step === null ? "" : `step ${rank.step}`;
+    const what = [step, rank.phase, ended ? "" : rank.operation, lag];
+    doing.textContent = what.filter(Boolean).join(" \u00b7 ");
     doing.title = doing.textContent;
     const lags = rank.lag_s !== null && rank.lag_s > LAGS_S && !ended;
     doing.className = lags ? "lags" : "";
@@ -120,13 +120,21 @@ function showTip(event, number) {
   tip.style.top = `${event.clientY + 14}px`;
 }
 
+function ranksOf(ranks) {
+  const more = ranks.length > 8 ? ` and ${ranks.length - 8} more` : "";
+  return `${ranks.length > 1 ? "ranks" : "rank"} ${ranks.slice(0, 8).join(", ")}${more}`;
+}
+
 function drawIncidents() {
   const cards = state.incidents.map((one) => {
     const card = made("div", "", "incident");
     const tags = made("div", "", "tags");
     tags.append(made("span", one.cause || one.kind || "no verdict yet", "tag cause"));
-    if (one.ranks.length) tags.append(made("span", `rank ${one.ranks.slice(0, 8).join(", ")}`, "tag"));
+    if (one.ranks.length) tags.append(made("span", ranksOf(one.ranks), "tag"));
     if (one.confidence) tags.append(made("span", one.confidence, "tag"));
+    if (state.attempts > 1 && one.attempt !== null) tags.append(made("span", `attempt ${one.attempt}`, "tag"));
+    if (one.withdrawn) tags.append(made("span", "withdrawn: ranks made progress", "tag good"));
+    if (one.withdrawn) card.classList.add("withdrawn");
     card.append(tags, made("p", one.summary || one.reason));
     if (one.next) card.append(made("p", one.next, "soft"));
     card.append(made("p", `dump/${one.folder}`, "soft"));

@@ -13,6 +13,7 @@ from typing import Any
 from echelon.launcher.goodput.accounting import segments
 from echelon.launcher.goodput.facts import Job, read_job
 from echelon.launcher.goodput.shares import Shares, shares
+from echelon.launcher.incident.verdicts import WITHDRAWN
 from echelon.launcher.job.rundir import ACCOUNT
 from echelon.launcher.status.status import RankStatus, read_statuses
 from echelon.launcher.status.web.columns import columns
@@ -128,6 +129,8 @@ def _incident(folder: Path) -> dict[str, Any]:
     return {
         "folder": folder.name,
         "kind": str(facts.get("kind", "")),
+        "attempt": facts["attempt"] if isinstance(facts.get("attempt"), int) else None,
+        "withdrawn": _is_withdrawn(folder),
         "reason": str(facts.get("reason", "")),
         "cause": str(verdict.get("cause", "")),
         "confidence": str(verdict.get("confidence", "")),
@@ -135,6 +138,15 @@ def _incident(folder: Path) -> dict[str, Any]:
         "summary": str(verdict.get("summary", "")),
         "next": str(verdict.get("next_action", "")),
     }
+
+
+def _is_withdrawn(folder: Path) -> bool:
+    """Return whether the ranks made progress before the verdict was shown."""
+    try:
+        text = (folder / "verdict.txt").read_text(errors="replace")
+    except OSError:
+        return False
+    return text.rstrip().endswith(WITHDRAWN)
 
 
 def _whole_numbers(value: object) -> Sequence[int]:
