@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from echelon.launcher.goodput.accounting import Category
 from echelon.launcher.goodput.facts import Job
@@ -38,34 +38,49 @@ def _title(job: Job, account: Shares) -> str:
 
 def _categories(account: Shares) -> Iterator[str]:
     num = max(len(account.ranks), 1)
-    yield f"{'':11}{'share':>8}{'mean':>10}{'least':>18}{'most':>18}"
+    rows = [("", "share", "mean", "least", "most", "")]
     for category, total in account.totals.items():
         if not total:
             continue
         by_time = sorted((of.get(category, 0), rank) for rank, of in account.ranks.items())
-        extremes = "".join(_extreme(*one) for one in (by_time[0], by_time[-1]))
-        share = 100 * account.share(category)
-        yield (
-            f"{category.value:11}{share:6.1f} %{duration(total // num):>10}{extremes}"
-            f"  {_MEANINGS[category]}"
-        )
-
-
-def _extreme(ns: int, rank: int) -> str:
-    return f"{f'{duration(ns)} (rank {rank})':>18}"
+        least, most = (f"{duration(ns)} (rank {rank})" for ns, rank in (by_time[0], by_time[-1]))
+        share = f"{100 * account.share(category):.1f} %"
+        mean = duration(total // num)
+        rows.append((category.value, share, mean, least, most, _MEANINGS[category]))
+    yield from _aligned(rows, (-11, 8, 10, 18, 18))
 
 
 def _losses(account: Shares) -> Iterator[str]:
     if not account.losses:
         return
     yield ""
-    yield f"{'attempt':>7}{'restart':>10}{'repeated':>10}  failure (mean time over all ranks)"
+    rows = [("attempt", "restart", "repeated", "failure (mean time over all ranks)")]
     for loss in account.losses:
         reason = loss.reason.splitlines()[0] if loss.reason else "not known"
         cause = f"{loss.cause}: " if loss.cause else ""
         shown = (cause + reason)[:_REASON_CHARS]
-        times = f"{duration(loss.restart_ns):>10}{duration(loss.repeated_ns):>10}"
-        yield f"{loss.attempt:>7}{times}  {shown}"
+        times = duration(loss.restart_ns), duration(loss.repeated_ns)
+        rows.append((str(loss.attempt), *times, shown))
+    yield from _aligned(rows, (7, 10, 10))
+
+
+def _aligned(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> Iterator[str]:
+    """Align all columns but the last one.
+
+    Args:
+        rows: the cells of each row.
+        widths: the least width of each column, negative if it is aligned to the left. A column with
+            a longer cell is as wide as that cell and two spaces.
+    """
+    longest = [max(len(row[place]) for row in rows) for place in range(len(widths))]
+    wide = [max(abs(least), most + 2 * (place > 0))
+            for place, (least, most) in enumerate(zip(widths, longest, strict=True))]  # fmt: skip
+    for row in rows:
+        cells = [
+            cell.ljust(width) if least < 0 else cell.rjust(width)
+            for cell, width, least in zip(row, wide, widths, strict=False)
+        ]
+        yield f"{''.join(cells)}  {row[-1]}".rstrip()
 
 
 def duration(ns: int) -> str:

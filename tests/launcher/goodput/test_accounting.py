@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 from echelon.launcher.goodput.accounting import Category, segments
 from echelon.launcher.goodput.facts import Attempt, Job, Lap, RankRun, Spent, from_json, to_json
@@ -221,3 +222,18 @@ def _check(job: Job) -> None:
     )
     as_text(job, account)
     assert from_json(to_json(job)) == job
+
+
+def test_long_times_do_not_run_into_each_other():
+    hour = 3600 * S
+    first = Attempt(
+        number=0, began_ns=0, failed_ns=hour, ended_ns=2 * hour, cause="network", reason="cut",
+        runs={rank: RankRun(host="a", ended_ns=2 * hour) for rank in (0, 1)},
+    )  # fmt: skip
+    laps = [Lap(first_step=0, end_step=9, began_ns=3 * hour, ended_ns=4 * hour, spent=Spent())]
+    second = Attempt(number=1, began_ns=2 * hour, runs={0: RankRun(host="a", laps=laps)})
+    job = Job(job_id="j", now_ns=4 * hour, attempts=[first, second])
+    text = as_text(job, shares(job))
+    assert " min 00 s (rank " in text
+    assert re.search(r"^ +0  \d+ [a-z0-9 ]+  +0\.0 s  network: cut$", text, re.MULTILINE), text
+    assert not re.search(r"[a-z%)]\d", text.partition("\n\n")[2]), text
