@@ -126,7 +126,9 @@ class Job:
             **(_read(self.folder / "told.json") or {"steps": None, "pauses": {}, "longest_s": 0}),
             "incidents": report.get("incidents", []),
             "restarts": max(report.get("attempts", 0) - 1, 0),
-            "warnings": [line for line in lines if _is_warning(line)],
+            "warnings": [
+                line.replace(str(self.folder), "JOB") for line in lines if _is_warning(line)
+            ],
         }
 
     def _run_dir(self, node: int) -> Path:

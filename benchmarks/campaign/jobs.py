@@ -171,6 +171,7 @@ class _Job:
             "finished": any(what == "end" for _, what, *_ in steps) and code == 0,
             "num_done": len({step for _, step in done}),
             "num_attempts": sum(what == "begin" for _, what, *_ in steps),
+            "begins_s": [float(at) - self._began_s for at, what, *_ in steps if what == "begin"],
             "faults": [one for one in self._faults(done) if one is not None],
             **self._own_account(),
         }

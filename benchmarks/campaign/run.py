@@ -2,33 +2,44 @@
 
     python benchmarks/campaign/run.py --jobs 8                 # kinds seen while developing
     python benchmarks/campaign/run.py --jobs 8 --held-back     # the others
+    python benchmarks/campaign/run.py --jobs 80 --minutes 30 --most-load 1   # on an idle machine
     python benchmarks/campaign/run.py --table                  # of all records so far
 
 Each job has four ranks on two nodes, or on two and a spare one, in network namespaces (root). Every
 job runs under both launchers at the same time, with the same script, checkpoints, faults and
-`--max-restarts`. Records are lines of JSON in `--out`; jobs with a record are not run again.
+`--max-restarts`. Records are lines of JSON in `--out`, one per job and launcher, written as soon as
+it is over: jobs with a record are not run again, so that a campaign can be gathered in many runs. A
+record has the commit, the processor and the load.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from jobs import LAUNCHERS, WITH_STANDBYS, run_job
 from plan import MEAN_GAP_S, Plan, plan_of
-from table import table
+from runner.machine import Conditions
+from table import bars, table
 
 _lock = threading.Lock()
+_may_run: dict[str, bool] = {}  # by plan
+_OUT = Path(__file__).parents[1] / "results" / "campaign" / "faults.jsonl"
+_OWN_LOAD = 2.0  # what a pair of jobs that has just ended may have left in the mean of a minute
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for seed in range(options.first, options.first + options.jobs)
         ]
         run(plans, options)
-    print(table(_read(options.out)))
+    records = [one for one in _read(options.out) if options.commit in one.get("commit", "")]
+    print(table(records))
+    print(bars(records))
     return 0
 
 
@@ -48,6 +61,7 @@ def run(plans: Sequence[Plan], options: argparse.Namespace) -> None:
     """Run all jobs without a record."""
     known = {(one["plan"]["name"], one["launcher"]) for one in _read(options.out)}
     launchers = options.launchers.split(",")
+    until_s = time.monotonic() + 60 * options.minutes
     todo = [
         (plan, launcher)
         for plan in plans
@@ -55,21 +69,42 @@ def run(plans: Sequence[Plan], options: argparse.Namespace) -> None:
         if (plan.name, launcher) not in known
     ]
     with ThreadPoolExecutor(options.at_once * len(launchers)) as pool:
-        for _ in pool.map(lambda one: _one(*one, options), todo):
+        for _ in pool.map(lambda one: _one(*one, options, until_s), todo):
             pass
 
 
-def _one(plan: Plan, launcher: str, options: argparse.Namespace) -> None:
+def _one(plan: Plan, launcher: str, options: argparse.Namespace, until_s: float) -> None:
+    with _lock:  # the first launcher of a pair decides for both, so that they run side by side
+        if plan.name not in _may_run:
+            is_quiet = os.getloadavg()[0] <= options.most_load + _OWN_LOAD
+            _may_run[plan.name] = is_quiet and time.monotonic() < until_s
+    if not _may_run[plan.name]:
+        print(f"{plan.name} {launcher}: left for another run", file=sys.stderr)
+        return
+    conditions = Conditions(peers=("torch",)).told()
     folder = Path(tempfile.mkdtemp(prefix=f"campaign-{plan.name}-{launcher}-")) / "job"
     record = run_job(plan, launcher, folder)
-    record["folder"] = str(folder)
+    record |= {"commit": _commit(), "conditions": conditions}
+    line = json.dumps(record).replace(str(folder), "JOB")
     with _lock:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
         with options.out.open("a") as out:
-            out.write(json.dumps(record) + "\n")
+            out.write(line + "\n")
+            out.flush()
         kinds = ", ".join(fault.kind for fault in plan.faults)
         print(f"{plan.name} {launcher}: {kinds}: {record['exit_code']}", file=sys.stderr)
-    if not options.keep:
+    if options.keep:
+        print(f"kept in {folder}", file=sys.stderr)
+    else:
         shutil.rmtree(folder.parent, ignore_errors=True)
+
+
+def _commit() -> str:
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        capture_output=True, text=True, check=False, cwd=Path(__file__).parent,
+    )  # fmt: skip
+    return done.stdout.strip()
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -90,7 +125,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=",".join(LAUNCHERS),
         help=f"which to run, separated by commas (default all); also {WITH_STANDBYS}",
     )
-    parser.add_argument("--out", type=Path, default=Path("campaign.jsonl"))
+    parser.add_argument("--out", type=Path, default=_OUT, help="records, one per line")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin no further job after so long"
+    )
+    parser.add_argument(
+        "--most-load", type=float, default=float("inf"), help="begin none above this foreign load"
+    )
+    parser.add_argument("--commit", default="", help="of the table: records of this commit only")
     parser.add_argument("--keep", action="store_true", help="keep the jobs' folders")
     parser.add_argument("--table", action="store_true", help="only print the table")
     return parser.parse_args(arguments)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import signal
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from plan import STEP_S
 
 Record = dict[str, Any]
+_NUM_FAULTS = 200
 
 
 def stays(record: Record) -> bool:
@@ -40,14 +42,55 @@ def restarts(record: Record) -> int:
 
 
 def wasted(record: Record) -> int:
-    """Return the restarts beyond those that its faults need or permanent ones allow."""
-    needed = sum(fault["restarts"] + fault["granted"] for fault in record["faults"])
-    return max(restarts(record) - needed, 0)
+    """Return the restarts beyond those that its faults need or permanent ones allow.
+
+    Each restart belongs to the latest fault before it, so that a fault which needed fewer does not
+    make up for another one. An attempt that never began, and one before any fault, is wasted.
+    """
+    if "begins_s" not in record:  # of earlier records only the sum is known
+        needed = sum(fault["restarts"] + fault["granted"] for fault in record["faults"])
+        return max(restarts(record) - needed, 0)
+    again = record["begins_s"][1:]
+    faults = sorted(record["faults"], key=lambda fault: float(fault["at_s"]))
+    times = [float("-inf"), *(fault["at_s"] for fault in faults), float("inf")]
+    allowed = [0, *(fault["restarts"] + fault["granted"] for fault in faults)]
+    num_of = [sum(a <= at < b for at in again) for a, b in pairwise(times)]
+    beyond = sum(max(num - most, 0) for num, most in zip(num_of, allowed, strict=True))
+    return beyond + max(restarts(record) - len(again), 0)
 
 
 def useful(record: Record) -> float:
     """Return the share of a job's time that went into steps that count."""
     return float(record["num_done"] * STEP_S / record["wall_s"])
+
+
+def bars(records: Sequence[Record]) -> str:
+    """Return what is required of echelon beside torchrun, and whether it is met, one per line."""
+    ours = [one for one in records if one["launcher"] == "echelon"]
+    peers = [one for one in records if one["launcher"] == "torchrun"]
+    num_faults = sum(len(one["faults"]) for one in ours)
+    num_wasted, num_restarts = sum(map(wasted, ours)), sum(map(restarts, ours))
+    found = [("faults", num_faults, ">=", _NUM_FAULTS)]
+    found.append(("wrong stops and jobs not finished in time", _num_unfinished(ours), "<=", 0))
+    if num_restarts:
+        found.append(("wasted restarts, %", 100 * num_wasted / num_restarts, "<=", 3))
+    passing, healthy = _passing(ours), _healthy(ours)
+    if passing and healthy:
+        share = 100 * _total(passing, useful) / _total(healthy, useful)
+        found.append(("useful time, % of the fault-free jobs'", share, ">=", 90))
+    if passing and _passing(peers):
+        ratio = _total(passing, useful) / _total(_passing(peers), useful)
+        found.append(("useful time, times torchrun's", ratio, ">=", 1.3))
+    return "\n".join(_bar(*one) for one in found)
+
+
+def _num_unfinished(records: Sequence[Record]) -> int:
+    return sum(is_wrong_stop(one) or (is_late(one) and not stays(one)) for one in records)
+
+
+def _bar(name: str, value: float, relation: str, bar: float) -> str:
+    is_met = value >= bar if relation == ">=" else value <= bar
+    return f"{name}: {value:.4g} (bar {relation} {bar:g}): {'met' if is_met else 'not met'}"
 
 
 def table(records: Sequence[Record]) -> str:

@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks" / "campaign"))
 
 from plan import KINDS, STEP_S, plan_of
-from table import is_late, is_wrong_stop, table, useful, wasted
+from table import bars, is_late, is_wrong_stop, table, useful, wasted
 
 
 @pytest.mark.parametrize("held_back", [False, True])
@@ -86,3 +86,37 @@ def test_the_table_has_a_column_for_each_launcher():
     assert "| of the fault-free jobs' | 100.0 % | 100.0 % |" in shown
     assert "| until its first step | 4.0 s | 4.0 s |" in shown
     assert "| `kill` | 3.0 s, 3.0 s (1) | 3.0 s, 3.0 s (1) |" in shown
+
+
+@pytest.mark.parametrize(
+    ("begins_s", "told", "expected"),
+    [
+        ([0, 12, 32], 2, 0),
+        ([0, 12, 14, 32], 3, 1),  # the first fault was answered twice
+        ([0, 12, 14], 2, 1),  # and the second one not at all: this makes up for nothing
+        ([0, 5, 12, 32], 3, 1),  # before any fault
+        ([0, 12, 32], 4, 2),  # two attempts were ended before they began
+    ],
+)
+def test_a_restart_belongs_to_the_fault_before_it(begins_s, told, expected):
+    record = _record("kill", "hang", attempts=len(begins_s))
+    record["begins_s"] = begins_s
+    for fault, at_s in zip(record["faults"], (10, 30), strict=True):
+        fault["at_s"] = at_s
+    record["report"] = {"decisions": [{"action": "restart"}] * told}
+    assert wasted(record) == expected
+
+
+def test_the_bars_say_what_is_met():
+    ours = [_record("kill", attempts=2), _record(attempts=1)]
+    peer = {**_record("kill", attempts=2), "launcher": "torchrun", "num_done": 100}
+    lines = bars([*ours, peer]).splitlines()
+    assert lines == [
+        "faults: 1 (bar >= 200): not met",
+        "wrong stops and jobs not finished in time: 0 (bar <= 0): met",
+        "wasted restarts, %: 0 (bar <= 3): met",
+        "useful time, % of the fault-free jobs': 100 (bar >= 90): met",
+        "useful time, times torchrun's: 2 (bar >= 1.3): met",
+    ]
+    assert "not met" in bars([_record("kill", attempts=4)]).splitlines()[2]
+    assert bars([]).splitlines()[0] == "faults: 0 (bar >= 200): not met"

@@ -36,7 +36,7 @@ function drawTop() {
   phase.textContent = state.phase;
   const fine = state.phase === "running" || state.phase.endsWith("exit code 0");
   phase.className = state.phase === "starting" ? "tag" : fine ? "tag good" : "tag bad";
-  const again = state.attempts > 1 ? `, attempt ${state.attempts}` : "";
+  const again = state.attempts > 1 ? `, ${state.attempts} attempts` : "";
   byId("wall").textContent = time(state.wall_s) + again;
 }
 
