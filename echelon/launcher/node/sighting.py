@@ -167,8 +167,10 @@ class Sighting:
         """
         sight = ring.sight(worker.rank)
         if ring.is_hooked:
-            last_ns = self._active(worker, now).last_mono_ns
-            sight = replace(sight, progress_mono_ns=max(sight.progress_mono_ns, last_ns))
+            activity = self._active(worker, now)
+            last_ns = max(sight.progress_mono_ns, activity.last_mono_ns)
+            activity.last_mono_ns = last_ns  # the rank's age once it closes its ring
+            sight = replace(sight, progress_mono_ns=last_ns)
         elif not sight.initialised:
             starved_ns = self._look_from_outside(self._starting, worker, now).starved_mono_ns
             sight = replace(sight, progress_mono_ns=max(sight.progress_mono_ns, starved_ns))

@@ -93,6 +93,34 @@ def test_a_rank_that_exits_is_not_silent_since_its_start(tmp_path: Path, monkeyp
     assert [row[2] for row in exiting.ranks] == [0], "ms without a sign of it"
 
 
+def test_a_hooked_rank_that_exits_is_not_silent_since_it_last_computed(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """While it trained it used little processor, and only its ring showed its steps."""
+    now_ns = time.monotonic_ns()
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns)
+    monkeypatch.setattr(Activity, "_cpu_ticks", lambda _: 0)
+    monkeypatch.setattr(Activity, "_waited_for_cpu_ns", lambda _: 0)
+    monkeypatch.setattr(Activity, "_has_sent", lambda *_: False)
+    worker = SimpleNamespace(alive=True, torch=None, rank=0, folder=tmp_path, pid=os.getpid())
+    start = SimpleNamespace(attempt=0, master_port=1, stall_timeout_ms=60_000, sights_ms=0,
+                            learns_limits=False)  # fmt: skip
+    identity = Identity(rank=0, pid=os.getpid(), settings={"hooked": "torch"})
+    ring = Ring(tmp_path / "ring", identity, num_operations=16, num_spans=16)
+    recorder = Recorder(ring)
+    recorder.mark_initialised()
+    sighting = Sighting(start, [worker], lambda _: 0)
+    for _ in range(100):
+        now_ns += 1_000_000_000
+        ring.live[Live.PROGRESS_MONO_NS] = now_ns
+        sighting.look()
+    recorder.close()
+    exiting = sighting.look()
+    sighting.close()
+    assert exiting is not None
+    assert [row[2] for row in exiting.ranks] == [0], "ms without a sign of it"
+
+
 @pytest.mark.parametrize("hooked", [True, False])
 def test_a_program_that_was_hooked_is_not_silent_while_it_prints(tmp_path: Path, hooked) -> None:
     """It marks no phase of its own: a long evaluation is not a stall."""
