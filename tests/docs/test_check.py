@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tools.docs import check, citations, links, offline, reference
 
 ROOT = Path(__file__).resolve().parents[2]
+_VARIABLE = re.compile(r"ECHELON_[A-Z_]*[A-Z]")
 
 
 @pytest.fixture(scope="module")
@@ -94,3 +96,11 @@ def test_every_public_name_has_a_place_in_the_reference():
     for package in packages:
         for name, home in package.names:
             assert citations.exists(home, ROOT), f"{package.module}.{name}"
+
+
+def test_every_variable_of_ours_is_in_the_table():
+    sources = [ROOT / "setup.py", *ROOT.glob("*_autoload.py"), *(ROOT / "echelon").rglob("*.py")]
+    used = {name for path in sources for name in _VARIABLE.findall(path.read_text("utf-8"))}
+    table = (ROOT / "docs" / "environment.md").read_text("utf-8")
+    assert "ECHELON_RANK_DIR" in used
+    assert used - set(_VARIABLE.findall(table)) == set()
