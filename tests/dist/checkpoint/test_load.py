@@ -328,7 +328,7 @@ def test_as_many_versions_stay_as_are_kept(tmp_path):
 
 
 def test_bad_arguments_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="keep 0"):
+    with pytest.raises(ValueError, match="keep must be at least 1"):
         save(tmp_path / "c", {}, keep=0)
     with pytest.raises(ValueError, match="a checkpoint is a folder"):
         save(tmp_path / "c.safetensors", {})
