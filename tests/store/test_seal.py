@@ -65,7 +65,7 @@ def test_records_count_once_in_order_and_in_their_direction():
 
 
 def test_what_is_held_unproved_is_bounded():
-    with pytest.raises(StoreProtocolError, match="limit 65536"):
+    with pytest.raises(StoreProtocolError, match="the limit is 65536"):
         Opener(KEY).open((RECORD_BYTES + 1).to_bytes(4, "little") + bytes(16))
 
 
