@@ -68,15 +68,16 @@ class Channel:
         return f"Channel({self.name!r} to group rank {self.peer})"
 
     def open(self, like: Array, async_op: bool = False, timeout_s: Timeout = None) -> Work | None:
-        """Connect both directions for arrays on the device of `like` ahead of the first message.
+        """Connect both directions before the first message, for arrays on the device of `like`.
 
         Blocks, at most for the timeout, until the other end also opens the channel, or sends and
         receives in both directions. A rank with several channels should first open all of them with
         `async_op`, so that the order at the other ends does not matter. For host arrays the call
-        returns at once. Without `open`, the first message in each direction connects.
+        returns at once. Without `open`, the first message in each direction connects that
+        direction.
 
         Args:
-            like: an array on the device, which is neither read nor written.
+            like: an array on the device; it is neither read nor written.
             async_op: return a `Work` at once instead of blocking.
             timeout_s: timeout for this call; None means the group's timeout.
 

@@ -32,10 +32,11 @@ class ProcessGroup(Collectives, PointToPoint):
     arrays; results are written in place. `root`, `to` and `source` are ranks within the group.
     Calls raise
 
-    * ValueError before anything is sent, if an argument is not supported; * CollectiveMismatchError
-    on every rank, if members made different calls; * CollectiveTimeoutError, if some members did
-    not make the call within the timeout, which is the call's `timeout_s` or, if that is None, the
-    group's timeout; * PeerLostError, if a member died or left.
+    * ValueError, before anything is sent, if an argument is not supported;
+    * CollectiveMismatchError, on every rank, if members made different calls;
+    * CollectiveTimeoutError if some members did not make the call within its timeout
+      (`timeout_s` or, if that is None, the group's timeout);
+    * PeerLostError if a member died or left.
 
     After the last three errors the group can no longer be used: later calls raise an error that
     mentions the first error. Several threads may call at once; collectives of one group run in the
@@ -95,7 +96,7 @@ class ProcessGroup(Collectives, PointToPoint):
         """Return the object of `root` on every rank. The object must be plain data.
 
         The values that msgpack supports are None, bool, numbers, str, bytes, lists and dicts; a
-        tuple arrives as a list. The call blocks until the root has called it.
+        tuple arrives as a list. Blocks until the root has made the call.
 
         Args:
             obj: the object to send on `root`; ignored on other ranks.
@@ -155,11 +156,11 @@ class ProcessGroup(Collectives, PointToPoint):
     def coalesce(self) -> Iterator[None]:
         """Launch the operations called inside the block together.
 
-        All have ended when the block ends.
+        All of them have ended when the block ends.
 
-        An exception raised in the block is propagated. In that case nothing is launched on a
-        device. If the block had already called an operation, the group ends, because other ranks
-        may have launched their operations.
+        An exception raised in the block is propagated, and nothing is launched on a device. If the
+        block had already called an operation, the group also ends, because other ranks may have
+        launched their operations.
         """
         if self._batch() is not None:
             raise ValueError("coalesce() cannot be nested")
@@ -215,9 +216,9 @@ class ProcessGroup(Collectives, PointToPoint):
         """Return an ordered channel to another rank, independent of all other operations.
 
         Both ends must call this, in any order and at any time; neither end waits for the other. The
-        first use of a name queries the store, within its timeout; the same name always gives the
-        same channel. A channel carries host and device arrays, each kind in its own order;
-        `Channel.open` connects a channel for a device ahead of the first message.
+        first use of a name queries the store, within the store's timeout. The same name always
+        gives the same channel. A channel carries host and device arrays, each kind in its own
+        order; `Channel.open` connects a channel for a device ahead of the first message.
 
         Args:
             peer: the rank within this group at the other end.
@@ -249,8 +250,8 @@ class ProcessGroup(Collectives, PointToPoint):
         """End the group on this rank and release its resources. Calling this twice is safe.
 
         The call takes at most 1 s and does not contact other ranks. Ranks that still need this rank
-        raise PeerLostError. If a signal handler closes the group during one of its calls, that call
-        ends and then releases the group.
+        raise PeerLostError. If a signal handler closes the group during one of the group's calls,
+        the interrupted call ends and then releases the group.
         """
         self._state.close()
 

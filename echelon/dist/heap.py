@@ -6,7 +6,7 @@ system as soon as it is free. Every page is then faulted in and zeroed again, wh
 parameters took a sixth of the step's processor time (measured beside FSDP2, see
 docs/benchmarks/sharding.md). So sharding and pipelines on the host ask glibc to keep its memory.
 Blocks of different sizes leave gaps in a heap, so the resident peak is up to a third above the size
-of the tensors (docs/planner.md, "How far off it was"). A program to which memory matters more than
+of the tensors (docs/planner.md, "How far off it was"). A program for which memory matters more than
 time can set MALLOC_MMAP_THRESHOLD_=131072 in its environment.
 """
 

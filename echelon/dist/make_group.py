@@ -36,7 +36,8 @@ class GroupMaker:
     Args:
         rank: this process's global rank.
         store: the world's view of the store.
-        backend: a backend's name; None chooses it by the hosts and the arrays' devices.
+        backend: a backend's name; None chooses a backend according to the hosts and the arrays'
+            devices.
         options: the options passed to `init`.
     """
 
@@ -53,20 +54,20 @@ class GroupMaker:
         self._may_end = False
 
     def watch_members(self) -> None:
-        """Note that `end` may be called: creating a group then ends, too, once a member is lost."""
+        """Note that `end` may be called. From then on, a loss also ends the creation of groups."""
         self._may_end = True
 
     def begin(self, epoch: int) -> None:
-        """Let groups be created again, in an epoch after that of all groups created before."""
+        """Allow groups to be created again, in an epoch later than that of all existing groups."""
         with self._adding:
             self._epoch = epoch
             if self._end is not None and self._end[0] <= epoch:
                 self._end = None
 
     def end(self, error: CollectiveError, epoch: int) -> None:
-        """End all groups with an error, unless they belong to `epoch` or to one after it.
+        """End all groups with an error, unless they belong to `epoch` or to a later epoch.
 
-        Call this on any thread. Groups that are being created end within about a second.
+        May be called on any thread. Groups that are being created end within about a second.
         """
         with self._adding:
             if epoch <= self._epoch:
@@ -103,8 +104,8 @@ class GroupMaker:
             ranks: global ranks, in group order.
             store: a view of the store reserved for the group.
             timeout_s: timeout for this call and for the group's operations.
-            facts: the `process_identity` of each member, if known, so that a member that dies from
-                now on is noticed. None makes the members meet first, during which deaths are not
+            facts: the `process_identity` of each member, if known; a member's death is then noticed
+                from now on. If None, the members meet first, and deaths during that meeting are not
                 noticed.
 
         Raises:
@@ -160,7 +161,7 @@ class GroupMaker:
         return gather(members, store, "members", mine, deadline_s)
 
     def _drop(self, state: GroupState) -> None:
-        """Close a group that was dropped without being closed, later and on the watcher's thread.
+        """Close a group that was dropped without being closed; done later, on the watcher's thread.
 
         Ranks drop a group at different moments, so a group whose library requires all ranks to
         close together is kept.

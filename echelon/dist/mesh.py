@@ -54,7 +54,7 @@ class DeviceMesh:
 
     @property
     def size(self) -> int:
-        """The number of ranks in the mesh, over all of its axes."""
+        """The number of ranks in the mesh, over all axes."""
         return math.prod(self.shape)
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:

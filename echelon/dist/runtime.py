@@ -1,8 +1,8 @@
 """Manage the world of this process: `init`, `world`, `new_group`, `shutdown`.
 
 `init` meets the other ranks at the store that the launcher (or torchrun, or rank 0) hosts, creates
-the world group and connects the parts: waits at the store become `store` spans in the black box,
-and across hosts the black box records this clock's offset to rank 0's clock.
+the world group and connects the parts. In the black box, waits at the store become `store` spans;
+across hosts, the black box also records the offset of this clock to rank 0's clock.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class _Joining:
         self.pid = os.getpid()
 
     def cancel(self) -> None:
-        """Make the call raise an error. Callable from any thread and from a signal handler."""
+        """Make the waiting `init` raise an error. Callable on any thread and in signal handlers."""
         self.is_cancelled = True
         if self.connection is not None:
             self.connection.close()
@@ -144,8 +144,8 @@ def init(
 
     Args:
         backend: "shm", "gloo", "shm+gloo", "xccl", "nccl" or a plug-in's name. None means "shm" if
-            all ranks are on one host, and otherwise "shm+gloo". For arrays on a device, it adds
-            "nccl", "xccl" or a plug-in, which is created in the first collective on such an array.
+            all ranks are on one host, and otherwise "shm+gloo". For arrays on a device, None also
+            adds "nccl", "xccl" or a plug-in, created in the first collective on such an array.
             "nccl", like any device backend, uses the device that the program made current, or else
             the device given by LOCAL_RANK.
         timeout_s: timeout for this call and for every operation of the groups created from the
@@ -199,7 +199,7 @@ def init(
 
 
 def is_initialized() -> bool:
-    """Return whether `init` has created a world that `shutdown` has not ended yet.
+    """Return whether there is a world: created by `init`, and not yet ended by `shutdown`.
 
     The result is False in a forked child of a rank, because the world belongs to the parent.
 
@@ -256,7 +256,7 @@ def new_group(ranks: Sequence[int], name: str | None = None) -> ProcessGroup | N
 
 
 def leave_groups() -> None:
-    """Close all groups and agreements, in at most about 1 s, but stay connected to the store.
+    """Close all groups and agreements within about 1 s, but stay connected to the store.
 
     Until `regroup` creates another world, `world` returns the closed group.
 
@@ -267,14 +267,14 @@ def leave_groups() -> None:
 
 
 def regroup(ranks: Sequence[int], epoch: int, facts: Facts) -> ProcessGroup:
-    """Create a world of some of this world's ranks, which keep their numbers in messages.
+    """Create a world of some of this world's ranks. Messages keep the ranks' earlier numbers.
 
-    Each of these ranks must call this function, which blocks until all have joined.
+    Each of these ranks must call this function. It blocks until all of them have joined.
 
     Args:
-        ranks: the ranks of the new world as the launcher numbers them, in group order, including
-            this rank.
-        epoch: a number above the epoch of every world that these ranks created before.
+        ranks: the ranks of the new world, including this rank, in group order, as numbered by the
+            launcher.
+        epoch: a number higher than the epoch of every world that these ranks created earlier.
         facts: the `process_identity` of each of these ranks.
 
     Raises:
@@ -286,7 +286,7 @@ def regroup(ranks: Sequence[int], epoch: int, facts: Facts) -> ProcessGroup:
 
 
 def expect_epochs() -> None:
-    """Note that `end_world` may be called from now on; every rank must call this.
+    """Note that `end_world` may be called from now on. Every rank must call this.
 
     Raises:
         ValueError: there is no world.
@@ -295,9 +295,9 @@ def expect_epochs() -> None:
 
 
 def end_world(error: CollectiveError, epoch: int) -> None:
-    """End all groups with an error, unless this process is in `epoch`, or after it, already.
+    """End all groups with an error, unless this process has already reached `epoch`.
 
-    Callable on any thread. Nothing happens without a world.
+    May be called on any thread. Does nothing if there is no world.
     """
     state = _current
     if state is not None:
@@ -305,7 +305,7 @@ def end_world(error: CollectiveError, epoch: int) -> None:
 
 
 def is_between_worlds() -> bool:
-    """Return whether this process has left its groups, and `regroup` has made no world since.
+    """Return whether this process has left its groups and not yet created a new world.
 
     Raises:
         ValueError: there is no world.
@@ -323,7 +323,7 @@ def first_error() -> CollectiveError | None:
 
 
 def own_rank() -> int:
-    """Return this process's rank as the launcher numbers it, even if the world has changed.
+    """Return this process's rank as numbered by the launcher, even if the world has changed.
 
     Raises:
         ValueError: there is no world.
@@ -365,12 +365,11 @@ def before_shutdown(action: Callable[[], None]) -> Callable[[], None]:
 def shutdown() -> None:
     """Leave the world and release its resources. Safe to call if there is no world.
 
-    Call this on every rank after the last operation. It does not wait for other ranks, but it waits
-    for a checkpoint that this rank is saving in the background.
+    Call this on every rank after the last operation. It does not wait for other ranks, but it does
+    wait for any checkpoint that this rank is still saving in the background.
 
     Raises:
-        CheckpointError, OSError: the background checkpoint failed; the world has been left
-            nevertheless.
+        CheckpointError, OSError: the background checkpoint failed; the world has still been left.
 
     Example:
         >>> world = dist.init()

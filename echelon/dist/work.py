@@ -88,7 +88,7 @@ class Work:
         """Block until the operation has ended.
 
         Args:
-            timeout_s: how long to wait, 0 not to block; None means the operation's own timeout.
+            timeout_s: how long to wait; 0 does not block; None means the operation's own timeout.
 
         Raises:
             ValueError: `timeout_s` is below 0 or not a duration.

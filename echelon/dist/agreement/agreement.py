@@ -110,7 +110,7 @@ class Agreement:
         return self._is_closed
 
     def unanswered(self) -> str:
-        """Return any rank's request that no call has answered yet, or "" if there is none.
+        """Return a request, from any rank, that no call has answered yet; "" if there is none.
 
         May be called after `close`.
 
@@ -125,8 +125,8 @@ class Agreement:
     def close(self) -> None:
         """Stop the thread. Calling this twice is safe.
 
-        Ranks that ask later can read how many calls this rank answered, since it may have left its
-        loop.
+        Ranks that ask later can still read how many calls this rank answered, because it may have
+        left its loop by then.
         """
         if not self._is_closed and self._members.size > 1:
             self._leave()

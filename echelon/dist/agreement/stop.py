@@ -1,4 +1,4 @@
-"""Stops all training loops at the same step after a signal to one rank or a request by a rank.
+"""Stops all training loops at the same step, after any rank receives a signal or requests a stop.
 
     while step < steps:
         train()
@@ -10,9 +10,9 @@ The signal handler only records the signal; the next call of `should_stop` publi
 `agreement.py`). A program that never calls `should_stop` keeps the signal's default
 action, which ends the process.
 
-[Note: a stop and a loss] Ranks that continue without a lost one count their calls from zero, in an
-agreement of their new world. Some may have known of the stop and others not, so each asks there
-again for what it knows, and all stop at one call.
+[Note: a stop and a loss] Ranks that continue after a loss count their calls from zero, in a new
+agreement for their new world. Perhaps only some of them knew of the stop. So each rank repeats the
+request that it knows of in the new agreement, and all ranks stop at the same call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
 
 class _Stop:
-    """The stop of this process: the signals that request it, and the agreement of its world."""
+    """This process's stop: the signals that request it, and the agreement in the current world."""
 
     def __init__(self, rank: int, agreement: Agreement) -> None:
         self.has_stopped = False
@@ -61,7 +61,8 @@ class _Stop:
     def reached(self) -> bool:
         """Count a call; return True at the call at which all ranks stop and at later ones.
 
-        False, and not counted, between two worlds: all ranks count from the next one's begin.
+        Between two worlds, return False without counting the call, so that all ranks start counting
+        when the next world begins.
         """
         if self.agreement.is_closed:
             if runtime.is_between_worlds():
@@ -71,7 +72,7 @@ class _Stop:
         return self.has_stopped
 
     def _renew(self) -> None:
-        """Ask the ranks that are left for what was requested in the world before."""
+        """Join the new world's agreement, and repeat any request made in the previous world."""
         before = self.agreement
         known = before.reason if self.has_stopped else before.unanswered()
         self.agreement = runtime.agree_on_calls("stopping")
@@ -94,8 +95,8 @@ _current: _Stop | None = None
 def stop_on_signals(*signals: int) -> None:
     """Make these signals stop all ranks when any rank receives one.
 
-    The signals' default action is disabled. Every rank must call this function on its main thread,
-    before its first `should_stop`. `shutdown` restores the previous handlers.
+    The signals' default action is disabled. Every rank must call this function on its main thread
+    before it first calls `should_stop`. `shutdown` restores the previous handlers.
 
     Args:
         signals: SIGTERM if none are given. Some schedulers send a different signal as a warning
@@ -120,9 +121,9 @@ def stop_on_signals(*signals: int) -> None:
 
 
 def should_stop() -> bool:
-    """Return whether to stop: True on all ranks from the same call on.
+    """Return whether to stop. All ranks start returning True at the same call.
 
-    Where ranks continue after a loss (`echelon.dist.resilient`), they agree on the stop again.
+    If ranks continue after a loss (`echelon.dist.resilient`), they agree on the stop again.
 
     Every rank must call this once per step. The first call installs a handler for SIGTERM, unless
     `stop_on_signals` named other signals. After a rank has received a signal and called
@@ -174,7 +175,7 @@ def request_stop(reason: str = "request_stop") -> None:
 
 
 def stop_reason() -> str:
-    """Return the rank that requested the stop and why, e.g. "rank 2: SIGTERM"; "" if none has.
+    """Return which rank requested the stop and why, e.g. "rank 2: SIGTERM"; "" if none has.
 
     Example:
         >>> stop_reason()

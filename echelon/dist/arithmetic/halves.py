@@ -1,7 +1,7 @@
 """Convert 16-bit floats to float32 and back: float16, and bfloat16 stored as uint16.
 
-Rounding is to nearest even; every NaN becomes a quiet NaN. If torch is loaded, its loops are used:
-NumPy takes 10 to 20 times as long (1 to 0.4 GB/s on one core).
+Values are rounded to nearest even, and every NaN becomes a quiet NaN. If torch is loaded, torch's
+loops are used, because NumPy takes 10 to 20 times as long (1 to 0.4 GB/s on one core).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def narrow_slowly(out: Flat, total: Float32s, dtype: str) -> None:
 
 
 def _torch(data: Flat) -> Any:
-    """Return torch if it is loaded and can read the array."""
+    """Return torch if it is loaded and can read the array, otherwise None."""
     return sys.modules.get("torch") if data.flags.writeable else None
 
 

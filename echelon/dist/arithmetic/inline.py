@@ -1,8 +1,8 @@
 """Carry out small operations by sending a rank's data together with the description of its call.
 
-Backends over connections compare the ranks' calls before every collective, which takes an exchange.
-That exchange also carries up to 256 bytes of data, from which each rank computes the result, so a
-small operation costs one exchange instead of two.
+Backends that use connections spend one exchange before every collective on comparing the ranks'
+calls. That exchange also carries up to 256 bytes of data, from which each rank computes the result,
+so a small operation costs one exchange instead of two.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Reduce the ranks' parts in rank order with NumPy.
 
 The fixed order makes the result bitwise identical on every rank and in every run. 16-bit floats are
-accumulated in float32 and rounded once, to nearest even. Sums of integers wrap around in their own
-width. To average integers, their sum is divided by the number of parts and truncated toward zero,
-as in NCCL, so the average is wrong if the sum wraps around.
+accumulated in float32 and rounded once, to nearest even. Integer sums wrap around at the width of
+their dtype. An average of integers is the sum divided by the number of parts and truncated toward
+zero, as in NCCL. It is therefore wrong if the sum wraps around.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _BLOCK = 1 << 16  # elements; the widened block of each part stays in the second
 
 
 def reduce_into(target: Flat, parts: Sequence[Flat], reduce_op: str, dtype: str) -> None:
-    """Write the reduction of `parts` over ranks into `target`; all have one length and dtype.
+    """Reduce `parts` over the ranks into `target`. All arrays have the same length and dtype.
 
-    `target` may share its memory with one of the parts.
+    `target` may share memory with one of the parts.
     """
     if dtype in HALVES and reduce_op not in ("band", "bor", "bxor"):
         for start in range(0, len(target), _BLOCK):

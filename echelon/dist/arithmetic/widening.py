@@ -26,7 +26,7 @@ def array_of(data: Flat | None) -> Flat:
 def summing_of(operation: Operation) -> str:
     """Return the reduction that each level performs.
 
-    For averages this is a sum, divided at the end.
+    For an average, each level sums, and the sum is divided at the end.
     """
     return "sum" if operation.reduce_op == "avg" else operation.reduce_op
 
@@ -58,14 +58,15 @@ def convert(dtype: str, out: Flat, data: Flat) -> None:
 class Scratch:
     """Reusable memory for the steps of an operation.
 
-    Allocating fresh pages takes as long as exchanging their contents. Large buffers are not kept.
+    Allocating fresh pages would take as long as exchanging their contents. Large buffers are not
+    kept.
     """
 
     def __init__(self) -> None:
         self._kept: dict[str, Flat] = {}
 
     def take(self, name: str, length: int, dtype: Any) -> Flat:
-        """Return memory of shape [length] under a name, whose earlier contents are lost."""
+        """Return memory of shape [length] for a name. Earlier contents under that name are lost."""
         num_bytes = length * np.dtype(dtype).itemsize
         if num_bytes > _MOST_KEPT_BYTES:
             return np.empty(length, dtype)

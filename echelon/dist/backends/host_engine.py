@@ -1,9 +1,8 @@
 """Provide the parts that the Python engine and the gloo engine share.
 
 Collectives run one after the other on one thread (progress/serial.py), and messages run on another
-thread (messages/driver.py). Both threads are started on demand. So any number of operations under
-any number of tags needs only two threads, callers only wait, and a signal handler may call any
-operation.
+thread (messages/driver.py). Both threads are started on demand. So two threads suffice for any
+number of operations and tags. Callers only wait, and a signal handler may call any operation.
 """
 
 from __future__ import annotations

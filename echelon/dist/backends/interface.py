@@ -51,7 +51,7 @@ class ConnectionBroken(Exception):  # noqa: N818 -- not an error that a user see
 
 
 class EndedElsewhere(Exception):  # noqa: N818 -- not an error that a user sees
-    """An operation ended because the operation of another rank timed out.
+    """An operation ended because an operation on another rank timed out.
 
     Attributes:
         error: the error to report if that rank has no more precise error.
@@ -117,7 +117,7 @@ class Watch(Protocol):
     def check(self, needed: Callable[[], Sequence[int]] | None = None) -> None:
         """Raise an error if this operation must end.
 
-        Called at least every `CHECK_EVERY_S` during waits.
+        Engines call this at least every `CHECK_EVERY_S` seconds while they wait.
 
         The check does only local work, except after the deadline or a death, when it may take up to
         2 s to determine the ranks at fault. Safe on any thread.
@@ -200,7 +200,7 @@ class Engine(Protocol):
     def execute(self, operation: Operation, watch: Watch) -> None:
         """Carry out one operation on the caller's thread; block until its result is in place.
 
-        A Python signal handler runs within `CHECK_EVERY_S`; its exceptions are propagated.
+        Python signal handlers run within `CHECK_EVERY_S` seconds; their exceptions are propagated.
 
         Raises:
             Exception: as listed in this module.
@@ -225,8 +225,8 @@ class Engine(Protocol):
         communicators), takes at most 1 s, and never uses the store.
 
         Args:
-            reason: the group's first error, or None for an orderly close. Engines over shared
-                memory pass it to the other ranks.
+            reason: the group's first error, or None for a normal close. Engines over shared memory
+                pass it to the other ranks.
         """
 
     def close(self) -> None:

@@ -57,7 +57,7 @@ class Level:
         reduce_op: str = "",
         root: int = -1,
     ) -> None:
-        """Carry out one step of operation `like` among this level's members, in any dtype."""
+        """Carry out one step of the operation `like` among this level's members, in any dtype."""
         shown = source if source is not None else target
         shape = None if shown is None else (len(shown),)
         dtype = dtype or like.dtype

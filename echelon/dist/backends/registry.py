@@ -1,9 +1,10 @@
 """List the available backends, and create a backend's engine for a group.
 
-A backend is listed in `_OWN`, or provided by an installed package through the entry point group
-`echelon.backends`: the entry point's object is a function like `create` in
-`echelon.dist.backends.shm.backend`, with two optional attributes: `not_ready`, a function that
-returns why it cannot run here, and `device`, the kind of device whose arrays it carries.
+A backend is either listed in `_OWN` or provided by an installed package through the entry point
+group `echelon.backends`. The entry point's object is a function like `create` in
+`echelon.dist.backends.shm.backend`. It may have two attributes: `not_ready`, a function that
+returns why the backend cannot run here, and `device`, the kind of device whose arrays the backend
+carries.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def check_name(name: str) -> None:
 
 
 def for_device(device: str) -> tuple[str, str]:
-    """Return the backend for a device's arrays, preferring echelon's own, or "" with the reason."""
+    """Return the backend for a device's arrays, preferring echelon's own, or "" and the reason."""
     reason = f"no backend carries arrays on {device}"
     names = [_DEVICES[device]] if device in _DEVICES else []
     for name in (*names, *sorted(_plugins())):

@@ -1,12 +1,12 @@
-"""Choose a group's engine for each operation, by its device and separately for messages.
+"""Choose a group's engine for each operation: by device, and separately for messages.
 
 A group has more than one engine in three cases:
 
-* a host engine from the start, and a device engine once the first array on that device is passed to
-  a collective, in which all ranks take part: the device's library in groups of `init(None)` (see
-  `device/choose.py`), else the host engine with copies. That operation, including its device, is
-  first compared over the host engine, so a rank that passes a different array is named before an
-  engine is created.
+* a host engine from the start, and a device engine from the first collective on an array of that
+  device. (All ranks take part in a collective.) In groups of `init(None)` the device engine uses
+  the device's library (see `device/choose.py`), otherwise the host engine with copies. The ranks
+  first compare that operation, including its device, over the host engine. So a rank that passes a
+  different array is named before an engine is created.
 * a device backend requested by name ("nccl"): its engine from the start, plus a host engine for
   objects, barriers and host arrays.
 * a backend without messages: another host engine carries them. (oneCCL's CPU plug-in crashes in
@@ -121,7 +121,7 @@ class Router:
     def execute(self, operation: Operation, watch: Watch) -> None:
         """Carry out one operation; block until it is done on this rank.
 
-        A barrier first waits for outstanding work on the group's devices of this rank.
+        A barrier first waits for outstanding work on the devices that the group uses on this rank.
         """
         if operation.kind == "barrier":
             self._drain(watch)
@@ -217,7 +217,7 @@ class Router:
             raise
 
     def _rename(self, error: CollectiveError, meeting: Operation, operation: Operation) -> None:
-        """Make an error that arose during the comparison name the user's operation."""
+        """Make an error from the comparison name the user's operation."""
         before, now = (build.place(self._members, one) for one in (meeting, operation))
         error.args = (str(error).replace(before, now, 1),)
         error.operation = operation.kind

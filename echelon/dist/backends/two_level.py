@@ -14,9 +14,9 @@ operations that have no such decomposition (all_to_all, gather, scatter, parts o
 sums in rank order, and for groups with one rank per host or unequal numbers of ranks per host.
 
 The calls of all ranks are compared over both levels, so that a mismatch names ranks of any host on
-every rank. They are compared inside the host first, then between hosts while the first step inside
-runs. Between two hosts whole shares are swapped and summed, which moves as much data as a ring in
-half the steps.
+every rank. They are compared inside each host first, and then between hosts while the first step
+inside the hosts is running. Between two hosts, whole shares are swapped and summed, which moves as
+much data as a ring but takes half the steps.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class TwoLevelEngine(HostEngine):
         return super().submit(operation, watch)
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """End all progress on both levels, in an orderly way only if no collective is running.
+        """Stop both levels; shut them down gracefully only if no collective is running.
 
         The levels' own threads are idle while this engine's thread drives them, so they cannot
         determine whether a collective is in progress.

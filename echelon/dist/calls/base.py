@@ -297,7 +297,7 @@ class Calls:
         raise ValueError(f"group {self.name!r} is shut down")
 
     def _new_call(self, key: tuple[Any, ...], shown: View | None) -> tuple[bytes, Any]:
-        """Encode and prepare a collective that the engine accepts; cache up to a limit."""
+        """Encode and prepare a collective that the engine accepts, and cache the result."""
         kind, reduce_op, dtype, root = key[:4]
         self._check_use(kind, shown, reduce_op)
         if len(self._calls) >= _MAX_CALLS:

@@ -49,8 +49,9 @@ class Collectives(Calls):
         Args:
             x: any shape, the same on all ranks.
             op: sum, avg, min, max, prod; band, bor, bxor (integers and bool). The average of
-                integers is their sum, which wraps around in the array's own width, truncated toward
-                zero. On bool, sum is "or", prod is "and", and there is no avg.
+                integers is their sum divided by the number of ranks and truncated toward zero; the
+                sum wraps around at the array's own width. On bool, sum is "or", prod is "and", and
+                there is no avg.
             async_op: return a `Work` at once instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
 
@@ -97,7 +98,7 @@ class Collectives(Calls):
         async_op: bool = False,
         timeout_s: Timeout = None,
     ) -> Work | None:
-        """Reduce `x` over all ranks into the `x` of `root`; the other ranks' `x` are unchanged.
+        """Reduce `x` over all ranks into `x` on `root`; `x` is unchanged on the other ranks.
 
         Args:
             x: any shape, the same on all ranks.
@@ -279,7 +280,7 @@ class Collectives(Calls):
     def broadcast(
         self, x: Array, root: int, async_op: bool = False, timeout_s: Timeout = None
     ) -> Work | None:
-        """Copy the `x` of `root` into every rank's `x`.
+        """Copy `x` from `root` into `x` on every rank.
 
         Args:
             x: any shape, with the same dtype and number of elements on all ranks.
@@ -394,7 +395,7 @@ class Collectives(Calls):
         async_op: bool = False,
         timeout_s: Timeout = None,
     ) -> Work | None:
-        """Collect every rank's `x` into the `out` of `root`, in rank order.
+        """Collect every rank's `x` in `out` on `root`, in rank order.
 
         Args:
             out: on `root`, [size * n, ...] with the dtype of `x`; None on the other ranks.
@@ -445,7 +446,7 @@ class Collectives(Calls):
         async_op: bool = False,
         timeout_s: Timeout = None,
     ) -> Work | None:
-        """Send each rank its part of the `x` of `root`, which the rank stores in `out`.
+        """Send each rank its part of `x` from `root`; each rank stores its part in `out`.
 
         Args:
             out: [n, ...], the same shape on all ranks.

@@ -4,10 +4,10 @@
                       its nodes; each then adds the nodes of its block in the tree's order.
     all_reduce        reduce_scatter, then an all_gather of the blocks.
 
-A rank sends (size - 1) / size of its vector per node. With one node per rank, as when all ranks
-have the same power of two of micro-batches, this is the traffic of an ordinary reduce-scatter. The
-backends only copy the values, and this module adds them, so the sums do not depend on how a backend
-reduces.
+A rank sends (size - 1) / size of its vector per node. With one node per rank, for example if the
+number of micro-batches is the same power of two on all ranks, this is the traffic of an ordinary
+reduce-scatter. The backends only copy the values, and this module adds them, so the sums do not
+depend on how a backend reduces.
 """
 
 from __future__ import annotations

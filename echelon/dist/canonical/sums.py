@@ -1,8 +1,8 @@
 """Add one rank's micro-batches in the order of the canonical tree.
 
 The algorithm is that of a binary counter: a value that completes a node is added to its left
-neighbour at once. At most log2(numbers) + 1 vectors are alive for a run that begins at a multiple
-of its length, and twice as many for any other run.
+neighbour at once. At most log2(numbers) + 1 vectors are alive if the run begins at a multiple of
+its length, and at most twice as many otherwise.
 """
 
 from __future__ import annotations

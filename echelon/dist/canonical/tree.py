@@ -9,8 +9,8 @@ The leaves are the micro-batches of one step, 0 to `total` - 1. Node (height, in
 numbers from index * 2^height up to the next multiple, or up to `total`: the last node of a height
 may be incomplete. The value of a node is the sum of its left and right children, or the left
 child's value if there is no right child. So the order depends only on `total`. A rank that has a
-run of numbers adds the part of the tree within its run, which leaves at most 2 log2 sums; these are
-then added across ranks in the same tree. This module is pure arithmetic, without tensors.
+run of numbers adds the part of the tree within its run, which leaves at most 2 log2(length) sums.
+These are then added across ranks in the same tree. This module is pure arithmetic, without tensors.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def timed_out(
     Args:
         late: group ranks that had not arrived; empty if unknown.
         silent: the ranks in `late` that also did not answer the liveness check.
-        between: group ranks that had not arrived because they are themselves waiting for `late`.
+        between: group ranks that had not arrived because they were themselves waiting for `late`.
         after_s: the elapsed time in seconds; None means the operation's timeout.
     """
     ranks = [members.ranks[r] for r in late]
@@ -72,7 +72,8 @@ def peer_lost(
 ) -> PeerLostError:
     """Build the error for an operation in which the group ranks `gone` cannot take part.
 
-    Args: silent: other group ranks that did not answer the liveness check.
+    Args:
+        silent: other group ranks that did not answer the liveness check.
     """
     ranks = [members.ranks[r] for r in gone]
     said = f"{named(ranks) or 'a rank'} died or left and did not take part"
@@ -93,7 +94,7 @@ def aborted(members: Members, operation: Operation) -> CollectiveError:
 
 
 def interrupted(members: Members, operation: Operation, raised: BaseException) -> CollectiveError:
-    """Build the error for a group whose call a signal handler's exception interrupted."""
+    """Build the error for a group after a handler's exception interrupted one of its calls."""
     what = f"{type(raised).__name__} in a signal handler"
     return _of_this_rank(members, operation, f"the group was aborted on rank {{rank}}: {what}")
 
@@ -104,7 +105,7 @@ def closed(members: Members, operation: Operation) -> CollectiveError:
 
 
 def nested(members: Members, operation: Operation) -> CollectiveError:
-    """Build the error for a collective that a signal handler calls during another of its group."""
+    """Build the error for a collective that a handler calls during another of the same group."""
     return _of_this_rank(
         members,
         operation,
@@ -143,7 +144,7 @@ def reported(
 def out_of_reach(
     members: Members, operation: Operation, broken: BaseException | None, store: BaseException
 ) -> CollectiveError:
-    """Build the error for an operation that failed while the store does not answer."""
+    """Build the error for an operation that failed while the store was not answering."""
     if broken is None:
         make: type[CollectiveError] = CollectiveTimeoutError
         what = f"timed out after {operation.timeout_s:.1f} s"

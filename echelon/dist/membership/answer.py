@@ -54,14 +54,14 @@ def origins(
     """Follow the chains of waiting ranks, starting from the ranks that did not send.
 
     Args:
-        me: this group rank, which asks and is waiting for `late`.
+        me: this rank's group rank, which is asking and is waiting for `late`.
         late: the group ranks that did not send.
         answers: the answers, keyed by group rank, including this rank's answer.
         silent: group ranks that did not answer; chains end there.
 
     Returns:
         The group ranks at the ends of the chains, and the group ranks in between. For a cycle,
-            which has no end, these are `late` and no ranks.
+            which has no end, the result is `late` and no ranks in between.
     """
     ends: list[int] = []
     between: list[int] = []

@@ -47,7 +47,7 @@ def path_of(store: Store) -> str:
 
 
 class Board:
-    """This process's reader and writer of a board, which listens while a group is attached."""
+    """A process's access to a board; it listens as long as a group is attached."""
 
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore("board", store)
@@ -59,7 +59,7 @@ class Board:
         self._thread: threading.Thread | None = None
 
     def attach(self, path: str, take: Take) -> None:
-        """Call `take` with each notice for one group from now on, on the board's thread.
+        """From now on, call `take` with each notice for one group, on the board's thread.
 
         Raises:
             StoreError: the store cannot be reached within its own timeout.
@@ -83,7 +83,7 @@ class Board:
     def detach(self, path: str) -> None:
         """Stop passing on the notices for a group.
 
-        The board stops listening after the last group.
+        The board stops listening once no group is left.
         """
         with self._lock:
             self._takers.pop(path, None)

@@ -1,8 +1,8 @@
 """Align the hosts' clocks once, at `init`, by finding each clock's offset to rank 0's clock.
 
-Ranks that share rank 0's clock (all of them, on one host) do not need this. On every other host one
-rank asks rank 0 for the time, by round trips through the store's queues, and passes the result to
-the other ranks on its host. Rank 0 answers exactly the expected number of questions and finishes
+Ranks that share rank 0's clock (on a single host, all ranks) do not need this. On every other host,
+one rank asks rank 0 for the time, in round trips through the store's queues, and passes the result
+to the other ranks on its host. Rank 0 answers exactly the expected number of questions and finishes
 with the last.
 """
 

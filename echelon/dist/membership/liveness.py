@@ -2,13 +2,12 @@
 
 Evidence, strongest first:
 
-1. the end of a process on this host, detected directly (`peers`);
-2. a verdict published by another rank; the first verdict is final, and all ranks report it;
-3. the mark of a rank that closed the group properly;
-4. a rank that does not answer the liveness check. Every rank's process answers on a separate thread
-  with the number of collectives it has called, so a rank that is computing is considered late,
-      never dead. It also reports what it is waiting for, so that a rank that is itself waiting is
-      not blamed for the fault of another rank.
+1. the end of a process on this host, detected directly (`peers`); 2. a verdict published by another
+rank; the first verdict is final, and all ranks report it; 3. the mark of a rank that closed the
+group properly; 4. a rank that does not answer the liveness check. Every rank's process answers on a
+separate thread with the number of collectives it has called, so a rank that is computing is
+considered late, never dead. The answer also says what the rank is waiting for, so that a waiting
+rank is not blamed for another rank's fault.
 
 Neither a connection nor a lease of the store is evidence: a stopped rank keeps its connection, a
 live rank may lose it, and a lease may be out of date by its length (10 s by default). The liveness
@@ -92,7 +91,7 @@ class Liveness:
     def use_board(self) -> None:
         """Use the world's board even if every member is watched directly. Call this before `serve`.
 
-        A broken connection shows that a rank left or failed, but not which rank or why.
+        A broken connection shows that a rank left or failed, but neither which rank nor why.
         """
         if self._others:
             self._board = self._world_board
@@ -190,8 +189,9 @@ class Liveness:
     def arriving(self) -> Iterator[None]:
         """Mark in the store, during the block, that this rank is in a monitored barrier.
 
-        A liveness check needs a live process, while the mark remains valid for a rank that can no
-        longer answer. If ranks share a host and memory, that memory shows which ranks have arrived.
+        A liveness check needs a live process, but the mark remains valid even if the rank can no
+        longer answer. If ranks share a host and memory, that memory shows which of them have
+        arrived.
         """
         if self._board is None:
             yield
@@ -288,9 +288,9 @@ class Liveness:
     def _late_here(self, operation: Operation, error: CollectiveError) -> CollectiveError:
         """Return the rank on this host that is at the end of the chain of waiting ranks.
 
-        This does not query other ranks. Instead it relies on ranks in a chain timing out at nearly
-        the same moment and publishing what they were waiting for. Without a store, the peer itself
-        is named, as in `error`.
+        This method does not query other ranks. It relies on the fact that the ranks in a chain time
+        out at nearly the same moment and publish what they were waiting for. Without a store, the
+        method names the peer itself, as `error` does.
         """
         if self._state is None:
             return error

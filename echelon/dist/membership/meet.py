@@ -17,8 +17,9 @@ def gather(
 ) -> list[Any]:
     """Exchange one value per member through the store, under a key that may be reused.
 
-    The first rank to time out withdraws its arrival, so the next rank to time out would report it
-    as missing too. A mark that outlives the withdrawal shows which ranks had arrived.
+    The first rank to time out withdraws its arrival, so the next rank to time out would report the
+    first as missing too. So each rank also leaves a mark, which outlives the withdrawal and shows
+    that the rank had arrived.
 
     Raises:
         CollectiveTimeoutError: some members did not arrive by `deadline_s`; the error names the

@@ -2,8 +2,8 @@
 
 Processes are watched through pidfds, which are not affected by reused pids and report a zombie as
 dead. If the kernel or a sandbox denies pidfds, the pid and the start time in /proc are used. A pid
-is meaningless in another PID namespace, such as another container. A process in such a namespace
-passes its own pidfd (see `shm/handover.py`) and is not watched until then. One descriptor per
+is meaningless in another PID namespace, such as another container's. A process in such a namespace
+passes its own pidfd (see `shm/handover.py`), and is watched only from then on. One descriptor per
 process serves all groups, and one epoll watches all descriptors, so checking hundreds of peers
 takes one system call.
 """
@@ -62,7 +62,7 @@ class _Descriptors:
             return self._ended
 
     def release(self, process: Process) -> None:
-        """Release a use of a pidfd; the last release closes it."""
+        """Release one use of a pidfd; the last release closes the pidfd."""
         with self._lock:
             fd, users = self._open.pop(process)
             if users > 1:
@@ -103,8 +103,8 @@ def adopt(process: Process, fd: int) -> None:
 class Peers:
     """The processes of the other members on this host, keyed by group rank.
 
-    `close` may run beside a call of another method, on another thread or in a signal handler: a
-    closed object finds no process dead and keeps no descriptor.
+    `close` may run during a call of another method, on another thread or in a signal handler. A
+    closed object reports no process as dead, and holds no descriptor.
     """
 
     def __init__(self, processes: Mapping[int, Process]) -> None:

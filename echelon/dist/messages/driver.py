@@ -1,8 +1,8 @@
 """Run the thread that moves the bytes of a group's messages.
 
-Callers only append to a queue and wake the thread. So a call may come from any thread, from a
-signal handler that interrupted another call, or from a process that is about to fork, because only
-the thread itself holds locks. The thread starts with the first message.
+Callers only append to a queue and wake the thread, and only the thread itself holds locks. So a
+call may come from any thread, from a signal handler that interrupted another call, or from a
+process that is about to fork. The thread starts with the first message.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Streams(Interface):
         """
 
     def writable(self) -> list[int]:
-        """Return the peers to which an earlier `write` was refused and may now succeed."""
+        """Return the peers for which a `write` was refused earlier but may now succeed."""
 
     def read(self, peer: int, view: memoryview) -> int:
         """Read a peer's bytes into `view`; return the number of bytes, which may be 0.
@@ -56,10 +56,10 @@ class Streams(Interface):
         """
 
     def has_unread(self, peer: int) -> bool:
-        """Return whether unread bytes of a peer have arrived; callable from any thread."""
+        """Return whether unread bytes from a peer have arrived. May be called on any thread."""
 
     def write(self, peer: int, views: list[memoryview]) -> int:
-        """Write as many bytes as there is room for; return their number.
+        """Write as many bytes as there is room for; return how many were written.
 
         Raises:
             StreamBroken: the peer will not read the bytes.
@@ -132,11 +132,11 @@ class Driver:
         return not thread.is_alive()
 
     def _may_have_unread(self, peer: int) -> bool:
-        """Return whether a peer's bytes may be in transit to a receive. Callable from any thread.
+        """Return whether bytes from a peer may be in transit to a receive. Callable on any thread.
 
-        The result is True if bytes have arrived, and while the driver's thread is working. That
-        thread may have read bytes without having passed them to the receive yet, or may not have
-        seen the receive.
+        The result is True if bytes have arrived, or if the driver's thread is working: the thread
+        may have read bytes that it has not passed to the receive yet, or may not have seen the
+        receive yet.
         """
         if self._streams.has_unread(peer):
             return True
@@ -197,7 +197,7 @@ class Driver:
         return min(self._streams.slice_s, CHECK_EVERY_S if self._live else _IDLE_S)
 
     def _look_around(self) -> None:
-        """Check the watches of one transfer per peer, and of the transfers past their deadline."""
+        """Check the watches of one transfer per peer, and of all transfers past their deadlines."""
         now = time.monotonic()
         self._look_at_s = now + CHECK_EVERY_S
         for transfer in self._live:

@@ -1,9 +1,9 @@
 """Run a receive from any rank on two engines, one of which gets the message.
 
 [Note: one message for two receives] The receive is started on both levels, into the same array. The
-receive inside the host decides: its engine claims it when a message matches, and the level between
-hosts must cancel it (`withdraw`) before matching a message itself. Both steps are atomic. So a
-message is never lost or taken twice.
+receive inside the host decides. The engine inside the host claims that receive when a message
+matches. The level between hosts must cancel that receive (`withdraw`) before it matches a message
+itself. Both steps are atomic. So a message is never lost or taken twice.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class EitherPending:
         self._near = near
 
     def _ended(self) -> Pending | None:
-        """Return the receive whose end decides the outcome, or None while this is open."""
+        """Return the receive whose end decides the outcome, or None while the outcome is open."""
         across, inside = self._across, self._inside
         if across.done and (across.error is not None or across.source >= 0):
             return across

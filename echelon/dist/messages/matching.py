@@ -1,6 +1,6 @@
 """Match receives and messages by sender and tag, in order within each pair and tag.
 
-A receive that does not name a sender competes with all others. Of all receives that match a
+A receive that does not name a sender competes with all other receives. Of all receives that match a
 message, the one that was posted first gets the message. Of all messages that match a receive, the
 one that arrived first is taken.
 """

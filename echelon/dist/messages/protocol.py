@@ -2,8 +2,8 @@
 
 A small message is sent at once (EAGER). A large message, or one that would use more of the
 receiver's memory than granted, is offered first and sent directly into the receiver's array once a
-receive has claimed it. So sends with several tags complete in the order in which the receiver takes
-them, and early messages use at most `WINDOW_BYTES` of a rank's memory per sending peer, plus a
+receive has claimed it. So sends with different tags complete in the order in which the receiver
+takes them. Early messages use at most `WINDOW_BYTES` of a rank's memory per sending peer, plus a
 64-byte header for each message that waits at its sender.
 
 The bytes of a stream are always read, regardless of the posted receives, so messages cannot block
@@ -188,7 +188,7 @@ class Protocol:
         return self._block if body is None or len(body) < _BLOCK_BYTES // 4 else body
 
     def read(self, peer: int, view: memoryview, num_bytes: int) -> None:
-        """Process the bytes that were read into `view`, which is from `incoming`.
+        """Process the bytes that were read into `view`, which `incoming` returned.
 
         Raises:
             FrameError: the bytes violate the protocol.

@@ -100,7 +100,7 @@ class Transfer(Outcome):
 
     @property
     def is_over(self) -> bool:
-        """Whether the transfer has ended, or no longer waits because its rival has a message."""
+        """Whether the transfer has ended, or stopped waiting because its rival has a message."""
         return self.done or (self.rival is not None and self.rival.source >= 0)
 
     def needed(self) -> list[int]:
@@ -108,7 +108,7 @@ class Transfer(Outcome):
         return [] if self.done else [self.operation.peer]
 
     def needed_alive(self) -> list[int]:
-        """Return the ranks whose deaths end the transfer, except one that may have sent."""
+        """Return the ranks whose deaths end the transfer, except one that may have sent already."""
         ranks = [rank for rank in self.needed() if not self.has_unread(rank)]
         return [] if self.done else ranks  # it may have arrived while we looked
 

@@ -4,7 +4,7 @@ A view is one flat NumPy array over the caller's own memory, plus the name of th
 does not have bfloat16, so such data is carried as uint16 and named "bfloat16"; a dtype that can be
 moved but not summed (complex64, float8, ...) is carried as bytes. An array in device memory is
 carried as its address. Arrays that cannot be viewed without a copy are refused here, before
-anything is sent. torch is never imported, because it is already loaded if a tensor was passed.
+anything is sent. This module never imports torch: if a tensor was passed, torch is already loaded.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _TYPES = {name: "<u2" if name == "bfloat16" else np.dtype(name).str for name in 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFlat:
-    """Contiguous memory on a device, which corresponds to a flat NumPy array on the host.
+    """Contiguous memory on a device: the counterpart of a flat NumPy array on the host.
 
     Attributes:
         pointer: the address of the memory on the device.
@@ -237,7 +237,7 @@ def _view_cuda(array: Any, name: str, *, writable: bool) -> View:
 
 
 def _device_index(device: Any) -> int:
-    """Return a device's number on this host, because JAX's `id` counts across all processes."""
+    """Return a device's number on this host. (JAX's `id` counts across all processes.)"""
     local = getattr(device, "local_hardware_id", None)
     return int(getattr(device, "id", 0) if local is None else local)
 

@@ -51,7 +51,7 @@ def check_reduce_op(op: str, dtype: str) -> str:
 def check_pair(
     call: str, large_name: str, large: View, small_name: str, small: View, size: int, rank: int
 ) -> None:
-    """Check that an array holds `size` parts like another, and that they overlap only in place.
+    """Check that one array holds `size` parts like another, and that they overlap only in place.
 
     The small array may be exactly part `rank` of the large array; the operation is then in place.
 
@@ -173,8 +173,8 @@ def check_uneven(
         The number of rows of each rank, and the number of elements of each rank.
 
     Raises:
-        ValueError: the splits do not add up to the whole, the part does not hold this rank's rows,
-            dtypes, devices or rows differ, or the arrays overlap other than exactly in place.
+        ValueError: the splits do not add up to the whole; the part does not hold this rank's rows;
+            dtypes, devices or rows differ; or the arrays overlap other than exactly in place.
     """
     (whole_name, large), (part_name, small) = whole, part
     _check_alike(call, whole_name, large, part_name, small)
@@ -235,7 +235,7 @@ def check_timeout(timeout_s: float | timedelta) -> float:
 
 
 def check_wait(timeout_s: float | timedelta | None) -> float | None:
-    """Return how long to wait for an operation, in seconds; 0 only looks, None waits for its end.
+    """Return how long to wait for an operation, in seconds: 0 only looks, None waits for its end.
 
     Raises:
         ValueError: the value is not a number of seconds or a `timedelta`, or is below 0.

@@ -68,8 +68,8 @@ class Operation:
             are the same on all ranks.
         shape: the shape that the caller passed, for messages.
         call: the data that must be equal on all ranks; b"" for a send or receive.
-        is_detached: whether the operation is a send on a device that the caller does not wait for,
-            so that its array may be overwritten as soon as the call returns.
+        is_detached: whether the operation is a device send for which the caller does not wait, so
+            that the array may be overwritten as soon as the call returns.
     """
 
     kind: str

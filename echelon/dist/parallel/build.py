@@ -54,10 +54,10 @@ def parallelize(
 
     A mesh may have any of these axes, in this order: "pp" for the stages of a pipeline; "replicate"
     for equal copies trained on different data; "shard" for `fully_shard`; and "tp" for layers
-    divided by heads and features. The last needs the fastest links, so its ranks are neighbours.
-    Every rank of the world must call this with the same arguments and an equal model, which is
-    divided in place; the call blocks until all ranks have made it, within the groups' timeouts.
-    Initial values are taken from the first rank along each axis except "pp".
+    divided by heads and features. Axis "tp" needs the fastest links, so its ranks are neighbours.
+    Every rank of the world must call this function with the same arguments and an equal model. The
+    model is divided in place. The function blocks until all ranks have called it, within the
+    groups' timeouts. Initial values are taken from the first rank along each axis except "pp".
 
     Args:
         model: the model, on the host, on a device, or on the meta device.

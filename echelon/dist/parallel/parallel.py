@@ -80,7 +80,7 @@ class Parallel:
         return self.pipeline is None or self.pipeline.has_last
 
     def step(self, inputs: Any, targets: Any = None, *, loss_scale: float = 1.0) -> Tensor:
-        """Run forward and backward on this rank's share of a batch, and reduce the gradients.
+        """Run forward and backward passes on this rank's share of a batch; reduce the gradients.
 
         The gradients of the mean loss over all ranks' data are added to `.grad`. Collective among
         all ranks; each operation blocks at most for its group's timeout.
@@ -118,7 +118,7 @@ class Parallel:
         return self._term(losses)
 
     def evaluate(self, inputs: Any, targets: Any = None) -> Tensor:
-        """Run only the forward on this rank's share of a batch, without gradients.
+        """Run only the forward pass on this rank's share of a batch, without gradients.
 
         Args:
             inputs: as in `step`.
@@ -142,8 +142,8 @@ class Parallel:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scale all gradients so that their total norm is at most `max_norm`.
 
-        Each element of the whole model is counted once, on whichever rank it is. Collective among
-        all ranks.
+        Each element of the whole model is counted once, no matter which rank holds it. Collective
+        among all ranks.
 
         Returns:
             The norm before scaling, bitwise identical on every rank.
@@ -232,7 +232,7 @@ class Parallel:
             )
 
     def _ending_on_failure(self, call: str) -> contextlib.AbstractContextManager[None]:
-        """End the groups if a pipeline's step fails, because other ranks may wait in axis tp."""
+        """End the groups if a pipeline's step fails: other ranks may be waiting in axis tp."""
         group = self._axes.tensor
         rank = group.ranks[group.rank]
         return ending_on_failure(call, next(self._numbers), rank, lambda: [group])

@@ -43,7 +43,7 @@ def first_names(model: nn.Module) -> dict[str, str]:
 def find_ties(
     stages: Sequence[Stage], first: dict[str, str], group: ProcessGroup
 ) -> list[list[str]]:
-    """Return the parameters that several stages hold, in the form for `Pipeline`. Collective.
+    """Return the parameters that several stages hold, in the form `Pipeline` takes. Collective.
 
     Args:
         stages: this rank's stages.
@@ -70,7 +70,7 @@ def find_ties(
 
 
 def copies(stages: Sequence[Stage], ties: Sequence[Sequence[str]]) -> list[nn.Parameter]:
-    """Return this rank's copies of parameters that an earlier stage counts."""
+    """Return this rank's copies of the parameters that are counted by an earlier stage."""
     by_index = {
         stage.index: dict(stage.module.named_parameters(remove_duplicate=False)) for stage in stages
     }

@@ -1,4 +1,4 @@
-"""Define the interface through which a group learns about other ranks, besides its engine.
+"""Define how a group obtains information about other ranks that its engine does not have.
 
 `membership/liveness.py` implements it for groups of several ranks.
 """
@@ -58,7 +58,7 @@ class Evidence(Protocol):
         """During the block, notify the other members that this rank is in a monitored barrier."""
 
     def publish(self, error: CollectiveError) -> None:
-        """Notify the other members why the group ended on this rank. Returns at once."""
+        """Notify the other members of why the group ended on this rank. Returns at once."""
 
     def leave(self) -> None:
         """Notify the other members that this rank closed the group. Returns at once."""
@@ -91,7 +91,7 @@ class NoEvidence:
         needed: Sequence[int] | None,
         dead: Sequence[int] = (),  # noqa: ARG002
     ) -> CollectiveError:
-        """Return the error that the engine observed, without further ranks."""
+        """Return the error that the engine observed, without naming further ranks."""
         if broken is not None:
             return build.connection_broken(self._members, operation, broken)
         return build.timed_out(self._members, operation, needed or [])

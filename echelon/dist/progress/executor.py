@@ -80,7 +80,7 @@ class Lane:
                 self._changed.notify_all()
 
     def close(self, *, wait: bool = True) -> None:
-        """Stop the thread after the queued jobs, all of which the caller has already made fail."""
+        """Stop the thread after the queued jobs. The caller has already made all of them fail."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,8 +1,8 @@
 """Track a group's calls, its operations in progress, and how the group ended.
 
 This is the only place that records whether a group is broken, aborted or closed. Engines raise what
-they observed (see `backends/interface.py`). This module turns that into the group's first error,
-which every later call reports, on this rank and, through `Evidence`, on the other ranks.
+they observed (see `backends/interface.py`). This module turns that into the group's first error.
+Every later call reports that error, on this rank and, through `Evidence`, on the other ranks.
 
 [Note: the end of a group] The first of a failure, an abort and a close wins, decided by one atomic
 `dict.setdefault`, so that no lock is needed: `abort` may be called by a signal handler on a thread
@@ -62,7 +62,7 @@ if hasattr(os, "register_at_fork"):
 class Turn:
     """A lock that records its owner, because a signal handler may request it on the owner's thread.
 
-    Used as `with turn as is_nested`, where a nested block runs within the owner's block.
+    Used as `with turn as is_nested`. A nested block runs within the owner's block.
     """
 
     __slots__ = ("_depth", "_lock", "_owner")
@@ -236,7 +236,7 @@ class GroupState:
                     self._settle(work)
 
     def settle(self, work: Work) -> None:
-        """Record an operation's end after those of earlier ones, so that the cause comes first.
+        """Record an operation's end after the ends of earlier ones, so that the cause comes first.
 
         An operation on a device may still be running after a wait. In that case its end is recorded
         later.
@@ -361,8 +361,8 @@ class GroupState:
         """End the group with the verdict of another rank; never blocks.
 
         A rank that failed in a collective has finished all earlier collectives, so all ranks took
-        part in those. If one of them is still in progress on this rank, it gets a moment to end by
-        itself.
+        part in those. If an earlier collective is still in progress on this rank, it is given a
+        moment to end by itself.
         """
         number = error.sequence
         if error.operation in COLLECTIVES and self._is_before(number):
@@ -429,7 +429,7 @@ class GroupState:
         """End the group on this rank and release its resources. Does local work for at most 1 s.
 
         Within that second, the method waits for a pending verdict to be published. If the store
-        does not answer in time, the watcher continues publishing after the return.
+        does not answer in time, the watcher continues publishing after the method has returned.
         """
         if self.is_closed or self.is_foreign:
             return

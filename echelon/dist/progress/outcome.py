@@ -9,7 +9,7 @@ import time
 class Outcome:
     """The outcome of an operation: still running, failed with an error, or succeeded.
 
-    Thread- safe.
+    Thread-safe.
     """
 
     __slots__ = ("_ended_mono_ns", "_error", "_finished")

@@ -1,9 +1,9 @@
 """Run the collectives of a blocking engine one after the other on one thread.
 
-Every collective runs on that thread, even one for which the caller waits. So a Python signal
-handler never interrupts a collective halfway, because the handler runs on the caller's thread,
-which only waits. Collectives that the handler calls are queued after the current one. Callers do
-not take locks, because the queue (`queue.SimpleQueue`) is reentrant for handlers.
+Every collective runs on that thread, even if the caller waits for it. So a Python signal handler
+never interrupts a collective halfway, because the handler runs on the caller's thread, which only
+waits. Collectives that the handler calls are queued after the current one. Callers do not take
+locks, because the queue (`queue.SimpleQueue`) is reentrant for handlers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Continue training in the living processes when ranks are lost; see docs/resilience.md."""
+"""Continue training in the surviving processes when ranks are lost; see docs/resilience.md."""
 
 from echelon.dist.resilient.kept import Stateful
 from echelon.dist.resilient.training import World, run

@@ -1,12 +1,11 @@
 """Read the epochs that the launcher publishes, and let the ranks of an epoch meet.
 
-A rank reads only its own copy of the newest epoch and never decides who is lost. Where a rank that
-others wait for is lost in turn, the launcher opens the gate of their meeting, and they find that a
-newer epoch is there.
+A rank reads only its own copy of the newest epoch, and never decides which ranks are lost. If a
+rank of the new epoch is lost while the others are waiting to meet it, the launcher opens the gate
+of their meeting, and they find that there is a newer epoch.
 
-A rank that computes, or that waits for a host which does not answer, does not notice a loss by
-itself. So a thread (`News`) waits for the next epoch and ends the groups of the world that it
-replaces.
+A rank that is computing, or is waiting for a host that does not answer, does not notice a loss by
+itself. So a thread (`News`) waits for the next epoch, and then ends the groups of the old world.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _CLOSE_S = 0.5
 
 
 class Superseded(Exception):  # noqa: N818 -- not an error that a user sees
-    """A newer epoch has replaced the epoch whose ranks were meeting."""
+    """The epoch whose ranks were meeting has been replaced by a newer epoch."""
 
 
 class Epochs:
@@ -39,7 +38,7 @@ class Epochs:
 
     Args:
         store: the job's store.
-        rank: the launcher's number of this process.
+        rank: this process's number, as given by the launcher.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
@@ -48,7 +47,7 @@ class Epochs:
         self.number = 0
 
     def next(self, timeout_s: float) -> Epoch:
-        """Return the newest epoch after the last one returned; wait until there is one.
+        """Return the newest epoch since the last one returned; wait until there is one.
 
         Raises:
             StoreTimeoutError: no new epoch was published within `timeout_s`.
@@ -88,10 +87,10 @@ class Epochs:
 
 
 class News:
-    """Waits for epochs on a thread of its own, with a connection of its own.
+    """Waits for epochs on its own thread, over its own connection.
 
     Args:
-        store: the job's.
+        store: the job's store.
         take: called with each epoch, on that thread.
     """
 

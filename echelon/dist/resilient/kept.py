@@ -1,7 +1,7 @@
 """Keep a rank's copy of the training state at the start of a step, in the rank's own memory.
 
-Tensors are copied into memory that is kept from one step to the next, and restored in place:
-parameters stay the objects that the model, the optimizer and the caller hold.
+Tensors are copied into memory that is reused from one step to the next. They are restored in place,
+so the model, the optimizer and the caller keep the same parameter objects.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 
 class Stateful(Protocol):
-    """An object with a state of its own: a schedule, an average of the weights, a sampler.
+    """An object with its own state: a schedule, an average of the weights, a sampler.
 
     Example:
         >>> schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -35,14 +35,14 @@ class Stateful(Protocol):
 
 
 class KeptState:
-    """The state of a model, its optimizer and random numbers at one moment.
+    """The state of a model, its optimizer and the random generators at one moment.
 
     The copy needs as much memory as the parameters, the buffers and the optimizer's state.
 
     Args:
         model: the model, which is replicated on all ranks.
         optimizer: the optimizer of the model's parameters.
-        also: other objects whose state the steps change.
+        also: other objects whose state is changed by the steps.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class KeptState:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Copy the present state over the previous copy. Local."""
+        """Copy the current state over the previous copy. Local."""
         self._owned = [
             (values, dict(values))
             for module in self._model.modules()
@@ -88,7 +88,7 @@ class KeptState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the kept state in place, and drop gradients. Local."""
+        """Restore the kept state in place, and discard the gradients. Local."""
         for values, before in self._owned:  # a step may have assigned other tensors
             values.clear()
             values.update(before)
@@ -104,7 +104,7 @@ class KeptState:
         _set_random_state(self._random)
 
     def drop(self) -> None:
-        """Release the copies, because no other rank is left that could be lost."""
+        """Release the copies, now that there is no other rank left to lose."""
         self._tensors.clear()
         self._owned.clear()
         self._state.clear()
@@ -131,7 +131,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _copied(value: Any, place: Any) -> Any:
-    """Return a copy of a value; a tensor is copied into `place` if that has the same form."""
+    """Return a copy of a value; copy a tensor into `place` if that has the same form."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     is_alike = (

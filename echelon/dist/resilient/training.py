@@ -1,13 +1,14 @@
 """Run steps that all ranks commit, and that the survivors repeat when a rank is lost.
 
-[Note: kept and finished] Each rank holds two numbers. `kept` is the step of whose start it has a
-copy; `finished` is one more once it has computed that step completely, so that its live state is
-the start of the next one. A barrier ends each step: a rank sets `finished` before it enters, and
-only behind it raises `kept` and copies again. So a rank that is past the barrier knows that all
-have finished, and among survivors `finished` and `kept` differ by at most one step. They exchange
-`finished` and continue from its least value: each of them has that state, live or as its copy.
+[Note: kept and finished] Each rank holds two numbers. `kept` is a step: the rank has a copy of the
+state at the start of that step. `finished` is one higher once the rank has computed that step
+completely; its live state is then the start of the next step. A barrier ends each step. A rank sets
+`finished` before it enters the barrier; only after the barrier does it raise `kept` and copy again.
+So a rank that is past the barrier knows that all have finished, and among survivors `finished` and
+`kept` differ by at most one step. The survivors exchange `finished` and continue from the lowest
+value, because each of them has that state, either live or as its copy.
 
-Protection begins as a step does: a rank has `finished` the start once `prepare` has returned.
+Protection begins like a step: a rank has `finished` the start once `prepare` has returned.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ class World:
     """The ranks that train together until the next loss.
 
     Attributes:
-        group: the group of all these ranks, which `echelon.dist.world()` also returns.
-        epoch: the number of the epoch, which is 0 at the start and higher after each loss.
-        lost: the ranks that were lost so far, as the launcher numbers them.
+        group: the group of these ranks; `echelon.dist.world()` returns the same group.
+        epoch: the number of the epoch, 0 at the start, and higher after each loss.
+        lost: the ranks that have been lost so far, as numbered by the launcher.
 
     Example:
         >>> def prepare(world):
@@ -81,33 +82,35 @@ def run(
 ) -> None:
     """Train the steps `first` to `total - 1`, and continue if ranks are lost.
 
-    Under `echelon run --on-loss shrink` the ranks that are left drop the step in which one died,
-    restore the state of its start and repeat it, in the living processes. With gradients that do
-    not depend on the number of ranks (`echelon.train.same_bits.SameBits`) the result has the same
-    bits as without the loss. Elsewhere `run` trains without this protection, and warns.
+    Under `echelon run --on-loss shrink`, the surviving ranks discard the step in which a rank died,
+    restore the state from the start of that step, and repeat the step. Their processes are not
+    restarted. With gradients that do not depend on the number of ranks
+    (`echelon.train.same_bits.SameBits`) the result has the same bits as without the loss. Under
+    other launchers or settings, `run` warns and trains without this protection.
 
-    Every rank calls this after `echelon.dist.init`. Each step ends with a barrier, and each rank
-    copies the training state once per step, which takes as much memory again as that state.
+    Every rank must call this after `echelon.dist.init`. Each step ends with a barrier. Each rank
+    copies the training state once per step, and the copy takes as much memory as that state.
 
     Args:
-        prepare: makes what belongs to the present ranks (groups, meshes, `SameBits`), and returns
-            the function that computes one step, given its number. Called at the start, and again
-            after each loss: groups from before are closed then. What it returns must change nothing
-            but the model, the optimizer, `also` and random numbers, must not use gradients of an
-            earlier step, and must let CollectiveError pass.
-        model: the model, all of which each rank must have.
+        prepare: creates whatever belongs to the current ranks (groups, meshes, `SameBits`), and
+            returns a function that computes one step, given the step's number. `prepare` is called
+            at the start, and again after each loss, when all earlier groups have been closed. The
+            function that it returns must change only the model, the optimizer, `also` and random
+            numbers. It must not use gradients from an earlier step, and must not catch
+            CollectiveError.
+        model: the model; every rank must have all of it.
         optimizer: the optimizer of the model's parameters.
         total: the number of the last step, plus one.
         first: the number of the first step.
-        also: schedules, averages and other objects with a state that steps change.
-        on_commit: called with each step's number and result, once per rank, when no loss can undo
-            the step any more. It must not call collectives.
+        also: schedules, averages and other objects whose state is changed by the steps.
+        on_commit: called once per step on each rank, with the step's number and result, when the
+            step can no longer be undone by a loss. It must not call collectives.
 
     Raises:
-        ValueError: there is no world, `model` is not replicated, or a protected `run` was called
-            before in this process.
-        CollectiveError: a collective failed, and no epoch without the ranks at fault was published:
-            too few ranks are left, or no rank has died.
+        ValueError: there is no world, `model` is not replicated, or a protected `run` was already
+            called in this process.
+        CollectiveError: a collective failed, and the launcher published no epoch without the ranks
+            at fault, because too few ranks are left or no rank has died.
 
     Example:
         >>> from echelon.train.same_bits import SameBits
@@ -149,7 +152,7 @@ def run(
 
 
 def _end_world(epoch: Epoch) -> None:
-    """End the groups of the worlds before an epoch; on a thread of its own."""
+    """End the groups of all worlds before an epoch, on a separate thread."""
     if epoch.left:
         return  # only ranks that miss the one which left have failed
     text = f"the launcher counts {_named(epoch.lost)} as lost"
@@ -184,7 +187,7 @@ class _Training(Generic[_T]):
         self._epochs = Epochs(runtime.job_store(), runtime.own_rank())
 
     def train(self, world: World) -> None:
-        """Train to the last step, in as many worlds as this takes."""
+        """Train up to the last step, in as many worlds as necessary."""
         now = world
         while True:
             try:
@@ -225,13 +228,13 @@ class _Training(Generic[_T]):
 
     @staticmethod
     def _check_groups() -> None:
-        """Raise the error of a failed collective that a step has ignored."""
+        """Raise the error of a failed collective if the step ignored that error."""
         error = runtime.first_error()
         if error is not None:
             raise error
 
     def _commit(self, *, is_kept: bool) -> None:
-        """Make the live state the one to return to, which every rank has or can have."""
+        """Make the live state the one to return to; every rank has this state or can reach it."""
         self._kept = self._finished
         if self._may_continue and is_kept:
             self._state.keep()
@@ -248,7 +251,7 @@ class _Training(Generic[_T]):
         """Return the world of the ranks that remain.
 
         Raises:
-            CollectiveError: no epoch was published, or its ranks did not meet.
+            CollectiveError: no epoch was published, or the ranks of the epoch did not meet.
         """
         if isinstance(err, CollectiveMismatchError):
             raise err  # every rank would call the same again
@@ -279,7 +282,7 @@ class _Training(Generic[_T]):
             raise _unrepeated(err, why) from err
 
     def _join(self, epoch: Epoch) -> World:
-        """Agree with the ranks of an epoch on a step, restore its start, and create their world."""
+        """Agree with an epoch's ranks on a step, restore that step's start, and create a world."""
         mine = {"kept": self._kept, "finished": self._finished, "process": process_identity()}
         timeout_s = runtime.world().timeout_s
         rows = self._epochs.meet(epoch, mine, timeout_s)
@@ -303,7 +306,7 @@ class _Training(Generic[_T]):
         note_standing(self._standing)
 
     def _settle(self, target: int) -> None:
-        """Restore the live state, and its copy, to the start of a step."""
+        """Restore the live state and the kept copy to the start of a step."""
         if self._kept == target:
             self._state.restore()
         elif self._finished == target == self._kept + 1:
@@ -342,7 +345,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _why_none(err: CollectiveError, waited_s: float) -> str:
-    """Return why the launcher has published no epoch, as far as this is known."""
+    """Return why the launcher has not published an epoch, as far as the reason is known."""
     if not isinstance(err, PeerLostError):
         return f"no rank was lost within {waited_s:g} s of this error"
     ranks = ", ".join(map(str, err.ranks))
@@ -353,7 +356,7 @@ def _why_none(err: CollectiveError, waited_s: float) -> str:
 
 
 def _claim() -> None:
-    """Refuse a second protected run, which would read the epochs and standings of the first."""
+    """Refuse a second protected run, which would read the first run's epochs and standings."""
     global _is_claimed
     if _is_claimed:
         raise ValueError(

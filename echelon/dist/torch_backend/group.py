@@ -404,7 +404,7 @@ class TorchGroup(Identity):
 
 
 def _limit(timeout: timedelta | None) -> float | None:
-    """Return torch's timeout of a call in seconds; 0 and -1 ms mean the group's timeout."""
+    """Return a call's torch timeout in seconds; 0 and -1 ms mean the group's timeout."""
     seconds = 0.0 if timeout is None else timeout.total_seconds()
     return seconds if seconds > 0 else None
 
@@ -414,7 +414,7 @@ def _now(job: Job) -> None:
 
 
 def _close_all() -> None:
-    """End groups left open, because a thread that still waits would abort the exiting process."""
+    """End groups left open, because a thread that is still waiting would abort the exit."""
     for group in sorted(_open_groups, key=lambda one: one.group_name, reverse=True):
         group.shutdown()
 

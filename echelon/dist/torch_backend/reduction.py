@@ -21,7 +21,7 @@ _LINEAR = ("sum", "avg")
 
 
 class Reduction:
-    """A reduce operation, which is read from torch's options while they exist.
+    """A reduce operation, copied from torch's options while they exist.
 
     `opts.reduceOp` refers to a C++ struct that is freed when the call returns.
 

@@ -3,8 +3,8 @@
 Torch passes the store of its rendezvous to a backend, so a second store is not needed. If it is a
 TCPStore, echelon's or torch's, echelon's client connects to the same server. The client's waits do
 not log, can be interrupted by signals, and take one round trip on echelon's server. One client
-serves all groups of a process. Any other store, such as a FileStore or the program's own, is used
-through torch.
+serves all groups of a process. Any other store, such as a FileStore or one that the program
+defines, is used through torch.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def only(data: Any, call: str) -> Tensor:
 
 
 def only_list(data: Any, call: str) -> Sequence[Tensor]:
-    """Return the only list of torch's list of lists, or the argument if it is a flat list."""
+    """Return the only list in torch's list of lists, or the argument if it is a flat list."""
     if data and isinstance(data[0], torch.Tensor):
         return list(data)
     if len(data) != 1:

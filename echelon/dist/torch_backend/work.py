@@ -1,8 +1,8 @@
 """Wrap echelon's works as torch works, for `async_op=True` and for DDP.
 
-[Note: errors and futures] A torch future for a work is completed by a thread that waits for the
-work. Torch turns a Python exception into a wrong result in one place (`_create_work_from_future`)
-and into a crash in another (`Future.set_exception` under DDP). So `wait()` of this class raises the
+[Note: errors and futures] A thread that waits for a work completes the torch future of that work.
+Torch turns a Python exception into a wrong result in one place (`_create_work_from_future`) and
+into a crash in another (`Future.set_exception` under DDP). So `wait()` of this class raises the
 error itself, and a future is always a child created by `then`, whose callback raises: C++ then sees
 a RuntimeError with the error's name and text.
 """

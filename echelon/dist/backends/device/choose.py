@@ -19,7 +19,7 @@ from echelon.store import PrefixStore
 
 
 def refusal(device: str, *, is_staged: bool) -> str:
-    """Return why this rank cannot send arrays of a kind of device, or "" if it can. Local.
+    """Return why this rank cannot send arrays on a kind of device, or "" if it can. Local.
 
     Args:
         device: the kind of device, such as "cuda" or "xpu".

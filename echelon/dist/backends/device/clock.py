@@ -1,8 +1,8 @@
 """Convert the times of device work to the host's monotonic clock.
 
 Timing events give times only relative to each other. An event that is recorded on an idle stream
-and observed immediately ties them to the host's clock. The difference between two events is given
-in float32 milliseconds, so the tie is renewed from time to time to keep the resolution.
+and observed immediately ties them to the host's clock. The time between two events is given in
+float32 milliseconds, so the tie is renewed from time to time to keep the resolution.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DeviceClock:
             return 0
 
     def _make_tie(self) -> Tie:
-        """Tie the clocks by the fastest of a few events."""
+        """Tie the clocks with the fastest of a few events."""
         ties = []
         with self._runtime.relaxed():
             for _ in range(_NUM_TRIES):

@@ -3,9 +3,9 @@
 A library frees a communicator in `abort` and `destroy`; any later use, including a second `abort`
 or `destroy`, would access freed memory. So all calls go through one lock, and the communicator is
 ended exactly once: a flag rejects new calls, and a separate thread waits until the last call has
-returned before it frees the communicator. A call that does not return because it waits for a
-missing rank is revoked first, which libraries allow during a call. If a library cannot revoke (NCCL
-before 2.29, oneCCL), the communicator and the threads inside it remain until the process exits.
+returned before it frees the communicator. A call that is blocked waiting for a missing rank is
+revoked first; libraries allow a revoke during a call. If a library cannot revoke (NCCL before 2.29,
+oneCCL), the communicator and the threads inside it remain until the process exits.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ class Handle:
             self._inside.release()
 
     def abort(self, wait_s: float) -> bool:
-        """Abort operations and free the communicator; return whether it is free within `wait_s`."""
+        """Abort operations and free the communicator; return whether it is freed in `wait_s`."""
         return self._end(self._abort, wait_s)
 
     def destroy(self, wait_s: float) -> bool:
-        """Destroy an idle communicator; return whether it is free within `wait_s`.
+        """Destroy an idle communicator; return whether it was freed within `wait_s`.
 
-        A library may wait here for the other members. It is not interrupted, because an abort after
-        a destroy would free the communicator twice.
+        The library may wait for the other members here. The wait is not interrupted, because an
+        abort after a destroy would free the communicator twice.
         """
         return self._end(self._destroy, wait_s)
 

@@ -15,7 +15,10 @@ from echelon.dist.backends.device.runtime import DeviceRuntime
 
 
 class Communicator(Protocol):
-    """A communicator of the library. During another thread's call, only `revoke` may be called."""
+    """A communicator of the library.
+
+    While one thread is in a call, other threads may only call `revoke`.
+    """
 
     def launch(
         self, kind: str, source: Any, target: Any, reduce_op: str, peer: int, stream: Any
@@ -38,7 +41,7 @@ class Communicator(Protocol):
     def revoke(self) -> bool:
         """Abort running and blocked operations without freeing anything.
 
-        Callable during another call.
+        May be called during another call.
 
         Returns:
             False if the library does not support revoking.

@@ -6,10 +6,10 @@ very operation that its receiver is waiting for. So lanes share nothing: a lane 
 to another under one name (a tag or a channel's name), and has its own two-rank communicator and its
 own stream. Messages are ordered within a lane; two lanes never wait for each other.
 
-A lane is created by its first message or by `open`, whichever comes first at each end. Its creation
-blocks the lane's own thread until both ends take part. One byte is sent over each new lane, because
-libraries connect in the first call and not when the communicator is created. The lane is open once
-that byte has arrived: a message in a graph runs on another stream and could overtake it.
+At each end, a lane is created by the first message or by `open`, whichever comes first. Creating a
+lane blocks the lane's own thread until both ends take part. One byte is sent over each new lane,
+because libraries connect in the first call and not when the communicator is created. The lane is
+open once that byte has arrived: a message in a graph runs on another stream and could overtake it.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Lane:
         """Start connecting the lane unless a message has already started it; never blocks.
 
         Args:
-            opened: called once, from any thread, with the error, or None if the lane is open.
+            opened: called once, on any thread, with the error, or with None once the lane is open.
             check: raises when the operation or the group has ended.
         """
 

@@ -127,9 +127,9 @@ class DevicePending:
 
     @property
     def started_mono_ns(self) -> int:
-        """The time at which the device started the operation, including the wait for peers.
+        """The time at which the device started the operation; it may then have waited for peers.
 
-        The value is 0 until it ends.
+        The value is 0 until the operation ends.
         """
         return self._started_mono_ns
 
@@ -141,8 +141,8 @@ class DevicePending:
     def wait(self, timeout_s: float | None) -> bool:
         """Make the caller's streams wait for the operation; block the host until it is enqueued.
 
-        Enqueuing takes long if the library still has to connect to ranks that have not made the
-        call. A detached operation is not waited for.
+        Enqueuing takes a long time if the library still has to connect to ranks that have not made
+        the call. Detached operations are not waited for.
         """
         if self.is_detached:  # made from a copy, and no result comes of it
             return True
@@ -176,7 +176,7 @@ class DevicePending:
 
 
 class DonePending:
-    """An operation without its own completion, because it is in a graph or had nothing to do."""
+    """An operation that has no completion of its own: it is in a graph, or had nothing to do."""
 
     error = None
     done = True

@@ -67,7 +67,7 @@ class DeviceRuntime:
         return self.accelerator.ExternalStream(pointer, device=f"{self.device}:{index}")
 
     def is_capturing(self) -> bool:
-        """Return whether this thread's stream is capturing a graph, which forbids event queries."""
+        """Return whether this thread's stream is capturing a graph. A capture forbids queries."""
         ask = getattr(self.accelerator, "is_current_stream_capturing", None)
         return ask is not None and bool(ask())
 
@@ -107,7 +107,7 @@ class DeviceRuntime:
 
 
 def _capture_modes() -> tuple[Any, Any] | None:
-    """Return CUDA's function that exchanges a thread's capture mode, and the relaxed mode."""
+    """Return CUDA's function for exchanging a thread's capture mode, and the relaxed mode."""
     try:
         runtime: Any = importlib.import_module("cuda.bindings.runtime")
     except ImportError:

@@ -4,8 +4,8 @@ The engine is used for ranks that share a GPU, which NCCL refuses, and for group
 host engine's name. An operation's input is copied to the host after the work on the caller's
 stream; after the copy, the host engine carries out the operation, and its result is copied back.
 One thread per group (the pump) moves operations from one stage to the next, so the caller is not
-blocked; `wait` blocks until the copy back is on its stream, and orders the caller's stream behind
-it.
+blocked; `wait` blocks until the copy back has been queued on its stream, and orders the caller's
+stream behind that copy.
 
 This host engine is separate from the one for the group's host arrays, so the two need not agree on
 an order of operations.

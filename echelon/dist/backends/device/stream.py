@@ -122,7 +122,7 @@ class StreamEngine:
     # ---- carrying out ----
 
     def execute(self, operation: Operation, watch: Watch) -> None:
-        """Carry out one operation, ordered with the work on the caller's stream."""
+        """Carry out one operation, in order with the work on the caller's stream."""
         pending = self.submit(operation, watch)
         pending.wait(None)
         if pending.error is not None:
@@ -358,7 +358,7 @@ class StreamEngine:
                 (one.abort if self._is_cut else one.destroy)(left_s)
 
     def _failure(self) -> str:
-        """Return the library's error, which is queried at most once every `_LOOK_S`."""
+        """Return the library's error, which is queried at most once every `_LOOK_S` seconds."""
         now_s = time.monotonic()
         if now_s - self._looked_s < _LOOK_S:
             return ""

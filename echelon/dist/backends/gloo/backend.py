@@ -3,7 +3,7 @@
     all_reduce of float32/64, int32/64     Gloo's own ring (unless rank-ordered sums are requested;
                                            not min and max of floats: they may lose a NaN)
     other sums                             all_to_all of shares, summed here in rank order with
-                                           float32 accumulation, then all_gather: 2 n bytes a rank
+                                           float32 accumulation, then all_gather: 2 n bytes per rank
     reduce_scatter                         all_to_all of parts, summed here: n bytes a rank
                                            (Gloo's own is a whole all_reduce)
     reduce                                 reduce_scatter, then gather
@@ -128,7 +128,7 @@ class GlooEngine(HostEngine):
     def cut(self, reason: CollectiveError | None) -> None:
         """Break the connections at both ends.
 
-        Connections that are idle are closed in an orderly way.
+        Idle connections are closed gracefully.
         """
         if self._transport is not None and not (reason is None and self._serial.is_idle):
             self._transport.break_off()

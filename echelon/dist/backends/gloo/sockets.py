@@ -5,8 +5,8 @@ connection when one wait times out, and do not report which peer failed. So mess
 connections: one per direction of each pair in use, made on demand. Each connection is written by
 one end only and read by the other, so that closing it never discards bytes in flight.
 
-A connection begins with 40 bytes from the sender: its rank, and a digest over a secret that the
-group shares through its store. The digest keeps out other programs, but the data is not encrypted.
+A connection begins with 40 bytes from the sender: its rank, and a digest of a secret that the group
+shares through its store. The digest keeps out other programs, but the data is not encrypted.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Sockets:
     slice_s = 5.0
 
     def __init__(self, rank: int, address: str) -> None:
-        """Listen at an address of this host, for peers to connect.
+        """Listen on an address of this host for connections from peers.
 
         Raises:
             OSError: this host has no such address.
@@ -152,9 +152,9 @@ class Sockets:
     def broken(self) -> list[tuple[int, str]]:
         """Return the peers whose connections have ended, with the reason for each.
 
-        A peer that leaves closes all its connections. The connection on which this rank writes may
-        end before all the peer's bytes have arrived on the other one, which is therefore read to
-        its own end.
+        A peer that leaves closes all its connections. The connection to the peer may end before all
+        bytes from the peer have arrived. So the connection from the peer is still read to its own
+        end.
         """
         now = time.monotonic()
         found = []
@@ -184,7 +184,7 @@ class Sockets:
         return num_bytes
 
     def has_unread(self, peer: int) -> bool:
-        """Return whether unread bytes of a peer have arrived; callable from any thread."""
+        """Return whether unread bytes from a peer have arrived. May be called on any thread."""
         incoming = self._in.get(peer)
         try:
             return incoming is not None and bool(incoming.recv(1, socket.MSG_PEEK))

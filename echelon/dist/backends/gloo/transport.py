@@ -66,9 +66,8 @@ class _Bridge(_core.Store):  # type: ignore[misc]  # torch's own class, untyped
 class Swap:
     """A receive and a send in progress, with the interface of a Gloo collective.
 
-    Gloo waits for messages in C and closes all connections if that times out. So a thread of the
-    mesh waits for them, and the caller, which waits for that thread, can check its watch while it
-    waits.
+    Gloo waits for messages in C, and closes all connections if a wait times out. So a thread of the
+    mesh does the waiting. The caller waits for that thread, and can check its watch while it does.
     """
 
     def __init__(self, wait_for_both: Callable[[], None]) -> None:
@@ -102,7 +101,7 @@ class Swap:
 
 
 class _Swapper:
-    """The thread that waits for swaps. It is started with the first swap."""
+    """The thread that waits for swaps. It starts with the first swap."""
 
     def __init__(self) -> None:
         self._swaps: SimpleQueue[Swap | None] = SimpleQueue()
@@ -165,8 +164,8 @@ class Transport:
         """Close the connections here and at the peers, even while operations are waiting on them.
 
         Gloo has no call for this, but a receive that times out closes all connections. Occasionally
-        this does not wake one of Gloo's threads, and its destructor waits for its threads while it
-        holds the interpreter lock, so a broken object is never destroyed.
+        this fails to wake one of Gloo's threads. Gloo's destructor waits for these threads while
+        holding the interpreter lock, so a broken object is never destroyed.
         """
         made = self._made
         self.keep()
@@ -203,10 +202,10 @@ class Transport:
     def swap(self, out: Flat, data: Flat, timeout_s: float) -> Any:
         """Start to exchange bytes with the only other member. Both members must know both sizes.
 
-        Gloo's all_to_all sends first. Its notice to the peer that memory is ready then queues
-        behind its own data on the same connection, and the other direction stays idle until then,
-        which made half of the exchanges on a 60 MB/s link take twice as long. So this rank posts
-        the receive first.
+        Gloo's all_to_all sends first. The notice that memory is ready for the peer's data then
+        queues behind the data on the same connection, and the other direction is idle until the
+        notice arrives. On a 60 MB/s link this made half of the exchanges take twice as long. So
+        this rank posts the receive first.
         """
         if max(out.nbytes, data.nbytes) <= self.small_bytes:
             sizes = [[0, 0], [0, 0]]

@@ -1,4 +1,4 @@
-"""Define the reasons for the end of a group, as its members exchange them in shared memory."""
+"""Define the reasons why a group ended, as its members exchange them in shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sleep on a word in shared memory, and wake its sleepers (futex(2)).
+"""Sleep on a word in shared memory, and wake the threads that sleep on it (futex(2)).
 
 The C library has no futex wrapper, so the system call is made through ctypes, which releases the
 GIL around it. The system call numbers depend on the architecture.

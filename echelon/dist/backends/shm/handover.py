@@ -1,8 +1,8 @@
 """Pass descriptors to other processes of the same user over an abstract Unix socket.
 
 Group rank 0 passes the shared memory to all members. If members are in different PID namespaces,
-each of them also sends its own pidfd, and rank 0 passes all pidfds to all members, because a pidfd
-can be watched from any namespace.
+each member also sends its own pidfd, and rank 0 passes all pidfds to all members. A pidfd can be
+watched from any namespace.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Map the shared memory of a group's ranks, which recognize the memory by the marks in it.
+"""Map a group's shared memory, in which each rank leaves a mark that the others recognise.
 
 [Note: who owns a shared segment] The segment is an anonymous file (memfd) with no name in any file
 system: it exists as long as a process maps it, so a process that dies leaves nothing behind. Group
@@ -62,7 +62,7 @@ def anonymous_file(num_bytes: int) -> int:
     """Return the descriptor of anonymous memory of fixed size.
 
     Raises:
-        CollectiveError: the memory must be in /dev/shm, which does not have enough.
+        CollectiveError: the memory must be in /dev/shm, and there is not enough space there.
     """
     try:
         fd = os.memfd_create("echelon-shm", os.MFD_CLOEXEC)

@@ -96,7 +96,7 @@ class NativePending:
 
     @property
     def source(self) -> int:
-        """The group rank whose message a receive took; -1 before it is done."""
+        """The group rank whose message a receive took; -1 until it is done."""
         return int(self._ticket.source)
 
     def withdraw(self) -> bool:
@@ -165,7 +165,7 @@ class NativeEngine:
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """End all waits in the core, and tell the other ranks whether this rank failed or left."""
+        """End all waits in the core, and notify other ranks whether this rank failed or left."""
         if reason is None:
             self._engine.close()
         else:

@@ -1,9 +1,9 @@
-"""Run collectives over shared memory in pure Python, with NumPy and with waits on futexes.
+"""Run collectives over shared memory in pure Python, using NumPy and futexes.
 
-It is the fallback for installations without a compiler, and the oracle of the C core's tests. Every
-chunk of every collective begins with the same phase: a rank writes its data into its slot,
-announces the data, and waits until all ranks have done so. After that each rank knows every other
-rank's call (a mismatch raises an error before any result is written) and may read all data.
+This engine is the fallback for installations without a compiler, and the oracle for the C core's
+tests. Every chunk of every collective begins with the same phase: a rank writes its data into its
+slot, announces the data, and waits until all ranks have done so. After that each rank knows every
+other rank's call (a mismatch raises an error before any result is written) and may read all data.
 
     up to 16 KB, or two ranks   each rank sums all slots                1 phase
     larger sums                 each sums its share, all copy shares    2 phases
@@ -14,7 +14,7 @@ chunk k+1, so every rank has finished reading chunk k. A third phase is therefor
 
 Waiting adapts to the machine: with more ranks than usable cores a rank sleeps on the futex at once,
 otherwise it first yields for up to 300 us. A yield that takes over 30 us shows that another thread
-got the core for a whole time slice, so for a while the rank then sleeps at once (measured next to
+got the core for a whole time slice, so the rank then sleeps at once for a while (measured next to
 busy processes).
 """
 
@@ -258,7 +258,7 @@ class PythonEngine(HostEngine):
                 np.copyto(place, part.reshape(self._size, per_slot)[self._rank, : len(place)])
 
     def _agree_on_splits(self, operation: Operation, watch: Watch) -> int:
-        """Compare this rank's sends with the sizes that its peers expect.
+        """Compare the sizes that this rank sends with the sizes that its peers expect.
 
         Return the longest length.
         """

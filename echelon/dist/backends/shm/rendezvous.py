@@ -58,7 +58,7 @@ def join(
     """Map the group's memory; every member must call this.
 
     Args:
-        offer: the capabilities of this process and its sizes, of which group rank 0's are used.
+        offer: this process's capabilities and sizes; the sizes that group rank 0 offers are used.
         engine_bytes: size of the engine's part of the memory under a plan.
 
     Raises:

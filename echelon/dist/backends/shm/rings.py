@@ -2,13 +2,13 @@
 
 A ring's `tail` counts the bytes written and its `head` the bytes read, modulo twice the size of the
 ring, so that full and empty can be distinguished for any size. The rank that moves either of them
-rings the other rank's doorbell, a word on which its message thread sleeps.
+rings the other rank's doorbell, a word on which that rank's message thread sleeps.
 
 [Note: no ring of a bell is lost] A sender stores the tail, makes a system call (a full barrier),
-then stores in the bell a value that it has never stored before, and wakes its sleepers. The sleeper
-reads the bell first, looks at all rings, and sleeps only while the bell still has that value, so it
-either sees the tail or does not sleep. Values also differ between ranks, because two racing
-increments could otherwise restore an old value.
+then stores in the bell a value that it has never stored before, and wakes the bell's sleepers. A
+sleeper reads the bell first, looks at all rings, and sleeps only while the bell still has that
+value, so it either sees the tail or does not sleep. Values also differ between ranks, because two
+racing increments could otherwise restore an old value.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Rings:
     slice_s = 0.1  # a peer that dies rings no bell
 
     def __init__(self, segment: Segment, rank: int, gone: Gone) -> None:
-        """Set up the streams. Waits call `gone()` for the peers that have ended, and why."""
+        """Set up the streams. Waits call `gone()` to find out which peers have ended, and why."""
         self._segment = segment
         self._words = segment.words
         self._rank = rank
@@ -117,7 +117,7 @@ class Rings:
         ]
 
     def wake(self) -> None:
-        """Ring the bell of this rank itself."""
+        """Ring this rank's own bell."""
         if not self._is_closed:
             self._ring(self._rank)
 

@@ -90,7 +90,7 @@ class Segment:
         return raw[2 : 2 + int.from_bytes(raw[:2], "little")]
 
     def blame(self, rank: int, fault: int, blamed: list[int], num_ended: int) -> None:
-        """Record that `rank` has left the group after a failure, and the group ranks it blames.
+        """Record that `rank` has left the group after a failure, and which group ranks it blames.
 
         Args:
             num_ended: the number of collectives that `rank` had finished.
@@ -106,7 +106,7 @@ class Segment:
         self.words[base + 1] = fault
 
     def blamed_by(self, rank: int) -> tuple[int, list[int]]:
-        """Return why a rank left the group and the ranks that it blames; otherwise (0, [])."""
+        """Return why a rank left the group and which ranks it blames, or (0, []) if it did not."""
         base = rank * CONTROL_BYTES // 4
         fault = self.words[base + 1]
         if not fault:

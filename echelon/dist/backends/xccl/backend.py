@@ -14,8 +14,8 @@ checks its watch while it waits for that thread. When an operation fails, the th
 that it uses are abandoned, and the communicator is never destroyed; the process can still exit,
 which frees the memory.
 
-All groups of a process share that thread and its queue: the library serves one call at a time, so
-calls on two communicators must be made in the same order on every rank.
+All groups of a process share that thread and its queue. The library serves one call at a time, so
+every rank must make the calls on different communicators in the same order.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class XpuCommunicator:
 
 @contextlib.contextmanager
 def _group(loaded: Any) -> Iterator[None]:
-    """Group calls. An error raised in the block takes precedence over one from its end."""
+    """Group calls. An error raised inside the block takes precedence over one raised at its end."""
     _check("GroupStart", loaded)
     try:
         yield

@@ -91,8 +91,8 @@ def _folders() -> Iterator[Path]:
 def check(device: str) -> str:
     """Return why the library cannot be loaded for a kind of device, or "" if it can.
 
-    The attempt runs in a separate process, so this one is neither bound to a kind of device nor has
-    oneCCL's settings in its environment afterwards.
+    The attempt runs in a separate process. So this process is not bound to a kind of device
+    afterwards, and its environment does not contain oneCCL's settings.
     """
     if folder() is None:
         return (

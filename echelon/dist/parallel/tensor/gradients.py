@@ -14,7 +14,7 @@ _BUCKET_BYTES = 32 << 20
 
 
 class SharedGradients:
-    """The gradients of undivided parameters from one step, which are reduced at the step's end.
+    """One step's gradients of undivided parameters, which are reduced at the end of the step.
 
     Args:
         undivided: the undivided parameters of the whole model.
@@ -50,7 +50,7 @@ class SharedGradients:
     def reduce(self) -> None:
         """Sum or average the step's gradients over the group, and add the gradients set aside.
 
-        A parameter that has no gradient on any rank still has none afterwards. Collective.
+        A parameter without a gradient on any rank still has none afterwards. Collective.
 
         Raises:
             CollectiveError: a rank was lost or did not join.

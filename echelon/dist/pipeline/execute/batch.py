@@ -39,10 +39,10 @@ def split_batch(what: str, batch: Any, num_microbatches: int) -> list[list[torch
 
 
 def cut_off(inputs: Any) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Replace each input that has a graph of the program's own computation by a leaf.
+    """Replace each input that belongs to a graph of the program's own with a leaf.
 
     Each micro-batch runs its own backward, but autograd must run the program's part of the graph
-    only once, with the gradients of all micro-batches, which `pass_on` does.
+    only once, with the gradients of all micro-batches. `pass_on` does this.
 
     Returns:
         The new inputs, and pairs of each replaced input with its leaf.

@@ -1,9 +1,9 @@
 """End the groups that a step uses on all ranks if the step fails on one rank.
 
-Other ranks wait for the failed rank in these groups: for outputs, gradients, shards or averages. An
-exception from a stage's module is the program's own error; a program that catches it, or takes long
-to exit, must not keep the other ranks waiting until the groups' timeout. So those ranks immediately
-get an error that names the failed rank.
+In these groups, other ranks are waiting for the failed rank's outputs, gradients, shards or
+averages. An exception from a stage's module is the program's own error; a program that catches it,
+or takes long to exit, must not keep the other ranks waiting until the groups' timeout. So those
+ranks immediately get an error that names the failed rank.
 """
 
 from __future__ import annotations

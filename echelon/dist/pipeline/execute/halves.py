@@ -8,16 +8,17 @@ typical linear layer:
                          `-- bias
 
 The first half runs the engine only for the inputs and records the gradients that arrive at each
-node with parameters; such a node skips the product that only a weight would need. The second half
-runs each recorded node again, only for its parameters. Each product is thus computed once, by the
-same kernels as in a whole backward, so the gradients are bitwise identical.
+node with parameters; such a node skips any product that only a weight needs. The second half runs
+each recorded node again, only for its parameters. Each product is thus computed once, by the same
+kernels as in a whole backward, so the gradients are bitwise identical.
 
 Not everything is deferred. The gradients of these parameters are computed at once, with those of
 the inputs:
 
-* parameters of nodes that do not lead to an input, where nothing can be deferred; * parameters
-attached to several nodes, because the engine adds their contributions in its own order, which is
-kept; * parameters of a Python `autograd.Function`, which would compute everything twice.
+* parameters of nodes that do not lead to an input, where nothing can be deferred;
+* parameters attached to several nodes, because the engine adds their contributions in its own
+  order, which has to be kept;
+* parameters of a Python `autograd.Function`, which would compute everything twice.
 
 A hook that changes a gradient would change it twice, once in each half. Use schedules with whole
 backwards (gpipe, 1f1b, ...) with such hooks. Activation checkpointing recomputes once in each half

@@ -48,9 +48,9 @@ def split(
 ) -> list[nn.Module]:
     """Divide consecutive layers into stages, minimising the cost of the most expensive stage.
 
-    The stages' parameters keep their names in the whole model, so that a checkpoint of the stages
-    can be loaded into the model and into any other number of stages. Layers given as a list are
-    named by their positions.
+    The stages' parameters keep the names that they have in the whole model, so that a checkpoint of
+    the stages can be loaded into the model and into any other number of stages. Layers given as a
+    list are named by their positions.
 
     Args:
         model: layers that run one after the other, each on the output of the previous layer. A dict
@@ -62,9 +62,8 @@ def split(
 
     Returns:
         The stages in order, as `nn.Sequential`s, or as `Layers` if `model` is a dict. The stages
-            contain the model's own layers, not copies. A parameter that several stages on different
-            ranks use must be
-        listed in the pipeline's `ties`.
+            contain the model's own layers, not copies. A parameter that is used by stages on
+            different ranks must be listed in the pipeline's `ties`.
 
     Raises:
         ValueError: the numbers of layers, stages and costs do not match.

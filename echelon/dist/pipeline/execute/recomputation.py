@@ -1,7 +1,7 @@
 """Make activation checkpointing in a split backward recompute less, and warn about the rest.
 
-The weight half of a backward runs many small parts of the graph, each in a separate call, and torch
-recomputes a checkpointed region for each call unless the calls are declared as one group.
+The weight half of a backward runs many small parts of the graph, each in a separate call. Torch
+recomputes a checkpointed region in each call, unless the calls are declared as one group.
 """
 
 from __future__ import annotations

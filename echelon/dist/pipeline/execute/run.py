@@ -1,8 +1,8 @@
 """Execute pipelines with any schedule.
 
-A rank carries out its row of the plan, computation by computation. Results are sent at once and
-never waited for before the step's end; receives are posted ahead and waited for when their data is
-used. Messages use channels (`messages/`), which other traffic cannot block.
+A rank carries out its row of the plan, computation by computation. Results are sent at once, and no
+send is waited for before the end of the step. Receives are posted ahead, and waited for when their
+data is used. Messages use channels (`messages/`), which other traffic cannot block.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Pipeline:
     def step(
         self, inputs: Any = None, targets: Any = None, *, loss_scale: float = 1.0
     ) -> list[torch.Tensor] | None:
-        """Run the forwards and backwards of one batch, averaging gradients over micro-batches.
+        """Run the forwards and backwards of one batch; average gradients over the micro-batches.
 
         Gradients are added to the parameters' `.grad`, as in autograd; the caller runs the
         optimizer. Sizes may differ between steps and between micro-batches.
@@ -191,7 +191,8 @@ class Pipeline:
 
         Raises:
             ValueError: inputs or targets are missing or cannot be split, `loss_scale` is invalid,
-                or a loss does not require gradients, which ends the groups like a module's error.
+                or a loss does not require gradients. The last case ends the groups, as an error in
+                a module does.
             CollectiveError: a rank was lost or exceeded the group's timeout.
         """
         if not torch.is_grad_enabled():
@@ -308,7 +309,7 @@ class Pipeline:
         return ending_on_failure(call, next(self._numbers), rank, self._fail)
 
     def _fail(self) -> Iterator[ProcessGroup]:
-        """Prevent further steps, because messages of the failed step remain in the channels."""
+        """Prevent further steps, because the channels still contain messages of the failed step."""
         self._failed = True
         for stage in self.stages:
             stage.forget()

@@ -1,6 +1,6 @@
-"""SeparateStep: a step in which the gradients of two micro-batches are never added.
+"""SeparateStep: a step that never adds the gradients of different micro-batches.
 
-After each backward, or half of one, a listener takes the gradients out. The state of the random
+After each backward, or each half of one, a listener removes the gradients. The state of the random
 generators travels from stage to stage with each micro-batch's activations, so that a micro-batch
 draws the same numbers wherever the model is divided.
 """
@@ -20,7 +20,7 @@ from echelon.dist.pipeline.plan.action import Action, Kind
 
 
 class Listener(Protocol):
-    """What happens around the computations of each micro-batch."""
+    """Callbacks around the computations of each micro-batch."""
 
     def random(
         self, stage: Stage, microbatch: int, state: torch.Tensor | None
@@ -30,7 +30,8 @@ class Listener(Protocol):
         Args:
             stage: the stage that computes.
             microbatch: the index of the micro-batch in the batch.
-            state: the state in which the previous stage left them; None in the first stage.
+            state: the state in which the previous stage left the generators; None in the first
+                stage.
         """
 
     def random_state(self, stage: Stage) -> torch.Tensor:
@@ -50,7 +51,7 @@ class SeparateStep(Step):
     """A step on one rank. Sharded stages must have been gathered; nothing is reduced.
 
     Args:
-        stages: see `Step`, as for the next five.
+        stages: see `Step`.
         exchange: see `Step`.
         loss_fn: see `Step`.
         inputs: see `Step`.

@@ -58,8 +58,8 @@ class Step:
     def carry_out(self, row: list[Action]) -> None:
         """Carry out a row of the plan with its messages; return once all sends have completed.
 
-        Sends are launched with the computation that produces their data, before their position in
-        the row; receives are posted no later than at their position, and usually `_AHEAD`
+        Each send is launched with the computation that produces its data, ahead of its position in
+        the row. Receives are posted no later than at their position, and usually `_AHEAD`
         computations before their use. So every message is ready at both ends no later than in the
         plan's order, which is proven free of deadlock even if a send blocks everything after it.
         """
@@ -115,7 +115,7 @@ class Step:
     def _compute(
         self, stage: Stage, microbatch: int, inputs: list[torch.Tensor]
     ) -> tuple[Any, list[torch.Tensor]]:
-        """Return a stage's outputs, which are the loss on the last one, and what it sends on."""
+        """Return a stage's outputs (on the last stage, the loss), and what the stage sends on."""
         outputs = stage.module(*inputs)
         if not stage.is_last:
             return outputs, tensors_of(outputs, stage)

@@ -2,9 +2,9 @@
 
 Each stage has a copy. The copies start with the first stage's value. At the end of each step they
 all get the same gradient, which is the sum of the stages' gradients in the order of the stages. So
-the copies stay equal. Two stages of one rank may also hold the same parameter object, as after
-splitting a whole model. Autograd adds the gradients of such stages itself, so they are treated as
-one copy here.
+the copies stay equal. Two stages of one rank may also hold the same parameter object, for example
+after a whole model was split. Autograd adds the gradients of such stages itself, so they are
+treated as one copy here.
 """
 
 from __future__ import annotations

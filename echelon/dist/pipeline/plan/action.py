@@ -10,8 +10,7 @@ pipelining, so that schedules can be exchanged with PyTorch:
     2SEND_B3  1RECV_B3   its gradient returns
     1UNSHARD  1RESHARD  1REDUCE_GRAD   actions of a sharded stage around its computations
 
-An action defines what is done and for which micro-batch, but not when, which its position in a row
-determines.
+An action defines what is done, and for which micro-batch. Its position in a row determines when.
 """
 
 from __future__ import annotations

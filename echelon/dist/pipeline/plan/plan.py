@@ -1,8 +1,8 @@
 """Define the plan: plain data that lists the row of actions of each rank, in order.
 
 A plan contains computations. It may also contain messages and sharding actions if its author wrote
-them, but it does not need to, because `lower.py` adds them. A plan does not contain times. The
-order between ranks follows from the rows and from the dependencies of each action.
+them, but it need not, because `lower.py` adds them. A plan does not contain times. The order
+between ranks follows from the rows and from the dependencies of each action.
 """
 
 from __future__ import annotations

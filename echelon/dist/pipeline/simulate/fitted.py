@@ -2,8 +2,8 @@
 
 Input gradients are the most urgent, the earliest stage's first, because they free memory. Forwards
 follow, as far as memory allows. Weight gradients fill idle time, and come first once memory is
-short. The schedule is not a closed form but a simulated run whose order is kept, so it cannot
-deadlock, and it may beat the named schedules if stages differ in cost.
+short. The schedule has no closed form: it is the order of a simulated run. So it cannot deadlock,
+and it may beat the named schedules if stages differ in cost.
 """
 
 from __future__ import annotations

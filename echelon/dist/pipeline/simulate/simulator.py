@@ -1,8 +1,8 @@
 """Simulate the cost of a plan: times of actions, idle times, memory, and the critical path.
 
-Every rank carries out its row in order; an action begins when the rank is free and everything that
-it needs has arrived. Messages are asynchronous and overlap with computations, as in `run.py`. The
-simulation is deterministic, because the rows determine all times.
+Every rank carries out its row in order; an action begins when its rank is free and everything that
+the action needs has arrived. Messages are asynchronous and overlap with computations, as in
+`run.py`. The simulation is deterministic, because the rows determine all times.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def simulate(
         input_grad: cost of the gradient of one chunk's input.
         weight_grad: cost of the gradient of one chunk's weights; a whole backward takes
             input_grad + weight_grad.
-        costs: all costs, instead of the three arguments before.
+        costs: all costs, given instead of the three arguments above.
 
     Raises:
         PlanError: an action can never run.

@@ -164,7 +164,7 @@ class Exchange:
 
 
 def received(message: Action) -> Thing:
-    """Return the output or gradient that a plan's receive action gets."""
+    """Return the output or gradient that a receive action of a plan obtains."""
     if message.kind is Kind.RECV_F:
         return Thing(Product.OUTPUT, message.stage - 1, message.microbatch)
     assert message.kind is Kind.RECV_B, message

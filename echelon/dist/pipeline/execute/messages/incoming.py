@@ -1,8 +1,8 @@
 """Manage this rank's receives from one peer during a step.
 
 Messages of a channel arrive in the order in which they are sent, which is the order of the peer's
-row in the plan. So receives are posted in that order, regardless of the order in which they are
-needed, and a few computations ahead of need.
+row in the plan. So receives are posted in that order, a few computations ahead of need, even if
+their data is needed in another order.
 
 A receive of outputs can be posted before their header has arrived, because both ends remember the
 size from the previous step. A micro-batch may have a different shape in the next step; outputs that
@@ -96,7 +96,10 @@ class Incoming:
             self._num_posted += 1
 
     def is_here(self, thing: Thing) -> bool:
-        """Return whether `take` would not block; on a device, whether the header has arrived."""
+        """Return whether `take` would not block.
+
+        On a device, return whether the header has arrived.
+        """
         if self._place[thing] >= self._num_posted:
             return False
         arrival = self._arrivals[thing]

@@ -2,8 +2,8 @@
 
 Rank r holds stages r and 2p - 1 - r. In the steady state each action is a forward and a backward at
 once, so that the communication of each is hidden behind the computation of the other; the backward
-is split only around the ramps. (The schedule is DeepSeek's DualPipe, cut in half as Sea AI Lab
-did.)
+is split only around the ramps. (The schedule is DeepSeek's DualPipe, cut in half in the way that
+Sea AI Lab proposed.)
 
 The schedule is regular for 2p or more micro-batches. For fewer micro-batches, the order for 2p is
 used, and micro-batches that do not exist are left out.

@@ -1,7 +1,7 @@
-"""Write a row and count its actions, so that a schedule needs to name only stages.
+"""Write a row and count its actions, so that a schedule only has to name stages.
 
-Micro-batches pass a stage in order, so the next micro-batch of a kind of action is the number of
-such actions so far.
+Micro-batches pass through a stage in order. So the number of actions of a kind so far is also the
+index of the next micro-batch for that kind.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RowBuilder:
         return self._forwards[stage]
 
     def owes(self, stage: int) -> bool:
-        """Return whether the row has input gradients of a stage without weight gradients."""
+        """Return whether the row has input gradients of a stage but not all weight gradients."""
         return any(owed == stage for owed, _ in self._owed)
 
     def forward(self, *stages: int) -> None:

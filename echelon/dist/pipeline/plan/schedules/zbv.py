@@ -1,8 +1,8 @@
 """ZBV: two chunks per rank in a V, with the backward in two halves.
 
-Rank r holds stages r and 2p - 1 - r, so that the last rank holds both stages at the turn of the V
-and rank 0 both ends. If forward, input gradients and weight gradients take equal time, ranks idle
-only during the ramp of p - 1 chunks, and hold no more activations than rank 0 in 1F1B. (The
+Rank r holds stages r and 2p - 1 - r, so that the last rank holds both stages at the turn of the V,
+and rank 0 holds both ends. If forward, input gradients and weight gradients take equal time, ranks
+idle only during the ramp of p - 1 chunks, and hold no more activations than rank 0 in 1F1B. (The
 schedule is Qi et al.'s, "Pipeline Parallelism with Controllable Memory".)
 
 The schedule is regular for 2p - 1 or more micro-batches. For fewer micro-batches, the order for 2p
