@@ -3,7 +3,7 @@
 Every node runs one agent. The node that owns the endpoint (usually the only node) also hosts the
 coordinator and the store. Everything runs on one thread, except for the gRPC links that jobs of
 several nodes need. The processes that the agent starts (guard, store) end with it, even if it is
-killed, because each holds the other end of a pipe.
+killed, because each of them holds one end of a pipe to the agent.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ class _Agent:
 
     @property
     def where_rings_lie(self) -> str:
-        """Return a phrase that says where the rings are; "" means in the run directory."""
+        """Return a phrase that says where the rings are, or "" if they are in the run directory."""
         return self._node.where_rings_lie
 
     def run(self) -> None:
@@ -473,8 +473,8 @@ def _nodes(options: Options) -> str:
 def _caught_signals(numbers: Iterable[signal.Signals]) -> Iterator[int]:
     """Write one byte to a pipe for each signal caught; yield the pipe's read end.
 
-    When the context exits, the signals are ignored, because the job's exit code is known by then
-    and a repeated signal must not replace it while the launcher ends.
+    After the context exits, the signals are ignored: the job's exit code is known by then, and a
+    repeated signal must not change it while the launcher shuts down.
     """
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     # An ignored signal stays ignored: nohup, or a shell's background job.

@@ -172,7 +172,7 @@ class Failover:
     def seek(self, node: NodeAgent) -> Link | None:
         """Continue to look for a host.
 
-        Return the link to the host, which may be this node, once found.
+        Once a host is found, return the link to it. The host may be this node.
         """
         candidacy = self._standby.seek()
         if candidacy is None or not (candidacy.found or candidacy.is_elected):

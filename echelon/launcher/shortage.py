@@ -1,7 +1,7 @@
 """Handle shortages of a machine's resources: descriptors, processes, threads, memory.
 
-A launcher that has too few descriptors from the start reports this in one line before it starts any
-process, because gRPC, which jobs with several nodes need, does not survive such a shortage.
+If a launcher has too few descriptors from the start, it says so in one line before it starts any
+process. Jobs with several nodes need gRPC, which does not survive such a shortage.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`fr-analyze --attach`: explain a running job that another launcher started.
 
-Exit codes: 0 if the job makes progress, 1 for a finding, 2 if no rank was found or the arguments
-are wrong.
+Exit codes: 0 if the job is making progress, 1 for a finding, 2 if no rank was found or the
+arguments are wrong.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _chosen(arguments: argparse.Namespace, *, may_be_none: bool) -> tuple[FoundR
 
 
 def _key(one: FoundRank) -> str:
-    """Return a text that identifies a rank's job and is the same on every machine of the job."""
+    """Return a string that identifies a rank's job, and is the same on all machines of that job."""
     return "|".join(one.job)
 
 

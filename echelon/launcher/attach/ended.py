@@ -1,7 +1,7 @@
-"""Find ranks that ended while they were being examined, and how, if the kernel still knows.
+"""Find ranks that ended while being examined, and how they ended if the kernel still knows.
 
-An ended process keeps its exit status until its parent waits for it. After that, only the output of
-its launcher shows how it ended.
+The kernel keeps the exit status of an ended process until the parent process waits for it. After
+that, only the launcher's output shows how the process ended.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _EXIT_S, _LOOK_S = 5.0, 0.1  # how long an interpreter may take to finalise on a
 
 
 def begun(ranks: Sequence[FoundRank]) -> dict[int, int]:
-    """Return the start time of each rank that still runs, in clock ticks, keyed by rank."""
+    """Return the start time of each rank that is still running, in clock ticks, keyed by rank."""
     return {one.rank: started_ticks(one.pid) for one in ranks if not _has_ended(one.pid)}
 
 
 def endings(ranks: Sequence[FoundRank], before: Mapping[int, int]) -> dict[int, str]:
-    """Return how each rank that has ended since `begun` ended, keyed by rank; "" if unknown."""
+    """Return the ranks that have ended since `begun`, each with how it ended; "" if unknown."""
     return {
         one.rank: _how(one.pid)
         for one in ranks
@@ -36,9 +36,9 @@ def endings(ranks: Sequence[FoundRank], before: Mapping[int, int]) -> dict[int, 
 def is_exiting(stacks: str, later_stacks: str) -> bool:
     """Return whether the main thread had no Python frame in the last stack that was read.
 
-    An interpreter that finalises has no frame, and stays that way if a destructor hangs. But a torn
-    read of a running process may look the same, so only the end of the process proves that it was
-    exiting.
+    While an interpreter is finalising, its main thread has no Python frame, even if a destructor
+    hangs. A torn read of a running process may look the same, so only the end of the process proves
+    that it was exiting.
     """
     main = main_thread(later_stacks or stacks)
     return main is not None and not main.frames

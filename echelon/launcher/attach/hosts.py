@@ -111,7 +111,7 @@ def ask_all(
 
 
 def merge(here: Sighting | None, answers: Sequence[Answer]) -> Sighting:
-    """Combine the sightings of all machines; a rank that two machines report is counted once."""
+    """Combine the sightings of all machines; a rank reported by two machines is counted once."""
     seen = [answer.sighting for answer in answers if answer.sighting is not None]
     parts = ([here] if here is not None else []) + seen
     records: dict[int, Any] = {}

@@ -1,7 +1,7 @@
 """Examine ranks twice from outside their processes, and keep the result as an incident folder.
 
-No process is stopped, interrupted or changed: py-spy reads stacks from memory, the rest comes from
-files of the kernel, and torch's dumps are read if they already exist.
+No process is stopped, interrupted or changed: py-spy reads stacks from memory, the kernel's files
+provide the rest, and torch's dumps are read if they already exist.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Sighting:
         went_on: the waiting ranks that made progress between the two looks.
         changed: the ranks whose main thread was at a different place at the second look.
         left: the waiting ranks that have left a loop that another rank is still inside.
-        ended: how each rank that ended between the two looks did so, keyed by rank; "" if unknown.
+        ended: the ranks that ended between the two looks, each with how it ended; "" if unknown.
     """
 
     records: tuple[Record, ...]
@@ -58,7 +58,7 @@ class Sighting:
 
     @property
     def moves(self) -> bool:
-        """Whether the two looks prove that the job makes progress."""
+        """Whether the two looks prove that the job is making progress."""
         if self.ended:
             return False
         ranks = {record.identity.rank for record in self.records}
@@ -192,7 +192,7 @@ def keep(sighting: Sighting, folder: Path, world_size: int, reason: str) -> None
 
 
 def torch_dump(one: FoundRank) -> bytes:
-    """Return the dump that torch has written of a rank's process, or b"" if there is none."""
+    """Return the dump that torch has written for a rank's process, or b"" if there is none."""
     path = dump_path(one.environ, one.rank)
     try:
         status = path.stat() if path is not None else None
@@ -221,7 +221,7 @@ def _waits(record: Record) -> bool:
 def _left(
     ranks: Sequence[FoundRank], records: Sequence[Record], waiting: Sequence[int]
 ) -> tuple[Left, ...]:
-    """Return the ranks that have left a loop that another rank is inside, if all ranks wait."""
+    """If all ranks are waiting, return those that have left a loop that another is still inside."""
     if len(waiting) != len(records):
         return ()
     pids = {one.rank: one.pid for one in ranks}
@@ -238,8 +238,8 @@ def _went_on(
 ) -> bool:
     """Return whether a rank inside a collective moved, judged by its black box or its wake-ups.
 
-    A wait inside echelon wakes up regularly to check its peers, as often as a rank that moves. So
-    the wake-ups of a rank with a ring prove nothing.
+    A thread that waits inside echelon wakes up regularly to check its peers, as often as a rank
+    that is making progress. So the wake-ups of a rank with a ring prove nothing.
     """
     host, rank = record.host, record.identity.rank
     if record.has_ring and not record.identity.misses_operations and host.later_recorded >= 0:

@@ -1,7 +1,7 @@
-"""Find ranks that have left a loop that another rank is still inside, from their source code.
+"""Read the source code to find ranks that have left a loop while another rank is still inside it.
 
-If all ranks wait in collectives, a rank that has run out of batches is past the loop over the
-batches, while the other ranks are inside that loop. Their stacks diverge in one function, often a
+If all ranks are waiting in collectives, a rank that has run out of batches is past the batch loop,
+while the other ranks are still inside it. Their stacks diverge in one function, often a
 framework's: one rank is at a line inside a `for` or `while` loop, the other at a line after it.
 Source files are parsed, never run.
 """
@@ -91,7 +91,10 @@ def _parsed(source: str) -> ast.Module | None:
 
 
 def _scope(tree: ast.Module, frame: Frame) -> ast.AST | None:
-    """Return the innermost function around a frame's line if the names match, or the module."""
+    """Return the innermost function around a frame's line; None if it has another name.
+
+    For a frame outside all functions, return the module.
+    """
     functions = [
         node
         for node in ast.walk(tree)

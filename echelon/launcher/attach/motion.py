@@ -1,7 +1,7 @@
 """Detect whether the ranks of an unrecorded job made progress between two examinations.
 
 The ranks of a healthy job may also be found inside collectives at both looks. What distinguishes a
-hung rank from a healthy rank is how often its main thread woke up. The kernel counts how often a
+hung rank from a healthy rank is how often the main thread woke up. The kernel counts how often a
 thread gave up its core to wait, and a rank that stays in one collective does so only once.
 """
 

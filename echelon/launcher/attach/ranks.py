@@ -1,8 +1,8 @@
 """Find the ranks of jobs on this machine by the environment variables that their launcher set.
 
 torchrun, Slurm, MPI and a user's shell pass each rank its number and the world size through the
-environment, of which the kernel keeps the state at program start. Variables that a program set
-later for itself are not visible (`torch.multiprocessing.spawn`, `os.environ`).
+environment. The kernel keeps the environment as it was when the program started, so variables that
+a program sets later for itself are not visible (`torch.multiprocessing.spawn`, `os.environ`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class FoundRank:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Search:
-    """The ranks that were found, and the number of processes whose environment is not readable."""
+    """The ranks that were found, and the number of processes whose environment cannot be read."""
 
     ranks: tuple[FoundRank, ...]
     num_denied: int = 0
@@ -173,7 +173,7 @@ def numbered(pids: Iterable[int]) -> tuple[FoundRank, ...]:
 
 
 def environment(pid: int, denied: list[str]) -> dict[str, str]:
-    """Return the environment with which a process was started; {} if it is not readable."""
+    """Return the environment with which a process was started; {} if it cannot be read."""
     text = read_text(f"/proc/{pid}/environ", "environ", denied)
     pairs = (entry.partition("=") for entry in text.split("\0"))
     return {name: value for name, equals, value in pairs if equals}
@@ -192,7 +192,7 @@ def _newest(ranks: list[FoundRank]) -> list[FoundRank]:
 
 
 def _is_helper(one: FoundRank, found: Mapping[int, FoundRank]) -> bool:
-    """Return whether a process has a rank's environment only because that rank started it."""
+    """Return whether a process has a rank's environment only because the rank started it."""
     return any(
         above in found and (found[above].job, found[above].rank) == (one.job, one.rank)
         and found[above].pid != one.pid
@@ -201,7 +201,7 @@ def _is_helper(one: FoundRank, found: Mapping[int, FoundRank]) -> bool:
 
 
 def _starts_ranks(one: FoundRank, others: list[FoundRank]) -> bool:
-    """Return whether a scheduler's task is the launcher of the ranks, and not itself a rank."""
+    """Return whether a scheduler's task is the launcher of the ranks rather than a rank."""
     below = {other.pid for other in others if other.launcher != one.launcher}
     return bool(below) and not below.isdisjoint(descendants(one.pid))
 

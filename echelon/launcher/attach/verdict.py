@@ -1,9 +1,9 @@
-"""Turn two looks at a job into a verdict, with the rules of `fr-analyze` and further ones.
+"""Turn two looks at a job into a verdict, with the rules of `fr-analyze` and a few more.
 
-The rules of `fr-analyze` expect incidents, in which a launcher has already found that no rank
-moves. With `--attach`, a user may ask at any moment. So this module first decides whether the job
-makes progress, and then which ranks are not on this machine. The confidence is limited to what two
-looks a few seconds apart can prove.
+The rules of `fr-analyze` expect incidents, in which a launcher has already found that no rank is
+making progress. With `--attach`, a user may ask at any moment. So this module first decides whether
+the job is making progress, and then which ranks are not on this machine. The confidence is limited
+to what two looks a few seconds apart can prove.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _ended(sighting: Sighting, present: tuple[int, ...]) -> Finding:
 
 
 def _left(sighting: Sighting, present: tuple[int, ...]) -> Finding:
-    """Return the finding for uneven batches: some ranks wait past a loop, others inside it."""
+    """Return the finding for uneven batches: some ranks are past a loop, others still inside it."""
     behind = tuple(sorted(one.rank for one in sighting.left))
     within = tuple(rank for rank in present if rank not in behind)
     first = sighting.left[0]
@@ -119,7 +119,7 @@ def _left(sighting: Sighting, present: tuple[int, ...]) -> Finding:
 
 
 def _elsewhere(sighting: Sighting, present: tuple[int, ...], absent: tuple[int, ...]) -> Finding:
-    """Return the finding if all visible ranks wait in a collective, so the cause is elsewhere."""
+    """Return the finding if all visible ranks are in a collective, so the cause is elsewhere."""
     who = rank_list(absent)
     waits = f"{rank_list(present)} in a collective at both looks, {seconds(sighting.gap_s)} apart"
     if not sighting.is_whole:

@@ -5,7 +5,7 @@ frames both ways. If nothing else was sent within the interval that the host set
 an empty frame. If a stream ends, or is silent for a third of `lost_after_s`, the thread dials again
 and the session resumes where the stream broke. The coordinator is lost once its host refuses a
 connection, or once nothing has arrived for `lost_after_s`. The clock that measures silence stops
-while the process does not run.
+while the process is not running.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class GrpcLink:
                 self._deadline_s = self._heard_s + self._lost_after_s
 
     def _may_dial_again(self, error: BaseException) -> bool:
-        """Return whether to retry a failed greeting, because a large job's host is slow."""
+        """Return whether to retry a failed greeting, since the host of a large job may be slow."""
         code = getattr(error, "code", None)
         if callable(code) and code() == grpc.StatusCode.UNAUTHENTICATED:
             return False
@@ -343,7 +343,7 @@ async def _why_ended(call: grpc.aio.StreamStreamCall[bytes, bytes]) -> LaunchErr
 
 
 async def _why_not(endpoint: str) -> str:
-    """Return why no connection can be made, or "" if it can; gRPC gives no reason."""
+    """Return why no connection can be made, or "" if one can; gRPC itself gives no reason."""
     host, _, port = endpoint.rpartition(":")
     try:
         opening = asyncio.open_connection(host.strip("[]"), int(port))

@@ -1,8 +1,8 @@
-"""Signal that a launcher is alive with a listening socket, which the kernel closes at its end.
+"""Show that a launcher is alive: its listening socket is closed by the kernel when it ends.
 
 The kernel accepts connections for a process that is stopped or starved, and refuses them as soon as
-the process is gone, however the process ended. So a node on a busy machine may take longer than 1.5
-s to reconnect after its connection broke, while a killed node is still detected within that time.
+the process is gone, however it ended. So a node on a busy machine may take longer than 1.5 s to
+reconnect after its connection broke, while a killed node is still detected within that time.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class LifeSign:
 async def is_gone(address: str, port: int) -> bool:
     """Return whether a machine refuses connections to a launcher's life sign; wait at most 1 s.
 
-    The result is False if the launcher lives, and also if its state is unknown because the machine
-    does not answer or the launcher has no life sign.
+    The result is False if the launcher is alive, and also if its state is unknown because the
+    machine does not answer or the launcher has no life sign.
     """
     if port == 0:
         return False

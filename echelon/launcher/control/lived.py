@@ -1,7 +1,7 @@
-"""Measure the silence of other nodes with a clock that stops while this process does not run.
+"""Measure the silence of other nodes with a clock that stops while this process is not running.
 
 A launcher that is stopped, starved or suspended with its machine receives nothing, so all other
-nodes look silent. Such a gap is the launcher's own standstill, and not evidence against the other
+nodes look silent. Such a gap is the launcher's own standstill; it is not evidence against the other
 nodes. Leases and permits use real time instead (`election.lease`).
 """
 
@@ -38,7 +38,7 @@ class LivedTime:
         self._last_s = now_s
 
     def at(self, moment_s: float) -> float:
-        """Return the reading of this clock at the current or an earlier time."""
+        """Return this clock's reading now, or at a given earlier time."""
         moment_s = min(moment_s, self._last_s + self._step_s)
         stood_s = self._stood_s
         for begin_s, end_s, sum_s in reversed(self._gaps):

@@ -101,7 +101,7 @@ class WorkerEnded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sights:
-    """An event: a node reports on its living ranks.
+    """An event: a node reports on its live ranks.
 
     `folded` combines all ranks that record: [first rank, whether initialised, age of the last
     progress in ms (-1: none), age of the oldest pending operation in ms (-1: none), the rank with
@@ -134,7 +134,7 @@ class Laps:
     """An event: a node reports how its ranks advance and how they spent their time.
 
     `laps` holds the steps that ended since the last report: [rank, first step, step after the last
-    one, age of the begin, age of the end, time waited, time spent on checkpoints, time spent on
+    one, age of the start, age of the end, time waited, time spent on checkpoints, time spent on
     data], with all ages and times in us.
 
     `ranks` holds one list per rank: [rank, step (-1: none), age of the last sign of progress in ms
@@ -149,11 +149,12 @@ class Laps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standings:
-    """An event: what ranks report of their part in `resilient.run`.
+    """An event: what ranks report about their part in `resilient.run`.
 
     `ranks` holds one list for each rank with news: [rank, whether it is done, its epoch, the first
-    step of that epoch, whether that step is repeated, the age in ms of the time at which it was
-    ready, that time in ns by its node's monotonic clock, for the black box of this rank alone].
+    step of that epoch, whether that step is repeated, how long ago the rank was ready in ms, when
+    it was ready in ns by its node's monotonic clock]. The last value is only for the rank's own
+    black box.
     """
 
     attempt: int
@@ -343,7 +344,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stop:
-    """A command: signal the running workers, and after the grace period kill those that still run.
+    """A command: signal the running workers, and after the grace period kill those that remain.
 
     Only the first stop of an attempt takes effect. If `urgent`, do not wait until an incident has
     been collected.
@@ -356,7 +357,7 @@ class Stop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kill:
-    """A command: send SIGKILL to workers that still run."""
+    """A command: send SIGKILL to workers that are still running."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,9 +1,9 @@
 """Seal messages with the job's secret, so that only members can send them and none can be replayed.
 
 Both sides begin with a fresh nonce; the keys for the two directions are derived from the secret and
-both nonces. A frame is `counter u64, MAC 32 bytes, body`. The MAC is HMAC-SHA256 over counter and
-body, and the counter must be the next one. Frames are authenticated but not encrypted: use TLS
-outside a trusted network.
+both nonces. A frame is `counter u64, MAC 32 bytes, body`. The MAC is HMAC-SHA256 over the counter
+and the body, and the counter must be the next one. Frames are authenticated but not encrypted: use
+TLS outside a trusted network.
 """
 
 from __future__ import annotations

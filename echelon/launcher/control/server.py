@@ -3,8 +3,8 @@
 There is one stream per node and one per status client. A node that hangs up counts as left at once.
 A node whose stream breaks may reconnect, and its session then continues. Such a node is lost once
 its machine refuses connections to the life sign, or once the node has been silent for too long. The
-clock that measures silence stops while the server's process does not run. Every frame of a peer
-must prove knowledge of the job's secret. A peer that does not prove it within a few seconds is
+clock that measures silence stops while the server's process is not running. A peer must prove with
+every frame that it knows the job's secret. If it does not do so within a few seconds, it is
 disconnected. Nodes that send faster than the coordinator can handle have to wait.
 """
 
@@ -266,8 +266,8 @@ class ControlServer:
         """Return the member to which a stream belongs, identified by the stream's first message.
 
         Raises:
-            _TryAgainError: a session of the peer has not ended yet, or this node may be about to
-                host the job.
+            _TryAgainError: an earlier session of the peer has not ended yet, or this node may be
+                about to host the job.
             LaunchError: the message cannot begin a session, or the session to resume has ended.
         """
         if not self._is_open:
@@ -424,7 +424,7 @@ class _Member:
             self.tasks[1].cancel()
 
     def take_over(self) -> None:
-        """End the previous connection, because a new one replaces it."""
+        """End the previous connection, now that a new one replaces it."""
         self.stream += 1
         if self.awaiting is not None:
             self.awaiting.cancel()
@@ -433,7 +433,7 @@ class _Member:
 
 
 def _is_broken(task: asyncio.Task[None]) -> bool:
-    """Return whether a stream ended by a fault, not by a goodbye, silence or bad protocol."""
+    """Return whether a stream broke, rather than ending by a goodbye, silence or bad protocol."""
     if task.cancelled():
         return True
     error = task.exception()
@@ -446,7 +446,7 @@ def _address(peer: str) -> str:
 
 
 def _check_free(address: str) -> None:
-    """Check that an address can be bound, because gRPC's own error message is many lines long.
+    """Check that an address can be bound; gRPC's own error message is many lines long.
 
     Raises:
         LaunchError: the address cannot be bound.

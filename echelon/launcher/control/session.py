@@ -1,4 +1,4 @@
-"""Keep the state of a session across reconnections. Pure: without a socket and without a clock.
+"""Keep the state of a session across reconnections. Pure: no socket and no clock.
 
 Messages are numbered and kept until the other side has acknowledged them. When a connection breaks,
 the next connection continues the session, so that no message is lost or delivered twice. The amount

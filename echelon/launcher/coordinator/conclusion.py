@@ -1,4 +1,4 @@
-"""Derive the end of a job from the end of its last world: the report and the exit code."""
+"""Derive a job's report and exit code from how its last world ended."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ The coordinator runs in the agent's loop of the node that owns the endpoint. It 
 all nodes, including its own, only through messages. Pure classes make the decisions, and the
 coordinator carries them out: `Roster` decides which nodes take part, `decide.Attempt` which actions
 follow from a world's events, and `StallRule` what counts as a stall. Each node reads the stacks of
-its ranks before it stops them. So a stop is sent at once, even while an incident is being
-collected; only the end of an attempt waits for the incident. Verdicts arrive when they are ready
+its ranks before it stops the ranks. So a stop is sent at once, even while an incident is being
+collected. Only the end of an attempt waits for the incident. Verdicts arrive when they are ready
 (`Verdicts`); `Restarting` decides how long a restart waits for a verdict.
 
 Failures are ordered by their arrival at the coordinator, never by a clock.
@@ -160,7 +160,7 @@ class Coordinator:
         return min(due, world.attempt.deadline_s or float("inf"))
 
     def close(self) -> None:
-        """End the analyses that still run."""
+        """End the analyses that are still running."""
         self._verdicts.close()
 
     # ---- what comes in ----
@@ -300,7 +300,7 @@ class Coordinator:
             self._decide(world, decide.LeaveRequested(number))
 
     def _note_ended(self, world: World, ended: Mapping[int, int]) -> None:
-        """Note the ends of ranks that ended at the same time, given their exit codes or LOST."""
+        """Record that ranks ended at the same time, each with its exit code or LOST."""
         self._look_at_losses(world)  # the ranks may have continued after an earlier one
         for rank, code in ended.items():
             world.note_ended(rank, None if code == LOST else code)
@@ -341,7 +341,7 @@ class Coordinator:
         self._decide(world, decide.WorkerEnded(event.rank, 1, "could not be killed"))
 
     def _lived_ns(self) -> int:
-        """Return the time by which ranks are judged, without the standstills of this process."""
+        """Return the time by which ranks are judged, which excludes this process's standstills."""
         return int(self._lived.at(time.monotonic()) * 1e9)
 
     def _look(self, world: World) -> None:
@@ -358,7 +358,7 @@ class Coordinator:
             self._decide(world, decide.StallSeen(stall.reason))
 
     def _look_early(self, world: World) -> None:
-        """Collect an incident if an operation exceeds its own history, unless the job stalls."""
+        """Collect an incident if an operation exceeds its own limit, unless the job has stalled."""
         was_reported = world.limits.is_reported
         early = world.look_early(self._lived_ns())
         if world.rule.is_stalled or world.attempt.phase is not decide.Phase.RUNNING:
@@ -440,7 +440,7 @@ class Coordinator:
             self.take(name, event)
 
     def _explain_waiting(self, now_s: float) -> None:
-        """Print what the job waits for, once its current state has lasted for a while."""
+        """Print what the job is waiting for, once its current state has lasted for a while."""
         why = self._why_waiting()
         if not why:
             self._waits_since_s, self._next_reason_s = now_s, now_s + _EXPLAIN_S
@@ -449,7 +449,7 @@ class Coordinator:
             self._say(f"waiting for {now_s - self._waits_since_s:.0f} s: {why}")
 
     def _why_waiting(self) -> str:
-        """Return what the job waits for in its current state; "" while ranks run."""
+        """Return what the job is waiting for in its current state; "" while ranks run."""
         if self._ending is not None:
             return "the analysis of an incident"
         if self._world is not None:
@@ -517,7 +517,7 @@ class Coordinator:
         self._remember()
 
     def _remember(self) -> None:
-        """Let other nodes know what was decided and probed, so that they can continue from here."""
+        """Send the other nodes what was decided and probed, so that they can continue from here."""
         if self._probing.is_over:
             self._restarting.suspected = None
         if self._succession is not None:
@@ -627,7 +627,7 @@ class Coordinator:
             self._observers.tell(told)
 
     def _check_verdicts(self, now_s: float) -> None:
-        """Conclude the job once its incidents are explained or the time for that is over."""
+        """Conclude the job once its incidents are explained or the time for that has run out."""
         assert self._ending is not None
         world, end = self._ending
         stopped_by_user = self._stop_signal or end.ended_by in (EndedBy.SIGNAL, EndedBy.LEAVE)
@@ -657,7 +657,7 @@ class Coordinator:
         self._finish(ended_by, code)
 
     def _note_stopped(self) -> None:
-        """Report the step at which the last attempt stopped, provided that there was an attempt."""
+        """Report the step at which the last attempt stopped, if there was an attempt."""
         if self._latest < 0:
             return
         stopped = where_it_stopped(self._run, self._latest)

@@ -8,9 +8,10 @@
 The pause after the first failure lets the other ranks report how they ended, so that the black
 boxes hold both cause and effect. (The other ranks notice a failure within 0.1 s.) A second failure
 does not extend the pause. The pause ends early once all workers have ended, except after a stop
-signal that the launcher did not send. A scheduler that signals every process of a node also signals
-the launcher, and in that case no rank has failed. If a worker is lost and the other workers
-continue, the phase does not change, and an incident is collected after the same pause.
+signal that the launcher did not send. Such a signal may come from a scheduler that signals every
+process of a node, including the launcher. In that case no rank has failed. If a worker is lost and
+the other workers continue, the phase does not change, and an incident is collected after the same
+pause.
 
 Each node measures the grace between SIGTERM and SIGKILL from the moment at which it signalled its
 workers. The coordinator's backstop only catches a node that does not kill its workers in time. A
@@ -72,14 +73,14 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class StallSeen:
-    """An event: the ranks make no progress."""
+    """An event: the ranks are making no progress."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class SlowSeen:
-    """An event: an operation takes longer than its history suggests, and no rank is active."""
+    """An event: an operation is taking longer than its history suggests, and no rank is active."""
 
     reason: str
 
@@ -103,14 +104,14 @@ class StopRequested:
 
 @dataclass(frozen=True, slots=True)
 class LeaveRequested:
-    """An event: the user signalled a launcher, and the remaining nodes suffice to continue."""
+    """An event: the user signalled a launcher, and enough nodes remain to continue."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """An event: time has passed, so that a deadline may have expired."""
+    """An event: time has passed, so a deadline may have expired."""
 
 
 Event = (
@@ -150,7 +151,7 @@ class StopWorkers:
 
 @dataclass(frozen=True, slots=True)
 class KillWorkers:
-    """An action: send SIGKILL to every worker that still runs."""
+    """An action: send SIGKILL to every worker that is still running."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +229,7 @@ class Attempt:
 
     @property
     def _may_be_stopped(self) -> bool:
-        """Whether a scheduler that also stops the launcher may have caused the first failure."""
+        """Whether the first failure may be due to a scheduler that also stops the launcher."""
         first = self._first_failure
         settles = self.phase is Phase.SETTLING
         return settles and first is not None and -first.code in _STOP_SIGNALS

@@ -1,8 +1,8 @@
-"""Collect the incidents of one job from the nodes, have them explained, and show the verdicts.
+"""Collect one job's incidents from the nodes, have them explained, and show the verdicts.
 
 One incident is collected at a time. An incident that cannot be stored (on a full disk) is reported
 and dropped: ending the job matters more than explaining it. An examined stall is passed back to the
-attempt as an event, since it may end the attempt; a failure has ended it already.
+attempt as an event, since it may end the attempt; a failure has already ended the attempt.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Incidents:
     Args:
         node_name: this node, which shows verdicts without a command.
         tell: sends a command to nodes.
-        examined: receives an examined stall, with its incident if that was kept.
+        examined: receives an examined stall, with its incident if one was kept.
         observers: the objects that report on the job.
         stalls_end: whether a lasting stall ends the job's ranks.
     """
@@ -102,7 +102,7 @@ class Incidents:
             self._collection.note_harvested(node, event)
 
     def note_progress(self, world: World) -> None:
-        """Record that a stall has cleared: the stall that is being collected, or the last one."""
+        """Record that a stall has cleared: the one being collected, or the last one."""
         self._observers.tell(StallCleared(attempt=world.number))
         if self._collection is not None:
             self._collection.is_overtaken = True
@@ -116,7 +116,7 @@ class Incidents:
     def covers_stall(self) -> bool:
         """Return whether the incident that is being collected also covers a newly seen stall.
 
-        When a stall clears node by node, the nodes that still wait look like the next stall.
+        When a stall clears node by node, the nodes that are still waiting look like a new stall.
         """
         collection = self._collection
         if collection is None or collection.kind != "stall" or collection.is_early:
@@ -125,7 +125,7 @@ class Incidents:
         return True
 
     def _has_running_ranks(self, action: decide.CollectIncident) -> bool:
-        """Return whether ranks may progress during the analysis: no restart waits for it then."""
+        """Return whether ranks may progress during the analysis; if so, no restart waits for it."""
         if action.kind == "stall":
             return action.is_early or not self._stalls_end
         return bool(action.lost)

@@ -3,14 +3,14 @@
 With `--on-loss shrink`, a rank that is killed by a signal, or lost with its node, does not end its
 attempt if every other rank holds what it needs to continue. The remaining ranks are then published
 in the job's store, as an epoch, and each of them reports in its folder once it is ready to continue
-training; its node passes that on. A loss that cannot be survived is an ordinary failure, and one
-line gives the reason.
+training. The rank's node passes this report on. A loss that cannot be survived is an ordinary
+failure, and one line gives the reason.
 
 [Note: one world] Only the launcher that hosts the store publishes epochs, and a world begins only
-once all ranks of an epoch have met in that store. So ranks that are cut off from it never begin
-another world, and they cannot end a step of the former one, whose barrier needs all of its ranks.
-With failover, nodes that are cut off may elect another host. The loss of a node is therefore
-an ordinary failure then: this host cannot know whether it is the one that is cut off.
+once all ranks of an epoch have met in that store. So ranks that are cut off from that store never
+begin another world. Nor can they end a step of the former world, because its barrier needs all of
+its ranks. With failover, nodes that are cut off may elect another host. So with failover, the loss
+of a node is an ordinary failure: this host cannot know whether the host itself is cut off.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Losses:
     """The losses of the present attempt.
 
     Args:
-        report: receives how each loss was survived.
+        report: receives an account of how each loss was survived.
         say: prints a line.
     """
 
@@ -79,7 +79,7 @@ class Losses:
         self._remote.clear()
 
     def take_standings(self, world: World, event: m.Standings) -> None:
-        """Keep what a node reports of its ranks."""
+        """Keep what a node reports about its ranks."""
         self._follow(world)
         self._remote.update(of_row(row) for row in event.ranks)
 
@@ -88,7 +88,7 @@ class Losses:
             self._begin(world.number)
 
     def takes(self, world: World, ended: Mapping[int, int]) -> bool:
-        """Return whether the attempt continues without ranks that ended; if so, publish that.
+        """Return whether the attempt continues without ranks that ended; if so, publish an epoch.
 
         Args:
             ended: the exit codes of ranks that ended at the same time, as in `subprocess`, or LOST.
@@ -113,10 +113,12 @@ class Losses:
         return True
 
     def _note_left(self, world: World, ranks: Sequence[int]) -> None:
-        """Tell ranks that wait for an epoch of a rank that ended by itself, and can have no other.
+        """Publish that a rank ended by itself, for the ranks that are waiting for an epoch.
 
-        Ranks that do not miss it are not disturbed: all may be ending, after a stop that was asked
-        for.
+        These ranks cannot get another epoch.
+
+        Ranks that do not need that rank are not disturbed: all ranks may be ending after a
+        requested stop.
         """
         known = self._standings(world)
         early = [one for one in ranks if one in known and known[one].state is not State.DONE]
@@ -129,11 +131,11 @@ class Losses:
             self._awaited = None
 
     def look(self, world: World) -> int | None:
-        """Report once all ranks of the newest epoch are ready to continue training.
+        """When all ranks of the newest epoch are ready to continue training, report it.
 
-        A rank may have passed the last barrier when another one died, and finish its steps without
-        noticing. The others, which fail in that barrier, wait for it in vain: an epoch that names
-        it as done ends their wait with an error.
+        A rank may already be past the last barrier when another dies, and may finish without
+        noticing. The others fail in that barrier and would wait for the finished rank indefinitely.
+        An epoch that lists it as done ends their wait with an error.
 
         Returns:
             The first lost rank whose loss turns out to be a failure; None if there is none.

@@ -2,9 +2,9 @@
 
 The server is a separate process so that neither a flood of output nor an analysis in the agent can
 delay a rank's rendezvous. The server's standard input is a pipe from the agent. When the agent
-ends, for whatever reason, the pipe closes and the server exits. The server ignores SIGTERM, because
-a scheduler that sends it to every process of a node gives the ranks time to save, and the ranks may
-need the store to do so.
+ends, for whatever reason, the pipe closes and the server exits. The server ignores SIGTERM. A
+scheduler that sends SIGTERM to every process of a node gives the ranks time to save, and the ranks
+may need the store for that.
 
 Through the same pipe, the agent sends addresses to admit, values for the ranks to read, and the
 request to drop all keys, so that every attempt starts with an empty store.

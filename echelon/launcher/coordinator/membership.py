@@ -52,7 +52,7 @@ class Membership:
         return next((one.host for one in self._roster.nodes if one.name == node), node)
 
     def let_go(self, node: str, number: int) -> None:
-        """End the launcher of a node whose user sent it a signal to stop."""
+        """End a node's launcher, which has received a stop signal from the user."""
         self._roster.leave(node)
         self._send(node, m.Over(exit_code=128 + number, ended_by=EndedBy.SIGNAL.value))
 
@@ -67,7 +67,7 @@ class Membership:
         )
 
     def _admit(self, hello: m.Hello) -> None:
-        """Admit the torch store clients of a node, which cannot prove that they know the secret."""
+        """Admit a node's torch store clients, which cannot prove that they know the secret."""
         if not hello.address:
             return  # this node itself
         try:

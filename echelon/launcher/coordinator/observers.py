@@ -34,7 +34,7 @@ class RankEnded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IncidentBegan:
-    """Ranks failed or make no progress; `kind` is "failure" or "stall"."""
+    """Ranks have failed, or are making no progress; `kind` is "failure" or "stall"."""
 
     attempt: int
     kind: str
@@ -44,7 +44,7 @@ class IncidentBegan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StallCleared:
-    """Ranks that had stalled make progress again."""
+    """Ranks that had stalled are making progress again."""
 
     attempt: int
 
@@ -58,7 +58,7 @@ class VerdictKnown:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptEnded:
-    """All ranks of an attempt have ended, and no process of theirs is left."""
+    """All ranks of an attempt have ended, and none of their processes is left."""
 
     attempt: int
     failed: bool

@@ -1,4 +1,4 @@
-"""Probe suspect nodes between two attempts, before these nodes are used again.
+"""Probe suspect nodes between two attempts, before they are used again.
 
     WAITING --pause over--> ASKED --all answered, or 20 s--> over, if all is whole
        ^                      |

@@ -1,4 +1,4 @@
-"""Handle the end of an attempt: wait for the verdict, decide whether to restart, report, pause.
+"""Handle the end of an attempt: wait for the verdict, decide on a restart, report, and pause.
 
 Under the smart policy, a restart waits a few seconds at most for the verdict. The verdict on a
 small job is ready within one or two seconds, and a job that restarts without a verdict may repeat a

@@ -1,4 +1,4 @@
-"""Decide whether another attempt follows an attempt, from how the attempts ended. Pure.
+"""Decide whether another attempt follows, from how the earlier ones ended. Pure.
 
 A lost node does not use up a restart, since the world that follows has a replacement or fewer nodes
 and may succeed. But a node that is lost repeatedly just after the start (a pod that runs out of
@@ -64,12 +64,12 @@ class Restarts:
         return self._policy == "smart" and self.num_used < self._max
 
     def is_failure(self, end: EndAttempt) -> bool:
-        """Return whether an attempt failed, and did not succeed or was stopped from outside."""
+        """Return whether an attempt failed, rather than succeeded or was stopped from outside."""
         by = end.ended_by
         return end.failed and (by is EndedBy.WORKER or (by is EndedBy.STALL and self._after_stalls))
 
     def revise(self, attempt: int, failure: Failure) -> None:
-        """Replace the facts of an earlier failure, because its verdict has arrived."""
+        """Replace the facts about an earlier failure, now that its verdict has arrived."""
         self.failures = [failure if one.attempt == attempt else one for one in self.failures]
 
     def next(
@@ -92,8 +92,8 @@ class Restarts:
             left: whether nodes left the attempt on purpose.
             lasted_s: how long the attempt ran, in seconds.
             num_nodes: how many nodes are connected now.
-            low: how many nodes a world needs at least.
-            explain: a function that returns what is known of the failure, called only if the
+            low: the least number of nodes that a world needs.
+            explain: a function that returns what is known about the failure, called only if the
                 decision depends on it.
             others: a function that returns how many nodes could take part, not counting the given
                 ones.
@@ -137,7 +137,7 @@ class Restarts:
         )
 
     def _is_free(self, lost: bool, left: bool, lasted_s: float) -> bool:
-        """Return whether nodes were lost or left, but not repeatedly just after the start."""
+        """Return whether nodes were lost or left, and not repeatedly just after the start."""
         if not self._is_elastic or not (lost or left):
             return False
         is_short = lost and lasted_s < SHORT_S

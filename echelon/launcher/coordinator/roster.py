@@ -1,10 +1,10 @@
 """Choose the nodes of the next world from the nodes that join and leave. Pure.
 
 A world begins once one of three conditions holds: `max_nodes` nodes are connected; all nodes of the
-last world that did not leave are connected; or `min_nodes` nodes are connected and the last call is
-over. The last call is an adaptive waiting time that allows for the delay between two nodes that
-were started together. It lasts at most 3 s unless the user sets it. Nodes that connect later, or
-beyond `max_nodes`, wait for the next world; at most `spares` nodes may wait. Avoided nodes are
+last world are connected, except those that left; or `min_nodes` nodes are connected and the last
+call is over. The last call is an adaptive waiting time that allows for the delay between two nodes
+that were started together. It lasts at most 3 s unless the user sets it. Nodes that connect later,
+or beyond `max_nodes`, wait for the next world; at most `spares` nodes may wait. Avoided nodes are
 chosen only if fewer than `min_nodes` other nodes are connected.
 
 Ranks are numbered in the order of the nodes. In the first world, nodes with a `--node-rank` come

@@ -2,8 +2,8 @@
 
 The decision waits for the verdict. A hung program stays hung. A slow rank, a cut link, an
 unresponsive disk, or ranks that are still loading on a busy machine may recover, and a restart
-helps none of them. So stalls with these causes get time first, and progress within that time ends
-the stall. If a restart led to the same stall, the next stall gets more time.
+helps none of them. So stalls with these causes are given time first, and progress within that time
+ends the stall. If a restart led to the same stall, the next stall gets more time.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _MAX_DOUBLINGS = 4
 
 
 class Stalls:
-    """The current stall of a job, if the stall was examined and lasts.
+    """The current stall of a job, if it has been examined and has not cleared.
 
     Args:
-        is_open: a function that returns whether an incident still waits for its verdict.
-        end: a function that is called with a stall that is to end its attempt.
+        is_open: a function that returns whether an incident is still waiting for its verdict.
+        end: a function that ends the attempt because of a stall.
         say: a function that prints a line.
     """
 
@@ -64,13 +64,13 @@ class Stalls:
         self.step(now_s)
 
     def clear(self) -> None:
-        """Forget the stall, because its attempt has ended."""
+        """Forget the stall, now that its attempt has ended."""
         self._world = self._incident = None
         self._until_s = float("inf")
         self._is_late = False
 
     def note_progress(self) -> None:
-        """Forget the stall, because the ranks make progress again."""
+        """Forget the stall, now that the ranks are making progress again."""
         self.clear()
         self._num_in_vain = 0
 

@@ -1,4 +1,4 @@
-"""Describe what a job waits for, if a state lasts longer than a user expects."""
+"""Describe what a job is waiting for, if a state lasts longer than a user expects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_RANKS = 8  # listed by number
 
 
 def why_roster_waits(roster: Roster, options: Options) -> str:
-    """Describe what an incomplete world waits for."""
+    """Describe what an incomplete world is waiting for."""
     hosts = ", ".join(node.host for node in roster.nodes)
     few = f"{len(roster.nodes)} of {options.min_nodes} required nodes connected ({hosts})"
     meeting = options.rendezvous
@@ -23,7 +23,7 @@ def why_roster_waits(roster: Roster, options: Options) -> str:
 
 
 def why_world_waits(world: World, awaited: Collection[str]) -> str:
-    """Describe what a world waits for; return "" while its ranks run.
+    """Describe what a world is waiting for; return "" while its ranks are running.
 
     Args:
         awaited: the nodes whose diagnostics have not arrived yet.

@@ -16,7 +16,7 @@ from echelon.recorder.stall.watchdog import Sight, Stall, StallRule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LostEarlier:
-    """The ranks that an attempt had lost, and continued without, before an event.
+    """The ranks that an attempt had already lost, and continued without, before an event.
 
     Attributes:
         ranks: the first epoch without each lost rank, keyed by rank.
@@ -84,7 +84,7 @@ class World:
         """Return the attempt on these nodes, given in rank order, with each node's first rank.
 
         Args:
-            report_s: the longest time between two reports of a node whose ranks run.
+            report_s: the longest time between two reports of a node whose ranks are running.
             now_mono_ns: the current time of the clock by which the ranks will be judged; None means
                 the monotonic clock.
         """
@@ -125,7 +125,7 @@ class World:
 
     @property
     def records(self) -> bool:
-        """Whether any rank records its operations, so that its ring shows the rank's progress."""
+        """Whether any rank records its operations; its ring then shows the rank's progress."""
         return any(key < 0 for key in self._sights)
 
     def node_of(self, rank: int) -> str:
@@ -159,7 +159,7 @@ class World:
             self.ended[rank].epoch = self.ended[rank].epoch or epoch
 
     def lost_earlier(self, own: Collection[int]) -> LostEarlier:
-        """Return the losses that were completed before an event.
+        """Return the losses that had been fully handled before an event.
 
         Args:
             own: the ranks whose loss is the event itself.
@@ -175,7 +175,7 @@ class World:
         )
 
     def note_sights(self, node: str, event: m.Sights, now_mono_ns: int) -> None:
-        """Replace a node's last report about its ranks by a new report."""
+        """Replace a node's last report about its ranks with a new one."""
         for rank in self.nodes[node]:
             self._sights.pop(rank, None)
         self._sights.pop(_folded(self.nodes[node].start), None)

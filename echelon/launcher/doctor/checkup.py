@@ -43,7 +43,7 @@ T = TypeVar("T", bound=m.Event)
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One line of the results of the checks."""
+    """One line of the check results."""
 
     name: str
     text: str
@@ -304,7 +304,7 @@ def _answered(probe: m.Probe) -> m.Probed:
 
 
 def compare_versions(nodes: Sequence[m.CheckIn]) -> Iterator[Result]:
-    """Yield one result with the versions if all nodes agree, or otherwise one result per node."""
+    """Yield one result with the versions if all nodes agree, and one result per node otherwise."""
     alike = all(node.versions == nodes[0].versions for node in nodes)
     if alike:
         yield Result("versions", f"{_words(nodes[0])} on all nodes")

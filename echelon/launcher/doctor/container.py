@@ -1,4 +1,4 @@
-"""Check for features that a container may deny: shared memory, tracing, a user, memory, processes.
+"""Check for what a container may deny: shared memory, tracing, a user, memory and processes.
 
 Each check returns a `Check` and never raises. If something is missing, the text names the container
 option that would provide it.

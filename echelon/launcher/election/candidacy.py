@@ -1,9 +1,9 @@
 """Let a node without a host ask the electors for the host, and stand for election. Pure.
 
 A node first asks whether a majority would vote for it, and only then asks for votes. The electors
-begin in rank order, each a little after the previous one, so that usually the first remaining
-elector is elected at the first attempt. If two candidates split the votes, both try again at
-different times. A node that is not an elector only asks for the job's host.
+begin in rank order, each a little after the previous one, so the first remaining elector usually
+wins at the first attempt. If two candidates split the votes, both try again at different times. A
+node that is not an elector only asks for the job's host.
 """
 
 from __future__ import annotations

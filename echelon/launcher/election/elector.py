@@ -1,10 +1,10 @@
 """Decide how an elector votes: once per term, and not while the host may hold its lease. Pure.
 
-An elector does not vote while its promise after the last heartbeat holds. It refuses its vote to a
-second candidate in the same term, and to a candidate that lacks a change that this elector has. So
-no winner lacks a change that took effect, because a majority holds every such change. The promise
-ends early if the host's machine shows that the launcher is gone: the connection was closed, and a
-new connection is refused.
+An elector does not vote while the promise that it made at the last heartbeat holds. In one term, it
+votes for one candidate only. It never votes for a candidate that lacks a change that the elector
+has. So no winner lacks a change that took effect, because a majority holds every such change. The
+promise ends early if the host's machine shows that the launcher is gone: the connection was closed,
+and a new connection is refused.
 """
 
 from __future__ import annotations

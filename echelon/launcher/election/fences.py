@@ -17,7 +17,7 @@ _PROBE_S = 1.0
 
 
 class Fences:
-    """The fences that a host has set; all times are on the clock of `lease.now_s`."""
+    """The fences that a host has set. All times are on the clock of `lease.now_s`."""
 
     def __init__(self) -> None:
         self._until_s: dict[str, float] = {}

@@ -9,7 +9,7 @@ writes a mandate that names both the former and the next electors and that needs
 In a world of two nodes, no majority survives the loss of the host. So the host is the only elector:
 the host continues alone if the other node is lost, but the other node cannot replace the host. If
 the job has a witness, the witness is the third elector of such a world, and an additional elector
-whenever the number of nodes that are electors is even.
+whenever an even number of nodes are electors.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Keep the host's part of the succession: its lease, its mandate and its nodes. Pure.
 
 A world may begin once three conditions hold. A majority of the former and of the next electors
-holds the mandate that describes the world. The lease lasts. And every rank of the previous world is
-dead, because its node has reported that or the node's permit has expired (`Fences`).
+holds the mandate that describes the world. The host still holds its lease. And every rank of the
+previous world is dead, because its node has reported that or the node's permit has expired
+(`Fences`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Beat:
     Attributes:
         echo: the number of the last reply that the host received from the node; 0 if there was
             none.
-        holds: whether the lease lasts without the witness's replies.
+        holds: whether the host's lease remains valid without the witness's replies.
     """
 
     term: int
@@ -191,7 +192,7 @@ class Office:
         )
 
     def remember(self, *, restarts: int, num_attempts: int, memory: str) -> None:
-        """Add what the next host must know to the mandate; the world and its electors stay."""
+        """Add to the mandate what the next host must know; its world and electors do not change."""
         self.mandate = replace(
             self.mandate,
             index=self.mandate.index + 1,
@@ -203,9 +204,9 @@ class Office:
     def withdraw(self) -> bool:
         """Drop the proposed electors if only the host had a vote before.
 
-        Return whether that was so.
+        Return whether the electors were dropped.
 
-        In that case, no decision can have been made without the host.
+        If only the host had a vote, no decision can have been made without it.
         """
         electorates = self.mandate.electorates
         alone = ((self.name,),)
@@ -235,7 +236,7 @@ class Office:
     def follow_witness(self, now_s: float) -> bool:
         """Let the witness vote only while it answers, so that losing the witness does no harm.
 
-        Call this only while a world runs. The result is whether there is a new mandate to send.
+        Call this only while a world is running. Return whether there is a new mandate to send.
         """
         mandate = self.mandate
         if self._is_following:

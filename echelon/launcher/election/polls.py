@@ -15,7 +15,7 @@ def asked_of(poll: m.Poll) -> Canvass:
 
 
 def poll_of(asked: Canvass, founder: str) -> m.Poll:
-    """Return a poll that carries a request, for the job with this founder."""
+    """Wrap a request in a poll, for the job with this founder."""
     return m.Poll(
         node=asked.node, term=asked.term, version=list(asked.version),
         is_binding=asked.is_binding, founder=founder,
@@ -31,7 +31,7 @@ def answer_of(vote: m.Vote) -> Answer:
 
 
 def vote_of(answer: Answer) -> m.Vote:
-    """Return a vote that carries an answer."""
+    """Wrap an answer in a vote."""
     return m.Vote(
         term=answer.term, granted=answer.granted, early=answer.early, host=answer.host,
         endpoint=answer.endpoint,

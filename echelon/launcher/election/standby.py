@@ -1,8 +1,8 @@
 """Keep a node ready to take over the job: its vote, permit, listener, and search for a host.
 
 Every node of a job with failover has a standby, including the host. The listener is opened at the
-start, because the moment of a takeover would be too late to find out that a port is taken. The
-listener's thread votes; everything else runs in the agent's loop.
+start: a takeover would be too late to find out that its port is taken. The listener's thread votes;
+everything else runs in the agent's loop.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Succession:
         return self._office.mandate
 
     def remaining_s(self) -> float:
-        """Return how many seconds this host's lease still lasts."""
+        """Return how many more seconds this host's lease lasts."""
         return self._office.remaining_s(now_s())
 
     def deadline_s(self) -> float:
@@ -162,12 +162,12 @@ class Succession:
         return not self.waits_for and self.remaining_s() > 0
 
     def remember(self, *, restarts: int, num_attempts: int, memory: str) -> None:
-        """Send what was decided since the world began to all nodes; no vote depends on it."""
+        """Send all nodes the decisions made since this world started; no vote depends on them."""
         self._office.remember(restarts=restarts, num_attempts=num_attempts, memory=memory)
         self._publish()
 
     def begin(self, nodes: Sequence[Node]) -> None:
-        """Settle the mandate of a world that begins, and grant its nodes fresh permits."""
+        """Settle the mandate of a world that is starting, and grant its nodes fresh permits."""
         self._proposed = ()
         self._office.settle()
         self._publish()

@@ -46,7 +46,7 @@ class Takeover:
     Args:
         former: the lost host's name.
         voters: the electors that voted for this host.
-        was_early: whether the host was elected before the former lease had expired for certain.
+        was_early: whether the host was elected before the former lease was certain to have expired.
         send: a function that sends a command to a node.
     """
 

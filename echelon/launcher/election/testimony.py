@@ -1,4 +1,4 @@
-"""Connect the host to the witness, with questions that carry the same messages as to a node."""
+"""Connect the host to the witness, with questions that carry the messages that nodes also get."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 The witness keeps one `Elector` per job and no other state: which host it has promised not to
 replace, for how long, and which nodes may ask for its vote. Nothing is written to disk. A restarted
 witness does not know its promises, so it does not vote in a job until the job's host registers it.
-A host may register the witness only while its lease lasts without the witness's own reply.
+A host may register the witness only while its lease remains valid without the witness's own reply.
 Otherwise, a host that has lost the other nodes may already have been replaced, with a vote that the
 witness has forgotten.
 """
@@ -25,7 +25,7 @@ class Renewal:
 
     Attributes:
         number: the number of the heartbeat; 0 for a mandate without a heartbeat.
-        holds: whether the lease lasts without the witness's reply.
+        holds: whether the host's lease remains valid without the witness's reply.
     """
 
     term: int
@@ -76,7 +76,7 @@ class Witness:
         return elector.on_canvass(asked, now_s)
 
     def _forget(self, now_s: float) -> None:
-        """Forget jobs without a heartbeat for a day, because a job's end is not reported."""
+        """Forget jobs that have sent no heartbeat for a day; the end of a job is not reported."""
         for founder, renewed_s in list(self._renewed_s.items()):
             if renewed_s < now_s - _KEEP_S:
                 del self._electors[founder], self._renewed_s[founder]

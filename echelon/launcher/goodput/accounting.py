@@ -1,7 +1,7 @@
 """Classify each second of each rank from the recorded facts, without gaps or overlaps. Pure.
 
-Every rank's time from the beginning of the job to the end is cut into segments without gaps, and
-each segment into parts. The parts of a rank add up to the job's time to the nanosecond.
+Every rank's time from the job's beginning to its end is cut into segments without gaps, and each
+segment into parts. The parts of a rank add up to the job's time to the nanosecond.
 
     start-up    until the first step of the first attempt
     useful      steps that no earlier attempt had finished, without the next three parts
@@ -15,9 +15,10 @@ each segment into parts. The parts of a rank add up to the job's time to the nan
     unmarked    the program ran but marked no steps
 
 [Note: numbers of steps after a restart] A program that marks steps by number continues with the
-number at which its checkpoint was saved. A program that does not, such as any unmodified program,
-counts from 0 again. If an attempt has loaded a checkpoint and begins at step 0 or 1, the attempt is
-assumed to continue from the step at which the newest earlier checkpoint was saved.
+number at which its checkpoint was saved. A program that does not mark steps by number, such as any
+unmodified program, counts from 0 again. If an attempt has loaded a checkpoint and begins at step 0
+or 1, the attempt is assumed to continue from the step at which the newest earlier checkpoint was
+saved.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Record the facts of a job's time on the hosting node, and keep them in a file.
 
 The file is written repeatedly while the job runs, so that a killed launcher loses only the last
-seconds, and again at each end of an attempt. The cost of writing limits how often it is written.
+seconds. It is also written whenever an attempt ends. The cost of writing limits how often it is
+written.
 """
 
 from __future__ import annotations

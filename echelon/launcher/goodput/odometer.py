@@ -17,7 +17,7 @@ class Odometer:
     """The laps of one rank, with timestamps of the rank's own host.
 
     Attributes:
-        unfinished: the known time that the unfinished step has spent so far.
+        unfinished: how the unfinished step has spent its time so far, as far as known.
         step: the current step; -1 if there is none.
     """
 

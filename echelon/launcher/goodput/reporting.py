@@ -37,7 +37,7 @@ class LapReports:
         self._due_s = 0.0
 
     def look(self) -> m.Laps | None:
-        """Read the rings of the living ranks; return a report if one is due."""
+        """Read the rings of the live ranks; return a report if one is due."""
         for worker in self._workers:
             if worker.alive:
                 self.read(worker)

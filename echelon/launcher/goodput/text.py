@@ -69,8 +69,8 @@ def _aligned(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> Iterator[s
 
     Args:
         rows: the cells of each row.
-        widths: the least width of each column, negative if it is aligned to the left. A column with
-            a longer cell is as wide as that cell and two spaces.
+        widths: the minimum width of each column; negative for a left-aligned column. A column with
+            a longer cell is as wide as that cell plus two spaces.
     """
     longest = [max(len(row[place]) for row in rows) for place in range(len(widths))]
     wide = [max(abs(least), most + 2 * (place > 0))

@@ -1,6 +1,7 @@
 """Write a job's account on a thread, so that a hung file system does not block the launcher.
 
-Only the newest facts are worth writing, so newer facts replace facts that still wait to be written.
+Only the newest facts are worth writing, so newer facts replace those that are still waiting to be
+written.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Read the facts besides the verdict on which a restart depends: error, place, step and memory.
+"""Read what a restart depends on besides the verdict: the error, its place, the step and memory.
 
 These facts come from one rank's dump. The analysis process reads them together with the verdict; if
 the verdict is late, the launcher itself does.
@@ -103,7 +103,7 @@ class Circumstances:
 
 
 def circumstances(incident: Path, ranks: Sequence[int]) -> Circumstances | None:
-    """Return the facts of the first rank that failed by itself, or of the first with a dump.
+    """Return the facts about the first rank that failed by itself, or the first with a dump.
 
     Args:
         ranks: the culprits or, without a verdict, the ranks in the order in which they ended.
@@ -167,7 +167,7 @@ def _is_outside(name: str, bases: Sequence[str], message: str) -> bool:
 
 
 def _owns_host_memory(record: Record) -> bool | None:
-    """Return whether the limit of the rank's own cgroup caused a kill for lack of memory."""
+    """Return whether a rank was killed for exceeding the memory limit of its own cgroup."""
     host = record.host
     if not host.oom_kill:
         return None

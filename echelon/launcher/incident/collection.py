@@ -20,7 +20,7 @@ class Collection:
         deadline_s: a time of the monotonic clock. A node that has not sent all its dumps by then is
             left out.
         is_survived: whether the attempt continues in spite of the incident.
-        lost_earlier: the losses that are over, which therefore explain nothing of the incident.
+        lost_earlier: the losses that were already handled, and so do not explain the incident.
         continues: the early look that this incident continues, now that the full limit has passed;
             None if there was none.
 

@@ -1,8 +1,8 @@
 """Read TORCHELASTIC_ERROR_FILE, in which a program describes its own failure.
 
-torch's `record` decorator, and programs that use the variable, write a JSON object that holds a
-message, or an object with a message and perhaps a traceback. Because a failing program wrote it,
-any part may be missing or very long.
+torch's `record` decorator, and programs that use the variable, write a JSON object with a message.
+The message is a string, or an object that holds a message and perhaps a traceback. Because a
+failing program wrote the file, any part of it may be missing or very long.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Analyse an incident with `echelon.analysis` in a separate process.
 
-The analysis of thousands of ranks may take a minute and gigabytes of memory, and it may fail. So
-that the job is not harmed, the analysis runs as a niced child process with its own memory limit.
-The agent's loop continues, and a restart waits a few seconds at most for the result. The child is
-started when the collection of an incident begins, so that its imports are done by the time the
-incident is complete.
+The analysis of thousands of ranks may take a minute and gigabytes of memory, and it may fail. To
+protect the job, the analysis runs as a niced child process with its own memory limit. The agent's
+loop continues, and a restart waits a few seconds at most for the result. The child is started when
+the collection of an incident begins, so that its imports are done by the time the incident is
+complete.
 
     agent -> child   one line of JSON: {incident, shown, columns}
     child -> agent   one JSON object: {report, story, text, file_text, circumstances}
@@ -68,8 +68,8 @@ class Analysis:
     """A child process that waits for its incident, analyses it, and answers once.
 
     Args:
-        gives_way: whether ranks that still run come first. If the job waits for the verdict, giving
-            way would only prolong that wait.
+        gives_way: whether running ranks take precedence for processor time. If the job waits for
+            the verdict, giving way would only prolong that wait.
 
     Raises:
         OSError: no process can be started.
@@ -129,7 +129,7 @@ class Analysis:
         return Explanation(**answer)
 
     def close(self) -> None:
-        """End the child if it still runs."""
+        """End the child if it is still running."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
@@ -205,7 +205,7 @@ def _limit_memory() -> None:
 
 
 def _lower_priority() -> None:
-    """Give way to the ranks, but not further than they do: a job that is itself nice would wait."""
+    """Give way to the ranks, but keep the niceness of a job that is already nicer."""
     with contextlib.suppress(OSError):
         now = os.getpriority(os.PRIO_PROCESS, 0)
         os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, now))

@@ -1,6 +1,6 @@
-"""Collect the black boxes of a node's ranks, and what the host knows of each process.
+"""Collect the black boxes of a node's ranks, and what the host knows about each process.
 
-    1. Look at every living process once: its ring and its files in /proc.
+    1. Look at every live process once: its ring and its files in /proc.
     2. Read the stacks from outside, which does not disturb the processes. Also look at their
        descendants, such as loader workers and compilers.
     3. Send a signal only to processes whose stacks could not be read, and briefly wait for an
@@ -9,12 +9,12 @@
     5. For a stall, repeat these steps two seconds later. A rank that has moved is slow, and a rank
        that has not moved is stuck.
 
-Observing a process must not change it. A signal ends the system call in which a thread waits, and
-often the hang as well, so that the verdict would describe a state that no longer exists. So a
+Observing a process must not change it. A signal ends the system call in which a thread is waiting,
+and often the hang as well, so that the verdict would describe a state that no longer exists. So a
 signal is the last resort, and `HostFacts.stacks_from` records that one was sent.
 
-The collection is a generator that yields how long it wants to wait. The agent's loop runs between
-the steps, so that output keeps flowing and a user's stop takes effect at once.
+The collection is a generator that yields the time that it needs to wait. The agent's loop runs
+between the steps, so that output keeps flowing and a user's stop takes effect at once.
 
 A rank that never opened a ring still gets a dump, with its exit code, its stderr, its stacks and
 the calls in which its threads wait. If the rank is a torch program, torch's own recorder is asked
@@ -100,7 +100,7 @@ def _wait_until(deadline_s: float, is_urgent: Callable[[], bool]) -> Waits:
 
 
 def _read_stacks(witnesses: Sequence[Witness], is_urgent: Callable[[], bool]) -> Waits:
-    """Read all stacks from outside; use a signal for processes whose stacks cannot be read so."""
+    """Read all stacks from outside; use a signal for processes where that is not possible."""
     yield from _on_threads([witness.spy for witness in witnesses], _SPY_S, is_urgent)
     if is_urgent():
         return
@@ -120,7 +120,7 @@ def _wait_for_answers(witnesses: Sequence[Witness], is_urgent: Callable[[], bool
 def _on_threads(
     looks: Sequence[Callable[[], None]], limit_s: float, is_urgent: Callable[[], bool]
 ) -> Waits:
-    """Take the looks on a few threads; leave out the looks that are not done after `limit_s`.
+    """Take the looks on a few threads; leave out any that are not done after `limit_s`.
 
     If no thread can be started, no look is taken, and stacks are requested by signal instead.
     """

@@ -1,7 +1,7 @@
 """Read the stacks of one worker from outside, or otherwise request them by a signal.
 
-A signal ends the system call in which a thread waits, and often the hang as well. So a signal is
-the last resort, and `HostFacts.stacks_from` records that one was sent.
+A signal ends the system call in which a thread is waiting, and often the hang as well. So a signal
+is the last resort, and `HostFacts.stacks_from` records that one was sent.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Stacks:
         self._seen = (0, 0.0)
 
     def ask(self) -> None:
-        """Send the signal that requests stacks if they could not be read from outside."""
+        """If the stacks could not be read from outside, send the signal that requests them."""
         identity = self._identity
         if self._spied or not identity.stack_signal or not self._can_answer():
             return

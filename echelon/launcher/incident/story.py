@@ -1,8 +1,8 @@
 """Collect the root cause's last output, which a report shows before the verdict.
 
-The output is the traceback that the program wrote to TORCHELASTIC_ERROR_FILE, or otherwise the last
-traceback in the rank's stderr, so user code needs no decorator. If there is no traceback, the last
-lines of stderr are shown instead. All victims together take one line.
+The output is the traceback that the program wrote to TORCHELASTIC_ERROR_FILE. If there is none, it
+is the last traceback in the rank's stderr, so user code needs no decorator. If there is no
+traceback, the last lines of stderr are shown instead. All victims together take one line.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Story:
     def lines(self) -> list[str]:
         """Return the lines for the terminal; [] if the rank's output does not explain its end.
 
-        If a rank hangs, or was killed, its output is older than that and is not shown.
+        If a rank hung or was killed, its output predates that and is not shown.
         """
         is_silent = self.exit_code is None or self.exit_code == -signal.SIGKILL
         said = self.traceback or (() if is_silent else self.last_lines)

@@ -1,9 +1,9 @@
 """Use torch's own flight recorder in the workers of unmodified torch programs.
 
 torch writes a rank's dump to `<prefix><rank>` when torch's watchdog abandons an operation, and
-whenever data is written to the pipe `<prefix><rank>.pipe` that the NCCL or XCCL backend serves. The
-launcher chooses both prefixes, unless the user has, so that dumps can be found and requested. The
-Gloo backend also records, but it neither dumps by itself nor serves a pipe.
+whenever data is written to the pipe `<prefix><rank>.pipe` that the NCCL or XCCL backend serves.
+Unless the user has set the prefixes, the launcher chooses both, so that dumps can be found and
+requested. The Gloo backend also records, but it neither dumps by itself nor serves a pipe.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class TorchDump:
             os.close(fd)
 
     def has_come(self) -> bool:
-        """Return whether the requested dump exists and no longer grows."""
+        """Return whether the requested dump exists and is no longer growing."""
         version, now_s = self._version(), time.monotonic()
         if version != self._seen[0]:
             self._seen = (version, now_s)

@@ -75,7 +75,7 @@ class Verdicts:
         """Start an analysis process for an incident that is about to be collected.
 
         Args:
-            gives_way: whether ranks that still run come first.
+            gives_way: whether running ranks take precedence for processor time.
         """
         self.expect_none()
         try:
@@ -84,13 +84,13 @@ class Verdicts:
             self._why_none = err.strerror or str(err)
 
     def expect_none(self) -> None:
-        """End the analysis process because no incident was collected after all."""
+        """End the analysis process: no incident was collected after all."""
         if self._next is not None:
             self._next.close()
             self._next = None
 
     def begin(self, incident: Incident, nodes: Sequence[str], *, is_due: bool) -> None:
-        """Start to analyse an incident; the verdict is shown on `nodes` once it is due."""
+        """Start analysing an incident; the verdict is shown on `nodes` once it is due."""
         analysis, self._next = self._next, None
         one = _Open(incident, list(nodes), analysis, is_due)
         shown = self._directory.shown / "dump" / incident.folder.name
@@ -115,7 +115,7 @@ class Verdicts:
                 one.analysis.close()
 
     def release(self) -> None:
-        """Allow all verdicts to be shown, because the attempt has ended."""
+        """Allow all verdicts to be shown, now that the attempt has ended."""
         for one in self._open:
             one.is_due = True
 
@@ -135,7 +135,7 @@ class Verdicts:
                 self._show(one, one.explanation)
 
     def close(self) -> None:
-        """End the analyses that still run."""
+        """End the analyses that are still running."""
         self.expect_none()
         while self._open:
             analysis = self._open.pop().analysis

@@ -49,7 +49,7 @@ class Witness:
         self.look(native=True)
 
     def look(self, *, native: bool = False) -> None:
-        """Begin to read a living process's stacks."""
+        """Start reading the stacks of a live process."""
         folder, alive = self.worker.folder, self.worker.alive
         self._stacks = Stacks(folder, self._pid, self._identity, native=native) if alive else None
 
@@ -79,7 +79,7 @@ class Witness:
 
     @property
     def may_wait_below(self) -> bool:
-        """Whether the worker may be waiting for one of its child processes instead of its peers."""
+        """Whether the worker may be waiting for a child process rather than its peers."""
         if self._stacks is None:
             return False
         activity = read_activity(self._stacks.text(), self._stacks.native)
@@ -177,7 +177,7 @@ class Witness:
     def _was_killed_for_memory(self) -> bool | None:
         """Return whether the kernel killed the worker for lack of memory; None if unknown.
 
-        The signs are a SIGKILL that the launcher did not send, and a kill in the cgroup's counter.
+        The signs are a SIGKILL that the launcher did not send, and a kill counted by the cgroup.
         """
         before = self._occasion.oom_kills_before
         if self.worker.exit_code != -9 or self.worker.stopped_by_agent:

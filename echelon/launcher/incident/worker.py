@@ -1,4 +1,4 @@
-"""Define the worker that an incident's collection examines, and the reason for the collection."""
+"""Define a worker to examine when an incident is collected, and the reason for the collection."""
 
 from __future__ import annotations
 

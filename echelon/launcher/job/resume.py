@@ -1,4 +1,4 @@
-"""Find the job's newest committed checkpoint, from the ranks' reports or in `--checkpoint-dir`.
+"""Find the job's newest committed checkpoint, from the ranks' reports or from `--checkpoint-dir`.
 
     RUN/rank_0/attempt_<n>/checkpoint.json      written by rank 0 when a checkpoint is committed
     DIR/step_<n>/<version>/commit               Keeper's layout
@@ -132,7 +132,7 @@ class Search:
             self._thread.join(_BRIEFLY_S)  # usually there is little to search
 
     def is_over(self, now_s: float) -> bool:
-        """Return whether an attempt may begin, even if the search is hanging on a hung disk."""
+        """Return whether an attempt may begin, even if the search is stuck on a hung disk."""
         if self._thread is None:
             return True
         if self._thread.is_alive() and now_s < self._until_s:

@@ -69,7 +69,7 @@ class RunDirectory:
         return self.path / "report.json"
 
     def forget_report(self) -> None:
-        """Remove the previous job's report and account, in case this job does not write its own."""
+        """Remove the previous job's report and account, in case this job writes none."""
         for path in (self.report_file, self.path / ACCOUNT):
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -106,7 +106,7 @@ class RunDirectory:
         return _next_number(self.path.glob("rank_*/attempt_*"), _ATTEMPT)
 
     def free_attempt(self, ranks: range, wanted: int) -> int:
-        """Return the first attempt number from `wanted` on that none of the ranks has used."""
+        """Return the first attempt number, at least `wanted`, that none of the ranks has used."""
         number = wanted
         while any(self.rank_dir(rank, number).exists() for rank in ranks):
             number += 1

@@ -1,1 +1,1 @@
-"""Learn limits from the job itself, by how long its operations and phases usually take."""
+"""Learn limits from the job itself: how long its operations and phases usually take."""

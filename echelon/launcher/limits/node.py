@@ -24,7 +24,7 @@ _WAITS = frozenset({"data_wait", "store", "pipeline"})  # phases that end when o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """A node's report on its recording ranks. Ages and durations are in ms; -1 means none."""
+    """A node's report on its ranks that record. Ages and durations are in ms; -1 means none."""
 
     worked_ms: int = -1  # since one of them last worked
     is_excused: bool = True  # whether a rank is in a phase that may take its time, or before init
@@ -127,7 +127,7 @@ class NodeLimits:
         return self._with_late(summary, late) if late else summary
 
     def rest(self, now_ns: int) -> None:
-        """Ignore activity of the ranks that the collection of an incident has caused."""
+        """Ignore any rank activity that the collection of an incident has caused."""
         for number, rank in self._ranks.items():
             if rank.activity is not None:
                 rank.activity.rest(self._num_printed(number), now_ns)
@@ -177,7 +177,7 @@ def _words(ring: LiveRing, key: Key) -> tuple[str, str]:
 
 
 def joined(one: Row, other: Row) -> Row:
-    """Return the merged rows of two ranks, with the higher limit, or none if either has none."""
+    """Merge the rows of two ranks: the higher limit applies, or none if either has none."""
     has_limits = one.limit_s is not None and other.limit_s is not None
     return Row(
         name=one.name, site=one.site, is_span=one.is_span,

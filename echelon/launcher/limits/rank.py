@@ -1,4 +1,4 @@
-"""Keep one rank's histories, and compare what the rank does now with them. Pure.
+"""Keep one rank's histories, and compare them with what the rank is doing now. Pure.
 
 [Note: phases excuse] A rank whose innermost open phase has no limit of its own, or has not exceeded
 its limit, is doing something that may take long, such as a checkpoint, a compilation or an
@@ -57,7 +57,7 @@ class RankLimits:
     Args:
         fixed_s: the stall rule's limit, in seconds.
         may_be_long: a function that returns whether a phase of this name may take longer than
-            `fixed_s` again after it has done so once.
+            `fixed_s` again after doing so once.
     """
 
     def __init__(self, fixed_s: float, may_be_long: Callable[[int], bool]) -> None:

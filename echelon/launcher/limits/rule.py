@@ -2,8 +2,8 @@
 
 An early look is due if three conditions hold. An operation or phase has taken longer than its own
 history allows. For the duration of that limit, no rank of the job has advanced, computed, printed
-or sent anything. And no rank is in a phase that may take long. So a long evaluation, the writing of
-a checkpoint, or a compilation does not trigger a look, because some rank is active. No look is
+or sent anything. And no rank is in a phase that may take long. So a long evaluation, a checkpoint
+that is being written, or a compilation does not trigger a look: some rank is active. No look is
 taken before init, while a rank has no ring, or while a node's last report is too old; the stall
 rule with its fixed limit still applies.
 

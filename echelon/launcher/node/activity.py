@@ -10,11 +10,12 @@ because it also waits with a timeout. But such a thread wakes two hundred times 
 request the lock.
 
 Threads that only poll a clock always use some processor time, so less than 1/50 of a core counts as
-inactivity. On a machine with far too much to do, a worker that computes gets no more than that. The
-kernel counts how long its main thread was ready to run without a processor; a large share of the
-time counts as activity. Main threads of compilers that it has started count as well. A hung rank's
-main thread may poll, which looks similar on such a machine, so this excuse ends after a while.
-Connections are examined only after a worker has been inactive for a while.
+inactivity. On a badly overloaded machine, a worker that is computing gets no more than that. The
+kernel counts how long its main thread was ready to run without a processor. If this is a large
+share of the time, it counts as activity. The same goes for the main threads of compilers that the
+worker has started. A hung rank's main thread may poll, which looks similar on such a machine, so
+this excuse ends after a while. Connections are examined only after a worker has been inactive for a
+while.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Activity:
     Args:
         quiet_s: the time without a sign of activity after which connections are examined, in
             seconds.
-        looks_inside: whether the calls in which threads wait are then examined, too.
+        looks_inside: whether the calls in which threads are waiting are then examined, too.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Activity:
         self._carried = None
 
     def _starves(self, now_mono_ns: int) -> bool:
-        """Return whether the worker, or what it has started, is ready to run but hardly runs."""
+        """Return whether the worker or a descendant is ready to run but gets hardly any time."""
         elapsed_ns = now_mono_ns - self._since_ns
         if elapsed_ns < _STARVED_LEAST_NS or now_mono_ns - self._worked_ns > _STARVED_NS:
             return False

@@ -7,7 +7,8 @@
 
 The worker with local rank r has the r-th visible GPU. If there are no GPUs, or more workers than
 GPUs, workers are spread evenly over the NUMA nodes. Only processors that the launcher itself may
-use are assigned. A machine that does not report its nodes or caches counts as having one.
+use are assigned. A machine that does not report its NUMA nodes counts as having one; the same holds
+for caches.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ workers.
 * Each worker leads its own session and receives a death signal when the guard ends.
 * The guard is the child subreaper. Any process that a worker leaves behind, even after `setsid`,
   becomes the guard's child and is found by walking the guard's descendants.
-* The guard is the workers' only parent, so the pid of a worker that was not reaped cannot have been
-  reused. Any other process is addressed by a pidfd, and its parentage is checked again after the
-  pidfd was opened.
+* The guard is the workers' only parent, so the pid of a worker that has not been reaped cannot have
+  been reused. Any other process is addressed by a pidfd, and its parentage is checked again after
+  the pidfd was opened.
 * The guard never waits for the agent to read: reports are kept until the socket accepts them.
 * No error ends the guard before its work is done. A process that may not be signalled is reported,
   and without /proc the guard still handles its direct children.
@@ -244,7 +244,7 @@ class Guard:
             return pid, pipe.read().decode("utf-8", "replace")  # an empty text: exec has succeeded
 
     def _hold(self, folder: str) -> None:
-        """Lock a folder for rings, so that no other launcher cleans it up while the guard lives."""
+        """Lock a folder for rings until the guard ends, so that no other launcher cleans it up."""
         self._held.add(folder)
         try:
             fd = os.open(folder + "/home", os.O_RDONLY | os.O_CLOEXEC)
@@ -326,7 +326,8 @@ class Guard:
     def _sweep(self, number: int) -> tuple[int, list[int]]:
         """Signal all descendants except workers; return their number and the denied pids.
 
-        Standbys belong to no attempt: they and what their imports have started are left alone.
+        Standbys belong to no attempt: they and any processes that their imports have started are
+        left alone.
         """
         has_workers = len(self._workers) > len(self._waiting)
         if number == signal.SIGKILL and not has_workers:
@@ -380,7 +381,7 @@ def _print(text: str) -> None:
 
 
 def _where_none_can_start() -> str:
-    """Return a note for the report of the agent's death if this process cannot start processes."""
+    """If no process can be started, return a note for the report of the agent's death."""
     try:
         pid = os.fork()
         if pid == 0:
@@ -429,10 +430,10 @@ def _remove_if_empty(folder: str) -> None:
 
 
 def descendants(root: int, spared: Collection[int] = ()) -> list[int]:
-    """Return the pids of all living processes below `root`, parents first; [] without /proc.
+    """Return the pids of all live descendants of `root`, parents first; [] without /proc.
 
     Args:
-        spared: processes to leave out, with all processes below them.
+        spared: processes to leave out, along with their descendants.
     """
     children: dict[int, list[int]] = {}
     try:

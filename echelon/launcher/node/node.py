@@ -153,7 +153,7 @@ class NodeAgent:
         return min(due)
 
     def tick(self) -> None:
-        """Show held-back output, continue a snapshot, kill workers after their grace period."""
+        """Show held-back output, continue a snapshot, and kill workers after their grace period."""
         self._terminal.tick()
         self.probes.tick()
         if self._hook is not None and self._hook.tick(time.monotonic()):
@@ -167,7 +167,7 @@ class NodeAgent:
             self._standbys.start_next()
 
     def _is_steady(self) -> bool:
-        """Return whether all ranks train, so that the start of a standby delays none of them."""
+        """Return whether all ranks are training, so that starting a standby delays none of them."""
         if self._examination is not None or self._hook is not None:
             return False
         if not self.has_workers:
@@ -183,7 +183,7 @@ class NodeAgent:
         return bool(self._workers) and all(worker.exit_code == 0 for worker in self._workers)
 
     def _prepare_before_start(self) -> None:
-        """Let standbys load for ranks of which only this node's options are known."""
+        """Let standbys load before the ranks are known, from this node's options alone."""
         per_node = self._options.nproc_per_node
         likely = m.Start(
             attempt=0,
@@ -256,7 +256,7 @@ class NodeAgent:
         self._start_workers(hook.start)
 
     def _give_up_start(self) -> None:
-        """Cancel a start that still waits for the user's command; report its ranks as ended."""
+        """Cancel a start that is waiting for the user's command; report its ranks as ended."""
         hook, self._hook = self._hook, None
         if hook is None:
             return
@@ -291,8 +291,8 @@ class NodeAgent:
     ) -> dict[str, str]:
         """Start one rank, from a standby if one is ready and fits; return its environment.
 
-        The rank takes the place of one with the same local rank, if there is one. The number of the
-        attempt must be one for which this rank has no folder yet.
+        If there is already a rank with the same local rank, this rank takes its place. The rank
+        must not have a folder for this attempt yet.
         """
         rank = attempt.first_rank + local_rank
         folder = self._directory.make_rank_dir(rank, attempt.number)
@@ -335,13 +335,13 @@ class NodeAgent:
             self._add_stream(number, pipe, source, worker.logs, local_rank)
 
     def _release(self, local_rank: int) -> None:
-        """Let a standby, which the guard counts as a rank from now on, run the program."""
+        """Let a standby run the program; the guard counts it as a rank from now on."""
         standby, env, _ = self._taken.pop(local_rank)
         has_stdin = self._workers[local_rank].rank == self._options.stdin_rank
         standby.release(env, str(Path.cwd()), has_stdin=has_stdin)
 
     def _replace_standby(self, local_rank: int) -> bool:
-        """Start a rank as usual whose standby has just ended; return False if it must not start."""
+        """Start a rank as usual after its standby has ended; return False if it must not start."""
         standby, env, group = self._taken.pop(local_rank)
         standby.control.close()
         if self._grace.is_running or self._start is None:
@@ -354,7 +354,7 @@ class NodeAgent:
         return True
 
     def stop(self, command: m.Stop) -> None:
-        """Signal all workers, and kill the workers that still run after the grace period.
+        """Signal all workers, and kill those that are still running after the grace period.
 
         Stacks are read first, unless the command is urgent. Only the first call in an attempt has
         an effect.
@@ -373,7 +373,7 @@ class NodeAgent:
         self._end_workers(signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kill all workers that still run."""
+        """Kill all workers that are still running."""
         self._give_up_start()
         self._stop_after_examination = None
         self._grace.note_killed(time.monotonic())
@@ -421,7 +421,7 @@ class NodeAgent:
         return self._kept is not None
 
     def keep_snapshot(self) -> None:
-        """Take a snapshot of this node's ranks for the next coordinator after a loss."""
+        """Take a snapshot of this node's ranks for the next coordinator."""
         self._examination = self._stop_after_examination = None
         if self._kept is None and self.has_workers:
             self._kept = harvest(self._workers, self._occasion("failure"), self._pump)

@@ -2,11 +2,11 @@
 
 There are two deadlines:
 
-* A user's request to stop goes to the coordinator. If no command to stop follows within a few
+* A user's request to stop goes to the coordinator. If no command to stop arrives within a few
   seconds, the node stops on its own. A second Ctrl-C at least a second later means that the user
   does not want to wait, so this node's workers are killed, but not those of other nodes. A
   scheduler's repeated signal has no such meaning.
-* Workers that were asked to stop are killed when their grace period is over, which begins with the
+* Workers that were asked to stop are killed at the end of their grace period, which begins with the
   signal. A rank that survives SIGKILL is reported after a few seconds and abandoned after 30 s.
 """
 
@@ -23,7 +23,7 @@ UNKILLABLE_S = 30.0  # from SIGKILL to abandoning them
 
 
 class Asked(Enum):
-    """What a user requests by a stop signal."""
+    """What a user requests with a stop signal."""
 
     STOP = "stop"
     HURRY = "hurry"
@@ -40,7 +40,7 @@ class UserRequest:
     _hurried: bool = False
 
     def on(self, number: int, now_s: float) -> Asked:
-        """Handle a stop signal; return what the user requests by it."""
+        """Handle a stop signal; return what the user requests with it."""
         if not self.first:
             self.first, self._first_s = number, now_s
             return Asked.STOP

@@ -1,6 +1,6 @@
 """Run this node's probes between two attempts, each in a process that the agent's loop polls.
 
-A listener runs until the time of the measuring node is over. The next attempt ends all probes.
+A listener runs until the measuring node's time is up. The next attempt ends all probes.
 """
 
 from __future__ import annotations

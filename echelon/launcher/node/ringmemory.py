@@ -10,8 +10,8 @@ that no ring stays in memory.
 
 If agent and guard are killed together, the next launcher on the node cleans up. The file `home` in
 the folder names the run to which the folder belongs, and agent and guard hold a lock on that file
-as long as they live. If /dev/shm is not a tmpfs, or is too small (containers often give it 64 MB),
-the rings stay where the recorder puts them.
+for as long as they live. If /dev/shm is not a tmpfs, or is too small (containers often give it 64
+MB), the rings stay where the recorder puts them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Report what this node sees of its living ranks, for the stall rule.
+"""Report what this node sees of its live ranks, for the stall rule.
 
 Ranks that record are combined into one row, so that a coordinator's work grows with the number of
 nodes and not with the number of ranks. This is possible because the stall rule needs only the
@@ -68,7 +68,7 @@ class Sighting:
         return sights
 
     def look(self) -> m.Sights | None:
-        """Examine the living ranks and return a report, or None if no rank is alive."""
+        """Examine the live ranks and return a report, or None if no rank is alive."""
         now = time.monotonic_ns()
         self._lived.tick(now / 1e9)
         sights: list[Sight] = []
@@ -119,7 +119,7 @@ class Sighting:
         return None if ring is None else ring.words()
 
     def rest(self) -> None:
-        """Ignore activity of the ranks that the collection of an incident has caused."""
+        """Ignore any rank activity that the collection of an incident has caused."""
         for rank, activity in self._activities.items():
             activity.rest(self._num_printed(rank), time.monotonic_ns())
         if self._limits is not None:
@@ -161,9 +161,9 @@ class Sighting:
     def _sight(self, ring: LiveRing, worker: Worker, now: int) -> Sight:
         """Examine a rank that records.
 
-        A program that is recorded through hooks marks no phases. Such a program shows a long
-        evaluation by its resource use and its output, not in its ring. Before its initialisation, a
-        rank imports and loads, which takes long if it gets no processor.
+        A program that is recorded through hooks marks no phases. A long evaluation in such a
+        program shows in its resource use and its output, not in its ring. Before initialisation, a
+        rank imports and loads, which takes long if it gets no processor time.
         """
         sight = ring.sight(worker.rank)
         if ring.is_hooked:

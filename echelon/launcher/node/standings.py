@@ -1,6 +1,6 @@
-"""Pass on what this node's ranks report of their part in `resilient.run`.
+"""Pass on what this node's ranks report about their part in `resilient.run`.
 
-Each rank keeps that in a file of its folder, which only its own node can read.
+Each rank keeps its report in a file in its own folder, which only its node can read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Standings:
     """The reports of one attempt's ranks.
 
     Args:
-        workers: this node's, which may still be growing in number.
+        workers: this node's workers; more may be added later.
         tell: sends an event to the coordinator.
     """
 
@@ -31,7 +31,7 @@ class Standings:
         self._told: dict[int, Standing] = {}
 
     def look(self) -> None:
-        """Send the reports that are new."""
+        """Send the new reports."""
         if not self._is_on:
             return
         rows = []
@@ -45,7 +45,7 @@ class Standings:
 
 
 def to_row(rank: int, standing: Standing) -> list[int]:
-    """Return a standing as an element of `m.Standings`, now."""
+    """Return a standing as an element of `m.Standings`, with its current age."""
     age_ns = time.monotonic_ns() - standing.ready_mono_ns
     return [
         rank,

@@ -56,7 +56,7 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """Processes left behind were signalled; `denied` lists the pids that could not be."""
+    """Processes left behind were signalled; `denied` lists the pids where this failed."""
 
     count: int
     denied: list[int]
@@ -151,8 +151,8 @@ class Workers:
         """Make a standby a worker: it answers with `Started`, or with `Failed` if it has ended.
 
         Args:
-            index: the standby's.
-            as_index: the worker's, from now on.
+            index: the standby's index.
+            as_index: the worker's index from now on.
             env: the worker's environment, which names the place of its ring.
             group: the path of the worker's own cgroup; "" means none.
         """

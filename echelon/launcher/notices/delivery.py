@@ -83,14 +83,14 @@ class Delivery:
         self._thread.start()
 
     def send(self, notice: Mapping[str, Any]) -> None:
-        """Queue a notice; never blocks. If 64 notices wait already, drop it and print one line."""
+        """Queue a notice without blocking; if 64 are already waiting, drop it and say so."""
         try:
             self._waiting.put_nowait(json.dumps(notice).encode() + b"\n")
         except queue.Full:
             self._say(f"--notify {self.shown}: too slow; a notice ({notice['event']}) was dropped")
 
     def close(self, wait_s: float) -> None:
-        """Deliver waiting notices within `wait_s`; drop the rest and print one line about it."""
+        """Deliver waiting notices within `wait_s`; drop the rest and print one line about them."""
         with contextlib.suppress(queue.Full):
             self._waiting.put_nowait(None)
         self._thread.join(wait_s)

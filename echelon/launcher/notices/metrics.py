@@ -21,7 +21,7 @@ class Metric:
     Attributes:
         name: the name in Prometheus and in OTLP.
         kind: "gauge", or "counter" if it only grows.
-        text: what it means.
+        text: what the metric means.
         samples: pairs of labels and a value.
     """
 

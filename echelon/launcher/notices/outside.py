@@ -1,4 +1,4 @@
-"""Send notices and metrics from the hosting node, on threads of their own.
+"""Send notices and metrics from the hosting node, on separate threads.
 
 Lines from these threads are printed on the launcher's thread at the next event, which usually
 occurs within about a second.
@@ -65,7 +65,7 @@ class Outside:
         self._print()
 
     def close(self) -> None:
-        """Send what waits, for at most 10 s, and stop serving metrics."""
+        """Send what is still waiting, for at most 10 s, and stop serving metrics."""
         deadline_s = time.monotonic() + CLOSE_S
         for delivery in self._deliveries:
             delivery.close(max(0.1, deadline_s - time.monotonic()))

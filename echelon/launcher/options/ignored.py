@@ -1,6 +1,6 @@
 """Accept torchrun's options that have no effect here, and give the reason for each.
 
-Each one that is given is reported in one line; none of them makes echelon refuse a job.
+If such an option is given, one line reports it; it never makes echelon refuse a job.
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def dashes(text: str) -> str:
-    """Replace `_` by `-` in an option's name: `--nproc_per_node=2` becomes `--nproc-per-node=2`."""
+    """Replace `_` with `-` in an option's name: `--nproc_per_node=2` is `--nproc-per-node=2`."""
     if not text.startswith("--"):
         return text
     name, equals, value = text.partition("=")

@@ -61,7 +61,7 @@ def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
 def misuse(environ: Mapping[str, str]) -> str:
     """Return an error message if several launchers run on this node, and "" otherwise.
 
-    Only a step's own variables prove it: a batch script also has SLURM_NTASKS and SLURM_PROCID.
+    Only a step's own variables prove this: a batch script also has SLURM_NTASKS and SLURM_PROCID.
     """
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     tasks, nodes = environ.get("SLURM_STEP_NUM_TASKS", ""), environ.get("SLURM_STEP_NUM_NODES", "")

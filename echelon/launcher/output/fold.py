@@ -20,7 +20,7 @@ class _Held:
 
 
 class Fold:
-    """The lines that are held back. Pure: lines arrive with times, and due lines are returned."""
+    """The lines that are held back. Pure: lines are added with times and returned when due."""
 
     def __init__(self) -> None:
         self._held: dict[bytes, _Held] = {}

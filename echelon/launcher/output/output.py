@@ -1,4 +1,4 @@
-"""Write the workers' output unchanged to one file per stream, and by lines to the terminal.
+"""Write the workers' output unchanged to one file per stream, and line by line to the terminal.
 
 The terminal gets whole lines with the rank in front, however the worker's writes were split. A
 segment that ends in a carriage return, such as a progress bar's, is a live line. A terminal shows a
@@ -34,7 +34,7 @@ class Terminal:
 
     Args:
         as_json: whether to write each line as a JSON object, instead of with a prefix.
-        fold: whether to show a line that many ranks print at about the same time only once.
+        fold: whether to show only one copy of a line that many ranks print at about the same time.
     """
 
     def __init__(self, *, as_json: bool = False, fold: bool = False) -> None:
@@ -172,7 +172,7 @@ class Source:
         return self.node_prefix + b"%d| " % self.rank
 
     def as_json(self, stream: int, line: bytes) -> bytes:
-        """Return a line as a JSON object in one line."""
+        """Return a line as a JSON object on one line."""
         fields = {
             "node": self.node_rank,
             "rank": self.rank,

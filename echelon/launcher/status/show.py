@@ -3,8 +3,8 @@
 With a run directory (by default the newest below runs/), the table shows this node's ranks, read
 from their rings. With an endpoint (HOST:PORT, as in --rdzv-endpoint), the table shows the ranks of
 all nodes, and the command works on any machine. It then needs the job's secret, from
---rdzv-secret-file, ECHELON_SECRET or a job.json below runs/. A job of one node has no endpoint
-except that of its store, by which the run is found below runs/.
+--rdzv-secret-file, ECHELON_SECRET or a job.json below runs/. The only endpoint of a single-node job
+is that of its store, by which the run is found below runs/.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def _views(link: GrpcLink, endpoint: str) -> Iterator[View]:
 
 
 def _rows(answers: Sequence[Statuses]) -> list[Row]:
-    """Return one row per rank, its latest if a late answer to the last request also arrived."""
+    """Return one row per rank: the latest, if an answer to an earlier request also arrived late."""
     rows: dict[int, Row] = {}
     for answer in answers:
         with contextlib.suppress(ValueError):  # a node that runs another version

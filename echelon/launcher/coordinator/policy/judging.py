@@ -1,8 +1,8 @@
 """Collect the facts of a failed attempt from its world, its incident and, if known, the verdict.
 
-If the verdict is late, the facts are the exit code of the first rank that ended, and its error. The
-error is read from the rank's dump, which takes at most a few files, each of them the black box of
-one rank.
+If the verdict is late, the facts are the exit code and the error of the first rank that ended. The
+error is read from that rank's dump. At most a few files are read to find it, each of them the
+black box of one rank.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ MOST_KEPT = 16  # failures, and decisions: every node gets them
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """The policy's knowledge of a job, at the latest beginning or end of an attempt.
+    """What the policy knows about a job, as of the latest start or end of an attempt.
 
     Attributes:
         failures: the job's failures, oldest first.

@@ -53,7 +53,7 @@ def decide(
 
     Args:
         history: the job's earlier failures, oldest first.
-        exclude_after: the number of failures of its own after which a node is avoided; 0 means
+        exclude_after: the number of a node's own failures after which the node is avoided; 0 means
             never.
         can_replace: whether enough other nodes are connected to replace the failed ones.
     """
@@ -81,7 +81,7 @@ def repeated(failure: Failure, history: Sequence[Failure]) -> list[Failure]:
 def _since_progress(failure: Failure, history: Sequence[Failure]) -> list[Failure]:
     """Return the failures since the job reached its furthest step.
 
-    The result is None if this failure is further.
+    The list is empty if this failure occurred at a later step than all of them.
     """
     furthest, stuck = -1, 0
     for place, one in enumerate(history):

@@ -1,9 +1,9 @@
 """Define which probes a suspect node must pass before it is used again, by the failure's cause.
 
-`docs/restarts.md` prints both tables. A cause that is not listed requires no probe, because a
-program that hangs or raises an error does so on every machine. A node with a broken device or too
-little memory is replaced at once. A node with a faulty network or disk is given some time, since
-the fault may also affect the other nodes.
+`docs/restarts.md` prints both tables. A cause that is not listed requires no probe: a program that
+hangs or raises an error does so on every machine. A node with a broken device or too little memory
+is replaced at once. A node with a faulty network or disk is given some time, since the fault may
+also affect the other nodes.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def tries_of(probe: str) -> int:
 
 
 def wait_s(num_failed: int) -> float:
-    """Return the pause before the next attempt, in seconds, after a number of failures in a row."""
+    """Return the pause before the next attempt, in seconds, after that many failures in a row."""
     return float(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(num_failed - 1, 30)))
 
 

@@ -111,7 +111,7 @@ def _run(command: list[str], limit_s: float) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Kill a process at the end of the block; its guard then ends the processes that it started."""
+    """Kill a launcher when the block exits; its guard then ends the processes it had started."""
     try:
         yield
     finally:

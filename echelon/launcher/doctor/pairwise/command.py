@@ -66,7 +66,7 @@ class Pairwise:
     def across(
         self, meeting: Rendezvous, num_nodes: int, timeout_s: float, tls: TlsFiles | None
     ) -> Iterator[Check]:
-        """Meet the other nodes and measure; yield the checks across nodes. Collective."""
+        """Meet the other nodes and measure; yield the checks across nodes. All nodes call this."""
         from echelon.launcher.doctor.checkup import Host, Result, check_nodes  # gRPC
         from echelon.launcher.doctor.pairwise.measuring import measure
 

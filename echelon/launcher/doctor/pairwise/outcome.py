@@ -22,7 +22,7 @@ class Outcome:
     Attributes:
         hosts: the names of the nodes.
         names: the names of the members of pairs, which are the hosts, or the ranks of one host.
-        pairs: the finding for each measured pair, as its lower-numbered member made it.
+        pairs: the finding for each measured pair, made by its lower-numbered member.
         nodes: the findings of each host's own probes.
         collective: the measurement of all ranks together on the job's backend; None if not
             measured.

@@ -3,9 +3,9 @@
 A value is an outlier if it is worse than the median by more than five scaled median absolute
 deviations (1.4826 MAD estimates a standard deviation) and by a factor of 1.5. With few or equal
 values, the deviation alone would accuse a healthy link. Members are judged first, each by its best
-pair, because a slow host is slow with every other host. Otherwise, if a slow host were part of two
-of three pairs, the healthy third pair would look unusual. Pairs are then judged among the members
-that are not outliers.
+pair, because a slow host is slow with every other host. Without that, if a slow host were part of
+two of three pairs, the healthy third pair would look unusual. Pairs are then judged among the
+members that are not outliers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Format measurements as tables with one row per pair and node.
+"""Format measurements as tables with one row for each pair and each node.
 
 `!` means broken, `~` means slow.
 """

@@ -75,7 +75,7 @@ class Child:
         return -1 if process is None or process.stdout is None else process.stdout.fileno()
 
     def poll(self) -> Finding | None:
-        """Return the finding once the child has answered or the deadline is over. Never blocks."""
+        """Return the finding once the child has answered or the deadline passed. Never blocks."""
         if self._finding is None:
             self._finding = self._read()
         return self._finding
@@ -116,7 +116,7 @@ class Child:
 
 
 def _reap(wait_s: float = 0.0) -> None:
-    """Reap the killed children; wait so long, in total, for those that have not ended yet."""
+    """Reap the killed children; wait at most `wait_s` in total for those that have not ended."""
     deadline_s = time.monotonic() + wait_s
     for process in _left:
         with contextlib.suppress(subprocess.TimeoutExpired):

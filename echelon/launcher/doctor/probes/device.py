@@ -65,7 +65,7 @@ def judge(nvml: Any) -> Finding:
 def _faults(nvml: Any, device: Any) -> list[str]:
     """Return the faults that make a device unfit for use.
 
-    Unreported values are taken as healthy.
+    Values that are not reported count as healthy.
     """
     found = []
     errors = _asked(nvml, lambda: nvml.nvmlDeviceGetTotalEccErrors(device, 1, 0))

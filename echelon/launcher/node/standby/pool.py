@@ -1,14 +1,14 @@
 """Keep `--standby N` processes ready on this node.
 
-The node's agent owns the standbys, and the guard is their parent, as it is the workers'. So they
-end with the job, with the agent and with the guard, and nothing of them is left. A standby loads
-while the job is in its steady state, at idle priority, one after another. An attempt takes those
-that are ready and fit, and waits for none; every other rank starts as usual.
+The node's agent owns the standbys. Their parent is the guard, which is also the workers' parent. So
+they end with the job, with the agent and with the guard, and leave nothing behind. Standbys load
+one after another, at idle priority, while the job is in its steady state. An attempt takes the
+standbys that are ready and fit its ranks, and waits for none. Every other rank starts as usual.
 
 A standby that ends by itself is reported in one line, and another one is started after a pause, up
-to `_MAX_LOST` times. If the program's folder hides a library that standbys load, the program sets a
-variable that such a library reads, or the interpreter does not take the hook
-(hook/sitecustomize.py), there are no standbys, and one line gives the reason.
+to `_MAX_LOST` times. No standbys are kept in three cases, and one line gives the reason: the
+program's folder hides a library that standbys load; the program sets a variable that such a library
+reads; or the interpreter does not run the hook (hook/sitecustomize.py).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ Identity = tuple[Mapping[str, str], Collection[int] | None]  # a rank's environm
 
 
 class Standbys:
-    """The standbys of this node.
+    """The standbys on this node.
 
     Args:
-        size: how many to keep.
+        size: how many standbys to keep.
         program: the command line of a worker.
-        guard: starts them.
-        selector: watches their control sockets.
+        guard: starts the standbys.
+        selector: watches the standbys' control sockets.
         say: prints a line.
     """
 
@@ -83,10 +83,10 @@ class Standbys:
         )
 
     def prepare_for(self, ranks: Sequence[Identity], modules: Path) -> None:
-        """Note which ranks the next standbys are for; end those that fit none of them.
+        """Record which ranks the next standbys are for; end standbys that fit none of these ranks.
 
         Args:
-            ranks: environment and processors of each rank of this node.
+            ranks: the environment and the processors of each rank of this node.
             modules: the file with the names of the modules that these ranks have loaded.
         """
         self._ranks, self._modules = list(ranks), modules
@@ -141,7 +141,7 @@ class Standbys:
         return self._next_index
 
     def tick(self) -> None:
-        """Raise the priority of a standby that loads for long; give it up after a longer time."""
+        """Raise the priority of a standby that is slow to load; kill it after a longer time."""
         now_s = time.monotonic()
         for one in list(self._waiting.values()):
             if one.is_ready or not one.pid:
@@ -167,7 +167,7 @@ class Standbys:
         return best
 
     def take_news(self, news: Started | Failed | Exited) -> None:
-        """Handle the guard's report on a standby; one that a rank has taken is no longer one."""
+        """Handle the guard's report on a standby; ignore standbys that a rank has taken."""
         if news.index == self._check:
             if not isinstance(news, Started):
                 self._note_check(news)
@@ -239,7 +239,7 @@ class Standbys:
         one.close()
 
     def close(self) -> None:
-        """Close their pipes and sockets, upon which they end; the guard kills what is left."""
+        """Close the standbys' pipes and sockets, which ends them; the guard kills the rest."""
         for one in list(self._waiting.values()):
             self._drop(one)
 

@@ -30,12 +30,13 @@ _AGAIN_S = 5.0
 
 
 class Waiting:
-    """A process that loads its libraries, or has loaded them and waits.
+    """A process that is loading its libraries, or has loaded them and is waiting for a rank.
 
     Attributes:
-        index: its number at the guard.
-        pipes: the read ends of its stdout and stderr, which nothing reads until a rank takes it.
-        is_ready: whether a rank may take it.
+        index: the number by which the guard knows this process.
+        pipes: the read ends of the process's stdout and stderr. They are not read until a rank
+            takes the standby.
+        is_ready: whether a rank may take the standby.
         obstacle: why no rank may take any standby of this program; "" if there is no reason.
     """
 
@@ -64,11 +65,11 @@ class Waiting:
 
     @property
     def rank(self) -> str | None:
-        """The rank with whose environment it was started."""
+        """The rank for which the standby was started, with that rank's environment."""
         return self._environ.get("RANK")
 
     def hear(self) -> bool:
-        """Read what it reports; return False if it reports nonsense or has ended."""
+        """Read the standby's report; return False if it is invalid or the standby has ended."""
         try:
             data = self.control.recv(1 << 16, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -91,7 +92,7 @@ class Waiting:
         return True
 
     def fits(self, environ: Mapping[str, str], processors: Collection[int] | None) -> bool:
-        """Return whether a rank with this environment and these processors may take it."""
+        """Return whether a rank with this environment and these processors may take the standby."""
         if not self.is_ready or processors != self._processors:
             return False
         own = self._environ
@@ -103,7 +104,7 @@ class Waiting:
         return all((name in own) == (name in environ) for name in self._tested)
 
     def release(self, environ: Mapping[str, str], cwd: str, *, has_stdin: bool) -> None:
-        """Let it run the program. If it has ended, the guard reports that as the rank's end."""
+        """Let the standby run the program; if it has ended, the guard reports the rank's end."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.control.close)
             file = os.memfd_create("echelon-standby", os.MFD_CLOEXEC)
@@ -117,14 +118,14 @@ class Waiting:
                 socket.send_fds(self.control, [b"!"], descriptors, socket.MSG_DONTWAIT)
 
     def close(self) -> None:
-        """Close its pipes; it ends by itself once its control socket is closed."""
+        """Close the standby's pipes and its control socket, which makes it end by itself."""
         self.control.close()
         for pipe in self.pipes:
             with contextlib.suppress(OSError):
                 os.close(pipe)
 
     def private_bytes(self) -> int:
-        """Return the memory that it shares with no other process; 0 if it cannot be read."""
+        """Return the size of the standby's unshared memory; 0 if this cannot be read."""
         try:
             lines = Path(f"/proc/{self.pid}/smaps_rollup").read_text().splitlines()
         except OSError:
@@ -132,7 +133,7 @@ class Waiting:
         return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_"))
 
     def raise_priority(self) -> None:
-        """Give all its threads the usual priority; once more later, if it lowers it only now."""
+        """Give all threads the usual priority, and again later in case it is lowered only now."""
         self.raise_at_s += _AGAIN_S
         with contextlib.suppress(OSError):
             for thread in Path(f"/proc/{self.pid}/task").iterdir():
@@ -152,16 +153,16 @@ def environment(environ: Mapping[str, str], modules: Path) -> dict[str, str]:
     """Return the environment with which a standby for a rank starts.
 
     Args:
-        environ: the rank's.
-        modules: a file with the names of the modules to load; if it does not exist, those that the
-            script's own text names are loaded.
+        environ: the rank's environment.
+        modules: a file with the names of the modules to load. If it does not exist, the modules
+            that the script's own text names are loaded.
     """
     given = {"pythonpath": environ.get("PYTHONPATH"), "modules": str(modules)}
     return {**_hooked(environ), "ECHELON_STANDBY": json.dumps(given)}
 
 
 def check_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the process that checks whether the interpreter takes the hook."""
+    """Return the environment of the process that checks whether the interpreter runs the hook."""
     return {**_hooked(environ), "ECHELON_STANDBY": "check"}
 
 

@@ -1,1 +1,1 @@
-"""Send a job's metrics and notices to an OpenTelemetry collector, from a process of their own."""
+"""Send a job's metrics and notices to an OpenTelemetry collector, from a separate process."""

@@ -1,6 +1,6 @@
 """Send what arrives on stdin by OTLP over HTTP: one JSON object per line, until stdin is closed.
 
-`Feed` runs it as a process of its own. Every export is synchronous and takes at most
+`Feed` runs this module as a separate process. Every export is synchronous and takes at most
 OTEL_EXPORTER_OTLP_TIMEOUT, so that nothing queues here: the pipe and the feed's queue are bounded.
 Metrics arrive as totals, so they are converted and not measured again.
 """
@@ -47,9 +47,9 @@ _SEVERITIES = {"incident": SeverityNumber.ERROR, "restart": SeverityNumber.WARN}
 
 
 class Failures(logging.Handler):
-    """A counter of failed exports, which reports the first one at once and all of them at the end.
+    """A counter of failed exports, which reports the first at once and the total at the end.
 
-    It also takes the place of the SDK's own log, from which it learns why an export failed.
+    It also replaces the handler of the SDK's log, whose lines say why an export failed.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Failures(logging.Handler):
         self._num, self._num_failed, self._why = 0, 0, ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the first reason since the last result."""
+        """Keep the first reason logged since the last export."""
         self._why = self._why or _reason(record.getMessage())
 
     def count(self, succeeded: bool) -> None:
@@ -70,7 +70,7 @@ class Failures(logging.Handler):
         self._why = ""
 
     def conclude(self) -> None:
-        """Print how many exports failed, if there were others after the first one."""
+        """Print how many exports failed, if more than one did."""
         if self._num_failed > 1:
             self.say(f"{self._num_failed} of {self._num} exports failed")
 
@@ -90,7 +90,7 @@ class _LogExporter(OTLPLogExporter):  # type: ignore[misc]
 
 
 class Exporter:
-    """The metrics and logs of one job, as OpenTelemetry's exporters take them.
+    """The metrics and logs of one job, in the form that OpenTelemetry's exporters take.
 
     Args:
         endpoint: the collector's base URL, or "env".
@@ -195,7 +195,7 @@ def _resource(attributes: Mapping[str, str]) -> Resource:
 
 
 def _reason(text: str) -> str:
-    """Return the reason in a line of the SDK's log, without URLs: they may hold secrets."""
+    """Return the reason from a line of the SDK's log, without URLs, which may contain secrets."""
     if found := _ERRNO.search(text):
         return found[1].strip()
     if found := _STATUS.search(text):
@@ -207,7 +207,7 @@ def _reason(text: str) -> str:
 
 
 def main() -> None:
-    """Send each line of stdin."""
+    """Send the message on each line of stdin."""
     failures = Failures()
     logger = logging.getLogger("opentelemetry")
     logger.addHandler(failures)

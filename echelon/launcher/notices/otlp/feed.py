@@ -30,7 +30,7 @@ _PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
 def why_not(endpoint: str, environ: Mapping[str, str]) -> str:
-    """Return why nothing can be sent from this process, as a line for the user; "" if it can."""
+    """Return why nothing can be sent from this process, as a line for the user, or ""."""
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return "--otlp has no effect: OTEL_SDK_DISABLED is set"
     if not all(map(_is_installed, _PACKAGES)):
@@ -45,7 +45,7 @@ class Feed:
     """A sender of one job's metrics and notices to a collector.
 
     Args:
-        endpoint: the collector's base URL, or "env" for that of the OTEL_* variables.
+        endpoint: the collector's base URL, or "env" for the one that the OTEL_* variables give.
         resource: attributes of everything that is sent.
         snapshot: a function that returns the job's facts, called on the feed's own thread.
         say: a function that prints a line, called on threads of the feed.
@@ -84,14 +84,14 @@ class Feed:
         self._reader.start()
 
     def send(self, notice: Mapping[str, Any]) -> None:
-        """Queue a notice; never blocks. If 64 notices wait already, drop it."""
+        """Queue a notice without blocking; drop it if 64 are already waiting."""
         try:
             self._waiting.put_nowait(notice)
         except queue.Full:
             self._num_dropped += 1
 
     def close(self, wait_s: float) -> None:
-        """Send what waits and the last metrics within `wait_s`, in seconds; then end the child."""
+        """Send waiting notices and the last metrics within `wait_s` seconds; then end the child."""
         deadline_s = time.monotonic() + wait_s
         self._is_closing = True
         with contextlib.suppress(queue.Full):  # then the thread ends once the queue is empty
@@ -151,7 +151,7 @@ class Feed:
         self._child.stdin.flush()
 
     def _read(self) -> None:
-        """Pass on what the child prints: a line about the first failure, and one about all."""
+        """Pass on what the child prints: a line about the first failure, one about the total."""
         assert self._child.stdout is not None
         with self._child.stdout as lines:
             for line in lines:
@@ -159,7 +159,7 @@ class Feed:
 
 
 def _interval_s(environ: Mapping[str, str]) -> float:
-    """Return the time between exports by OpenTelemetry's variable, which is in milliseconds."""
+    """Return the export interval that OpenTelemetry's variable sets in milliseconds."""
     try:
         return max(0.1, float(environ["OTEL_METRIC_EXPORT_INTERVAL"]) / 1000)
     except (KeyError, ValueError):

@@ -1,4 +1,4 @@
-"""Show a rank's time as columns, each for the category that took most of its time. Pure."""
+"""Show a rank's time as columns, each with the category that fills most of it. Pure."""
 
 from __future__ import annotations
 

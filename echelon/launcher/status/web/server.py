@@ -85,7 +85,7 @@ class PageServer:
         self._server.serve_forever(poll_s)
 
     def close(self) -> None:
-        """Stop serving. Call this on another thread than `serve`."""
+        """Stop serving. Call this on a different thread from `serve`."""
         self._server.shutdown()
         self._server.server_close()
 

@@ -1,1 +1,1 @@
-"""The folder that a standby's PYTHONPATH begins with."""
+"""The folder at the front of a standby's PYTHONPATH."""

@@ -1,20 +1,21 @@
 """Hold a Python process between its start and its script, with the libraries loaded.
 
-[Note: how a standby waits] A standby is started with the rank's own command line, such as
-`python -u train.py`, and this folder at the front of PYTHONPATH. The interpreter imports this file
-when it is otherwise complete, before it opens the script. The file loads the libraries, and returns
-only when the agent hands the process to a rank. From then on the interpreter does what it always
-does, so that `__main__`, `sys.path[0]`, exit codes, tracebacks and the command line are those of a
-process that was started now. The alternative, to run the script from a program of ours (`runpy`),
-would differ in all of these.
+[Note: how a standby waits] A standby is started with the rank's own command line, such as `python
+-u train.py`, and this folder at the front of PYTHONPATH. The interpreter imports this file at the
+end of its own start-up, before it opens the script. The file loads the libraries, and returns only
+when the agent hands the process to a rank. From then on the interpreter does what it always does.
+So `__main__`, `sys.path[0]`, exit codes, tracebacks and the command line are those of a process
+that was started normally. If the script were run from another program instead (`runpy`), all of
+these would differ.
 
-Whatever goes wrong before that must end the process: an error that left this file would let the
-interpreter run the script, as a rank that the launcher does not know. For the same reason the agent
-first starts one interpreter with `ECHELON_STANDBY=check`, which exits here.
+Any error before that must end the process. If an exception left this file, the interpreter would
+run the script, as a rank that is unknown to the launcher. For the same reason the agent first
+starts one interpreter with `ECHELON_STANDBY=check`, which exits here.
 
-Imports read the environment. What they read is noted, because a rank whose value differs must not
-take this process. Nothing from the package is imported: the program's interpreter may be another
-one than the launcher's. The control socket carries JSON and descriptors only.
+Imports read the environment. The variables that they read are noted, because a rank with a
+different value must not take this process. Nothing from the package is imported: the program may
+use a different interpreter from the launcher's. The control socket carries JSON and descriptors
+only.
 
     agent -> standby   one byte, with the descriptors of a file {environ, cwd} and perhaps of stdin
     standby -> agent   {read, tested, hidden, set} and a newline; then it is ready
@@ -58,7 +59,7 @@ _MAX_TEXT_BYTES = 16 << 20
 
 
 class _Noted(os._Environ):  # type: ignore[type-arg]
-    """The environment while it notes what is read."""
+    """An environment that notes which variables are read."""
 
     read: set[str] = set()  # noqa: RUF012 -- one process, one environment
     tested: set[str] = set()  # noqa: RUF012
@@ -134,7 +135,7 @@ def _import_the_real_one() -> None:
 
 
 def _load(names: list[str]) -> None:
-    """Import modules. Best effort."""
+    """Import modules; ignore any that fail."""
     from importlib import import_module
 
     for name in names:
@@ -217,7 +218,7 @@ def _installed_roots() -> tuple[str, ...]:
 
 
 def _script() -> str | None:
-    """Return the script's path as the command line has it; None for a module."""
+    """Return the script's path as given on the command line; None for a module."""
     given = sys.orig_argv[1:]
     while given and given[0].startswith("-"):
         if given[0] in ("-m", "-c"):
@@ -227,7 +228,7 @@ def _script() -> str | None:
 
 
 def _hidden(loaded: set[str]) -> str:
-    """Return a module that the script's folder hides: the script would load another file; or ""."""
+    """Return the file in the script's folder that would replace a loaded module, or ""."""
     from importlib.machinery import PathFinder
 
     if getattr(sys.flags, "safe_path", False):
@@ -251,7 +252,7 @@ def _hidden(loaded: set[str]) -> str:
 
 
 def _lower_priority() -> bool:
-    """Use processor time that nothing else needs, if this can be undone; return whether it can."""
+    """Use only idle processor time, if this can be undone; return whether it can."""
     try:
         with open("/proc/self/status") as file:
             (mask,) = (line.split()[1] for line in file if line.startswith("CapEff:"))
@@ -264,7 +265,7 @@ def _lower_priority() -> bool:
 
 
 def _restore_priority() -> None:
-    """Return to the usual priority, with all threads that the libraries have started."""
+    """Restore the usual priority of all threads, including those that the libraries started."""
     for thread in os.listdir("/proc/self/task"):
         try:
             os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
