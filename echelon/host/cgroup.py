@@ -5,7 +5,7 @@ limit is the one that is closest to being reached, together with the usage of th
 container that does not see the parent groups, the container's own group is the top of the mounted
 tree.
 
-`usable_cores` is the one answer to "how many cores": the size of the affinity mask, or the CPU
+`usable_cores` answers the question "how many cores": the size of the affinity mask, or the CPU
 quota of this process's cgroup or of a parent group if the quota is smaller.
 """
 

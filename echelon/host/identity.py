@@ -47,8 +47,8 @@ def start_ticks(pid: int) -> int | None:
 def find_process(own_pid: int, ticks: int) -> int | None:
     """Return the pid, as seen by this process, of a process whose own pid is `own_pid`.
 
-    The two pids differ if that process runs in a PID namespace below this one, as in a container
-    seen from its host.
+    The two pids differ if that process runs in a PID namespace nested in this one, as in a
+    container seen from its host.
 
     Args:
         own_pid: the pid of the process in its own PID namespace.

@@ -1,4 +1,4 @@
-"""Read the C functions in which a process's threads wait, without stopping the process.
+"""Read the C functions in which a process's threads are waiting, without stopping the process.
 
 The kernel shows where a waiting thread left user space: its program counter and stack pointer. The
 function at that program counter is certain. The callers are searched for on the stack, where every
@@ -38,7 +38,7 @@ class _Mapping:
 
 
 def native_stacks(pid: int, denied: list[str]) -> str:
-    """Return the C frames of a process's waiting threads, innermost first, or "" if it has none."""
+    """Return the C frames of a process's waiting threads, innermost first; "" if there are none."""
     if platform.machine() != "x86_64":
         return ""
     mappings = _executable(read_text(f"/proc/{pid}/maps", "maps", denied))

@@ -1,8 +1,8 @@
 """Read the TCP connections of another process: unread bytes, retransmissions, bytes carried.
 
-Connections are read through sock_diag where the kernel permits it, including retransmissions and
-byte counts, and otherwise from /proc/<pid>/net/tcp (queues only). A socket belongs to the process
-that has a descriptor with its inode.
+Where the kernel permits it, connections are read through sock_diag, with retransmissions and byte
+counts. Otherwise they are read from /proc/<pid>/net/tcp, which shows only the queues. A socket
+belongs to the process that has a descriptor with its inode.
 """
 
 from __future__ import annotations

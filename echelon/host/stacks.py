@@ -1,8 +1,9 @@
 """Read the Python stacks of another process from outside, with `py-spy`.
 
-py-spy reads the process's memory and does not stop it, so a system call in which the process waits
-is not interrupted. Native frames are left out, because py-spy would have to stop the process, which
-ends an `epoll_wait`. py-spy needs permission to trace the process, which containers often lack.
+py-spy reads the process's memory and does not stop it, so a system call in which the process is
+waiting is not interrupted. Native frames are left out, because py-spy would have to stop the
+process, which ends an `epoll_wait`. py-spy needs permission to trace the process, which containers
+often lack.
 """
 
 from __future__ import annotations

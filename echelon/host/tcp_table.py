@@ -1,7 +1,8 @@
 """Read the kernel's tables of TCP sockets, /proc/net/tcp and /proc/net/tcp6.
 
 Rows are kept as text, because a busy host has a hundred thousand rows and a caller needs only a
-few. So a caller converts the address that it looks for to the table's form, and compares.
+few. So a caller converts the address that it is looking for to the table's form, and compares the
+text.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Read the threads of another process: their names, and the system calls in which they wait.
+"""Read the threads of another process: their names, and the system calls in which they are waiting.
 
-If a process neither records nor may be traced, these calls distinguish a rank that waits for its
-peers from a rank that sleeps. The kernel shows a blocked thread's call and its arguments to every
-process that may trace it (usually the user's own launcher), and its wait channel to more processes.
+If a process neither records events nor may be traced, these system calls distinguish a rank that is
+waiting for its peers from a rank that is sleeping. The kernel shows a blocked thread's call and its
+arguments to every process that may trace it (usually the user's own launcher), and its wait channel
+to more processes.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def program_of(pid: int) -> int:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the living descendants of a process, or [] if the kernel does not list children."""
+    """Return the live descendants of a process, or [] if the kernel does not list children."""
     found = list(children(pid))
     for child in found:
         found += children(child)

@@ -40,7 +40,7 @@ class Job:
         """Check that all numbers are valid.
 
         Raises:
-            ValueError: a number is below 1, or the nodes do not have equally many ranks.
+            ValueError: a number is below 1, or the nodes do not all have the same number of ranks.
         """
         for name in ("ranks", "ranks_per_node", "batch", "context", "loss_chunks"):
             if getattr(self, name) < 1:
@@ -101,7 +101,7 @@ class Layout:
         return ", ".join(parts)
 
     def spans(self, axis: str) -> int:
-        """Return the number of consecutive ranks over which a group along an axis extends."""
+        """Return the number of consecutive ranks that a group along an axis spans."""
         if axis == "tp":
             return self.tp
         if axis == "shard":

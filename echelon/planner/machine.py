@@ -32,7 +32,7 @@ class Figure:
         """Check that the three numbers are in ascending order.
 
         Raises:
-            ValueError: the numbers are not finite, negative, or not in ascending order.
+            ValueError: the numbers are negative, not finite or not in ascending order.
         """
         numbers = (self.low, self.likely, self.high)
         if not all(isinstance(n, int | float) and math.isfinite(n) and n >= 0 for n in numbers):
@@ -127,7 +127,7 @@ def assumed(*, is_half: bool) -> Machine:
 
 
 def with_peak(machine: Machine, tflops: float) -> Machine:
-    """Return the machine with a stated peak rate, a fraction of which training is assumed to reach.
+    """Return the machine with a stated peak rate; training is assumed to reach a fraction of it.
 
     Raises:
         ValueError: the peak rate is not above 0.

@@ -4,8 +4,8 @@
 
 All groups of the same size communicate at the same time, as they do in training. Inside a node, a
 group consists of neighbours; across nodes, a group consists of the ranks with the same local rank.
-All ranks also compute at the same time. Each figure is the median of repeated measurements; its
-bounds are the fastest and the slowest tenth.
+All ranks also compute at the same time. Each figure is the median of repeated measurements, bounded
+by the fastest and the slowest tenth.
 
 Arrays are in host memory, and numpy computes the matrix products in fp32. For accelerators, state
 the rate (`--peak-tflops`), and write the file of links by hand from the vendor's benchmark.
@@ -70,7 +70,7 @@ def measure(world: ProcessGroup) -> dict[str, Any]:
 
 
 def _kinds(world: ProcessGroup) -> Iterator[tuple[int, int]]:
-    """Yield the (size, rank stride) of each kind of group to measure, first inside nodes."""
+    """Yield the (size, rank stride) of each kind of group to measure, those inside nodes first."""
     per_node = min(int(os.environ.get("LOCAL_WORLD_SIZE", world.size)), world.size)
     for size in range(2, per_node + 1):
         if per_node % size == 0:

@@ -155,7 +155,7 @@ def activation_bytes(model: Model, tp: int, compute_bytes: int) -> float:
 def logits_bytes(model: Model, job: Job) -> float:
     """Return how many bytes the loss of one token needs at its peak.
 
-    The loss holds the logits in the compute dtype, and in fp32 their log-softmax and its gradient.
+    The loss holds the logits in the compute dtype, and the log-softmax and its gradient in fp32.
     """
     copies = job.compute_bytes + 8 + (4 if job.compute_bytes < _STATE_BYTES else 0)
     return model.vocabulary * copies / job.loss_chunks

@@ -43,7 +43,7 @@ class Course:
 
 
 def stages_of(layout: Layout, model: Model) -> Stages:
-    """Return how `parallelize` divides a model: evenly, any extra blocks in the first stages."""
+    """Return how `parallelize` divides a model: evenly, with extra blocks in the first stages."""
     number = layout.pp * layout.chunks
     least, more = divmod(model.layers, number)
     blocks = tuple(least + (stage < more) for stage in range(number))

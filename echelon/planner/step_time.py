@@ -30,7 +30,8 @@ class StepTime:
         compute: the computation of the rank that has the most to compute.
         tensor: the collectives of tensor parallelism.
         exposed: the part of gathers and reductions that computation does not hide.
-        bubble: the time for which that rank waits for other stages and for messages between stages.
+        bubble: the time that the same rank spends waiting for other stages and for messages between
+            stages.
         optimizer: the time to read and write the optimizer's state.
     """
 

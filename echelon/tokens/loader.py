@@ -89,7 +89,7 @@ class _Pending:
 
 
 class TokenLoader:
-    """An iterator over batches without an end; each epoch of a source has a different order.
+    """An endless iterator over batches; each epoch of a source has a different order.
 
     Each source is cut into windows of `context` tokens, each read with the token that follows, or
     its documents are packed into samples of that size. Each sample is drawn once per epoch.
@@ -114,8 +114,8 @@ class TokenLoader:
 
     Raises:
         ValueError: an argument is out of range, a name is used twice, or a source has fewer than
-            `context` + 1 tokens. With `pack_documents`, also if a source has no document of at
-            least two tokens.
+            `context` + 1 tokens. With `pack_documents`, also raised if no document of a source has
+            at least two tokens.
 
     Example:
         >>> web = Source("web", TokenShards("web"), weight=0.8)
@@ -165,12 +165,12 @@ class TokenLoader:
 
     @property
     def num_samples(self) -> int:
-        """Total number of samples that all ranks have received."""
+        """The total number of samples that all ranks have received."""
         return self._position.num_samples
 
     @property
     def epochs(self) -> dict[str, float]:
-        """Number of passes over each source, keyed by the source's name."""
+        """The number of passes over each source, keyed by the source's name."""
         return {
             source.name: taken / len(self._samples[i])
             for i, (source, taken) in enumerate(

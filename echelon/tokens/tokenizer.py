@@ -36,7 +36,7 @@ class Tokenizer:
 
 
 def make_tokenizer(name: str) -> Tokenizer:
-    """Return a tokenizer by its name.
+    """Return the tokenizer with the given name.
 
     Args:
         name: "bytes" (the bytes of UTF-8, with 256 as the end of a document), "tiktoken:ENCODING",

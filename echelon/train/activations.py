@@ -7,9 +7,9 @@
                  are the most expensive to recompute, and recomputes the rest.
 
 The recomputed forward repeats the first one operation by operation, with the same random numbers,
-so gradients have the same bits. Only a block's `forward` is replaced, not its hooks: `fully_shard`
-gathers a unit around either forward, whether it is called before or after this function. No module
-is wrapped, so no name in a state dict changes.
+so gradients have the same bits. Only a block's `forward` is replaced, not its hooks. So
+`fully_shard` gathers a unit around either forward, and it may be called before or after
+`checkpoint_activations`. No module is wrapped, so no name in a state dict changes.
 """
 
 from __future__ import annotations

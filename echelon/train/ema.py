@@ -2,11 +2,11 @@
 
     average  <-  decay * average + (1 - decay) * parameter        after each step of the optimizer
 
-The average has the form of an optimizer: it keeps one tensor beside each parameter, of the same
-shape. Under `fully_shard`, each rank therefore keeps only the average of its own shards, and
-nothing is communicated. A checkpoint saves the average under the parameter's name, like an
-optimizer's state, and can be loaded into any number of ranks. The class has no `step`, because
-torch and the recorder count the calls of `step` as training steps.
+The average has the form of an optimizer: it keeps one tensor of the same shape for each parameter.
+Under `fully_shard`, each rank therefore keeps only the average of its own shards, and nothing is
+communicated. A checkpoint saves the average under the parameter's name, like an optimizer's state,
+and can be loaded into any number of ranks. The class has no `step`, because torch and the recorder
+count the calls of `step` as training steps.
 
 Buffers are not averaged, and neither are parameters that do not require gradients.
 """
@@ -81,8 +81,8 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
         """Move the averages towards the parameters, after an optimizer step. Not collective.
 
         Raises:
-            ValueError: the call is inside `applied()`, where the averages take the parameters'
-                place.
+            ValueError: the method was called inside `applied()`, where the averages take the
+                parameters' place.
         """
         self._check_not_applied("update()")
         for group in self.param_groups:
@@ -99,12 +99,12 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
 
         Use this for evaluation, or to save the averaged weights alone. Save a training run's
         checkpoint outside the context, where the parameters are the ones being trained. When the
-        context ends, also after an exception, the parameters have their former bits again. Enter
-        and leave the context between steps and on all ranks, because sharded units are then
-        gathered again from the current shards.
+        context ends, even because of an exception, the parameters get back exactly the values that
+        they had before. Enter and leave the context between steps and on all ranks, because sharded
+        units are then gathered again from the current shards.
 
         Raises:
-            ValueError: the call is inside another `applied()` context.
+            ValueError: the method was called inside another `applied()` context.
         """
         self._check_not_applied("applied()")
         backup = [(one, one.detach().clone()) for one in self._parameters()]
@@ -125,7 +125,8 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
         """Load saved averages, converted to the dtype in which averages are kept.
 
         Raises:
-            ValueError: the call is inside `applied()`, or the state does not fit the parameters.
+            ValueError: the method was called inside `applied()`, or the state does not match the
+                parameters.
         """
         self._check_not_applied("load_state_dict()")
         super().load_state_dict(state_dict)

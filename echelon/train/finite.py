@@ -31,9 +31,8 @@ class NonFinite:
     """The location of gradients that are not finite; equal on all ranks.
 
     Attributes:
-        rank: the lowest global rank that holds such a gradient, in its shard or its stage. The
-            location is that after the reduction, which may differ from the rank that computed the
-            gradient.
+        rank: the lowest global rank that holds such a gradient, in its shard or its stage. This is
+            the location after the reduction; another rank may have computed the gradient.
         parameter: the first parameter on that rank, in the model's order, that has such a gradient.
         ranks: all ranks that hold such a gradient.
 
@@ -106,7 +105,7 @@ class FiniteGuard:
 
     @property
     def num_in_a_row(self) -> int:
-        """The number of steps that were skipped in a row up to now."""
+        """The number of consecutive steps skipped up to now."""
         return self._num_in_a_row
 
     def clip_grad_norm_(self, max_norm: float) -> float:
@@ -121,13 +120,12 @@ class FiniteGuard:
         Returns:
             The norm before scaling, equal on all ranks. If the norm is not finite, nothing was
             scaled, and `step` will skip the optimizer's step.
-            will skip.
 
         Raises:
             ValueError: an argument is invalid.
-            NonFiniteGradientError: raised on all ranks when `max_in_a_row` consecutive steps have
-                had to be skipped.
-            CollectiveError: a rank is lost or did not join.
+            NonFiniteGradientError: raised on all ranks after `max_in_a_row` consecutive skipped
+                steps.
+            CollectiveError: a rank was lost or did not join.
         """
         if not max_norm >= 0:
             raise ValueError(f"max_norm must be >= 0, got {max_norm!r}")
@@ -163,7 +161,7 @@ class FiniteGuard:
             None if all gradients are finite.
 
         Raises:
-            CollectiveError: a rank is lost or did not join.
+            CollectiveError: a rank was lost or did not join.
         """
         name = next((name for name, grad in self._gradients() if not _is_finite(grad)), "")
         group = self._group()
@@ -212,7 +210,7 @@ class FiniteGuard:
         )
 
     def _gradients(self) -> list[tuple[str, torch.Tensor]]:
-        """Return each gradient that an optimizer uses once, together with its parameter's name."""
+        """Return the gradients that an optimizer uses, each once, with the parameters' names."""
         found: dict[int, tuple[str, torch.Tensor]] = {}
         for name, parameter in self._module.named_parameters():
             member = member_of(parameter)

@@ -8,11 +8,11 @@ al. 2024, Liger Kernel).
 
 There are two ways to compute the gradients:
 
-    in forward     three products of [N, C] x [C, V], as plain autograd makes. The gradient of the
+    in forward     three products of [N, C] x [C, V], as in plain autograd. The gradient of the
                    weight is in memory from forward to backward.
-    recomputed     four: backward makes the logits again. Only `hidden` and one number per token are
-                   kept. The only way for float16: what a scaled loss multiplies in backward would
-                   have vanished in forward.
+    recomputed     four products, because backward computes the logits again. Only `hidden` and one
+                   number per token are kept. float16 requires this: gradients that forward computed
+                   before the loss was scaled would underflow to zero.
 
 Sums over tokens and chunks are in float32 (float64 for float64), whatever the dtype of the
 products.
@@ -54,7 +54,8 @@ def chunked_cross_entropy(
         ignore_index: tokens with this target are excluded from the loss and from the mean.
         reduction: "sum", or "mean" over the tokens that are not ignored (NaN if all are ignored, as
             in torch).
-        chunk_tokens: the number of tokens per chunk; None means as many as have 64 MiB of logits.
+        chunk_tokens: the number of tokens per chunk; None means as many tokens as have 64 MiB of
+            logits.
         recompute: whether backward recomputes the logits, as described at the top of this module;
             None means only for float16. If gradients are computed in forward, a second backward
             over the same graph raises a RuntimeError.

@@ -1,4 +1,4 @@
-"""Checkpoints that are saved by any number of ranks and loaded by any other number."""
+"""Save checkpoints on any number of ranks, and load them on any other number."""
 
 from echelon.dist.checkpoint.export import export
 from echelon.dist.checkpoint.life.keeper import Keeper

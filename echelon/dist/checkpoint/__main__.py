@@ -4,7 +4,8 @@
     python -m echelon.dist.checkpoint verify FOLDER
     python -m echelon.dist.checkpoint export FOLDER FILE [--key NAME]
 
-The exit code is 0, 1 if a version is damaged or cannot be read, or 2 for a wrong command line.
+The exit code is 0 on success, 1 if a version is damaged or cannot be read, and 2 for a wrong
+command line.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def show(path: Path) -> int:
 def verify(path: Path) -> int:
     """Read every version, oldest first, and print one line per version.
 
-    Return 1 if any is damaged.
+    Return 1 if any version is damaged.
     """
     code = 0
     for version in _all_versions(path):

@@ -86,7 +86,7 @@ def load(path: str | os.PathLike[str], state: dict[str, Any]) -> dict[str, Any]:
 def load_source(
     path: Path, open_source: Callable[[Peers], Source], state: dict[str, Any]
 ) -> dict[str, Any]:
-    """Fill `state` as `load` does, from a source of another format. Collective.
+    """Fill `state` as `load` does, from a source in another format. Collective.
 
     Args:
         path: the path to show in errors and in the black box.
@@ -157,8 +157,8 @@ def _choose(path: Path | Remote, *, is_again: bool) -> list[str]:
 
     Args:
         path: the path that the caller passed.
-        is_again: whether all earlier candidates were damaged or gone, so that no candidate may be
-            left.
+        is_again: whether all earlier candidates were damaged or gone; if so, there may be no
+            candidates left.
     """
     try:
         if isinstance(path, Remote):

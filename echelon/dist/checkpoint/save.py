@@ -34,7 +34,7 @@ _SHARED_S = 10.0  # after this, a folder that another rank made is not on a shar
 
 
 class _LostPartError(CheckpointError):
-    """A save in the background needs a lost rank, without which the other ranks have continued."""
+    """A background save needs a rank that was lost, and the job has continued without that rank."""
 
 
 def save(
@@ -150,7 +150,7 @@ def _prepare(
 
 
 def _unless_lost(peers: Peers, error: Exception | None) -> Exception | None:
-    """Warn if the previous save has lost a rank; the current save replaces it."""
+    """Warn if the previous save failed because a rank was lost; the current save replaces it."""
     if not isinstance(error, _LostPartError):
         return error
     if peers.rank == 0:
@@ -183,7 +183,7 @@ def _require_shared(unfinished: Unfinished | RemoteUnfinished) -> None:
 
 @dataclass(kw_only=True)
 class _Job:
-    """The part of a save that one rank does."""
+    """One rank's part of a save."""
 
     unfinished: Unfinished | RemoteUnfinished
     contents: Contents
@@ -217,7 +217,7 @@ class _Job:
     def run_apart(self, deadline_s: float) -> None:
         """Write and commit without communication, by watching for the files of the other ranks.
 
-        Communication is left to the training, which continues at the same time.
+        The group is left to training, which continues at the same time.
         """
         try:
             self._write()

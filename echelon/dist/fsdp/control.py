@@ -53,7 +53,7 @@ def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool) 
 
 @uncompiled_call
 def unshard(module: nn.Module) -> None:
-    """Gather all units in a module, and release or reduce nothing until requested. Collective.
+    """Gather all units in a module; nothing is released or reduced until requested. Collective.
 
     Until then, `module.parameters()` returns whole parameters: any number of forward and
     backward passes may run, in any order and with any autograd calls, and gradients accumulate in

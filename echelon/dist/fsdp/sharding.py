@@ -43,30 +43,31 @@ def fully_shard(
 ) -> M:
     """Divide a module's parameters among ranks, and gather them while the module computes.
 
-    Call this function on the blocks first and on the whole model last. Each call makes one unit of
-    all parameters that no earlier call has taken. Every rank of the group must make the same calls
-    in the same order; each call blocks until all ranks have joined. All ranks start from group rank
-    0's values. Deleting a model also frees its shards, hooks and memory; call `gc.collect()` if
-    that must happen at once.
+    Call this function on the blocks first and on the whole model last. Each call groups all
+    parameters that no earlier call has taken into one unit. Every rank of the group must make the
+    same calls in the same order; each call blocks until all ranks have joined. All ranks start from
+    group rank 0's values. Deleting a model also frees its shards, hooks and memory; call
+    `gc.collect()` if that must happen at once.
 
     Args:
         module: a module, or several modules that form one unit and run one after the other.
         group: the ranks to divide parameters among; None means the world.
         mesh: used instead of `group`; a mesh with one axis, or with two axes (replicate, shard).
-            Parameters are divided along the last axis, and equal copies are kept along the first of
-            two.
+            Parameters are divided along the last axis; with two axes, equal copies are kept along
+            the first.
         reshard_after_forward: True releases the parameters after forward and gathers them again for
             backward. False keeps them. A number k that divides the group size keeps 1/k of the
             parameters, so that k neighbouring ranks gather among themselves. The outermost module
-            always keeps its parameters if a backward follows, because it would need them at once.
+            always keeps its parameters if a backward follows, because backward would need them at
+            once.
         mp_policy: the dtypes of computation and communication.
         ignored_params: parameters that are not sharded; the caller must keep them equal on all
             ranks.
         offload_policy: keeps shards, their gradients and thus the optimizer state in host memory. A
             warning is issued if the parameters are in host memory anyway.
         prefetch: how many units to gather ahead while this unit computes.
-        memory_budget_bytes: memory that sharding may use on a rank in addition to the unit that
-            computes, for all units of the group: a third each for units gathered ahead, for
+        memory_budget_bytes: memory that all units of the group together may use on a rank, in
+            addition to the unit that is computing: a third each for units gathered ahead, for
             gradients being reduced, and for memory between two gathers. One unit ahead and one
             reduction are always allowed. The last call that passes a number sets the budget until
             all units of the group are deleted. None means six times the largest unit that contains

@@ -1,7 +1,7 @@
 """Keep torch.compile from tracing hooks, guards and public calls, which run outside graphs.
 
-These functions start collectives, inspect attributes of tensors and keep state, none of which
-belongs in a compiled graph. A graph that reaches one of these functions is split there.
+These functions start collectives, inspect attributes of tensors and keep state. None of this
+belongs in a compiled graph, so a graph that reaches one of these functions is split there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def uncompiled(function: _Function) -> _Function:
 
 
 def uncompiled_call(function: _Function) -> _Function:
-    """Wrap a module's public function like `uncompiled`, loading torch._dynamo at its first call.
+    """Wrap a module's public function like `uncompiled`, loading torch._dynamo at the first call.
 
     This must not be used for closures and methods, because torch stores the result as an attribute
     of `function`.

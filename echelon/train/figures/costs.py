@@ -48,7 +48,7 @@ class Moment:
 
 
 def peak_memory_bytes() -> int:
-    """Return the peak memory so far: of torch's accelerator, or otherwise of the process."""
+    """Return the peak memory so far: the accelerator's if there is one, else the process's."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_allocated())

@@ -126,7 +126,6 @@ def read_figures(path: str | Path) -> list[dict[str, Any]]:
     Returns:
         One dictionary per line, in the order of the file. An incomplete last line and lines that do
         not hold figures are left out.
-        not figures are left out.
 
     Raises:
         OSError: the file cannot be read.

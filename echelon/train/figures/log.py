@@ -46,11 +46,11 @@ class FigureLog:
             computed; with 0, no rates are logged.
         flops_per_token: floating-point operations of forward and backward per token; with 0, no MFU
             is logged.
-        peak_flops: the peak operations per second of all ranks together, which MFU is relative to;
-            with 0, no MFU is logged.
+        peak_flops: the peak operations per second of all ranks together, from which MFU is
+            computed; with 0, no MFU is logged.
         first_step: the number of steps that were finished before this run.
         group: the ranks whose waits and memory are compared. All of these ranks must then make the
-            same calls, each of which sends 32 bytes of host memory per rank. With None, only the
+            same calls. Each call sends 32 bytes of host memory per rank. With None, only the
             figures of this process are logged.
         writers: further outputs, which are used on the rank that writes the log.
         now: the clock, which returns seconds.
@@ -133,7 +133,8 @@ class FigureLog:
     ) -> None:
         """Log a finished step, and start timing the next one. Collective with a `group`.
 
-        If the method is called less than once per step, it logs the means since the last call.
+        If the method is called less often than once per step, it logs the means since the last
+        call.
 
         Args:
             step: the number of finished steps. If this step was logged before, because the run went
@@ -177,7 +178,7 @@ class FigureLog:
             self._began += Moment.now(self._now()) - before
 
     def forget_pause(self) -> None:
-        """Restart the timing of the current step after a pause since the last call."""
+        """Restart the timing of the current step, which excludes a pause before this call."""
         self._began = Moment.now(self._now())
 
     def close(self) -> None:
@@ -250,7 +251,7 @@ class FigureLog:
 
 
 def _shortened(name: str, value: float | None) -> float | int | None:
-    """Return a number in the form for the log: an integer without a point, otherwise six digits."""
+    """Return a number as the log shows it: integers without a point, others with six digits."""
     if value is None or name in _FULL_PRECISION:
         return value
     if value == int(value) and abs(value) < 1e15:

@@ -35,7 +35,10 @@ class Writer(Protocol):
     """
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """Write the finite figures of a step. An error is reported once and drops the writer."""
+        """Write the finite figures of a step.
+
+        If this fails, the error is reported once and the writer is dropped.
+        """
 
     def close(self) -> None:
         """Write all buffered data."""

@@ -14,7 +14,9 @@ _EMBEDDING = "token.weight"
 
 
 class TransformerStage(nn.Module):
-    """Consecutive blocks of a model. The first stage also has the embeddings, the last the head.
+    """Consecutive blocks of a model.
+
+    The first stage also has the embeddings, and the last one has the head.
 
     If the head is tied to the embedding, the last stage holds both under the names of the whole
     model, so that an optimizer's state is always saved under `token.weight`.
@@ -61,7 +63,6 @@ class TransformerStage(nn.Module):
         Returns:
             The logits [B, T, V] at the last stage. At other stages, the features [B, T, C], or with
             documents, a tuple of the features and the documents.
-            both.
 
         Raises:
             ValueError: there are more tokens than the context holds, or the documents have the

@@ -160,7 +160,7 @@ def run(
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """Return the positions in its document to which each position may attend: bool [B, 1, T, T]."""
+    """Return which positions of a document each of them may attend to: bool [B, 1, T, T]."""
     same = documents[:, :, None] == documents[:, None, :]
     return same.tril()[:, None]
 

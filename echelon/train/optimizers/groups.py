@@ -84,7 +84,7 @@ def _module_of(model: nn.Module | Any) -> nn.Module:
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of the whole parameter, of which `parameter` may be a shard or a slice."""
+    """Return the shape of the whole parameter; `parameter` may be a shard or a slice of it."""
     part, member = slice_of(parameter), member_of(parameter)
     if part is not None:
         return part.shape

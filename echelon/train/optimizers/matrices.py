@@ -4,7 +4,7 @@
 
     shards of      A B C D ...     costliest first
     round 0        rank 0 gets A, rank 1 gets B           one all_to_all: parts to owners
-                   each owner computes                    alike long: neighbours in the order
+                   each owner computes                    similar times: neighbours in the order
                    rank 0 returns A's, rank 1 B's parts   one all_to_all: parts of the results
     round 1        C, D ...
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Matrix:
-    """A matrix of which this rank holds a shard.
+    """A matrix that this rank holds a shard of.
 
     Attributes:
         shape: the shape of the whole matrix.
@@ -81,7 +81,7 @@ class Bucket:
             dtype: the dtype of the exchange and of the argument of `compute`.
 
         Raises:
-            CollectiveError: a rank is lost, did not join, or has different matrices.
+            CollectiveError: a rank was lost, did not join, or has different matrices.
         """
         ordered = sorted(self.matrices, key=lambda one: -num_products(one.shape))
         rounds = [*_slices(ordered, self.group.size)]

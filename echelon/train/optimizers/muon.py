@@ -136,7 +136,7 @@ class Muon(Optimizer):
 
         Raises:
             ValueError: gradients have not been reduced, or sharded parameters are still gathered.
-            CollectiveError: a rank is lost or did not join.
+            CollectiveError: a rank was lost or did not join.
         """
         loss = None
         if closure is not None:
@@ -177,7 +177,7 @@ class Muon(Optimizer):
         return gradient.lerp(average, group["momentum"]) if group["nesterov"] else average
 
     def _compute(self, group: dict[str, Any], parameter: Tensor, matrix: Tensor) -> Tensor:
-        """Return a matrix's orthogonal factor; for a slice, that part of the whole's factor."""
+        """Return a matrix's orthogonal factor; for a slice, the same part of the whole factor."""
         part, ranks = slice_of(parameter), self._tensor_group
         if part is None or ranks is None:
             return orthogonalize(matrix, group["num_iterations"])

@@ -1,4 +1,4 @@
-"""Check what would give different bits: models, optimizers, runs, and micro-batches."""
+"""Refuse models, optimizers, runs and micro-batches that would give different bits."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def runs_of(group: ProcessGroup, micro_batches: int, run: Run | None) -> tuple[Run, ...]:
-    """Return every rank's run, given this rank's; None means an even division. Collective.
+    """Return every rank's run, given this rank's run. Collective.
+
+    If this rank passes None, the micro-batches are divided evenly.
 
     Raises:
         ValueError: the runs do not cover all micro-batches.
@@ -79,7 +81,7 @@ def copy_whole_parameters(module: nn.Module, group: ProcessGroup) -> None:
 
 @contextmanager
 def unchanged_buffers(module: nn.Module) -> Iterator[None]:
-    """Refuse that a buffer changes in the context.
+    """Raise an error if a buffer changes inside the context.
 
     Raises:
         ValueError: a buffer was written, replaced or removed.
@@ -97,10 +99,10 @@ def unchanged_buffers(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def no_collectives(group: ProcessGroup) -> Iterator[None]:
-    """Refuse collectives of the world and of a group in the context.
+    """Refuse collectives on the world and on a group inside the context.
 
     Raises:
-        ValueError: a collective was called, whose result depends on the number of ranks.
+        ValueError: a collective was called. Its result would depend on the number of ranks.
     """
     groups = list(dict.fromkeys([dist.world(), group]))
     before = [one.num_collectives for one in groups]
@@ -123,7 +125,7 @@ def check_reproducible(step: int, rows: Sequence[Sequence[str]], ranks: Sequence
     Args:
         step: the number of the step, for the message.
         rows: the first and the second digest of each rank.
-        ranks: the number of each rank in the world.
+        ranks: each rank's number in the world.
 
     Raises:
         NotReproducibleError: digests differ within a rank or between ranks.

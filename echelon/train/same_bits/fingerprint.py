@@ -21,9 +21,9 @@ _T = TypeVar("_T")
 def fingerprint(model: nn.Module | Pipeline, optimizer: torch.optim.Optimizer | None = None) -> str:
     """Return the SHA-256 of a model's parameters and buffers, and of its optimizer's state.
 
-    Equal values give equal fingerprints, whether replicated, sharded or in stages, on any number of
-    ranks. For a sharded model or a pipeline, the call is collective and assembles one parameter at
-    a time.
+    Equal values give equal fingerprints on any number of ranks, whether the model is replicated,
+    sharded or divided into stages. For a sharded model or a pipeline, the call is collective and
+    assembles one parameter at a time.
 
     Args:
         model: the model, which may be sharded by `fully_shard`, or a pipeline whose stages have the
@@ -33,7 +33,7 @@ def fingerprint(model: nn.Module | Pipeline, optimizer: torch.optim.Optimizer | 
 
     Raises:
         ValueError: two stages of a pipeline have a parameter or buffer of the same name.
-        CollectiveError: a rank is lost or did not join.
+        CollectiveError: a rank was lost or did not join.
     """
     if isinstance(model, nn.Module):
         hashes = _hashes("", model, optimizer)

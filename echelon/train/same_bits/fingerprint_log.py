@@ -20,7 +20,7 @@ import torch
 
 
 class FingerprintLog:
-    """Appends lines to the file of one rank. Each call returns only after its line was written.
+    """Appends lines to the file of one rank. Each call returns once its line has been written.
 
     Args:
         folder: the folder of the file; created if it does not exist.

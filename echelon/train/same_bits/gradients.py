@@ -1,4 +1,4 @@
-"""Add a module's gradients, from its micro-batches to the averages over all ranks.
+"""Add up a module's gradients, from single micro-batches to the averages over all ranks.
 
 The backward of each micro-batch leaves gradients in `.grad`. They are taken out at once, without a
 copy, so that only the canonical tree ever adds the gradients of two micro-batches.
@@ -53,7 +53,8 @@ class Gradients:
         """Check that all parameters that require gradients did so when this object was created.
 
         Raises:
-            ValueError: a parameter began to require gradients later, and is thus in no vector.
+            ValueError: a parameter began to require gradients later, and therefore belongs to no
+                vector.
         """
         known = {id(one) for _, one in self._trained}
         for name, parameter in self._module.named_parameters():
@@ -90,7 +91,7 @@ class Gradients:
         return [vector.take() for vector in self._vectors]
 
     def add(self, number: int, taken: list[Taken]) -> None:
-        """Add the gradients of one micro-batch, whose memory is reused. Any order will do."""
+        """Add one micro-batch's gradients, in any order, and reuse the gradients' memory."""
         for sums, one in zip(self._sums, taken, strict=True):
             sums.add(number, one)
 
@@ -98,14 +99,14 @@ class Gradients:
         """Add the sums over the ranks, and put the averages into `.grad`. Collective.
 
         Args:
-            values: one value per micro-batch of this rank, gathered in the same message as what
-                else the ranks need to know of each other; None on all ranks if there are none.
+            values: one value per micro-batch of this rank, gathered in a message that the ranks
+                exchange in any case; None on all ranks if there are no values.
 
         Returns:
             The values of all micro-batches, in order of their numbers.
 
         Raises:
-            CollectiveError: a rank is lost or did not join.
+            CollectiveError: a rank was lost or did not join.
         """
         flags = [one for sums in self._sums for one in sums.present()]
         rows = self._gathered([*flags, *(values or ())], has_values=values is not None)
@@ -117,7 +118,7 @@ class Gradients:
         return [value for row in rows for value in row[len(flags) :]]
 
     def _gathered(self, mine: list[float], *, has_values: bool) -> list[list[float]]:
-        """Return the numbers of every rank, each of which has one more per value."""
+        """Return every rank's flags, followed by that rank's values, if any."""
         if self._group.size == 1 or self.device is None:
             return [mine]
         block = torch.tensor(mine, dtype=torch.float64, device=self.device)
@@ -135,7 +136,7 @@ class Gradients:
                     owner.grad.mul_(factor)
 
     def named(self, taken: list[Taken]) -> dict[str, torch.Tensor]:
-        """Return one micro-batch's gradients keyed by the parameters' names, in their order."""
+        """Return one micro-batch's gradients, keyed by parameter name, in the parameters' order."""
         names = {id(one): name for name, one in self._trained}
         found = {}
         for vector, gradients in zip(self._vectors, taken, strict=True):
@@ -197,7 +198,7 @@ def merge(one: list[Taken], other: list[Taken]) -> list[Taken]:
 
 
 def digest(taken: list[Taken]) -> str:
-    """Return a hash of the bits of some gradients, and of which are absent."""
+    """Return a hash of the gradients' bits and of which gradients are absent."""
     found = hashlib.sha256()
     for gradients in taken:
         for one in gradients:

@@ -24,7 +24,7 @@ def square_sums(module: nn.Module, group: ProcessGroup) -> dict[str, float]:
         group: the ranks that share the micro-batches.
 
     Raises:
-        CollectiveError: a rank is lost or did not join.
+        CollectiveError: a rank was lost or did not join.
     """
     parameters = dict(module.named_parameters())
     members = {name: member_of(parameter) for name, parameter in parameters.items()}
@@ -43,7 +43,7 @@ def square_sums(module: nn.Module, group: ProcessGroup) -> dict[str, float]:
 
 
 def _of_whole(values: Mapping[str, torch.Tensor], group: ProcessGroup) -> dict[str, torch.Tensor]:
-    """Return the sum of squares of each tensor, all of which every rank has."""
+    """Return the sum of squares of each tensor; every rank has all of these tensors."""
     if not values:
         return {}
     own = _divided({name: one.numel() for name, one in values.items()}, group.size)[group.rank]

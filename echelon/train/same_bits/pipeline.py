@@ -48,11 +48,11 @@ class SameBitsPipeline:
     """Computes a pipeline's gradients, losses and norms with bits that do not depend on its layout.
 
     Weights, losses and norms have the bits of `SameBits` with the whole model, for any number of
-    stages, replicas and shards. Creating one is collective.
+    stages, replicas and shards. Creating this object is collective.
 
     Args:
         pipe: the pipeline, made with `replicas`, the ranks that run the same stages; a group of one
-            rank will do. Its number of micro-batches must be the length of this rank's run.
+            rank is enough. Its number of micro-batches must be the length of this rank's run.
         optimizer: the optimizer of the pipeline's parameters.
         micro_batches: the number of micro-batches per step, over all replicas.
         seed: the seed of the run.
@@ -141,7 +141,7 @@ class SameBitsPipeline:
             NotReproducibleError: at the first step, a micro-batch gave different bits when it was
                 computed again or on another replica.
             ValueError: a forward changed a buffer, or as for `Pipeline.step`.
-            CollectiveError: a rank is lost or did not join.
+            CollectiveError: a rank was lost or did not join.
         """
         self._step = step
         for gradients in self._gradients.values():
@@ -219,7 +219,7 @@ class SameBitsPipeline:
     # ---- one batch ----
 
     def _carry_out(self, step: int, numbers: list[int], batch: Batch, take: Take) -> list[float]:
-        """Compute micro-batches, as many as the plan has; return the losses, where they are."""
+        """Compute as many micro-batches as the plan has; return the losses that this rank has."""
         pipe = self._pipe
         inputs: list[list[torch.Tensor]] = []
         targets: list[list[torch.Tensor]] = []
@@ -245,9 +245,10 @@ class SameBitsPipeline:
     # ---- the probe ----
 
     def _probe(self, step: int, batch: Batch) -> None:
-        """Compute micro-batch 0 twice in every pipeline, another one in between; compare the bits.
+        """Compute micro-batch 0 twice in every pipeline, with another in between; compare the bits.
 
-        The plan has a fixed number of micro-batches, so what is missing is filled up with number 0.
+        The plan has a fixed number of micro-batches, so the remaining places are filled with
+        micro-batch 0.
         """
         per_pass = self._pipe.num_microbatches
         wanted = [0, self.run.total - 1, 0]
@@ -335,7 +336,7 @@ class _Listener:
 
 
 def _num_shared(stages: Sequence[Stage]) -> int:
-    """Return how many parameters of this rank's stages are in several of them."""
+    """Return how many parameters belong to more than one of this rank's stages."""
     places = [id(one) for stage in stages for one in set(stage.module.parameters())]
     return len(places) - len(set(places))
 

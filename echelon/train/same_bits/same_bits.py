@@ -1,9 +1,9 @@
 """Train with weights that have the same bits on any number of ranks.
 
-One rank computes each micro-batch in its own shape and with its own random numbers. Gradients,
-losses and the norm are added in the canonical tree over the numbers of the micro-batches. Sharded
-units stay gathered while a step's micro-batches are computed, so that ranks may have different
-numbers of micro-batches.
+Each micro-batch is computed by one rank, in its own shape and with its own random numbers.
+Gradients, losses and the norm are added in the canonical tree over the numbers of the
+micro-batches. Sharded units stay gathered while a step's micro-batches are computed, so that ranks
+may have different numbers of micro-batches.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class SameBits:
                 computed again or on another rank; raised on all ranks.
             ValueError: a loss has dims, a forward pass changed a buffer of the model, or a
                 micro-batch called a collective.
-            CollectiveError: a rank is lost or did not join.
+            CollectiveError: a rank was lost or did not join.
         """
         gradients = self._gradients
         gradients.check_trained()
@@ -202,7 +202,7 @@ class SameBits:
     # ---- the probe ----
 
     def _probe(self, step: int, compute: Compute) -> None:
-        """Compute micro-batch 0 twice on every rank, another one in between; compare the bits."""
+        """Compute micro-batch 0 twice on every rank, with another in between; compare the bits."""
         first = self._digest(step, 0, compute)
         if self.run.total > 1:
             self._digest(step, self.run.total - 1, compute)

@@ -97,7 +97,7 @@ class WholeVector:
 
 
 class ShardedVector:
-    """A vector for a unit of `fully_shard`, kept gathered while micro-batches are computed.
+    """A vector for a `fully_shard` unit that stays gathered while micro-batches are computed.
 
     Args:
         flat: the unit's flat tensor, whose gradients the vector holds.
@@ -170,7 +170,7 @@ def _packed(
     device: torch.device,
     places: Callable[[torch.Tensor], list[torch.Tensor]],
 ) -> TreeSums:
-    """Copy the sums of a run into one vector per node; what is absent or padding is zero."""
+    """Copy the sums of a run into one vector per node; absent gradients and padding are zero."""
     vectors = []
     for node, taken in nodes:
         vector = torch.empty(numel, dtype=dtype, device=device)
@@ -205,7 +205,7 @@ def vectors_of(
 
 
 def _divided(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Divide parameters into lists of one dtype and device and of bounded size."""
+    """Divide parameters into lists of bounded size, each with one dtype and one device."""
     kinds: dict[tuple[torch.dtype, torch.device], list[list[nn.Parameter]]] = {}
     for one in parameters:
         lists = kinds.setdefault((one.dtype, one.device), [[]])

@@ -1,7 +1,7 @@
-"""Claims a folder, so that only one job at a time saves checkpoints in it.
+"""Claim a folder, so that only one job at a time saves checkpoints in it.
 
-The claim is a lock (`flock`) on a file in the folder, so it ends with its process, even if the
-process is killed. Forked children release the lock.
+The claim is a lock (`flock`) on a file in the folder. The lock is released when the process ends,
+even if the process is killed. Forked children close their copies of the lock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Claim:
     """Exclusive use of a folder by this process until `close`.
 
     Raises:
-        CheckpointError: another process has held the folder for longer than a lost process could.
+        CheckpointError: another process has held the folder for longer than a lost process could
+            hold it.
         OSError: the folder cannot be written.
     """
 

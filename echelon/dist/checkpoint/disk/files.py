@@ -1,7 +1,7 @@
 """Make the file-system changes of a save, with one function for each kind of change.
 
-Every change of a checkpoint on disk is made here, so that a test can kill the process, or make a
-call fail or hang, at each of them and verify that the previous checkpoint still loads.
+Every change to a checkpoint on disk goes through this module. A test can therefore kill the process
+at any change, or make the call fail or hang, and verify that the previous checkpoint still loads.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def write_whole(path: Path, data: bytes, *, sync: bool) -> None:
     Args:
         path: path of the file.
         data: content of the file.
-        sync: flush the file, so that it survives a power failure once its folder has been flushed
-            as well.
+        sync: whether to flush the file. The file then survives a power failure once its folder has
+            been flushed too.
     """
     unfinished = path.with_name(f".{path.name}.tmp")
     file = NewFile(unfinished)
@@ -93,7 +93,7 @@ def remove(paths: Iterable[Path]) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Rename a folder of files, so that writers can no longer find the folder, and remove it.
+    """Rename a folder so that writers can no longer find it, then remove it with its files.
 
     Raises:
         FileNotFoundError: the folder does not exist.
@@ -105,7 +105,7 @@ def remove_folder(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a folder to a hidden name, so that the next save removes it; return the new name.
+    """Rename a folder to a hidden name and return that name; the next save removes the folder.
 
     Raises:
         FileNotFoundError: the folder does not exist.

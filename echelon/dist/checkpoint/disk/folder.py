@@ -1,4 +1,4 @@
-"""A checkpoint's folder: numbered versions, of which the newest complete one is loaded.
+"""A checkpoint's folder holds numbered versions; the newest complete one is loaded.
 
     PATH/000002/rank_00000.bin  ...  manifest  commit
     PATH/.000003-1f0c9a52e7d8b364.tmp/     being written, or left by a dead job
@@ -10,10 +10,10 @@ every version without a valid mark, so at every moment either the previous versi
 the newest complete one. Older versions are removed only after the new version is complete.
 
 [Note: stale writers] A writer may outlive its save: the disk may hang past the timeout, or a killed
-job may leave a thread in the kernel. So every save generates a token, which is part of the hidden
-folder's name, of each rank's index and of the commit mark, and a folder is renamed before its files
-are removed. A stale writer uses only names inside its own hidden folder. Once that folder is
-renamed, the writer's next call fails; until then it can complete only its own version.
+job may leave a thread in the kernel. So every save generates a token. The token is part of the
+hidden folder's name, of each rank's index and of the commit mark. In addition, a folder is renamed
+before its files are removed. A stale writer uses only names inside its own hidden folder. Once that
+folder is renamed, the writer's next call fails; until then it can complete only its own version.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Unfinished:
     def create(cls, root: Path) -> Unfinished:
         """Create the next version's folder and remove leftovers of failed saves.
 
-        The version's number is higher than every number in the folder, including the numbers of
+        The version's number is higher than any other number in the folder, including those of
         leftovers.
         """
         files.make_folder(root)
@@ -96,7 +96,7 @@ class Unfinished:
         files.sync_folder(file.parent)
 
     def add_index(self, rank: int, part: Manifest) -> None:
-        """Publish this rank's part of the manifest, because the rank's file is complete."""
+        """Publish this rank's part of the manifest, now that the rank's file is complete."""
         files.write_whole(self.path / INDEX_NAME.format(rank), encode(part), sync=False)
 
     def add_failure(self, rank: int, reason: str) -> None:
@@ -127,7 +127,8 @@ class Unfinished:
         Raises:
             CheckpointError: a part is missing, is truncated or comes from another save; nothing was
                 changed.
-            OSError: the disk failed; the version is valid only if its commit mark had been written.
+            OSError: the disk failed. The version is valid only if its commit mark was written
+                before the failure.
         """
         whole = self._merge(world_size)
         for file in whole.files.values():
@@ -232,7 +233,7 @@ def marked(root: Path) -> Sequence[Path]:
 
 
 def candidates(path: Path) -> Sequence[Path]:
-    """Return the versions to try to load, best first, or only `path` if it is a version itself.
+    """Return the versions to try to load, best first, or only `path` if `path` is a version.
 
     In a folder with a checkpoint per step, the versions of the highest step come first.
 
@@ -257,7 +258,7 @@ def candidates(path: Path) -> Sequence[Path]:
 
 
 def newest(path: Path) -> Path:
-    """Return the newest complete version of a checkpoint, or `path` itself if it is a version.
+    """Return the newest complete version of a checkpoint, or `path` if `path` is a version.
 
     Raises:
         CheckpointError: there is no complete version.
@@ -285,7 +286,10 @@ def read_manifest(version: Path) -> Manifest:
 
 
 def prune(root: Path, keep: int) -> None:
-    """Remove the versions that are older than the last `keep` intact ones, judged by file sizes."""
+    """Remove the versions older than the last `keep` intact ones.
+
+    A version counts as intact if its files have the right sizes.
+    """
     whole = 0
     for version in reversed(marked(root)):
         if whole < keep:
@@ -301,7 +305,7 @@ def _looks_whole(version: Path) -> bool:
 
 
 def problem_of(version: Path) -> str | None:
-    """Return why a committed version cannot be loaded, or None if its files have their sizes."""
+    """Return why a committed version cannot be loaded; None if its files have the right sizes."""
     try:
         for file in read_manifest(version).files.values():
             _require_size(version / file.name, file)
@@ -375,7 +379,7 @@ def _is_own(version: Path) -> bool:
 def _was_never_committed(version: Path) -> bool:
     """Return whether a version certainly has no commit mark.
 
-    One that cannot be read may have one.
+    The result is False if the mark cannot be read.
     """
     try:
         (version / COMMIT).read_bytes()
@@ -394,7 +398,7 @@ def _numbered(root: Path) -> list[Path]:
 def _names(folder: Path) -> list[str]:
     """Return the names in a folder, or an empty result if the folder does not exist.
 
-    Listing the folder, rather than looking up a name, also makes NFS refresh it.
+    Unlike looking up a single name, listing the folder makes NFS refresh it.
     """
     try:
         return os.listdir(folder)  # noqa: PTH208 -- one call, which tests count
@@ -403,7 +407,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _number(name: str) -> int:
-    """Return the number of a version, complete or not, or 0 if the name is not a version's."""
+    """Return a version's number, whether or not it is complete; 0 if this is not a version."""
     hidden = _HIDDEN.fullmatch(name)
     if hidden:
         return int(hidden["number"])

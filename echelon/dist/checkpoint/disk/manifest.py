@@ -1,8 +1,9 @@
-"""Define the manifest, which holds the location of each tensor's elements, and all plain values.
+"""Define the manifest: all plain values, and the location of each tensor's elements.
 
-A tensor is a line of elements in row-major order. Each rank writes parts of some lines, one after
-the other, into its own file; `Range` describes such a part. To load into any number of ranks, the
-elements that a rank wants are intersected with the parts in the files.
+Here, a tensor is a sequence of elements in row-major order. Each rank writes parts of some tensors,
+one after the other, to its own file; `Range` describes such a part. On loading, the elements that a
+rank wants are intersected with the parts in the files, so any number of ranks can load a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def dtype_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Elements of a tensor that are contiguous in a file, from byte `offset` on.
+    """Elements of a tensor that are contiguous in a file, starting at byte `offset`.
 
     The range consists of elements `start` to `start + length` and, if `repeats` is set, of further
     runs of that length.
@@ -258,8 +259,8 @@ def check_complete(manifest: Manifest) -> None:
     """Check that the files hold every element of every tensor exactly once.
 
     Raises:
-        ValueError: some elements are in no file or in two files, or the tensor of an alias does not
-            exist.
+        ValueError: some elements are in no file or in two files, or an alias refers to a tensor
+            that does not exist.
     """
     for path, tensor in manifest.tensors.items():
         _check_cover(path, tensor)
@@ -302,7 +303,7 @@ Compare = Callable[[Range, Range], bool]  # of one length: whether their bytes a
 def merge(parts: Sequence[Manifest], compare: Compare | None = None) -> Manifest:
     """Merge the ranks' parts of a manifest.
 
-    If several ranks have a plain value, the lowest rank's is used.
+    If several ranks stored the same plain value, the lowest rank's value is used.
 
     Pipeline stages that share a weight may divide it differently, so that some elements are written
     twice; `compare` then checks that both copies are equal.

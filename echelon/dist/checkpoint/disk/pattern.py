@@ -1,7 +1,7 @@
 """Describe which elements of a flattened tensor make up a shard.
 
 A shard along dim 0 is one run of elements. A shard along another dim is many runs of equal length
-at a regular distance; a shard along several dims has such runs at several regular distances.
+at regular intervals; a shard along several dims has such runs at several regular intervals.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Indices = npt.NDArray[np.int64]
 class Pattern:
     """Runs of `length` elements.
 
-    The first run begins at `start`, and `repeats` defines the others.
+    The first run begins at `start`, and `repeats` defines the other runs.
     """
 
     start: int
@@ -74,7 +74,7 @@ class Pattern:
 
 
 def pattern_of(shape: Sequence[int], box: Sequence[npt.NDArray[Any]]) -> Pattern:
-    """Return the elements of a tensor that are selected by some indices of each dim.
+    """Return the elements of a tensor that the given indices of each dim select.
 
     Args:
         shape: shape of the tensor.
@@ -106,7 +106,7 @@ def _rhythm(indices: npt.NDArray[Any]) -> list[tuple[int, int]]:
 
 
 def _shortest(start: int, repeats: list[tuple[int, int]]) -> Pattern:
-    """Join runs that follow each other without a gap; `repeats` lists the innermost one first."""
+    """Join runs that are not separated by a gap; `repeats` lists the innermost repeat first."""
     length = 1
     kept: list[tuple[int, int]] = []
     for count, step in repeats:

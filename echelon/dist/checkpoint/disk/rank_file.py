@@ -37,7 +37,7 @@ class RankFileWriter:
         self._checksums: list[int] = []
 
     def append(self, held: Held) -> None:
-        """Write the part of a tensor that this rank holds, as one piece or as several in a row."""
+        """Write this rank's part of a tensor, in one piece or in several consecutive pieces."""
         ranges: tuple[Range, ...] = ()
         if held.length:
             ranges = (
@@ -78,8 +78,8 @@ class RankFileReader:
     """Reads parts of a rank's file and verifies every block that it reads. Not thread-safe.
 
     Raises:
-        DamagedError: the file, which the error names, is missing, truncated or damaged; any call
-            may raise it.
+        DamagedError: the file is missing, truncated or damaged. The error names the file. Any
+            method may raise this error.
     """
 
     def __init__(self, folder: Any, stored: StoredFile) -> None:
@@ -94,7 +94,7 @@ class RankFileReader:
             raise self._error(f"the file has {size} bytes, but {stored.num_bytes} were saved")
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill `target` with the file's bytes from `offset` on."""
+        """Fill `target` with bytes of the file, starting at `offset`."""
         while target:
             block, skip = divmod(offset, BLOCK_BYTES)
             length = min(len(target), self._size_of(block) - skip)

@@ -34,9 +34,10 @@ class Source(Protocol):
     manifest: Manifest
 
     def read(self, path: str, start: int, out: Tensor, repeats: Repeats = ()) -> None:
-        """Fill `out` (1-D, plain, of the stored dtype) with a tensor's elements from `start` on.
+        """Fill `out` with a tensor's elements, starting at element `start`.
 
-        If `repeats` is given (see `Pattern`), `out` receives several runs, one after the other.
+        `out` is 1-D, plain and of the stored dtype. If `repeats` is given (see `Pattern`), `out`
+        receives several runs, one after the other.
         """
         ...
 
@@ -117,7 +118,7 @@ class Version:
 
 
 def runs(start: int, out: Tensor, repeats: Repeats) -> Iterator[tuple[int, Tensor]]:
-    """Return the first element of each run and its part of `out`, for files without patterns."""
+    """Return each run's first element and part of `out`, for files without patterns."""
     num_runs = math.prod(count for count, _ in repeats)
     pattern = Pattern(start, out.numel() // num_runs, repeats)
     for index, first in enumerate(pattern.starts().tolist()):
@@ -161,7 +162,7 @@ def _converts(stored: str, wanted: torch.dtype) -> bool:
 
 
 def require(problems: list[str], path: Path) -> None:
-    """Raise an error with the first problems, if there are any.
+    """Raise an error that lists the first problems, if there are any.
 
     Raises:
         ValueError: there are problems.

@@ -55,7 +55,7 @@ class StepFolders:
         """Remove a step's checkpoint, or return the reason why it was not removed.
 
         A checkpoint that is being read is kept, and so is a folder that contains other files. The
-        removal is atomic, so that a partly removed checkpoint is never visible.
+        removal is atomic, so a partly removed checkpoint is never visible.
         """
         path = self.path(step)
         if not _is_own(path):

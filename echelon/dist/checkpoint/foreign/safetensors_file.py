@@ -67,7 +67,7 @@ class SafetensorsFile:
         self._offsets = {f"{key}/{name}": offset for name, (_, offset) in tensors.items()}
 
     def read(self, path: str, start: int, out: Tensor, repeats: Repeats = ()) -> None:
-        """Fill `out` with a tensor's elements from `start` on.
+        """Fill `out` with a tensor's elements, starting at element `start`.
 
         Raises:
             CheckpointError: the file ends too early.

@@ -33,8 +33,8 @@ class TorchFile:
 
     Args:
         path: path of the file.
-        state: the state to fill: a single state_dict belongs to the state's only module, and the
-            state also gives names to an optimizer's parameters, which torch only numbers.
+        state: the state to fill. A single state_dict is loaded into the state's only module. The
+            state also provides the names of an optimizer's parameters, which torch only numbers.
 
     Raises:
         CheckpointError: the file cannot be read without unpickling objects.
@@ -58,7 +58,7 @@ class TorchFile:
         )
 
     def read(self, path: str, start: int, out: Tensor, repeats: Repeats = ()) -> None:
-        """Fill `out` with a tensor's elements from `start` on."""
+        """Fill `out` with a tensor's elements, starting at element `start`."""
         stored = self._tensors[self.manifest.aliases.get(path, path)].reshape(-1)
         for first, piece in runs(start, out, repeats):
             piece.copy_(stored[first : first + piece.numel()])

@@ -3,10 +3,10 @@
     keeper = Keeper("runs/gpt", keep=3, keep_every=1000, best="lowest")
     keeper.save(step, state, async_op=True, score=validation_loss)
 
-[Note: what is removed when] Rank 0 removes a checkpoint only after a newer one was committed, in
-the thread that committed it. So the newest complete checkpoint is never removed, and a killed job
-leaves at most one checkpoint too many. A full disk causes a removal only if the program asks for
-that with `make_room`.
+[Note: what is removed when] Rank 0 removes a checkpoint only after committing a newer one, in the
+same thread. So the newest complete checkpoint is never removed, and a killed job leaves at most one
+superfluous checkpoint. A full disk causes a removal only if the program asks for that with
+`make_room`.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class _ClaimedError(CheckpointError):
-    """Another job saves its checkpoints in this folder."""
+    """Another job is saving checkpoints in this folder."""
 
 
 class Keeper:
     """The checkpoints of one job, in a folder reserved for that job.
 
     Args:
-        folder: the folder, in which each checkpoint becomes a folder `step_<n>`; other files in it
-            are left untouched. May also be the address of a folder in an object store, where a
-            second job cannot be detected.
+        folder: the folder in which to create one folder `step_<n>` per checkpoint. Other files
+            there are left untouched. This may also be the address of a folder in an object store,
+            where a second job cannot be detected.
         keep: how many of the most recent complete checkpoints to keep.
         keep_every: also keep every checkpoint whose step is a multiple of this number.
         best: also keep the checkpoint with the "lowest" or "highest" score.
         make_room: if the disk is full, remove kept checkpoints one by one, oldest first, and retry.
-            The newest complete checkpoint and the best one are never removed. If False, a full disk
-            only fails the save.
+            The newest complete checkpoint and the best one are never removed. If False, a save
+            fails when the disk is full.
         timeout_s: as for `save`.
 
     Raises:
@@ -104,8 +104,8 @@ class Keeper:
         """Save a state as `step`'s checkpoint, then remove old checkpoints. Collective.
 
         A storage failure does not end training: rank 0 issues a one-line warning, and all ranks
-        return False. The call first waits for any previous save in the background. The policy
-        passed to `Keeper` determines which checkpoints are removed.
+        return False. The method first waits for any previous background save. The policy passed to
+        `Keeper` determines which checkpoints are removed.
 
         Args:
             step: the number of finished steps.
@@ -120,7 +120,7 @@ class Keeper:
 
         Raises:
             TypeError, ValueError: as in `checkpoint.save`, or `step` or `score` is not valid.
-            CheckpointError: another job saves its checkpoints in this folder.
+            CheckpointError: another job is saving checkpoints in this folder.
             CollectiveError: a rank was lost.
         """
         if type(step) is not int or step < 0:
@@ -144,10 +144,11 @@ class Keeper:
                     return False
 
     def wait(self) -> bool:
-        """Wait for a save in the background; return whether everything is saved. Collective.
+        """Wait for any background save; return whether everything is saved. Collective.
 
         Returns:
-            False, after a warning on rank 0, if that save failed; True if there was none.
+            False if that save failed, after a warning on rank 0; True if it succeeded or if no save
+            was in progress.
         """
         return self._settle(find(to_write=True))
 
@@ -191,7 +192,7 @@ class Keeper:
             raise _ClaimedError(refused, path=str(self.folder))
 
     def _note(self, step: int, score: float | None) -> None:
-        """Prepare the step's folder, and warn if the run seems to have gone back in steps."""
+        """Prepare the step's folder, and warn if the folder already has a later step."""
         last = rules.newest(self._steps.look())
         if last is not None and last.step > step:
             self._warn_once(
@@ -215,7 +216,7 @@ class Keeper:
     # ---- what fails ----
 
     def _settle(self, peers: Peers) -> bool:
-        """Wait for a save in the background and report whether it failed."""
+        """Wait for any background save and report whether it failed."""
         step, self._in_background = self._in_background, None
         try:
             agree(peers, pending.finish(), f"{self.folder}: the save before")

@@ -32,8 +32,7 @@ def newest(folder: str | os.PathLike[str]) -> Path | str | None:
 
     Returns:
         The path or address of the newest step's checkpoint, or `folder` itself if `save` wrote it.
-            `load`
-        accepts the result as well as `folder`.
+        `load` accepts this result as well as `folder`.
 
     Raises:
         CheckpointError: rank 0 could not read the folder.
@@ -78,7 +77,7 @@ def _newest(folder: Path | Remote) -> list[Any]:
 
 
 def _problems(folder: Path | Remote) -> list[str | None]:
-    """Return the problem of each version, newest first, in a folder written by `save`."""
+    """Return each version's problem, newest first, for a folder written by `save`."""
     if isinstance(folder, Remote):
         found = [folder] if COMMIT in folder.sizes() else remote.marked(folder)
         return [remote.problem_of(version) for version in reversed(found)]

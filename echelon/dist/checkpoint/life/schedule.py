@@ -69,7 +69,7 @@ class SaveSchedule:
         return by_time or by_steps
 
     def _agreed(self, passed_s: float) -> bool:
-        """Return the decision that rank 0 makes from its clock."""
+        """Return rank 0's decision, which is based on rank 0's clock."""
         assert self._every_s is not None
         if self._agreement is not None and self._agreement.is_closed:  # ranks are lost
             if runtime.is_between_worlds():

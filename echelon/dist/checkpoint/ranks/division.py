@@ -54,7 +54,7 @@ def settle(peers: Peers, doing: str, contents: Contents) -> None:
 def divide(
     peers: Peers, doing: str, held: Sequence[Held], aliases: Mapping[str, str]
 ) -> list[Held]:
-    """Return the part that this rank writes of the tensors that it holds.
+    """Return the parts of this rank's tensors that this rank must write.
 
     Raises:
         ValueError: a tensor that several ranks hold under one name differs between ranks.

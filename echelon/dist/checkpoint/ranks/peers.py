@@ -1,4 +1,8 @@
-"""Find the ranks that save and load together: the world, torch.distributed's, or this process."""
+"""Find the ranks that save and load together.
+
+These are the ranks of echelon's world, the ranks of torch.distributed's default group, or this
+process alone.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ class Peers(Protocol):
     timeout_s: float
 
     def gone(self) -> list[int]:
-        """Return the lost ranks, without which the other ranks have continued. Not collective."""
+        """Return the lost ranks that the job has continued without. Not collective."""
         ...
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -84,7 +88,7 @@ class World:
         self._group = group
 
     def gone(self) -> list[int]:
-        """Return the ranks that are missing from the newer world."""
+        """Return this group's ranks that are missing from the current world."""
         try:
             left = world().ranks
         except ValueError:  # this rank has left the world
@@ -205,7 +209,10 @@ def together(peers: Peers, doing: str, action: Callable[[], _Result]) -> _Result
 
 
 def agree(peers: Peers, error: Exception | None, doing: str) -> None:
-    """Raise on every rank if any rank had an error: its own error, or one naming the failed rank.
+    """Raise on every rank if any rank had an error.
+
+    A rank that failed raises its own error; the other ranks raise an error that names the failed
+    rank.
 
     Either all ranks raise a DamagedError or none does, so that they can try an older version
     together.

@@ -82,7 +82,7 @@ _current: PendingSave | None = None
 
 
 def start(path: str, write: Callable[[float], None], timeout_s: float) -> PendingSave:
-    """Start a save in the background; call `write` with the save's deadline (time.monotonic)."""
+    """Start a background save, which calls `write` with the save's deadline (time.monotonic)."""
     global _current
     _current = PendingSave(path, write, timeout_s)
     return _current
@@ -91,12 +91,13 @@ def start(path: str, write: Callable[[float], None], timeout_s: float) -> Pendin
 def finish(*, must_end: bool = True) -> Exception | None:
     """Wait for a save in the background and return its error, which is reported only once.
 
-    If the save's thread still runs after its timeout, this and every further call return an error
-    until the thread has ended. Its copy of the state is still in memory, and the disk that it waits
-    for would block the next save as well.
+    If the save's thread is still running after the timeout, every call returns an error until the
+    thread has ended. The thread's copy of the state is still in memory, and the disk that the
+    thread is waiting for would block the next save as well.
 
     Args:
-        must_end: whether a thread that still runs is an error; False for a caller that only reads.
+        must_end: whether a thread that is still running is an error; False for a caller that only
+            reads.
     """
     global _current
     pending = _current
@@ -124,7 +125,7 @@ def _finish_at_shutdown() -> None:
 
 @atexit.register
 def _finish_at_exit() -> None:
-    """Wait for a program's last save, whose failure makes the program fail.
+    """Wait for the program's last save; if it failed, make the program fail.
 
     Python ignores exceptions in exit handlers, so the process is ended here with an exit code.
     Before that, the function does the work of this package's other exit handlers.

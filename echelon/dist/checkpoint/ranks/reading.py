@@ -116,7 +116,7 @@ class _Reading:
             self.error = raised
 
     def _read(self, line: Line, first: int, out: Tensor) -> None:
-        """Fill `out` with the bytes of a line from position `first` on."""
+        """Fill `out` with bytes of a line, starting at position `first`."""
         try:
             for piece in line.pieces(first, first + out.numel()):
                 if self.error is None:
@@ -133,7 +133,7 @@ class _Reading:
 
 
 def _put(line: Line, first: int, content: Tensor) -> None:
-    """Copy bytes of a line, from position `first` on, into the tensors to which they belong."""
+    """Copy a line's bytes, starting at position `first`, into the tensors that they belong to."""
     for piece in line.pieces(first, first + content.numel()):
         start, length = piece.elements()
         part = content[piece.first - first : piece.last - first].view(piece.dtype)

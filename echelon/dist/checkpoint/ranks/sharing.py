@@ -107,7 +107,7 @@ def find_lines(peers: Peers, source: Source, wanted: Sequence[Wanted]) -> Lines:
 
 
 def _ranks_by_key(peers: Peers, keys: bytes) -> Mapping[bytes, Ranks]:
-    """Return the ranks that have each key, for the keys of all ranks."""
+    """Return, for each key that any rank has, the ranks that have this key."""
     digests = peers.all_gather(hashlib.blake2b(keys, digest_size=16).digest())
     if len(set(digests)) == 1:
         return dict.fromkeys(_split(keys), tuple(range(peers.size)))
@@ -131,7 +131,7 @@ def _split(keys: bytes) -> Iterator[bytes]:
 def _key(source: Source, held: Held, path: str) -> bytes:
     """Return a key that is equal on all ranks that want the same elements.
 
-    B"" if no other rank does.
+    The key is empty if no other rank wants them.
     """
     if held.repeats or not held.length or not held.data.is_contiguous() or held.data.is_conj():
         return b""

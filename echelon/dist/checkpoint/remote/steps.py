@@ -52,7 +52,7 @@ class RemoteSteps:
     def remove(self, step: int) -> str | None:
         """Remove a step's checkpoint, commit marks first.
 
-        Return the reason if some of it remains.
+        Return the reason if any part of it remains.
         """
         path = self.path(step)
         try:

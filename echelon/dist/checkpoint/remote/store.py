@@ -1,8 +1,8 @@
 """Access a folder in an object store by its address.
 
 An object appears whole or not at all, and nothing can be renamed or locked. Calls that fail for a
-transient reason are retried until a deadline. A call that hangs is then abandoned, and its thread
-ends with the process.
+transient reason are retried until a deadline. A call that is still hanging at the deadline is
+abandoned, and its thread ends with the process.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Remote:
         return Remote(above, self._fs, root, self.patience_s)
 
     def absolute(self) -> Remote:
-        """Return this folder, because an address is always absolute."""
+        """Return this folder; an address is always absolute."""
         return self
 
     def sizes(self) -> dict[str, int]:

@@ -58,7 +58,7 @@ class RemoteUnfinished:
 
     @classmethod
     def create(cls, root: Remote) -> RemoteUnfinished:
-        """Create the next version, with a number higher than all existing ones."""
+        """Create the next version; its number is higher than all existing ones."""
         numbers = [int(found[1]) for name in root.sizes() if (found := _VERSION.fullmatch(name))]
         path = root / f"{max(numbers, default=0) + 1:06d}-{secrets.token_hex(TOKEN_BYTES)}"
         path.write(_BEGUN, b"1")
@@ -83,7 +83,7 @@ class RemoteUnfinished:
         self.path.upload(file, limit_s)
 
     def add_index(self, rank: int, part: Manifest) -> None:
-        """Publish this rank's part of the manifest, because the rank's file is complete."""
+        """Publish this rank's part of the manifest, now that the rank's file is complete."""
         self.path.write(INDEX_NAME.format(rank), encode(part))
 
     def add_failure(self, rank: int, reason: str) -> None:
@@ -112,8 +112,8 @@ class RemoteUnfinished:
 
         Raises:
             CheckpointError: a part is missing, is truncated or comes from another save.
-            OSError: the object store failed; the version is valid only if its commit mark had been
-                written.
+            OSError: the object store failed. The version is valid only if its commit mark was
+                written before the failure.
         """
         parts = [self._part(rank) for rank in range(world_size)]
         whole = merge(parts, lambda one, other: are_equal(parts, one, other, self._read))
@@ -160,7 +160,7 @@ def marked(root: Remote) -> list[Remote]:
 
 
 def candidates(place: Remote) -> Sequence[Remote]:
-    """Return the versions to try to load, best first, or only `place` if it is a version itself.
+    """Return the versions to try to load, best first, or only `place` if `place` is a version.
 
     Raises:
         CheckpointError: no version was found.
@@ -201,7 +201,7 @@ def read_manifest(version: Remote) -> Manifest:
 
 
 def problem_of(version: Remote) -> str | None:
-    """Return why a committed version cannot be loaded, or None if its objects have their sizes."""
+    """Return why a committed version cannot be loaded; None if its objects have the right sizes."""
     try:
         return _wrong_size(version, read_manifest(version))
     except (CheckpointError, OSError) as error:
@@ -209,7 +209,7 @@ def problem_of(version: Remote) -> str | None:
 
 
 def prune(root: Remote, newest: Remote, keep: int) -> None:
-    """Remove incomplete saves, and versions that are older than the last `keep` intact ones."""
+    """Remove incomplete saves, and versions older than the last `keep` intact ones."""
     whole = 0
     for version in reversed(versions(root)):
         if COMMIT in version.sizes() and whole < keep:

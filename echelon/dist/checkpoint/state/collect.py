@@ -1,8 +1,8 @@
 """Collect the contents of a state: the tensors that this rank holds, and plain values.
 
-Buffers of modules, their extra state and the state of objects may differ between ranks. They are
-staged until the ranks have compared them. Values that are equal on all ranks are stored once, and
-other values once per rank.
+Module buffers, modules' extra state and the state of objects may differ between ranks. These values
+are staged until the ranks have compared them. Values that are equal on all ranks are stored once,
+and other values once per rank.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Contents:
         return value
 
     def add_tensor(self, path: str, tensor: Tensor, like: Tensor | None = None) -> None:
-        """Add a tensor, divided among the ranks like the parameter `like` if that is given.
+        """Add a tensor; if `like` is given, the tensor is divided like that parameter.
 
         Raises:
             ValueError: the tensor cannot be saved.

@@ -34,7 +34,7 @@ def entries(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, s
 
     Dicts that hold more than plain values are expanded.
 
-    The value of a pipeline's entry is a module of its stages.
+    For a pipeline, the value is a module that contains the pipeline's stages.
 
     Raises:
         TypeError: a key is not a string, or the state is not a dict.
@@ -90,7 +90,7 @@ def rank_path(path: str, rank: int) -> str:
 
 
 def shared_path(path: str) -> tuple[str, int]:
-    """Split a path of `rank_path` into its parts.
+    """Split a path made by `rank_path` into its parts.
 
     The rank is -1 if the path belongs to all ranks.
     """
@@ -99,7 +99,7 @@ def shared_path(path: str) -> tuple[str, int]:
 
 
 def parameter_names(found: list[tuple[str, str, Any]]) -> dict[int, str]:
-    """Return the path of each parameter of the modules in some entries, keyed by identity."""
+    """Return the path of each parameter of the entries' modules, keyed by the parameter's id."""
     names: dict[int, str] = {}
     for path, kind, module in found:
         if kind == MODULE:

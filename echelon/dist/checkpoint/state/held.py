@@ -64,7 +64,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def share(held: Sequence[Held], index: int, count: int) -> Iterator[Held]:
-    """Return the part of some equal copies that one of their holders writes.
+    """Divide the writing of equal copies among their holders, and return the caller's part.
 
     There are `count` copies, and the caller holds copy `index`. The tensors form one line of bytes,
     which is cut into `count` parts at element boundaries, so each part consists of a few whole

@@ -1,8 +1,8 @@
 """Encode plain values as msgpack, so that nothing in a checkpoint is ever unpickled.
 
-In addition to msgpack's own types, it supports tuples, integers of any size, and references to
-tensors, which are stored elsewhere. Any other value is refused when it is saved, rather than when
-it is loaded.
+In addition to msgpack's own types, the encoding supports tuples, integers of any size, and
+references to tensors, which are stored elsewhere. Any other value is refused when it is saved,
+rather than when it is loaded.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class TensorAt:
     """A placeholder in a tree of values for a tensor that is stored under `path`.
 
     Attributes:
-        role: "tensor" for a tensor; "array" for a NumPy array; "part" for an optimizer's state with
-            the shape of a parameter, which is divided among ranks like that parameter.
+        role: "tensor" for a tensor; "array" for a NumPy array; "part" for optimizer state that has
+            the shape of a parameter and is divided among ranks like that parameter.
     """
 
     path: str

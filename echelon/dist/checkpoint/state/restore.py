@@ -80,7 +80,7 @@ class Restore:
         self.unused = self._find_unused()
 
     def hand_over(self) -> None:
-        """Set the values that were read in the optimizers, the objects and the state itself."""
+        """Pass the values that were read to the optimizers, the objects and the state itself."""
         for action in self._handovers:
             action()
         for path, value in self._plain.items():
@@ -200,7 +200,7 @@ class Restore:
     def _saved_name(self, name: str) -> str:
         """Return the name under which a parameter was saved.
 
-        It differs if the parameter was tied then.
+        The saved name may differ if the parameter was tied when it was saved.
         """
         return self._source.manifest.aliases.get(name, name)
 

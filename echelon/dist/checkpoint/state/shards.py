@@ -79,7 +79,7 @@ def pieces_like(parameter: Tensor, data: Tensor) -> list[Local]:
 
 
 def elements(tensor: Tensor) -> Tensor:
-    """Return the elements that this rank holds of a tensor."""
+    """Return the elements of a tensor that this rank holds."""
     member = member_of(tensor)
     if member is not None:
         return member.shard.detach()
@@ -159,7 +159,7 @@ def owner(tensor: Tensor) -> Tensor:
 
 
 def wrap(data: Tensor, like: Tensor) -> Tensor:
-    """Return local elements in the form that the optimizer's state of parameter `like` has."""
+    """Return local elements in the form of the optimizer state for the parameter `like`."""
     if not _is_dtensor(like):
         return data
     return type(like).from_local(
@@ -192,7 +192,7 @@ def _local_of_dtensor(tensor: DTensor) -> Local:
 
 
 def _indices(tensor: DTensor, dim: int) -> npt.NDArray[np.int64]:
-    """Return this rank's indices along a dim, which is split in the same way as torch splits it."""
+    """Return this rank's indices along a dim. The dim is split in the same way as in torch."""
     mesh, found = tensor.device_mesh, torch.arange(tensor.shape[dim])
     coordinate = mesh.get_coordinate()
     if coordinate is None:

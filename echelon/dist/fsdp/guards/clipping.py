@@ -45,7 +45,8 @@ def clip_grad_norm_(
             that hold other parameters of the same model, such as other pipeline stages or experts.
             None means the largest group over which parameters are sharded.
         replicas: the ranks that hold equal copies of the unsharded parameters. None means the
-            largest group over which parameters are sharded or, without one, only this rank.
+            largest group over which parameters are sharded, or only this rank if there is no such
+            group.
         aliases: parameters that another rank of `over` counts, such as the copy of a tied embedding
             in another stage; they are scaled but not counted.
 
@@ -53,8 +54,8 @@ def clip_grad_norm_(
         The norm before scaling, which is equal on all ranks of `over`.
 
     Raises:
-        ValueError: an argument is invalid, or parameters are divided among several groups, none of
-            which contains all the ranks.
+        ValueError: an argument is invalid, or parameters are divided among several groups, and none
+            of these groups contains all the ranks.
         CollectiveError: a rank was lost or did not join.
 
     Example:
@@ -87,7 +88,7 @@ def clip_grad_norm_(
 
 
 def _owner(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the tensor whose `.grad` an optimizer uses: for a gathered parameter, its shard."""
+    """Return the tensor whose `.grad` the optimizer uses: the shard of a gathered parameter."""
     member = member_of(parameter)
     return parameter if member is None else member.shard
 

@@ -1,4 +1,4 @@
-"""Check that an optimizer works on shards, which requires that it is elementwise.
+"""Check that an optimizer is elementwise and therefore works on shards.
 
 A shard is a run of a parameter's elements. An optimizer that treats each element independently
 (SGD, Adam, ...) gives the same result on shards as on the whole parameter; an optimizer that uses a

@@ -1,10 +1,10 @@
 """Scale the loss for float16, with decisions that all ranks make together.
 
 Gradients below 6e-8 are zero in float16, so the loss is multiplied by a large scale before backward
-and the gradients are divided by it after. If the scale was too large, gradients overflow, the step
-is skipped and the scale is reduced. An overflow often occurs on only one rank, in its shards, stage
-or experts. So the flag is reduced over every rank that holds parameters, and all ranks skip the
-step and change the scale together.
+and the gradients are divided by it afterwards. If the scale was too large, gradients overflow, the
+step is skipped and the scale is reduced. An overflow often occurs on only one rank, in its shards,
+stage or experts. So the flag is reduced over every rank that holds parameters, and all ranks skip
+the step and change the scale together.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ T = TypeVar("T", bound="torch.Tensor | list[torch.Tensor]")
 class GradScaler:
     """A scale for the loss that grows while gradients are finite and shrinks when they overflow.
 
-    Its methods are those of `torch.amp.GradScaler`, in the same order in a step. Its state is the
-    same on all ranks and can be saved directly in a checkpoint: `save(path, {"scaler": scaler,
-    ...})`.
+    It has the methods of `torch.amp.GradScaler`, to be called in the same order in each step. Its
+    state is the same on all ranks and can be saved directly in a checkpoint: `save(path, {"scaler":
+    scaler, ...})`.
 
     Args:
         init_scale: the initial scale.
@@ -96,7 +96,7 @@ class GradScaler:
         """Divide an optimizer's gradients by the scale in place, and check for overflows.
 
         Collective among all ranks that hold parameters; blocks until they have joined, bounded by
-        the group's timeout. The call synchronises with the device once.
+        the group's timeout. The method synchronises with the device once.
 
         Returns:
             Whether all gradients are finite on all ranks.
@@ -137,7 +137,7 @@ class GradScaler:
         """End a step: lower the scale after an overflow, or raise it after enough finite steps.
 
         Raises:
-            ValueError: no optimizer was unscaled since the last call.
+            ValueError: no optimizer has been unscaled since the last call.
         """
         if not self.enabled:
             return

@@ -1,6 +1,6 @@
 """Adapt common torch functions so that they treat shards correctly.
 
-To torch a shard is an ordinary parameter, so torch's helpers accept it and work only on this rank's
+To torch, a shard is an ordinary parameter, so torch's helpers accept it but see only this rank's
 part. They would return the norm of that part, or skip the step on only one rank. After the first
 `fully_shard`, these functions treat shards like whole parameters:
 
@@ -10,7 +10,7 @@ part. They would return the norm of that part, or skip the step on only one rank
     torch.autograd.backward             `inputs=` may name shards (so may `Tensor.backward`);
                                         refused under Compiled Autograd
     torch.autograd.grad                 refused for shards, because it would return only one rank's
-        gradients
+                                        gradients
     nn.Module.zero_grad                 also clears gradients waiting in gathered parameters
 
 Models without shards use torch's own functions.
@@ -184,7 +184,7 @@ def _guarded_grad(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _inputs(inputs: Any) -> list[Any]:
-    """Return the tensors whose gradients autograd must compute, given as one, several or a dict."""
+    """Return the tensors to compute gradients for, given as one tensor, several or a dict."""
     if isinstance(inputs, dict):
         return list(inputs.values())
     return list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]

@@ -3,8 +3,8 @@
 Memory that is returned to the system is zeroed when it is allocated again, which costs as much as a
 gather. So the memory released by one unit is moved under the addresses of the next unit of the same
 size by a change of page tables (mremap): this takes 70 us for 64 MB in huge pages, while zeroing
-takes 3 ms, or 40 ms in small pages (measured). Only as much memory is kept as the budget allows;
-`trim` returns the rest to the system.
+them takes 3 ms, or 40 ms in small pages (measured). Only as much memory is kept as the budget
+allows; `trim` returns the rest to the system.
 """
 
 from __future__ import annotations

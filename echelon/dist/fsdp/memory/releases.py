@@ -20,7 +20,7 @@ class Releases:
     """A limit on memory that was released but may still be in use.
 
     Args:
-        limit: returns the limit in bytes, beyond which one more unit is always allowed.
+        limit: returns the limit in bytes; one unit beyond the limit is always allowed.
         device_module: returns a module that creates events for a device, such as `torch.cuda`.
     """
 

@@ -25,8 +25,8 @@ class Memory:
     """The memory that the units of one group share between two uses.
 
     Args:
-        limit: returns how many bytes may be idle on the host, or be released on a device while
-            kernels that use them may still run.
+        limit: returns how many bytes may be idle on the host. On a device, the limit applies to
+            released memory that kernels may still be using.
 
     Attributes:
         pages: the idle memory on the host.
@@ -65,7 +65,7 @@ class Storage:
 
 
 class HostStorage(Storage):
-    """An anonymous private mapping, whose pages are resident once touched and until released.
+    """An anonymous private mapping; its pages are resident from first touch until release.
 
     Args:
         pages: passes released memory on to other storages of the same size, in huge pages if the

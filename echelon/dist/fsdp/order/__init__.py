@@ -1,7 +1,7 @@
 """Decide when units are gathered, released and reduced; the driver carries out these decisions.
 
-    events    a unit's forward begins or ends; its outputs, a parameter or its inputs have their
-              gradients; autograd ends; a step failed; the program holds or releases units
+    events    a unit's forward begins or ends; the gradients of its outputs, of its inputs or of a
+              parameter are ready; autograd ends; a step failed; the program holds or releases units
     actions   gather, wait, release, collect, reduce, finish, exchange, ... (`actions.py`)
 
 `Order` takes one event at a time and returns the actions that the driver then carries out in that

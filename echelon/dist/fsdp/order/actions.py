@@ -41,7 +41,7 @@ class Collect:
 
 @dataclass(frozen=True, slots=True)
 class SetAside:
-    """Keep a gradient on this rank, because its unit is not reducing gradients now."""
+    """Keep a gradient on this rank, because its unit does not reduce gradients at present."""
 
     entry: Entry
     member: Hashable

@@ -46,7 +46,7 @@ class Facts(Protocol):
         """Return whether the shards changed after they were gathered."""
 
     def has_gradients(self) -> bool:
-        """Return whether the unit has gradients that were not reduced."""
+        """Return whether the unit has gradients that have not been reduced."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -66,7 +66,8 @@ class Entry:
         borrowed: units that own parameters that this unit also uses.
         borrowers: units that use parameters of this unit.
         recording: the recording of the forwards in which this unit is the outermost, or None.
-        place: position in the order in which the units' forwards began; -1 if this unit's has not.
+        place: position in the order in which the units' forwards began; -1 if this unit's forward
+            has not begun.
         has_begun: whether a forward has begun but its backward is not complete.
         ended_at: position in the order in which the units' forwards ended.
         held: whether the program unsharded the unit, so that the unit is not released and its
@@ -108,7 +109,7 @@ class Entry:
 
     @property
     def reduces(self) -> bool:
-        """Whether a backward that runs now reduces the gradients."""
+        """Whether a backward that ran now would reduce the gradients."""
         return self.sync and not self.held
 
     def awaits(self) -> set[Hashable]:
@@ -118,7 +119,7 @@ class Entry:
         return self.missing
 
     def begin_call(self, call: int) -> None:
-        """Expect the backward of a forward call, unless this autograd run has completed it."""
+        """Expect the backward of a forward call, unless this autograd run already completed it."""
         if call == UNWATCHED:
             self.is_unwatched = True
         elif call in self._kept_calls:  # their graph is gone through again, all of it

@@ -43,7 +43,7 @@ class Residency:
         return sum(entry.num_bytes for entry in self._ahead)
 
     def gather(self, entry: Entry) -> None:
-        """Start gathering a unit if the unit is not in memory."""
+        """Start gathering a unit unless it is already in memory."""
         if entry.state in (State.SHARDED, State.NEAR):
             self.emit(Gather(entry, near=entry.state is State.NEAR))
             entry.state = State.GATHERING

@@ -153,7 +153,7 @@ class Order:
         return self._residency.take()
 
     def gradient_arrives(self, entry: Entry, member: Hashable) -> Actions:
-        """Handle a parameter's gradient, which autograd has finished.
+        """Handle a parameter's finished gradient.
 
         Raises:
             RuntimeError: the unit's parameters were not in memory, so the gradient is wrong.
@@ -176,8 +176,8 @@ class Order:
     def backward_asks(self) -> list[int]:
         """Return the votes on which the ranks must agree before the current backward ends.
 
-        Each number is this rank's vote on one recording, which the maximum over all ranks decides.
-        The result is empty on all ranks if there is nothing to agree on.
+        Each number is this rank's vote on one recording; the maximum over all ranks decides. The
+        result is empty on all ranks if there is nothing to agree on.
         """
         run = self._running()
         return [] if run.yields_nothing else self._pending.words(run)
@@ -254,7 +254,7 @@ class Order:
     # ---- failures ----
 
     def fail(self) -> None:
-        """Handle a failed hook or action, or a stopped backward; the next forward starts afresh."""
+        """Handle a failed hook or action, or a stopped backward; the next forward starts over."""
         self._failed = True
         self._run = None
         self._residency.clear()

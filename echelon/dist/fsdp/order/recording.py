@@ -2,8 +2,8 @@
 
 [Note: ownership] A unit owns its entry, and the entry of an outermost unit owns the recording,
 which refers to the entries of its inner units. The order itself has only weak references to entries
-and recordings. So deleting a model frees everything, and an inner unit lives as long as a recording
-that may request it.
+and recordings. So deleting a model frees everything, and an inner unit exists for as long as any
+recording may request it.
 
 [Note: models that are deleted] The garbage collector runs at different moments on different ranks.
 Therefore a decision that ranks must share never depends on which units exist. The order keeps the
@@ -28,11 +28,11 @@ class Recording:
         number: the outermost unit's number.
         following: for each unit, the next unit that the last forward requested.
         last: the last unit requested in the running forward.
-        final: the last unit that the last forward requested, whose backward begins first.
+        final: the last unit that the last forward requested; its backward begins first.
         begun, ended: the forwards that began and ended since the last backward.
         begun_before: the forwards that began before the last backward.
         partners: numbers of the recordings that took part in every backward of this recording; None
-            if there was no backward.
+            if there has been no backward.
         unreduced: units of earlier backwards, which may have gradients that were not reduced.
     """
 
@@ -100,7 +100,7 @@ def begun_in(recordings: Iterable[Recording]) -> list[Entry]:
 
 
 def begun_before_in(recordings: Iterable[Recording]) -> list[Entry]:
-    """Return the units whose forwards began before the last backward, in the order of beginning."""
+    """Return the units whose forwards began before the last backward, in the order they began."""
     return _merged((one.begun_before for one in recordings), by="place")
 
 

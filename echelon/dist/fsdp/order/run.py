@@ -3,8 +3,8 @@
 Two orders, both known before the run begins, keep the ranks in step whatever data they have:
 
 * units are gathered in the reverse of the order in which their forwards *ended*. A request for a
-unit also gathers the units before it in this order; * gradients are reduced in the reverse of the
-order in which forwards *began* (an outer unit begins
+  unit also gathers the units before it in this order;
+* gradients are reduced in the reverse of the order in which forwards *began* (an outer unit begins
   first and gets its last gradient last). A unit that is ready waits for the units before it.
 
 A unit's parameters are released once all gradients of its parameters have been computed, or all
@@ -34,8 +34,8 @@ class Run:
         ended: the units' forwards since the last run, in the order in which they ended.
         begun: the same forwards, in the order in which they began.
         is_again: whether there were no forwards, so that this run passes through retained graphs.
-            Then `begun` is taken from the last run, and units that this run does not reach are
-            skipped.
+            In that case, `begun` is taken from the last run, and units that this run does not reach
+            are skipped.
 
     Attributes:
         recordings: the recordings of the outermost units that take part, known once the run is
@@ -89,7 +89,7 @@ class Run:
         self._inside.add(entry)  # with a reentrant checkpoint each use of it is entered by itself
 
     def arrived(self, entry: Entry, member: Hashable) -> None:
-        """Record a parameter's gradient, which autograd has finished.
+        """Record a parameter's finished gradient.
 
         Raises:
             RuntimeError: the unit's parameters were not in memory, so the gradient is wrong.
@@ -127,8 +127,8 @@ class Run:
         """Reduce the remaining gradients, and agree with the other ranks on all reductions.
 
         Args:
-            recordings: the recordings of the outermost units that take part; all others still wait
-                for their backward.
+            recordings: the recordings of the outermost units that take part; all others are still
+                waiting for their backward.
         """
         self.recordings = recordings
         ended = {entry for one in recordings for entry in one.ended}
@@ -164,7 +164,7 @@ class Run:
             self._expect(entry)
 
     def _after(self, entry: Entry) -> list[Entry]:
-        """Return the units that autograd will reach after a unit, unless it ends earlier.
+        """Return the units that autograd will reach after a unit, unless the run ends earlier.
 
         Only units whose recordings always took part together are included, because other units may
         not be needed.

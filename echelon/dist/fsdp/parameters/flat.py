@@ -165,7 +165,7 @@ class Member:
         self._gathered_version = version
 
     def take_move(self) -> int:
-        """Return 1 if the shard changed between the last two gathers, otherwise 0; reset this."""
+        """Return 1 if the shard changed between the last two gathers, else 0; clear this record."""
         moved, self._has_moved = self._has_moved, False
         return int(moved)
 
@@ -410,7 +410,7 @@ class Flat:
             member.show_leaf()
 
     def show_shards(self) -> None:
-        """Make the modules use the shards, with any change of `requires_grad` on a leaf."""
+        """Make the modules use the shards; copy any change of `requires_grad` from the leaves."""
         for member in self.members:
             member.show_shard()
 
@@ -426,7 +426,7 @@ class Flat:
     def release(self, near: ProcessGroup | None = None) -> None:
         """Release the memory of `full`, except for the part that this rank keeps for `near`.
 
-        Values that the program wrote into whole parameters in place are first copied to the shards.
+        Values that the program wrote in place into whole parameters are first copied to the shards.
         """
         if self._versions is None:
             self._versions = tuple(member.leaf._version for member in self.members)
@@ -468,7 +468,7 @@ class Flat:
         return torch.zeros(numel, dtype=self.dtype, device=self.device)
 
     def _fill(self, sources: Sequence[Source], replicas: ProcessGroup | None) -> None:
-        """Fill this rank's chunk from rank 0's parameters, so that all ranks start equal."""
+        """Fill this rank's chunk from rank 0's parameters, so that all ranks start out equal."""
         whole = None
         if self.group.rank == 0:
             whole = self.full.tensor if self.compute_dtype == self.dtype else make_whole(self)

@@ -99,8 +99,9 @@ def tagged_shape(numel: int, tag: int) -> tuple[int, ...]:
     """Return a shape with `numel` elements that encodes a tag of `TAG_BITS` bits.
 
     Groups compare the shapes of every collective before any result is written. Units of equal size
-    would look alike in that comparison. With a shape that encodes the unit, a rank that gathers a
-    different unit than the other ranks causes an error that names this rank, at no additional cost.
+    would look alike in that comparison. Because the shape encodes the unit, the comparison fails if
+    a rank gathers a different unit from the other ranks. The error names that rank, at no
+    additional cost.
     """
     bits = [1 + (tag >> bit & 1) for bit in range(TAG_BITS)]
     rest, odd = divmod(numel, math.prod(bits))

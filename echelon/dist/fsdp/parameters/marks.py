@@ -1,11 +1,11 @@
-"""Set `_echelon`, which is the only attribute that sharding adds to the program's objects.
+"""Set `_echelon`, the only attribute that sharding adds to the program's objects.
 
     a module passed to `fully_shard`          its unit
     a parameter of a unit, shard or leaf      its member
     the gradient of a shard                   True, for functions that see only gradients
 
-The mark is an attribute, because `copy.deepcopy` of a model then reaches the unit, which refuses to
-be copied. With a separate table, the copy would share the original's memory.
+The mark is an attribute so that `copy.deepcopy` of a model reaches the unit, which refuses to be
+copied. With a separate table, the copy would share the original's memory.
 """
 
 from __future__ import annotations
@@ -21,5 +21,5 @@ def attach(target: Any, value: Any) -> None:
 
 
 def attached(target: Any) -> Any:
-    """Return the attribute of an object, or None if it is not set."""
+    """Return an object's attribute, or None if the attribute is not set."""
     return getattr(target, "__dict__", {}).get(_NAME)

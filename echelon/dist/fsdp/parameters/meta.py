@@ -24,8 +24,8 @@ def make_real(
         parts: the unit's modules with their paths; modules of inner units are already allocated.
         ignored: the `id()` of each parameter to leave unchanged.
         device: where to allocate the parameters and buffers; None means the CPU.
-        init: called with each module that has meta parameters, after its `reset_parameters()` if it
-            has one.
+        init: called with each module that has meta parameters, after the module's own
+            `reset_parameters()`, if any.
 
     Raises:
         ValueError: a module cannot initialise its parameters or buffers.

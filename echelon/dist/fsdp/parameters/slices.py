@@ -1,4 +1,4 @@
-"""Mark parameters as slices, which tensor parallelism divided along one dim.
+"""Mark the parameters that tensor parallelism divided along one dim as slices.
 
 A rank's parameter is then an even part of the whole parameter. Code that depends on whole shapes
 and positions (checkpoints, whole state dicts) reads the part's position from its mark. The mark is

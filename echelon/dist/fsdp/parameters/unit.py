@@ -140,7 +140,7 @@ class Unit:
         """Block until a gather in progress is complete.
 
         Raises:
-            CollectiveError: a rank was lost, did not join, or gathers a different unit.
+            CollectiveError: a rank was lost, did not join, or is gathering a different unit.
         """
         for flat in self.flats:
             flat.wait()
@@ -149,7 +149,7 @@ class Unit:
         """Block until all parameters are in memory, and make the modules use them.
 
         Raises:
-            CollectiveError: a rank was lost, did not join, or gathers a different unit.
+            CollectiveError: a rank was lost, did not join, or is gathering a different unit.
             ValueError: the program replaced a parameter.
         """
         self.finish_gather()
@@ -175,7 +175,7 @@ class Unit:
         )
 
     def has_tag(self, tag: int) -> bool:
-        """Return whether the tag in a collective's shape is that of one of the unit's flats."""
+        """Return whether a collective's shape carries the tag of one of the unit's flats."""
         return any(flat.number % (1 << TAG_BITS) == tag for flat in self.flats)
 
     def has_gradients(self) -> bool:
@@ -212,7 +212,7 @@ class Unit:
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """Return the unit of which a module is a root, or None if it is not a root of a unit."""
+    """Return the unit that a module is a root of, or None if the module is not a root."""
     unit: Unit | None = attached(module)
     return unit
 

@@ -1,8 +1,8 @@
 """Make the ranks agree on a new unit's settings and on the existing units.
 
-The order of collectives follows from the units' settings, so they must be equal on all ranks. The
-default budget follows from the existing units, and the garbage collector runs at different moments
-on different ranks, so a unit is included until all ranks have deleted it.
+The order of collectives follows from the units' settings, so the settings must be equal on all
+ranks. The default budget follows from the existing units. The garbage collector runs at different
+moments on different ranks, so a unit is counted until all ranks have deleted it.
 """
 
 from __future__ import annotations

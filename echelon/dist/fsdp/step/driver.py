@@ -45,7 +45,7 @@ def driver_of(unit: Unit) -> Driver:
 
 
 class _Run:
-    """An object that lives as long as autograd's engine runs, held only by the engine's callback.
+    """An object that only the callback of autograd's engine holds, so it lives as long as the run.
 
     If an exception stops the engine, the callback is dropped together with this object, which shows
     the driver that the step failed.
@@ -70,8 +70,8 @@ class Driver:
         units: the units, keyed by number.
         sizes: the sizes of the units, keyed by number, including some deleted units.
         hashes: running hashes, one over the gathers and one over the reductions, each in the order
-            of issue. They are separate because how gathers and reductions alternate may depend on
-            the parameters that a rank used.
+            of issue. The hashes are separate because the way in which gathers and reductions
+            alternate may depend on which parameters a rank used.
     """
 
     def __init__(self, group: ProcessGroup, replicas: ProcessGroup | None) -> None:
@@ -102,7 +102,7 @@ class Driver:
         _drivers[unit] = weakref.ref(self)
 
     def measure(self, unit: Unit) -> None:
-        """Include a unit in the budget, because its contents are now known."""
+        """Include a unit in the budget, now that its contents are known."""
         entry = unit.entry
         self.sizes[unit.number] = Size(
             entry.num_bytes, entry.gradient_bytes, entry.depth, entry.outer
@@ -117,7 +117,7 @@ class Driver:
 
     @property
     def memory(self) -> Memory:
-        """The memory that the units share, which exists as long as any unit."""
+        """The memory that the units share; it exists as long as any unit exists."""
         memory = None if self._memory is None else self._memory()
         if memory is None:
             memory = Memory(lambda: self.order.budget.third)
@@ -145,7 +145,8 @@ class Driver:
         """Make every group create its device communicators now. Collective.
 
         A group creates its communicator at its first operation on a device. In the middle of a
-        step, this would allocate memory and could wait for kernels that wait for a late peer.
+        step, this would allocate memory and could wait for kernels that are themselves waiting for
+        a late peer.
         """
         for group in self.groups():
             if device.type != "cpu" and group.size > 1 and (group, device) not in self._prepared:
@@ -176,7 +177,7 @@ class Driver:
         return self.order.in_backward
 
     def before_forward(self, unit: Unit, *, trains: bool) -> None:
-        """Gather a unit's parameters; `trains` tells whether a backward may follow."""
+        """Gather a unit's parameters; `trains` is whether a backward may follow."""
         with self._failing():
             _ = self.in_backward
             records = torch.is_grad_enabled()
@@ -195,13 +196,13 @@ class Driver:
             self._do(self.order.outputs_have_gradients(unit.entry, call))
 
     def gradient_arrives(self, unit: Unit, member: Member) -> None:
-        """Process a parameter's gradient, which autograd has finished."""
+        """Process a parameter's finished gradient."""
         with self._failing():
             self._enter_backward()
             self._do(self.order.gradient_arrives(unit.entry, member))
 
     def inputs_have_gradients(self, unit: Unit, call: int) -> None:
-        """Release and reduce a unit if its last call's inputs have their gradients."""
+        """Release and reduce a unit if the inputs of its last call have their gradients."""
         with self._failing():
             self._enter_backward()
             self._do(self.order.inputs_have_gradients(unit.entry, call))
@@ -266,7 +267,7 @@ class Driver:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Report an exception that is raised inside the block to the order."""
+        """If the block raises an exception, report the failure to the order."""
         try:
             yield
         except BaseException:
@@ -340,14 +341,14 @@ class Driver:
         return self._reducer
 
     def _note(self, what: str, number: int) -> None:
-        """Add a gather or a reduction to the hash of its kind."""
+        """Add a gather to the hash of the gathers, or a reduction to the hash of the reductions."""
         self.hashes[what] = zlib.crc32(f"{what} {number}".encode(), self.hashes[what])
 
     # ---- errors ----
 
     @contextlib.contextmanager
     def _explaining(self, doing: str) -> Iterator[None]:
-        """Replace shapes in an error's text by the units that the ranks were processing."""
+        """Replace shapes in an error's text with the units that the ranks were processing."""
         try:
             yield
         except CollectiveError as err:

@@ -99,7 +99,7 @@ def _hook_gradient(unit: Unit, driver: Driver, member: Member) -> None:
 
 
 class _PartHook:
-    """A hook before the forward of a module in a unit, whose parameters must be in memory."""
+    """A hook that requires a unit's parameters to be in memory when an inner module runs."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
@@ -200,7 +200,7 @@ class _ModuleHooks:
 def _trains(args: Any, kwargs: Any) -> bool:
     """Return whether a backward may follow.
 
-    In a reentrant checkpoint, one may follow without a graph.
+    In a reentrant checkpoint, a backward may follow even without a graph.
     """
     return torch.is_grad_enabled() or any(
         tensor.requires_grad for tensor in tensors_in((args, kwargs))

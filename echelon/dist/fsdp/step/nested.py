@@ -25,7 +25,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return a nested value in which a function was applied to every tensor."""
+    """Apply a function to every tensor in a nested value, and return the resulting value."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if not any(True for _ in tensors_in(value)):

@@ -1,8 +1,8 @@
-"""Run all reductions of one backward concurrently, and the exchange that ends them.
+"""Run all reductions of one backward concurrently, followed by an exchange among the ranks.
 
 At the end, every rank publishes a hash of the order in which it gathered and reduced units, and the
 parameters for which it had gradients. A rank with a different order is named in an error, and a
-parameter without a gradient on any rank keeps its `.grad`, so that the optimizer skips it.
+parameter that has no gradient on any rank keeps its `.grad`, so that the optimizer skips it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from echelon.errors import CollectiveMismatchError
 
 
 class Reducer:
-    """The reductions of units, in the order of the calls of `start`, equal on all ranks.
+    """The reductions of units, in the order in which `start` is called; the same on all ranks.
 
     Args:
         pool: the source of buffers.
@@ -46,14 +46,14 @@ class Reducer:
         self._all: list[Reduction] = []
 
     def collect(self, member: Member) -> None:
-        """Process a gradient that autograd has finished."""
+        """Process a finished gradient."""
         self._reduction(member.flat).collect(member)
 
     def start(self, unit: Unit) -> None:
         """Start reducing a unit's gradients.
 
         Raises:
-            CollectiveError: a rank was lost, did not join, or reduces a different unit.
+            CollectiveError: a rank was lost, did not join, or is reducing a different unit.
         """
         for flat in unit.flats:
             if not flat.trains:

@@ -88,8 +88,8 @@ class Reduction:
     def cross(self) -> None:
         """Block until the sum over this group is complete, then start the sum over the replicas.
 
-        [Note: launches of two levels] The order of reductions determines when the second sum
-        starts, never whether the first happens to be complete, because device libraries require
+        [Note: launches of two levels] When the second sum starts depends only on the order of
+        reductions, never on whether the first sum happens to be complete. Device libraries require
         that all ranks launch the collectives of several communicators in the same order.
         """
         if self._replicas is None or self._is_across or self._work is None:

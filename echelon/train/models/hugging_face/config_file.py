@@ -67,7 +67,7 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
 
 
 class _Reader:
-    """The keys of a config.json; records which of them have been read."""
+    """The keys of a config.json, with a record of which of them have been read."""
 
     def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
         self.path = path
@@ -178,7 +178,7 @@ def family_of(config: ModelConfig) -> str:
     """Return the `transformers` model type that computes what a config describes.
 
     Raises:
-        ValueError: no model type computes the same.
+        ValueError: no model type computes the same function.
     """
     shape = (config.norm, config.mlp, config.positions)
     usual = config.kv_heads == config.heads and config.heads * config.head_width == config.width

@@ -224,7 +224,7 @@ class HuggingFaceFolder:
 
 
 def _is_plain(name: Any) -> bool:
-    """Return whether a name is that of a file directly in the folder."""
+    """Return whether a name refers to a file directly in the folder."""
     return isinstance(name, str) and Path(name).name == name
 
 

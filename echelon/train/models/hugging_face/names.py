@@ -1,6 +1,6 @@
 """Map echelon's tensors to those of `transformers`, which differ in names and layout.
 
-Llama's tensors are the same as echelon's under different names. GPT-2 stores its linear layers
+Llama's tensors are the same as echelon's, except for their names. GPT-2 stores its linear layers
 transposed, and stores queries, keys and values as one tensor: theirs = cat([ours.T, ours.T,
 ours.T], dim=-1).
 """

@@ -76,7 +76,7 @@ def load_weights(
     Every rank reads the part that it holds: the whole model, its shards (`fully_shard`, DTensors),
     or its stage. Data that several ranks need is read once and passed on, in windows of at most 64
     MiB. GPT-2's matrices, which are stored transposed, are read whole, one at a time.
-    Floating-point values are converted to the model's dtype. An error during the reading of tensors
+    Floating-point values are converted to the model's dtype. An error while tensors are being read
     leaves the model partly filled; all other errors are detected earlier. Ranks wait for each
     other, at most for the world's timeout.
 
@@ -88,7 +88,7 @@ def load_weights(
             computes.
 
     Raises:
-        CheckpointError: the folder cannot be read, holds a model that is not implemented, or
+        CheckpointError: the folder cannot be read or holds a model that is not implemented, or
             another rank failed.
         ValueError: the model does not match the folder's config.
     """
@@ -132,7 +132,7 @@ def config_of(model: nn.Module) -> ModelConfig:
 
 
 def _require_same(path: Path, found: ModelConfig, wanted: ModelConfig) -> None:
-    """Check that a model computes the same as the stored one, which shapes alone cannot show.
+    """Check that a model computes the same as the stored one. Equal shapes do not prove this.
 
     Raises:
         ValueError: the two configs differ in a setting.

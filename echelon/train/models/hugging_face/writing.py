@@ -183,7 +183,7 @@ def _module_key(source: Version, key: str | None) -> str:
 
 
 def _untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors keyed by their first name, because a tied tensor has two names."""
+    """Return tensors keyed by name; a tied tensor has two names, and the first is used."""
     names: dict[int, str] = {}
     for name, one in tensors.items():
         names.setdefault(id(one), name)
