@@ -22,8 +22,8 @@ class MicroBatch:
     Attributes:
         rank: the rank that computed the loss.
         loss: the loss; empty if its line is missing.
-        stages: the gradients of each stage of a pipeline, keyed by its index; a model that is not
-            divided is stage 0.
+        stages: the gradients of each stage of a pipeline, keyed by stage index; an undivided model
+            is stage 0.
         ranks: the rank that recorded each stage.
     """
 
@@ -51,7 +51,7 @@ class Bits:
 
     Attributes:
         micro_batches: the records of micro-batches, keyed by step and number; if a step was
-            repeated, the last repetition.
+            repeated, those of the last repetition.
         norms: the norms of the reduced gradients, keyed by step and then by rank.
         num_torn: the number of lines that could not be read.
     """

@@ -1,6 +1,6 @@
 """Turn a picture into a report: run the rules, choose the root, and order the findings.
 
-The root comes first, then the roots for ranks whose trouble it does not explain, then later
+The root comes first. Roots for the ranks whose trouble it does not explain follow, and then later
 endings.
 """
 
@@ -79,7 +79,7 @@ def analyze(path: str | Path) -> Report:
 
 
 def examine(path: str | Path) -> tuple[Picture, Report]:
-    """Do the same as `analyze`, and also return the picture, which the renderers need.
+    """Do the same as `analyze`, but also return the picture, which the renderers need.
 
     Raises:
         DumpFormatError: as in `analyze`.
@@ -135,7 +135,7 @@ def _with_losses(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Fin
 
 
 def _with_probes(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Add to the verdict the measurements of suspect nodes from before the attempt."""
+    """Add to the verdict what was measured on suspect nodes before the attempt."""
     root = next((place for place, finding in enumerate(findings) if not finding.info), None)
     if root is None or not evidence.incident.probes:
         return findings
@@ -154,7 +154,7 @@ def _cautious(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _advised(evidence: Evidence, finding: Finding) -> Finding:
-    """Add the meaning and remedy if a culprit's output ends with a known message."""
+    """If a culprit's output ends with a known message, add its meaning and remedy."""
     if evidence.foreign == LOGS or finding.cause not in _ENDINGS:
         return finding
     for rank in finding.culprit_ranks[:_MAX_NAMED]:

@@ -1,7 +1,7 @@
 """Implement `fr-analyze --watch`, which observes a running job and reports what changed.
 
-The rings of the job are read while it runs. An incident that the launcher writes takes the place of
-the rings until they show that the job has moved past the incident, by a later attempt or by more
+The rings of the job are read while it runs. When the launcher writes an incident, the incident
+replaces the rings until the rings show that the job has moved on, by a later attempt or by more
 records on every rank. Each look reports only what changed, so that a terminal left open shows the
 history of the job.
 """
@@ -93,7 +93,7 @@ def _recorded(facts: RankEvidence) -> int:
 
 
 def watch(path: Path, show: Show, say: Say, interval_s: float = INTERVAL_S) -> int:
-    """Look at a path repeatedly until the user interrupts; return the last look's exit code."""
+    """Look at a path repeatedly until the user interrupts it; return the last look's exit code."""
     seen = Watch(path, show, say)
     try:
         while True:

@@ -1,6 +1,6 @@
 """Record a rank's black box with `span`, `step` and `watch`, and read and dump its ring.
 
-`export_torch` is imported on first use, so that starting to record does not wait for the import.
+`export_torch` is imported on first use, so that recording can start without waiting for the import.
 """
 
 from typing import TYPE_CHECKING, Any

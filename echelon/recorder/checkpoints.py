@@ -1,8 +1,8 @@
 """Exchange checkpoints and attempts between a rank and its launcher through two small files.
 
-`RANK_DIR/checkpoint.json` is written when a checkpoint is committed, and gives the launcher the
-location of the job's newest checkpoint. ECHELON_ATTEMPTS names a file that the launcher wrote
-before this attempt and that lists how the earlier attempts ended.
+`RANK_DIR/checkpoint.json` is written when a checkpoint is committed. It tells the launcher where
+the job's newest checkpoint is. ECHELON_ATTEMPTS names a file that the launcher wrote before this
+attempt and that lists how the earlier attempts ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STEP_NAME = re.compile(r"step_(\d{1,18})")
 
 
 def note_checkpoint(path: Path, step: int | None) -> None:
-    """Publish that a checkpoint was committed; do nothing without a launcher.
+    """Publish that a checkpoint was committed; do nothing if there is no launcher.
 
     Args:
         path: the folder in which the checkpoint was saved.
@@ -40,7 +40,7 @@ def note_checkpoint(path: Path, step: int | None) -> None:
 
 
 def last_step() -> int | None:
-    """Return the last step that this rank began, or that an earlier attempt began before this one.
+    """Return the last step begun by this rank or, before its first step, by an earlier attempt.
 
     Returns:
         The step, or None if no step is known because nothing is recorded or no attempt has begun a

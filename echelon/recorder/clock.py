@@ -13,7 +13,8 @@ not compare them (`analysis/evidence/timing.py`).
 
 On its own host, a rank measures continuously. `HostClocks` detects that the wall clock was set or
 slewed, so that a record's stamps keep their place among logs and torch's dumps. It also detects
-that the host was suspended, after which its offset to another host's clock is no longer known.
+that the host was suspended. After a suspension, the offset to another host's clock is no longer
+known.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ NOT_MEASURED = -1  # as `Identity.clock_error_ns`
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """The offset to rank 0's clock, which reads local stamp + offset_ns, within error_ns."""
+    """The offset to rank 0's clock: its reading is local stamp + offset_ns, within error_ns."""
 
     offset_ns: int
     error_ns: int

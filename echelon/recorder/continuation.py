@@ -1,4 +1,4 @@
-"""Define what the launcher and its ranks exchange when ranks are lost and the others continue.
+"""Define what the launcher and its ranks exchange when some ranks are lost and others continue.
 
     launcher -> ranks   an epoch, in the job's store: which ranks are left
     rank -> launcher    a standing, RANK_DIR/standing.json: whether it can continue, and how it did
@@ -28,7 +28,7 @@ class Epoch:
         roster: the ranks that continue, ascending.
         lost: the ranks that the attempt has lost so far, ascending.
         done: ranks that have finished all steps and take part in no further epoch.
-        left: ranks that ended by themselves before their last step, so that none can continue.
+        left: ranks that ended by themselves before their last step, so that no rank can continue.
     """
 
     number: int
@@ -87,8 +87,8 @@ class Standing:
         step: the first step of this epoch.
         repeats: whether a rank had begun this step before.
         ready_mono_ns: the time at which the rank was ready to compute this step.
-        ready_there_ns: the same time by the clock of the rank's own node if that is another node;
-            else 0.
+        ready_there_ns: the same time on the clock of the rank's own node, if that is a different
+            node; otherwise 0.
     """
 
     state: State
@@ -100,7 +100,7 @@ class Standing:
 
 
 def note_standing(standing: Standing) -> None:
-    """Report this rank's standing; do nothing without a launcher.
+    """Report this rank's standing; do nothing if there is no launcher.
 
     If the file cannot be written, the launcher treats a loss as a failure.
     """
@@ -115,7 +115,7 @@ def note_standing(standing: Standing) -> None:
 
 
 def read_standing(rank_dir: Path) -> Standing | None:
-    """Return what a rank reported last, or None if there is nothing that can be read."""
+    """Return a rank's latest report, or None if no report can be read."""
     try:
         told = json.loads((rank_dir / _FILE).read_text())
         return Standing(

@@ -2,12 +2,12 @@
 
 The recorder writes to the file of `write/ring.py`, in a folder that the environment names. The
 launcher sets ECHELON_RANK_DIR, or the user sets ECHELON_RECORD_DIR. Without such a folder, or with
-ECHELON_RECORDER_SIZE=0, there is no recorder. Every call that users make is then a cheap no-op, so
-that calling code does not need to check.
+ECHELON_RECORDER_SIZE=0, there is no recorder. Every call by a user is then a cheap no-op, so
+calling code does not need to check.
 
 [Note: who may record] A ring belongs to one process. A fork inherits the mapping, so the recorder
 is switched off in the child (`os.register_at_fork`). A process does not record if multiprocessing
-started it or if it finds the ring file of a living process; otherwise, the workers of a DataLoader
+started it or if it finds the ring file of a live process; otherwise, the workers of a DataLoader
 would write into their parent's record. A process that multiprocessing started and that joins a
 world is itself a rank (`torch.multiprocessing.spawn`). Such a process records from then on, in a
 folder below its parent's.
@@ -35,12 +35,12 @@ _open_lock = threading.Lock()
 
 
 def current() -> Recorder | None:
-    """Return this process's recorder, opened by the first call, or None without recording."""
+    """Return this process's recorder, which the first call opens; None if nothing is recorded."""
     return _recorder if _opened else _open()
 
 
 def if_opened() -> Recorder | None:
-    """Return this process's recorder if `current` has already opened it, or otherwise None."""
+    """Return this process's recorder if `current` has already opened it, or None otherwise."""
     return _recorder
 
 

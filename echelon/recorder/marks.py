@@ -58,7 +58,7 @@ class span:  # noqa: N801 -- reads as a statement: `with span("data_wait"):`
 
 
 def step(number: int | None = None) -> None:
-    """Mark the start of training step `number`, or of the step after the last one.
+    """Mark the start of training step `number`, which by default is one more than the last.
 
     Example:
         >>> for batch in range(3):

@@ -1,4 +1,4 @@
-"""Provide the store at which a job's processes meet, with torch's own protocol."""
+"""Provide the store through which a job's processes meet; it speaks torch's own protocol."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["TCPStore", "PrefixStore", "MemoryStore", "FileStore", "StoreServer"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the server only when it is needed, because the server imports asyncio."""
+    """Import the server only when it is needed, because it imports asyncio."""
     if name == "StoreServer":
         from echelon.store.server.server import StoreServer
 

@@ -7,7 +7,7 @@ their own gather or barrier, both are built here from plain operations.
 [Note: a round of plain operations] Each rank counts its own uses of a key with `add`, which numbers
 the rounds. It writes its value under key/round/rank and waits for all values; the last rank to read
 them deletes the round. This takes five round trips and works for any number of rounds; a rank that
-times out removes its value and decrements its count. Without help from a server, two things are
+times out removes its value and decrements the counter. Without help from a server, two things are
 impossible: noticing that a rank died after it arrived, and deciding between a timeout and the last
 arrival when both happen at once. In the second case two ranks may count different rounds, and every
 later use of that key times out.
@@ -147,8 +147,8 @@ class Store(ABC):
         """Wait until every key has a value or names a queue that holds an item.
 
         Args:
-            check: called about once per second during the wait; an exception that it raises ends
-                the wait.
+            check: a function that is called about once per second during the wait; if it raises an
+                exception, the wait ends with that exception.
         """
         raw = arguments.keys(keys)
         if not raw:
@@ -232,7 +232,7 @@ class Store(ABC):
         """Wait until `world_size` callers have joined. The key can be reused at once.
 
         If `rank` is given, a timeout error names the missing ranks. Either all callers of a round
-        must pass `rank`, or none.
+        must pass `rank`, or none of them.
         """
         raw = arguments.key(key)
         arguments.check_place(rank, world_size)
@@ -277,10 +277,10 @@ class Store(ABC):
     def presence(self, key: str, value: str | bytes = b"", *, lease: Timeout = LEASE_S) -> Presence:
         """Store a key that exists until the returned object is closed or this process disappears.
 
-        On echelon's server the key has a lease, which a thread of this client renews. The key is
+        On echelon's server, the key has a lease that a thread of this client renews. The key is
         removed 2 s after the process dies, or `lease` seconds after the host vanishes or the
-        process is stopped. On other stores the key is an ordinary key, which a killed process
-        leaves behind.
+        process is stopped. On other stores, the key is an ordinary key, so a killed process leaves
+        it behind.
 
         Raises:
             ValueError: the lease is not between 0.1 s and 600 s.

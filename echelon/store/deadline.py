@@ -1,4 +1,4 @@
-"""Convert timeouts, as users give them, into the deadlines that calls use."""
+"""Convert the timeouts that users give into the deadlines that calls use."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 
 def job_secret(host: str, port: int) -> bytes | None:
-    """Return the secret of the job's store if the address belongs to that store, or otherwise None.
+    """Return the secret of the job's store if the address belongs to that store, or None otherwise.
 
-    A client of the job's store always uses the secret, which is never used with another server.
+    A client of the job's store always uses this secret, and no other server ever receives it.
 
     Raises:
         ValueError: the launcher's job file cannot be read.

@@ -120,7 +120,7 @@ class FileStore(Store):
         self._read_to = 0
 
     def _check_owner(self, status: os.stat_result) -> None:
-        """Refuse a file to which processes of other users could write."""
+        """Refuse a file to which other users' processes could write."""
         if not stat.S_ISREG(status.st_mode):
             raise self._error("the path is not a regular file")
         if status.st_uid != os.geteuid():
@@ -137,7 +137,7 @@ class FileStore(Store):
 
     @contextmanager
     def _locked(self, deadline: Deadline) -> Iterator[StoreState]:
-        """Hold the lock on the file inside the block, and first update the state in memory."""
+        """Update the state in memory, and hold the file's lock for the duration of the block."""
         import fcntl
 
         if not self._lock.acquire(timeout=deadline.left_s):
@@ -176,7 +176,7 @@ class FileStore(Store):
     def _catch_up(self) -> None:
         """Read the records that were appended since the last read.
 
-        Truncate an incomplete last record.
+        If the last record is incomplete, cut it off the file.
         """
         size = os.fstat(self._descriptor).st_size
         if self._read_to == 0:

@@ -1,11 +1,11 @@
 """Keep forked children from holding the sockets and files of stores open.
 
-A descriptor outlives its process as long as a child has a copy. Close-on-exec does not help for a
-child that does not call exec, such as a data loader's worker. After its parent was killed, such a
-child would keep the parent's connections open, and with them waits, arrivals and presences, a
-listener's port, and a file's lock. Therefore every owner is registered here, and a child replaces
-the owner's descriptors with the null device. The descriptors' numbers stay in use, because the
-owner's objects still close them.
+A descriptor stays open after its process dies for as long as a child holds a copy. Close-on-exec
+does not help for a child that does not call exec, such as a data loader's worker. If the parent is
+killed, such a child would keep the parent's connections open, and with them waits, arrivals and
+presences, a listener's port, and a file's lock. Therefore every owner is registered here, and a
+child replaces the owner's descriptors with the null device. The descriptors' numbers stay in use,
+because the owner's objects still close them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _owners: weakref.WeakSet[Owner] = weakref.WeakSet()
 
 
 def keep_from_children(owner: Owner) -> None:
-    """Make forked children release the owner's descriptors, keeping only a weak reference to it."""
+    """Make forked children release the owner's descriptors; the owner is held only weakly."""
     _owners.add(owner)
 
 

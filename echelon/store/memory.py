@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class _Caller:
-    """A blocked call, which owns its waiter."""
+    """A blocked call, as the owner of a waiter."""
 
     def __init__(self) -> None:
         self._is_awake = threading.Event()

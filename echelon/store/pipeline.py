@@ -1,8 +1,8 @@
 """Send several store operations in one packet.
 
 Answers arrive in order, so a pipeline costs one round trip however many operations it holds, and
-all answers have arrived when its `with` block ends. No operation in it blocks: a `get` of a missing
-key returns None. On stores without a connection, a pipeline works in the same way but saves
+all answers have arrived when its `with` block ends. No operation in a pipeline blocks: a `get` of a
+missing key returns None. On stores without a connection, a pipeline works in the same way but saves
 nothing.
 """
 
@@ -68,7 +68,7 @@ class Step:
 
 
 class Pipeline:
-    """A collection of operations that is sent when its `with` block ends without an exception."""
+    """Operations that are sent together when the `with` block ends without an exception."""
 
     def __init__(self, send: Callable[[list[Step]], None]) -> None:
         self._send = send

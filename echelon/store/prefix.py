@@ -43,7 +43,7 @@ class PrefixStore(Store):
 
     @property
     def underlying_store(self) -> Store:
-        """The store of which this store is a view."""
+        """The store that this store is a view of."""
         return self._store
 
     @property

@@ -36,7 +36,7 @@ class Change:
 
 
 class Watch(ABC):
-    """A watch, which reports the changes of some keys from its creation until it is closed."""
+    """A watch that reports the changes of some keys from its creation until it is closed."""
 
     def next(self, timeout: Timeout) -> Change:
         """Wait for the next change of a key and return the change.

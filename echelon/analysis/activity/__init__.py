@@ -1,4 +1,4 @@
-"""Read from a thread's stack what it is doing, by pure functions over tables of frames."""
+"""Determine what a thread is doing from its stack, with pure functions over tables of frames."""
 
 from echelon.analysis.activity.c_stack import num_inside
 from echelon.analysis.activity.doing import Activity, Doing

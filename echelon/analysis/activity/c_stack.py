@@ -1,8 +1,9 @@
-"""Determine from a thread's C frames what it waits for, if its Python frames do not show that.
+"""Determine what a thread is waiting for from its C frames, if its Python frames do not show it.
 
-The function that a thread waits in is certain. Its callers, marked with `?`, were found by a scan
-of the stack's memory and may be left over from calls that have returned (`host/native_stacks.py`).
-Therefore, only the frames next to the wait are used, and no line is derived from C frames.
+The function in which a thread is waiting is certain. Its callers, marked with `?`, were found by a
+scan of the stack's memory and may be left over from calls that have returned
+(`host/native_stacks.py`). Therefore, only the frames next to the wait are used, and no line is
+derived from C frames.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def main_frames(native: str) -> tuple[str, ...]:
 
 
 def read_c_stack(frames: tuple[str, ...]) -> tuple[Doing, str] | None:
-    """Return what a thread waits for and the C function that shows this, or None if unknown."""
+    """Return what a thread is waiting for and the C function that shows it, or None if unknown."""
     near = frames[:_NEAR]
     waits_in_torch = any(map(C_CONDITION.search, near[:2])) and any(map(C_TORCH.search, near))
     if waits_in_torch:
@@ -54,7 +55,7 @@ def read_c_stack(frames: tuple[str, ...]) -> tuple[Doing, str] | None:
 
 
 def waits_in_torch(native: str) -> bool:
-    """Return whether the main thread waits for another thread inside torch's C++ code."""
+    """Return whether the main thread is waiting for another thread inside torch's C++ code."""
     near = main_frames(native)[:_NEAR]
     return any(map(C_CONDITION.search, near[:2])) and any(map(C_TORCH.search, near))
 
@@ -62,8 +63,8 @@ def waits_in_torch(native: str) -> bool:
 def num_inside(threads: Iterable[HostThread], native: str) -> int:
     """Count the Gloo threads that are waiting for peers in a collective.
 
-    Gloo threads wait with a timeout only in a collective, with one exception: a thread that drops a
-    Python object requests the interpreter's lock and waits 5 ms at a time to get it.
+    Gloo threads wait with a timeout only in a collective. The one exception is a thread that drops
+    a Python object: it waits for the interpreter's lock, 5 ms at a time.
     """
     waiting = sum(thread.is_in_collective for thread in threads)
     return max(0, waiting - _num_taking_lock(native)) if waiting else 0

@@ -33,9 +33,9 @@ class Activity:
     """What one thread is doing, with the frames that show it.
 
     Attributes:
-        line: the line to report, which is that of the user's innermost frame, or else that of the
-            innermost frame with a file.
-        by: the frame or C function from which this was concluded.
+        line: the line to report: the line of the user's innermost frame or, if there is none, of
+            the innermost frame with a file.
+        by: the frame or C function that shows the activity.
         is_nested: whether the user's own code runs inside the phase, such as a data set's
             `__getitem__` called in the rank itself, or a backend's function called by the compiler.
     """

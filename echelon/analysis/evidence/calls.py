@@ -2,7 +2,7 @@
 
 [Note: exact calls and comparable calls] Two ranks of a well-matched collective need not pass equal
 arguments: the splits of an all_to_all are each other's transpose, and torch's record of a gather
-differs on its root. A row therefore carries the exact call, and `Tables.comparable` maps the exact
+differs on the root. A row therefore carries the exact call, and `Tables.comparable` maps the exact
 call to the part that must be equal on all members. The vote is over comparable calls; reports show
 exact calls.
 """
@@ -36,7 +36,7 @@ class Call(NamedTuple):
 
 
 class Tables:
-    """The tables shared by all ranks, of calls and of texts (sites, stacks, errors)."""
+    """The tables of calls and of texts (sites, stacks, errors) that all ranks share."""
 
     def __init__(self) -> None:
         self.texts: list[str] = [""]

@@ -1,8 +1,8 @@
 """Index the sends and receives in echelon's records by the pair of ranks that exchanged them.
 
-The n-th send of a pair matches the pair's n-th receive, by the numbers that both sides count. The
-rules then need only look-ups, so their cost depends on the number of rows even with thousands of
-ranks.
+Both sides number their messages, so the n-th send of a pair matches the pair's n-th receive. With
+this index, the rules need only look-ups, so their cost depends only on the number of rows, even
+with thousands of ranks.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Exchanges:
     def _first_pending(facts: RankEvidence, places: Any, rows: Any, is_send: Any) -> list[Any]:
         """Return the first pending row per (group, peer, direction).
 
-        A failed last row is also pending.
+        A last row that failed also counts as pending.
         """
         inside = (rows["state"] == State.CREATED) | (rows["state"] == State.STARTED)
         inside |= (rows["state"] == State.FAILED) & (places == len(facts.rows) - 1)
@@ -81,7 +81,7 @@ class Exchanges:
         return bool(self._sends[int(row["call"])])
 
     def is_answered(self, rank: int, row: Any) -> bool:
-        """Return whether a row's peer has posted the matching operation, if the records show it."""
+        """Return whether the records show that a row's peer has posted the matching operation."""
         side = (int(row["peer"]), int(row["group"]), rank, not self.is_send(row))
         latest = self._latest.get(side)
         return latest is not None and latest >= int(row["p2p_sequence"])
@@ -91,7 +91,7 @@ class Exchanges:
         return (rank, int(row["peer"]), int(row["call"])) in self._done
 
     def unheard(self, rank: int) -> list[int]:
-        """Return the ranks that sent a rank more messages than the rank has received from them."""
+        """Return the ranks that have sent a rank more messages than it has received from them."""
         return sorted(
             sender
             for sender in self._senders.get(rank, ())

@@ -1,8 +1,8 @@
-"""Measure a rank's habit: how many of its latest calls it has made before in the same order.
+"""Measure a rank's habit: how many of its latest calls it made before in the same order.
 
-Training repeats itself, so the end of a stream usually also occurs earlier in the stream. For a
-rank that left out a call, made an extra call or changed the order, only the calls since that place
-are familiar; for a rank that merely waits, a long stretch of calls is. This comparison needs
+Training repeats itself, so the end of a stream usually also occurs earlier in the stream. If a rank
+left out a call, made an extra call or changed the order, only the calls after that point are
+familiar. If a rank is merely waiting, a long stretch of calls is familiar. This comparison needs
 neither the records of other ranks nor a clock.
 """
 
@@ -60,7 +60,7 @@ def in_one_launch(rows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 
 def least_habitual(streams: Streams, ranks: Iterable[int]) -> int | None:
-    """Return the single rank for which the calls up to its head are the least familiar.
+    """Return the single rank whose calls up to its head are the least familiar.
 
     Returns None if no rank stands out, or if the records do not reach back far enough. Calls that a
     rank enqueued after its head are ignored, because they do not show how the rank got there.
@@ -88,8 +88,6 @@ def slip_of(streams: Streams, rank: int) -> tuple[str, int] | None:
     Returns:
         "left out" and the row, from an earlier round, of the missing call; or "extra" and the row
         of the call that should not have been made. None if neither can be determined.
-        the
-        row of the call that should not have been made. None if neither can be determined.
     """
     rows = streams.evidence.ranks[rank].rows
     known = _up_to_head(streams, rank)

@@ -46,7 +46,7 @@ class Lanes:
     rows: npt.NDArray[np.int32]
 
     def column(self, field: str, absent: int = ABSENT) -> npt.NDArray[Any]:
-        """Return a field of all rows, `absent` if missing: [num_members, num_columns]."""
+        """Return a field of all rows, `absent` where there is none: [num_members, num_columns]."""
         dtype = np.int64 if field.endswith("_ns") or field == "num_bytes" else np.int32
         out = np.full(self.rows.shape, absent, dtype)
         for index, rank in enumerate(self.members.tolist()):
@@ -84,7 +84,7 @@ class Lanes:
 
     @cached_property
     def pending(self) -> npt.NDArray[np.int64]:
-        """The first column that each member is still inside, or -1 without one: [num_members].
+        """The first column that each member is still inside, or -1 if there is none: [num_members].
 
         A failed operation counts if it is the member's last operation, because the member timed out
         or aborted in it.

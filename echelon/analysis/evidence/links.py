@@ -1,8 +1,8 @@
 """Find stalled TCP connections between ranks, and the host or rank that most of them share.
 
 Each rank's snapshot lists its connections as its host sees them. A connection is a link if both of
-its ends are ranks of the job. A link is broken if bytes wait to be acknowledged, or to be read by
-the other end, and no bytes move.
+its ends are ranks of the job. A link is broken if bytes are waiting to be acknowledged, or to be
+read by the other end, and no bytes are moving.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _End = TypeVar("_End", int, str)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BrokenLink:
-    """A connection on which data waits without moving, as seen from the sending end."""
+    """A connection on which data is waiting but not moving, as seen from the sending end."""
 
     sender: int
     receiver: int

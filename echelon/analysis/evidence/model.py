@@ -69,7 +69,7 @@ class Incident:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """A phase of a rank: its name, where it began, and when, on rank 0's clock."""
+    """A phase of a rank: its name, its place in the code, and its times on rank 0's clock."""
 
     name: str
     detail: str

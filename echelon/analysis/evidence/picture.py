@@ -54,7 +54,7 @@ class Picture:
 
     @cached_property
     def graph(self) -> WaitGraph:
-        """The waits that are considered stuck: long ones, and those in a snapshot after trouble."""
+        """The waits that are considered stuck, and the younger waits on which they depend."""
         waits = [wait for wait in self.all_waits.waits if not self.is_over(wait)]
         old = [wait for wait in waits if self.is_stuck(wait)]
         return WaitGraph(tuple(self._with_reached(old, waits)))
@@ -76,7 +76,7 @@ class Picture:
         return age_s < STUCK_AFTER_S
 
     def is_over(self, wait: Wait) -> bool:
-        """Return whether all ranks of a wait have made progress between the two snapshots."""
+        """Return whether all ranks of a wait made progress between the two snapshots."""
         return bool(wait.waiting) and self._moved.issuperset(wait.waiting)
 
     @cached_property
@@ -89,7 +89,7 @@ class Picture:
 
     @staticmethod
     def _with_reached(old: list[Wait], waits: list[Wait]) -> list[Wait]:
-        """Add the younger waits of ranks that older waits wait for; they lead to the root."""
+        """Add younger waits on whose ranks older waits depend, because they lead to the root."""
         kept = {id(wait) for wait in old}
         by_rank: dict[int, list[Wait]] = {}
         for wait in waits:
@@ -120,7 +120,7 @@ class Picture:
 
     @cached_property
     def disturbed(self) -> frozenset[int]:
-        """The ranks that wait inside an operation, timed out in one, or did not succeed."""
+        """The ranks that are waiting inside an operation, timed out in one, or did not succeed."""
         inside = {rank for wait in self.graph.waits for rank in wait.waiting}
         failed = {r for r, facts in self.evidence.ranks.items() if failed_last(facts) is not None}
         ended = {r for r, facts in self.evidence.ranks.items() if facts.host.exit_code}
@@ -146,7 +146,7 @@ class Picture:
 
     @cached_property
     def broken_links(self) -> tuple[BrokenLink, ...]:
-        """The connections between ranks on which data waits without moving."""
+        """The connections between ranks on which data is waiting but not moving."""
         return broken_links(self.evidence.ranks)
 
     def links_within(self, ranks: Iterable[int]) -> tuple[BrokenLink, ...]:
@@ -157,7 +157,7 @@ class Picture:
         )
 
     def is_cut_off(self, wait: Wait) -> bool:
-        """Return whether packets are lost between a wait's ranks, or to ranks that are through."""
+        """Return whether packets are lost between a wait's ranks, or to ranks that completed it."""
         return any(one.is_dead for one in self.links_within((*wait.waiting, *wait.completed)))
 
     @property
@@ -214,10 +214,10 @@ def last_row(facts: RankEvidence) -> Any | None:
 
 
 def has_moved(facts: RankEvidence) -> bool:
-    """Return whether a rank has made progress between the two snapshots.
+    """Return whether a rank made progress between the two snapshots.
 
-    Other threads of the rank may record too, so a rank whose main thread was seen at the same place
-    twice made no progress.
+    Other threads of the rank may record too, so a rank whose main thread is at the same place in
+    both snapshots has made no progress.
     """
     host = facts.host
     if host.later_gap_s <= 0 or host.later_recorded <= 0:

@@ -4,8 +4,8 @@
 calls (in all groups, including messages) with the sequences of the other ranks of a group, starting
 at a collective that all of them list. Ranks whose calls agree up to that group's next collective
 are assumed to run the same program: the ranks of a pipeline stage do, and ranks of different stages
-do not. The first call in which one of these ranks differs is where its program diverged, whatever
-held up other ranks.
+do not. The first call in which one of these ranks differs is where its program diverged, regardless
+of what held up other ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Parting:
         others: the ranks that agree.
         row: the differing call, in that rank's rows.
         usual: one of the other ranks, and the row of its call at that position.
-        later: the keys of the rank's calls from that position on, and the keys of that other rank's
+        later: the keys of the rank's calls from that position on, and those of the other rank's
             calls.
     """
 
@@ -97,7 +97,7 @@ def _keys(streams: Streams) -> Mapping[int, npt.NDArray[np.int64]]:
 def _steps_away(
     ranks: Sequence[int], rank: int, peers: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.int64]:
-    """Return how many places after a rank its peers are in a group, counted cyclically."""
+    """Return how many places after a rank each peer comes in a group, counted cyclically."""
     order = np.argsort(np.array(ranks))
     places = order[np.searchsorted(np.array(ranks), peers, sorter=order) % len(ranks)]
     own = ranks.index(rank) if rank in ranks else 0
@@ -178,7 +178,7 @@ def _parting(
 
 
 def _are_replicas(streams: Streams, ranks: Sequence[int]) -> bool:
-    """Return whether two ranks share a group other than that of all ranks, as replicas do."""
+    """Return whether two ranks share a group besides the group of all ranks, as replicas do."""
     shared = [g.ranks for g in streams.evidence.groups if set(ranks) <= set(g.ranks)]
     return len({frozenset(one) for one in shared}) > 1
 
@@ -196,8 +196,7 @@ def _first_difference(lines: Sequence[npt.NDArray[np.int64]]) -> int | None:
 def _is_novel(line: npt.NDArray[np.int64], place: int) -> bool:
     """Return whether the calls before a position were always followed by a different call.
 
-    The longest context that occurred before decides; if no context occurred before, nothing is
-    novel.
+    The longest context that has occurred before decides. If no context has, nothing is novel.
     """
     keys = line.tolist()
     for length in (8, 4, 2, 1):

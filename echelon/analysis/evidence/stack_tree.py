@@ -3,8 +3,8 @@
 A node is a run of frames that the same ranks share; the tree forks where their stacks differ. Ranks
 with equal stacks are merged before any comparison, so the cost depends on the number of distinct
 stacks, even with thousands of ranks. The short form keeps only the user's frames and the first call
-out of them, so that two ranks that wait on different lines of a library's polling loop are at the
-same place.
+that leaves them. Two ranks on different lines of a library's polling loop are therefore at the same
+place.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Branch:
 
 
 def merge(stacks: Mapping[int, tuple[str, ...]]) -> tuple[Branch, ...]:
-    """Merge stacks, each of which is given with its outermost frame first; leave out empty stacks.
+    """Merge stacks that list their outermost frames first; leave out empty stacks.
 
     The branch with the most ranks comes first.
     """
@@ -61,7 +61,7 @@ def _branch(way: _Stacks, depth: int) -> Branch:
 
 @lru_cache(maxsize=4096)
 def short_form(frames: tuple[Frame, ...]) -> tuple[str, ...]:
-    """Return the user's frames of a stack, outermost first, and the call that leaves the innermost.
+    """Return a stack's user frames, outermost first, and the call that the innermost one makes.
 
     Args:
         frames: the frames of the stack, innermost first.

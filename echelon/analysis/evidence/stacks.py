@@ -1,8 +1,8 @@
 """Find the line that matters in a stack: the innermost frame of the user's own code.
 
 Stacks are given as faulthandler's text (all threads, most recent call first), as the short stacks
-of recorded operations, and as tracebacks on stderr. All of these are untrusted texts from other
-processes, which are searched but never evaluated.
+of recorded operations, and as tracebacks on stderr. All of these texts come from other processes
+and are untrusted: they are searched but never evaluated.
 """
 
 from __future__ import annotations
@@ -97,14 +97,14 @@ def threads(text: str) -> tuple[Thread, ...]:
 
 @lru_cache(maxsize=16384)  # several rules ask about each rank, and no two texts are equal
 def main_thread(text: str) -> Thread | None:
-    """Return the thread that began in a script, or otherwise the thread that is listed last."""
+    """Return the thread that began in a script, or else the last thread listed."""
     listed = threads(text)
     mains = [thread for thread in listed if thread.is_main]
     return mains[-1] if mains else (listed[-1] if listed else None)
 
 
 def users_frame(frames: tuple[Frame, ...]) -> Frame | None:
-    """Return the innermost frame of the user's own code, or otherwise of any code with a file."""
+    """Return the innermost frame of the user's own code, or else of any code with a file."""
     if not frames:
         return None
     own = next((frame for frame in frames if frame.is_users), None)

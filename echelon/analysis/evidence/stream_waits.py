@@ -52,12 +52,12 @@ def _collective_wait(streams: Streams, place: tuple[int, int], heads: list[Head]
 
 
 def silent_ranks(streams: Streams) -> list[int]:
-    """Return the ranks whose dumps contain no operation but which may be in an inferred group."""
+    """Return the ranks without operations in their dumps that may be in an inferred group."""
     return [rank for rank, facts in streams.evidence.ranks.items() if not len(facts.rows)]
 
 
 def _message_waits(streams: Streams, head: Head) -> Iterator[Wait]:
-    """Yield one wait per message in a launch whose other side is not at the head of its rank."""
+    """Yield a wait for each message of a launch, unless the other side is at its rank's head."""
     evidence = streams.evidence
     rows = evidence.ranks[head.rank].rows
     for index in head.rows:

@@ -1,14 +1,14 @@
-"""Derive from torch's records how far each rank's streams are and which ranks wait for others.
+"""Derive the progress of each rank's streams and the waits between ranks from torch's records.
 
 Only the head of a rank's queue waits. The head is the first pending operation in the rank's own
 order over all groups and messages. It waits for each member that has not entered the operation *or
 has it queued behind another head*, so "all have entered" does not prove a network fault. An
-operation that a rank enqueued and does not list as pending is completed; this also holds for dumps
-that contain only active entries.
+operation that a rank has enqueued but does not list as pending is complete; this also holds for
+dumps that contain only active entries.
 
-Dumps on demand are taken at different moments. If one rank completed an operation that another rank
-had not entered when that rank's dump was written, the job was moving in between, and no pending
-operation proves a stall.
+Dumps on demand are taken at different moments. One rank may have completed an operation that
+another rank had not entered when the other rank's dump was written. In that case, the job was
+moving in between, and no pending operation proves a stall.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A pending send or receive, identified by its position among those of its direction."""
+    """A pending send or receive, identified by its position among messages of its direction."""
 
     rank: int
     row: int
@@ -98,7 +98,7 @@ class Streams:
 
     @cached_property
     def messages(self) -> Mapping[tuple[Way, bool], Sequence[Message]]:
-        """The pending messages in the order of each rank, keyed by (direction, whether sends)."""
+        """The pending messages in each rank's own order, keyed by (direction, whether sends)."""
         found: dict[tuple[Way, bool], list[Message]] = {}
         for rank, facts in self.evidence.ranks.items():
             for index in _pending_messages(facts):
@@ -125,7 +125,7 @@ class Streams:
         return self._by_row.get((rank, row))
 
     def counterpart(self, message: Message) -> Message | None:
-        """Return the other side of a pending message; None if the other side is not posted.
+        """Return the other side of a pending message; None if that has not been posted.
 
         The n-th send of a direction matches the n-th receive. If the dumps do not reach back to the
         first message, messages are counted from the oldest collective that both ranks completed.
@@ -149,7 +149,7 @@ class Streams:
         return line[message.place] if message.place < len(line) else None
 
     def _origin(self, rank: int, peer: int, group: int) -> tuple[int, int] | None:
-        """Return the rows from which two ranks' messages correspond, or None if unknown."""
+        """Return the rows at which two ranks' messages begin to correspond, or None if unknown."""
         key = (rank, peer, group)
         if key not in self._origins:
             if self.is_whole(rank, group) and self.is_whole(peer, group):
@@ -174,7 +174,7 @@ class Streams:
         return known
 
     def is_whole(self, rank: int, group: int) -> bool:
-        """Return whether a rank lists all launches of messages in a group, from the first one."""
+        """Return whether a rank lists all launches of messages in a group, including the first."""
         known = self._whole.get((rank, group))
         if known is None:
             rows = self.evidence.ranks[rank].rows

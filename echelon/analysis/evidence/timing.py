@@ -4,7 +4,7 @@ The lag of a rank at a collective is how much later it arrived than the first ra
 same host share a clock; across hosts, the recorded offset and its error are taken into account. If
 the offset was never measured, or if the record itself shows that it no longer holds, the lag is
 computed from the time spent inside the collective, because the last rank to arrive waited least.
-That needs no common clock.
+This needs no common clock.
 
 A collective's own time is the time of the member that arrived last, because the times of the other
 members include their waiting.
@@ -112,8 +112,9 @@ def clocks_contradict(
     """Return whether the records prove that a host's clock changed after its offset was measured.
 
     Offsets are measured once, when the world is created. Later, a clock may drift, or the clock of
-    a suspended host may step. No member leaves such a collective before the last member has entered
-    it, so stamps that contradict this by more than the measured errors are wrong.
+    a suspended host may step. No member leaves one of the collectives compared here before the last
+    member has entered it, so stamps that contradict this by more than the measured errors are
+    wrong.
 
     Args:
         created_ns: the arrival times at collectives that end only once all members have entered:
@@ -191,7 +192,7 @@ def timing_of(picture: Picture) -> Timing:
 
 
 def _add_calls(calls: dict[tuple[str, int], list[float]], lanes: Lanes, found: Arrivals) -> None:
-    """Add the count, nanoseconds and bytes of each kind of call, as its first member saw them."""
+    """Add the count, nanoseconds and bytes of each kind of call, measured on its first member."""
     numbers = lanes.column("call")[0, found.columns]
     sizes = lanes.column("num_bytes", 0)[0, found.columns]
     for number in np.unique(numbers).tolist():

@@ -3,8 +3,8 @@
 A rank inside (group, sequence) waits for every member that has not entered that operation; a send
 or receive waits for its counterpart. One `Wait` stands for all ranks that wait for the same ranks
 in the same operation, so a world of thousands of ranks needs a few waits rather than millions of
-edges. The sinks are ranks that others wait for and that wait for no rank; the cause is found there.
-A cycle of waits is an order desync.
+edges. A sink is a rank that others wait for and that waits for no rank; the cause is found at a
+sink. A cycle of waits is an order desync.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class WaitGraph:
     def waits_for(self, ranks: Iterable[int]) -> tuple[Wait, ...]:
         """Return the waits in which one of `ranks` is absent.
 
-        Waits of ranks that wait for nothing else come first, sorted from the earliest.
+        Waits for these ranks alone come first; within each part, the earliest wait comes first.
         """
         wanted = set(ranks)
         numbers = sorted({n for rank in wanted for n in self._by_absent.get(rank, ())})
@@ -106,7 +106,7 @@ class WaitGraph:
         return tuple(sorted(found, key=lambda wait: (not alone[id(wait)], wait.since_ns)))
 
     def is_joint(self, some: Iterable[int], others: Iterable[int]) -> bool:
-        """Return whether some single operation waits for ranks of both sets."""
+        """Return whether a single operation waits for ranks of both sets."""
         first = {number for rank in some for number in self._by_absent.get(rank, ())}
         return any(number in first for rank in others for number in self._by_absent.get(rank, ()))
 

@@ -1,1 +1,1 @@
-"""Define the rules by family; each is a small pure function from a `Picture` to findings."""
+"""Define the rules, by family; each rule is a small pure function from a `Picture` to findings."""

@@ -39,8 +39,8 @@ class EvidenceBuilder:
     def group(self, group: Group) -> int:
         """Return the number of a group, which is identified by its name and members.
 
-        The index is keyed by values that are cheap to hash, because the members of the world are a
-        long tuple, which every rank has.
+        The keys of the index are cheap to hash, because every rank lists the members of the world
+        as a long tuple.
         """
         key = (group.name, len(group.ranks), group.ranks[:1], group.ranks[-1:])
         alike = self._group_index.setdefault(key, [])
@@ -178,7 +178,8 @@ def _of_present_epoch(
 ) -> dict[int, RankEvidence]:
     """Leave out ranks that were lost earlier, and the operations of all worlds that they were in.
 
-    What the other ranks were inside of when one was lost has failed, and they have left it.
+    When a rank was lost, the operations that other ranks were inside failed, and those ranks left
+    them.
     """
     lost = incident.lost_earlier.keys()
     old = [number for number, group in enumerate(groups) if not lost.isdisjoint(group.ranks)]

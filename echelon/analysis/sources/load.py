@@ -1,8 +1,8 @@
 """Find and read the contents of a folder: an incident, a `dump/`, a run directory or foreign dumps.
 
 A folder is recognised by its contents, and a file by its first bytes; only the rank is taken from
-the name of a file. One unreadable file among readable files is a warning and makes its rank a
-suspect. If no file is readable, that is an error. A folder that is still being written
+the name of a file. An unreadable file among readable files causes a warning and makes its rank a
+suspect. It is an error if no file is readable. A folder that is still being written
 (`.incident_<k>.partial`) is ignored.
 """
 
@@ -44,7 +44,7 @@ class Place:
 
 
 def load(path: Path) -> Evidence:
-    """Read all evidence that is found below a folder.
+    """Read all evidence below a folder.
 
     Raises:
         DumpFormatError: files exist, but none can be read.
@@ -245,7 +245,7 @@ def _numbered(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[int, Pat
 
 
 def _looks_foreign(path: Path) -> bool:
-    """Return whether a file begins like a pickle of torch or like JSON, so it is not echelon's."""
+    """Return whether a file begins like torch's pickles or like JSON, and so is not echelon's."""
     try:
         with path.open("rb") as file:
             head = file.read(2)

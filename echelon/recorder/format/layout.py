@@ -77,7 +77,7 @@ class Layout:
 
     @property
     def recent_offset(self) -> int:
-        """The offset of `recent`, which for the same reason follows all data that refers to it."""
+        """The offset of `recent`, which follows all data that refers to it, for the same reason."""
         return self.kept_offset + _pages(NUM_KEPT * KEPT_OPERATION.itemsize)
 
     @property

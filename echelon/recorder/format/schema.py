@@ -316,7 +316,7 @@ class Identity:
 
     @property
     def misses_operations(self) -> bool:
-        """Whether the rank called operations on a device, which the hooks do not record."""
+        """Whether the rank called device operations, which the hooks do not record."""
         return bool(self.settings.get("device_operations"))
 
     def changed(self, **changes: Any) -> Identity:
@@ -368,7 +368,7 @@ class LastWords:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """The signal that ended a rank, written by the rank itself as the process died."""
+    """The signal that ended a rank, written by the rank itself as its process died."""
 
     signal: int
     code: int = 0  # si_code: above 0, the thread's own instruction caused it
@@ -382,8 +382,8 @@ class Fault:
 class Record:
     """One rank's black box after reading: columns of operations and spans, and further facts.
 
-    `operations` [num_operations] has dtype `OPERATION` and is sorted oldest first. `spans` (those
-    that have ended) and `open_spans` have dtype `SPAN`; the open spans of a thread are sorted
+    `operations` [num_operations] has dtype `OPERATION` and is sorted oldest first. `spans` (the
+    spans that have ended) and `open_spans` have dtype `SPAN`; the open spans of a thread are sorted
     outermost first.
     """
 

@@ -23,7 +23,7 @@ class Damage:
             self.warn(f"{count} {what}")
 
     def note_unreadable(self, text: str) -> None:
-        """Record an item that cannot be read because it is damaged or newer than this copy."""
+        """Record an unreadable item, which is damaged or newer than this copy of the ring."""
         self.num_torn += 1
         self.warn(text)
 

@@ -1,8 +1,8 @@
 """Write dump files, in which an incident folder keeps each rank's black box.
 
-A dump is a msgpack file in columns, in which each field is one little-endian array. It has a
-version and contains no pickles, so thousands of ranks load as arrays. A dump is written to a
-temporary name and then renamed, so that a partial dump is never visible.
+A dump is a msgpack file that is organised in columns: each field is one little-endian array. It has
+a version and contains no pickles, so thousands of ranks load as arrays. A dump is written to a
+temporary name and then renamed, so a partial dump is never visible.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def write_dump(record: Record, path: Path) -> None:
 
 
 def empty_record(path: Path, identity: Identity, host: HostFacts, *warnings: str) -> Record:
-    """Return the record of a rank that left no ring, with only the facts known to its host."""
+    """Return the record of a rank that left no ring, with only the facts that its host knows."""
     return Record(
         path=str(path),
         identity=identity,

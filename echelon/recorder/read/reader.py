@@ -192,7 +192,7 @@ class LiveRing:
 
     @property
     def file(self) -> tuple[int, int]:
-        """The identity of the mapped file, which changes if a later program uses the same path."""
+        """The identity of the mapped file; it changes when a later program uses the path."""
         return self._identity
 
     @property
@@ -222,7 +222,7 @@ class LiveRing:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the rank has closed the ring, which shows that its program ended."""
+        """Whether the rank has closed the ring, which shows that the rank's program ended."""
         self._follow()
         return bool(self._live[Live.CLOSED])
 
@@ -262,7 +262,7 @@ class LiveRing:
         """Map the ring of a later program of the same rank, which now uses the path.
 
         The path is accessed only after this ring's program has closed the ring, because the path
-        may lie on a file system that hangs, and the caller is an agent's only thread.
+        may be on a file system that is hanging, and the caller is an agent's only thread.
         """
         if not int(self._live[Live.CLOSED]):
             return

@@ -81,7 +81,7 @@ class RingCalls:
 
 
 def decode_signature(dtype: str, num_tensors: int, summarised: bool, tail: bytes) -> Signature:
-    """Decode a signature's tail, which `operations.encode_signature` has written.
+    """Decode a signature's tail, written by `operations.encode_signature`.
 
     Raises:
         ValueError: the encoded lengths do not match the number of bytes.

@@ -68,7 +68,7 @@ class RingParser:
         return out[np.argsort(out["record"], kind="stable")]
 
     def _rows(self, slots: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], list[Call | None]]:
-        """Return the rows of intact slots, and the arguments of their calls."""
+        """Return the rows of intact slots, with the arguments of their calls."""
         fixed, state = slots["fixed"], slots["state"]
         out = np.zeros(len(slots), OPERATION)
         for name in _COPIED:
@@ -174,7 +174,7 @@ class RingParser:
         """Return which state cells are intact and describe the operation in their slot.
 
         A cell that still describes an earlier use of its slot, or no use, also counts as intact,
-        because the operation has then been created and nothing more.
+        because the operation has then only been created.
         """
         stamp = state["head"]
         raw, size = state.tobytes(), OPERATION_STATE.itemsize

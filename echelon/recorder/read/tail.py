@@ -1,7 +1,7 @@
 """Follow a live ring: report new durations, and the operations and phases that are open.
 
-A look is cheap enough to be repeated twice a second for each rank, because no text is read and at
-most the newest `MAX_NEW` operations are examined. A duration may come from a slot that is being
+A look is cheap enough to be repeated twice a second for each rank, because it reads no text and
+examines at most the newest `MAX_NEW` operations. A duration may come from a slot that is being
 written: the slot's stamps are compared, but its checksum is not verified, because one wrong
 duration among many does no harm. Pending operations are checked in full.
 """

@@ -227,7 +227,7 @@ def _name(operation: str, row: Any, group: Group, rank: int) -> str:
 
 
 def _sizes(operation: str, signature: Signature, group_size: int) -> dict[str, list[list[int]]]:
-    """Return the sizes of inputs and outputs, one of which is derived from the other."""
+    """Return the sizes of inputs and outputs; one is derived from the other."""
     if signature.summary is not None:
         shapes = [[signature.summary[1]]]
     else:

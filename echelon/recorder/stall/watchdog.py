@@ -1,17 +1,17 @@
 """Decide when a job has stalled, as a pure function of the contents of the rings.
 
-A job is stalled once an operation on a living rank has been pending longer than the limit, or once
-no living rank has recorded an operation, span or step for that long. Until the world group exists,
-the limit is five times as long, because loading libraries and data takes time.
+A job is stalled once an operation on a live rank has been pending longer than the limit, or once no
+live rank has recorded an operation, span or step for that long. Until the world group exists, the
+limit is five times as long, because loading libraries and data takes time.
 
 A rank that records nothing is observed from outside. Its processor use, output and network traffic
-count as progress, and it counts as initialised once it has met the other ranks at the store. If
+count as progress. The rank counts as initialised once it has met the other ranks at the store. If
 torch writes its own flight recorder dump on that rank, an operation has timed out there.
 
 Each stall is reported once. The next stall is reported only after progress, which means that the
 number of ended operations, spans and steps of some rank has increased. Ranks report one after
-another. An operation that was reported as pending before another rank's progress was seen has
-probably ended too, so it counts again only in its own rank's next report.
+another. If one rank reported an operation as pending before another rank's progress was seen, that
+operation has probably ended too. It therefore counts again only in the first rank's next report.
 
 A phase that has previously taken longer than the limit and succeeded (a checkpoint, an evaluation)
 gets more time if the caller knows about the phase. During that time, only torch's own dumps count
@@ -30,7 +30,7 @@ _ON_ITS_WAY_NS = 1_000_000_000  # a report made before the progress that arrives
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sight:
-    """The state of one living rank. All stamps are monotonic times in ns; 0 means none."""
+    """The state of one live rank. All stamps are monotonic times in ns; 0 means none."""
 
     rank: int
     initialised: bool = False
@@ -138,8 +138,8 @@ class StallRule:
 def _over_if_more(sights: Sequence[Sight]) -> dict[int, int]:
     """Return, for each rank, the count of events above which the detected stall is over.
 
-    If ranks without a ring wait in an operation, the progress of other ranks does not end that
-    wait.
+    If ranks without a ring are waiting in an operation, the progress of other ranks does not end
+    that wait.
     """
     waiting = {sight.rank for sight in sights if sight.pending_mono_ns and not sight.records}
     return {

@@ -64,7 +64,7 @@ _dtypes: dict[Any, str] = {}
 
 
 class Data(NamedTuple):
-    """The facts that are recorded about an operation's tensors."""
+    """The recorded facts about an operation's tensors."""
 
     on_host: bool
     dtype: str = ""
@@ -104,7 +104,7 @@ def _described(first: Any, shapes: tuple[tuple[int, ...], ...]) -> Data:
 
 
 def address_of(value: Any) -> int:
-    """Return the address of a tensor, or of the first tensor in lists, or 0 without a tensor."""
+    """Return the address of a tensor, or of the first tensor in lists, or 0 if there is none."""
     while isinstance(value, (list, tuple)) and value:
         value = value[0]
     return 0 if isinstance(value, (list, tuple)) else int(value.data_ptr())

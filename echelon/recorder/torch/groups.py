@@ -60,7 +60,7 @@ class Groups:
 
 
 def _title(name: str, description: str, ranks: tuple[int, ...]) -> str:
-    """Return the name by which reports show a group, which is the same on all members."""
+    """Return a group's name in reports, which is the same on all members."""
     if description == _WORLD:
         return "world"
     if description in _UNNAMED:

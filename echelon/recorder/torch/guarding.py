@@ -9,7 +9,7 @@ _T = TypeVar("_T")
 
 
 def quietly(run: Callable[..., _T], *args: Any) -> _T | None:
-    """Return the result of `run`, or None if `run` raises an exception, which is ignored."""
+    """Return the result of `run`. If `run` raises an exception, ignore it and return None."""
     try:
         return run(*args)
     except Exception:  # noqa: BLE001 -- see above

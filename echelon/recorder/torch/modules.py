@@ -1,4 +1,4 @@
-"""Run actions on modules that a program may import later, once they have been loaded.
+"""Run actions on modules once they are loaded, which may be later in the program.
 
 An entry in `sys.meta_path` intercepts the import of a watched module, lets the other finders locate
 the module, and runs the action after the module's own code.

@@ -3,10 +3,11 @@
 [Note: where operations are seen] DDP's reducer, functional collectives and compiled code call a
 process group in C++, so patched Python functions would miss them. An echelon process group wrapped
 around torch's would see them, but programs check a group's type. All of them call an operator of
-the namespace c10d through torch's dispatcher. A kernel under the key BackendSelect, which c10d does
-not use, runs before the backend's own kernel: it records the call and passes it on unchanged. This
-costs one Python call per operation: 10 us of processor time in torch's dispatcher for an empty
-kernel, and about 15 us here, a third of which is spent asking torch for the name of the reduction.
+the namespace c10d through torch's dispatcher. c10d does not use the dispatch key BackendSelect. A
+kernel under that key runs before the backend's own kernel: it records the call and passes it on
+unchanged. This costs one Python call per operation: 10 us of processor time in torch's dispatcher
+for an empty kernel, and about 15 us here, a third of which is spent asking torch for the
+reduction's name.
 
 Operations on device tensors are not recorded, because only the device knows when they complete, and
 asking it from here could block. The ring notes that such operations occurred; torch's own recorder,
@@ -154,7 +155,7 @@ class Operations:
     def _prepare(self, recorder: Recorder, call: tuple[Any, ...]) -> Any:
         """Read the arguments that a line of code passes repeatedly.
 
-        Up to a limit, cache the result.
+        Results are cached, up to a limit.
         """
         if len(self._prepared) >= MAX_CALLS:
             self._prepared.clear()
@@ -179,8 +180,8 @@ class Operations:
     def _after_backward(self, run: Callable[[], None]) -> None:
         """Call `run` when the backward pass ends, after the callbacks that are already queued.
 
-        DDP queues its own wait with its last bucket, which is after the first bucket has been seen
-        here; the nested call therefore queues `run` again.
+        DDP queues its own wait with its last bucket. By then, the first bucket has already been
+        seen here, so the nested call queues `run` again.
         """
         self._torch.autograd.Variable._execution_engine.queue_callback(lambda: quietly(run))
 

@@ -2,9 +2,9 @@
 
 A work is polled for completion at the places where the program itself waits: after `Work.wait`,
 after `wait_tensor`, at the end of a backward pass, before the next operation, and after an
-optimizer step. For programs that do none of these, a thread polls four times a second. No callback
-is attached to a work, because it would run on the backend's own thread, which would then need the
-interpreter's lock.
+optimizer step. For programs that do none of these things, a thread polls four times a second. No
+callback is attached to a work, because it would run on the backend's own thread, which would then
+need the interpreter's lock.
 
 Some works never report completion (those of Gloo's reduce_scatter). Such a work counts as complete
 when the program's own wait for it returns; the wait is identified by the work or by the memory
@@ -47,7 +47,7 @@ class Pending:
         self._wait = wait
 
     def add(self, record: int, work: Any, is_message: bool, address: int) -> None:
-        """Add a work that was just started, and the address to which it writes its result."""
+        """Add a work that has just been started, with the address to which it writes its result."""
         self.works[record] = work, is_message, address
         if len(self.works) > _MAX_WORKS:
             self._end(next(iter(self.works)))

@@ -4,10 +4,10 @@ The program's own marks take precedence: the hooks do not use any name that the 
 `echelon.span`.
 
 [Note: the end of a loader's iteration] With uneven batches, or with guards that leave the loop, one
-rank's loop over a loader ends before the others' loops do. An iteration ends with its last batch,
-or when the program drops the iterator. The latter may happen wherever Python frees objects, even
-within the recorder, so it is only noted at that moment; the next batch or operation of the program
-then records a mark without a length, `data_end`.
+rank's loop over a loader may end before the other ranks' loops do. An iteration ends with its last
+batch, or when the program drops the iterator. The iterator may be dropped wherever Python frees
+objects, even within the recorder, so at that moment the end is only noted. The program's next batch
+or operation then records `data_end`, a mark without a length.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _next_batch(original: Any) -> Any:
 
 
 def _watch_end(iterator: Any) -> Any:
-    """Return a function that records the end of an iteration once, even if it is merely freed."""
+    """Return a function that records an iteration's end once; freeing the iterator calls it."""
     end = iterator.__dict__.get(_END)
     if end is None or not end.alive:  # a loader may keep its iterator for the next epoch
         end = weakref.finalize(iterator, ended_loaders.append, 1)
@@ -170,7 +170,7 @@ def mark_compilation(callback: Any) -> None:
 def mark_function(name: str, module: Any) -> None:
     """Record a module's function that writes or reads checkpoints as a span.
 
-    Programs may import such functions by name before they create a group, so those copies are
+    Programs may import such functions by name before they create a group, so such copies are
     replaced too.
     """
     original = getattr(module, name, None)

@@ -1,8 +1,8 @@
 """Start recording a torch program when it creates its first process group.
 
-Starting earlier would be wrong, because a launcher, or a program that only inspects torch, shares
-the environment of its rank and would take over the rank's ring. Code that then waits for other
-ranks runs inside a `store` span, and the record begins before that wait.
+Starting earlier would be wrong. A launcher, or a program that only inspects torch, shares the
+environment of its rank and would take over the rank's ring. The record begins before the group's
+creation waits for other ranks, and that wait is recorded as a `store` span.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def recording(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _begin(args: tuple[Any, ...]) -> Recorder | None:
-    """Open this rank's ring and install the hooks, unless this has been done."""
+    """Open this rank's ring and install the hooks, unless this has already been done."""
     if _operations is None:
         size, rank = int(args[0]), int(args[1])
         black_box.record_as_rank(rank, size)

@@ -1,6 +1,6 @@
 """Cache, per call site, the fields of an operation that rarely change there.
 
-A line that records calls usually passes the same arguments as the last time, from the same callers.
+A line that records calls usually passes the same arguments as last time, from the same callers.
 Each line therefore caches its callers' positions, the arguments and the packed fields. `Operations`
 compares the positions and arguments, and reuses the packed fields if nothing differs. This module
 handles the differences.
@@ -54,7 +54,7 @@ class Calls:
         """Return the packed fields of a call made by a frame, and cache the fields with its line.
 
         Args:
-            tails: the arguments that the frame's line passed before, from the same callers.
+            tails: the arguments that the frame's line has passed before, from the same callers.
         """
         if tails is not None:
             try:
@@ -97,7 +97,7 @@ class Calls:
         return tail
 
     def _add(self, key: tuple[Any, ...], is_hashable: bool) -> tuple[int, int]:
-        """Encode the fields of a call; up to a limit, cache the result."""
+        """Encode the fields of a call, and cache the result up to a limit."""
         operation, dtype, reduce_op, timeout_s, shapes, inputs, outputs = key
         signature = self._signatures.add(operation, dtype, reduce_op, shapes, inputs, outputs)
         known = signature, int(timeout_s * 1000) if 0 <= timeout_s <= MAX_TIMEOUT_S else 0

@@ -1,4 +1,4 @@
-"""Let threads draw consecutive numbers, each number once, without a lock where possible."""
+"""Let threads draw consecutive numbers, each only once, without a lock where possible."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """List the installed modules that this process has imported, for the launcher's standbys.
 
-Variables that the program has set are listed, too: a library that reads one of them when it is
-loaded must be loaded by the program itself, after that.
+Variables that the program has set are listed too. A library that reads such a variable when it is
+loaded must be loaded by the program itself, after the variable has been set.
 
-The list is written when the recorder starts, and once more after ten seconds, because libraries
-import much in their first steps. Modules of the program itself are left out: only installed ones,
+The list is written when the recorder starts, and again after ten seconds, because libraries import
+many modules in their first steps. Modules of the program itself are left out: only installed ones,
 and echelon's, can be loaded before the program's folder is known. The launcher reads the list when
-it starts a standby (`echelon run --standby`); without a list it starts one all the same.
+it starts a standby (`echelon run --standby`); if there is no list, it starts the standby anyway.
 """
 
 from __future__ import annotations

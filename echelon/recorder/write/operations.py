@@ -1,7 +1,7 @@
 """Write operations in Python, if the C core was not built, and as its reference in tests.
 
 [Note: why no lock] CPython from 3.11 on, with its lock, runs one thread at a time and switches
-threads only after calls and at backward jumps. Statements without either of these are therefore one
+threads only after calls and at backward jumps. Statements that contain neither are therefore one
 atomic step for all other threads, for signal handlers and for finalizers. A slot is taken and
 filled by a comparison, a store and one `pack_into`, and an operation ends in the same way, so data
 that another thread is writing is never overwritten. Rare cases (a slot whose operation has not
@@ -85,7 +85,7 @@ class OperationWriter(Protocol):
         depth: int = 1,
         is_started: bool = False,
     ) -> int:
-        """Record that an operation was called; return its number, which later calls refer to.
+        """Record that an operation was called; return its number, to which later calls refer.
 
         Args:
             group: the group's reference, from `Recorder.group()`.
@@ -358,7 +358,7 @@ class Operations:
         return NOT_RECORDED
 
     def _take(self, slot: int, stamp: int, fields: bytes) -> bool:
-        """Store an operation in a slot, unless the slot's own one is newer or cannot be moved."""
+        """Store an operation in a slot, unless the one stored there is newer or cannot be moved."""
         crc = crc32(fields)
         owner, began = self._owners[slot], self._starts[slot]
         while owner > 0:
@@ -376,7 +376,7 @@ class Operations:
         return True
 
     def _keep(self, slot: int) -> bool:
-        """Copy a slot's contents to a separate place; refuse in an interrupting signal handler."""
+        """Copy a slot's contents to a separate place; refuse if this interrupts another copy."""
         if self._is_moving:
             return False
         self._is_moving = True

@@ -1,7 +1,7 @@
 """Record the pauses of the garbage collector separately from other spans.
 
 Every collection is counted in the live words. A collection that takes a millisecond or more is also
-kept as a span `gc` of the thread that it stopped. Collections do not count as progress, because a
+kept as a `gc` span of the thread that it stopped. Collections do not count as progress, because a
 rank that only collects garbage is stuck.
 
 The callback runs twice per collection, often hundreds of times per second, so the C core has its

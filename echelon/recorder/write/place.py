@@ -1,7 +1,7 @@
 """Choose the location of a ring, which is always on a file system of its own node.
 
-A ring on a network file system would be written through the network, would be lost with it, and
-could not be read by the agent at the moment when the ring matters. A rank's ring therefore lies in
+A ring on a network file system would be written over the network and would be lost with it. The
+agent could not read the ring at the very moment when it matters. A rank's ring therefore lies in
 the rank's folder if that folder is local. Otherwise, the ring lies in the node's temporary folder,
 with a link `ring` in the rank's folder. ECHELON_RING_DIR selects another folder. At the end,
 `bring_home` replaces the link with the file.
@@ -48,7 +48,7 @@ class Place:
         """Create the folder and the link for the ring's file; return the path of the file.
 
         Raises:
-            FileExistsError: the rank's folder already has a ring, or a link to one, which has an
+            FileExistsError: the rank's folder already has a ring, or a link to a ring, that has an
                 owner.
             OSError: the folder or the link cannot be created.
         """
@@ -184,7 +184,7 @@ def _place_below(folder: Path, rank_dir: Path, reason: str) -> Place:
 
 
 def _temporary_folder() -> Path:
-    """Return echelon's folder in the node's temporary folder, which is the only trusted one."""
+    """Return echelon's folder in the node's temporary folder, or a new one if it is untrusted."""
     folder = Path(tempfile.gettempdir()) / f"echelon-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()

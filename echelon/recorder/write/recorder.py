@@ -139,7 +139,7 @@ class Recorder:
                 self.identify(mono_ns=now.mono_ns, wall_ns=now.wall_ns)
 
     def mark_initialised(self) -> None:
-        """Record that the world group exists. From now on, silence is considered a stall."""
+        """Record that the world group exists. From then on, silence is considered a stall."""
         self._live[Live.INITIALISED] = 1
         self._live[Live.PROGRESS_MONO_NS] = monotonic_ns()
 
@@ -184,7 +184,7 @@ class Recorder:
         return int(self._live[_STEP]) - 1
 
     def step(self, number: int | None = None, *, begins: bool = True) -> None:
-        """Record the start of training step `number`, which is by default one more than the last.
+        """Record the start of training step `number`, by default one more than the last step.
 
         Args:
             begins: whether the step begins now; False means that it began earlier, at an unknown
@@ -219,7 +219,7 @@ class Recorder:
 
     @_never_raises(None)
     def note_checkpoint(self, detail: str) -> None:
-        """Record that a checkpoint was saved or loaded, as described by the detail of its span."""
+        """Record that a checkpoint was saved or loaded, as the detail of its span describes."""
         what = detail.removeprefix("torch.")
         if what.startswith("load"):
             self._live[Live.NUM_LOADS] += 1
@@ -247,9 +247,9 @@ class Recorder:
         """Record the exception that ends this process or one of its threads.
 
         Args:
-            thread: the name of the thread that the exception ends; "" means the whole process. Of
-                several threads' exceptions, only the first is kept; once the process itself ends,
-                no thread's exception is.
+            thread: the name of the thread that the exception ends; "" means the whole process. If
+                several threads raise exceptions, only the first is kept. If the process itself
+                ends, none of them is kept.
         """
         if not self._is_owner or (thread and self._has_words):
             return
@@ -281,7 +281,7 @@ class Recorder:
         self._beating = beating
 
     def close(self) -> None:
-        """Record an orderly end and stop the heartbeat. The ring's file is kept."""
+        """Record a clean end and stop the heartbeat. The ring's file is kept."""
         self.closing.set()
         if self._beating is not None:
             self._beating.join(timeout=2 * HEARTBEAT_S)
@@ -302,7 +302,7 @@ class Recorder:
 
 
 def _step_word(number: Any, before: int) -> int:
-    """Return the live word of a step, which is unchanged if the value is not a number."""
+    """Return the live word of a step; it stays unchanged if the value is not a number."""
     try:
         return min(max(int(number), -1), _MAX_STEP) + 1
     except (TypeError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""Write the ring: a memory-mapped file of fixed size that outlives the process writing it.
+"""Write the ring: a memory-mapped file of fixed size that outlives the process that writes it.
 
 The file belongs to the node, not to the process. Data stored before a SIGKILL, an OOM kill or a
 segfault is preserved, and the agent can read the file while the rank hangs inside C code. Neither a

@@ -63,7 +63,7 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def _is_outside_python(outermost: FrameType | None) -> bool:
-    """Return whether a thread with this outermost frame was started outside `threading`."""
+    """Return whether the thread with this outermost frame was started outside `threading`."""
     return outermost is not None and outermost.f_code.co_filename != threading.__file__
 
 
@@ -120,7 +120,7 @@ class Sites:
         self._known: dict[tuple[int, ...], tuple[tuple[int, int], list[CodeType]]] = {}
 
     def find(self, frame: FrameType | None) -> tuple[int, int]:
-        """Return the references of the nearest user frame's description and its stack.
+        """Return the references of the nearest user frame's description and stack.
 
         The cache key consists of the positions of the innermost frames. The code objects are kept
         with the result, so that a key can never refer to a different place.

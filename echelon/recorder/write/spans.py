@@ -40,7 +40,7 @@ class SpanWriter(Protocol):
     def keep_span(self, name: int, detail: int, began: int, ended: int, /) -> None:
         """Record a phase that was never open, by references to its texts.
 
-        It does not count as progress.
+        Such a phase does not count as progress.
 
         The method takes no lock and stores no text, so it may be called between any two
         instructions.

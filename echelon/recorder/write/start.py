@@ -158,7 +158,7 @@ def _open_ring(settings: Settings, place: Place) -> Ring:
 
 
 def _remove(ring: Ring, place: Place) -> None:
-    """Remove a ring without a recording process, because it would look like a silent rank."""
+    """Remove a ring that no process records into, because it would look like a silent rank."""
     with contextlib.suppress(OSError):
         ring.path.unlink()
     place.give_up()
@@ -235,9 +235,9 @@ def _why_not(number: int) -> str:
 
 
 def _chain_hooks(recorder: Recorder) -> None:
-    """Record exceptions that end the process or a thread, and still run existing hooks.
+    """Record exceptions that end the process or a thread; existing hooks still run.
 
-    Only the exception of the first thread that fails is kept, because whatever hangs afterwards is
+    If several threads fail, only the first exception is kept, because whatever hangs afterwards is
     usually waiting for that thread.
     """
     before, thread_before, unraisable_before = (

@@ -1,8 +1,8 @@
 """Store the texts of a ring: names, which are kept, and recent texts, which are overwritten.
 
 See schema.py, [Note: two kinds of texts]. A known text costs one look-up and no lock; a new text
-takes a lock. A signal handler or finalizer that interrupts the thread that holds the lock does not
-wait, and gets the reference of `TABLE_FULL` instead.
+takes a lock. If a signal handler or finalizer interrupts the thread that is holding the lock, it
+does not wait: it gets the reference of `TABLE_FULL` instead.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SPAN_CHARS = 600
 
 
 class Texts:
-    """Stores texts in a ring's memory; references are valid for the ring's life. Thread-safe."""
+    """Stores texts in a ring's memory; references stay valid as long as the ring. Thread-safe."""
 
     def __init__(self, memory: Any, live: Any, recent_offset: int) -> None:
         self._memory = memory
@@ -117,7 +117,7 @@ class Texts:
                 self._is_writing = False
 
     def when_a_part_is_full(self, forget: Callable[[], None]) -> None:
-        """Register a function that empties a cache of `recent` references when a part is full."""
+        """Register a function that clears a cache of `recent` references when a part is full."""
         self._when_a_part_is_full.append(forget)
 
     def _add_name(self, text: str, data: bytes, room: int) -> int:

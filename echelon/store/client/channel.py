@@ -1,7 +1,7 @@
 """Send bytes and read replies on one connection of a client, each call within a deadline.
 
-At most one thread reads and at most one writes, which the owners of the channel ensure. A receive
-sleeps in the kernel for at most one second before it checks the deadline again, which saves a poll
+The owners of the channel ensure that at most one thread reads and at most one writes. A receive
+sleeps in the kernel for at most one second and then checks the deadline again. This saves a poll
 per answer. Close to the deadline, and for sending, the channel polls.
 """
 
@@ -93,7 +93,7 @@ class Channel:
 
     @property
     def peer(self) -> Address:
-        """The numeric address of the server, which is used for reconnecting."""
+        """The numeric address of the server, used for reconnecting."""
         return self._socket.family, self._socket.getpeername()
 
     def interrupt(self) -> None:
@@ -133,7 +133,7 @@ class Channel:
         """Return the next `size` bytes of the reply.
 
         Raises:
-            TimeoutError: the bytes did not all arrive in time; the bytes that did are kept.
+            TimeoutError: not all of the bytes arrived in time; those that did are kept.
             ConnectionError: the server closed the connection.
         """
         end = self._at + size
@@ -226,7 +226,8 @@ def connect(place: Place, known: tuple[Address, ...], deadline: Deadline) -> Cha
     """Connect to a store server, trying every address of the host, and perform the handshake.
 
     Args:
-        known: addresses to try before the host's name is resolved, because resolving may take long.
+        known: addresses to try before the host's name is resolved, because resolving may take a
+            long time.
 
     Raises:
         OSError: no address could be reached, or the server closed the connection; a retry may

@@ -1,8 +1,8 @@
 """Implement torch's Store API over a connection to echelon's server or to torch's.
 
 Calls block, are thread-safe, and are each bounded by a deadline. The handshake reveals the kind of
-server, for which either `our_calls` or `torch_calls` implements the calls. On echelon's server
-every call is one round trip, and gather, barrier, get and queue_pop wait inside the server.
+server; `our_calls` implements the calls for echelon's and `torch_calls` for torch's. On echelon's
+server every call is one round trip, and gather, barrier, get and queue_pop wait inside the server.
 
 After a broken connection, calls that are safe to repeat (reads and waits) are repeated. All other
 calls (add, append, compare_set, queue operations, rounds) fail with an error that reports the
@@ -149,7 +149,7 @@ class TCPStore(Store):
         )
 
     def close(self) -> None:
-        """Disconnect. A server hosted in this process stops once none of its stores uses it."""
+        """Disconnect. A server hosted in this process stops once no store uses it."""
         hosted = self._leave()
         if hosted is not None:
             hosted.leave()
@@ -189,7 +189,7 @@ class TCPStore(Store):
         return self._calls
 
     def statistics(self) -> StoreStatistics:
-        """Return statistics about echelon's server: its contents, and the connections that wait.
+        """Return statistics about echelon's server: its contents, and the waiting connections.
 
         Raises:
             StoreError: the server is torch's, which does not keep statistics.

@@ -1,9 +1,9 @@
 """Implement the three kinds of exchange between a client and torch's server.
 
 `ask` sends a request that is answered at once, on the shared connection. `tell` sends a request
-that has no answer. `hold` runs an exchange that may block for long, on its own connection. Each
-method turns a failure into an error that names the operation, key and server, and closes any
-connection on which a late answer could still arrive.
+that has no answer. `hold` runs an exchange that may block for a long time, on a connection of its
+own. Each method turns a failure into an error that names the operation, key and server, and closes
+any connection on which a late answer could still arrive.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Exchanges:
         *,
         can_repeat: bool = False,
     ) -> T:
-        """Run an exchange that may block for long on its own connection.
+        """Run an exchange that may block for a long time, on a connection of its own.
 
         `exchange` reads the answer; at the deadline it cancels the request and returns or raises.
         """

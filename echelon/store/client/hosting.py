@@ -14,7 +14,7 @@ from echelon.errors import StoreError
 
 
 class Hosted:
-    """A server in this process, with the number of stores that share it.
+    """A server in this process, and the number of stores that share it.
 
     Attributes:
         port: the port on which the server listens.

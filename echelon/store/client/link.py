@@ -1,9 +1,9 @@
 """Manage one connection to echelon's server, which all threads of a client share.
 
-Every query carries a tag, which its answer repeats, so waits, watches and short calls share the
-connection, and answers may arrive in any order. There is no reader thread. Instead, one of the
-waiting callers reads and hands over the other callers' answers. Once its own answer has arrived,
-another caller takes over.
+Every query carries a tag that is repeated in the answer, so waits, watches and short calls share
+the connection, and answers may arrive in any order. There is no reader thread. Instead, one of the
+waiting callers reads, and hands the other callers their answers. Once the reader's own answer has
+arrived, another caller takes over.
 
 [Note: quiet writes] `set` and similar queries carry tag 0 and are answered only if they are
 refused. The server executes the queries of a connection in order, so the answer to any later query

@@ -106,7 +106,7 @@ class OurCalls(Store):
         return self.add_wire(b"/" + key, amount, key)
 
     def add_wire(self, wire: bytes, amount: int, key: bytes) -> int:
-        """Add to a counter whose key is in wire form; `key` is the counter's name for messages."""
+        """Add to a counter whose key is in wire form; errors show the readable name `key`."""
         return p.unpack_i64(self._sure("add", key, p.ACK_ADD, _body(wire, amount)))
 
     def _do_append(self, key: bytes, value: bytes) -> None:
@@ -205,7 +205,7 @@ class OurCalls(Store):
     # Beyond torch's API.
 
     def statistics(self) -> StoreStatistics:
-        """Return statistics: the server's contents, and which connections wait for which keys."""
+        """Return statistics: the server's contents, and the connections waiting for each key."""
         return StoreStatistics.from_json(self._sure("statistics", b"", p.STATISTICS, b""))
 
     def _do_pipeline(self, steps: list[Step]) -> None:
@@ -310,7 +310,7 @@ class _PushedWatch(Watch):
 
 
 class _Leases:
-    """The presences of one client, renewed by a thread as long as there are any."""
+    """The presences of one client, which a thread renews as long as there are any."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

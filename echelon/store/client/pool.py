@@ -2,11 +2,11 @@
 
 [Note: one connection for answers, others for waits] Replies do not carry IDs, so a connection
 serves only one exchange at a time. Exchanges that the server answers at once share the main
-connection under a lock. A call that may block for long takes the main connection for itself, and
-the next call opens or reuses another connection. So a program with one thread has one connection,
-and a blocked thread does not block other threads. Before the main connection is taken, a PING
-confirms any outstanding commands without a reply (`set`), so that a thread's next call sees the
-thread's own writes on any connection.
+connection under a lock. A call that may block for a long time takes the main connection for itself,
+and the next call opens or reuses another connection. So a program with one thread has one
+connection, and a blocked thread does not block other threads. Before the main connection is taken,
+a PING confirms any outstanding commands without a reply (`set`), so that a thread sees its own
+earlier writes whichever connection its next call uses.
 """
 
 from __future__ import annotations

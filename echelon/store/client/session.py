@@ -66,7 +66,7 @@ class Session:
             link.channel.close()
 
     def link(self, operation: str, key: bytes, deadline: Deadline) -> Link:
-        """Return a link that was usable just before the call, connecting if there is no link.
+        """Return a link that was usable a moment ago, connecting if there is no link.
 
         Raises:
             StoreError: the store is closed, or belongs to another process.
@@ -161,7 +161,7 @@ class Session:
     def write(
         self, operation: str, key: bytes, query: int, body: bytes, deadline: Deadline
     ) -> None:
-        """Send a query that is answered only if refused. The next call raises the refusal."""
+        """Send a query that is answered only if refused; the next call then raises the error."""
         link = self.link(operation, key, deadline)
         try:
             link.write(query, body, deadline)

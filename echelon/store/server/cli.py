@@ -1,15 +1,15 @@
 """Run a standalone store server (`echelon store`).
 
 The first line of output is the port number. The server runs until SIGTERM or SIGINT or, if standard
-input is a pipe, until that pipe closes. So the server ends with its parent, while a server started
-from a terminal or with closed input continues. With `--parent-only`, the server ignores signals and
-ends only with the pipe, because the parent handles signals to all processes of a node and its other
-children may still need the server.
+input is a pipe, until that pipe closes. So a server with a piped input ends with its parent, while
+a server that was started from a terminal or with closed input keeps running. With `--parent-only`,
+the server ignores signals and ends only with the pipe, because the parent handles signals to all
+processes of a node and its other children may still need the server.
 
 A parent may also send commands through that pipe, one per line: `admit ADDRESS` admits torch's
-clients from an address that the parent trusts; `publish KEY VALUE` stores a value, where both are
-single words; `renew` drops all members and keys, and the server prints the same line once that is
-done. Any other line is ignored.
+clients from an address that the parent trusts; `publish KEY VALUE` stores a value, where KEY and
+VALUE are single words; `renew` drops all members and keys, after which the server prints `renew`.
+Any other line is ignored.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Send a peer answers to its waits and events of its watches, outside its own commands.
+"""Send a peer the answers to its waits and the events of its watches, between its commands.
 
 While the peer has too many unread bytes, answers are deferred and watches end. A deferred answer
 costs only one reference.
@@ -19,7 +19,7 @@ _PARKED_S: Final = 0.01  # before an answer that was put off is tried again, if 
 
 
 class Deliveries:
-    """The deliveries to one peer. The object is true while some of the answers are deferred."""
+    """The deliveries to one peer. The object is true while any answers are deferred."""
 
     __slots__ = ("_parked", "_peer")
 

@@ -1,9 +1,8 @@
-"""Hold what the connections of one server share: the state, the members and the housekeeping.
+"""Hold what one server's connections share: the state, the members and the housekeeping.
 
 Everything here runs on the server's event loop. The hub delivers wake-ups and pushes changes to
-watches. It asks the kernel about local torch clients, for many at once and in a separate thread.
-Once per second, it looks for connections that never became members or that stopped inside a
-command.
+watches. It asks the kernel about local torch clients, many at a time and in a separate thread. Once
+per second, it looks for connections that never became members or that stopped inside a command.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Hub:
     Attributes:
         state: the keys, queues and waiters.
         limits: the limits for each peer.
-        secret: the secret that members must prove that they know; None for an open store.
+        secret: the secret that members must prove they know; None for an open store.
         instance: random bytes by which a client detects a restarted server.
         executor: the executor of plain commands in C; None without the C core.
         turns: the object that shares the loop's time among busy peers.
@@ -96,7 +95,7 @@ class Hub:
         return True
 
     def join_session(self, connection: Peer, session: bytes) -> None:
-        """Record that a connection belongs to a client that may have had earlier connections."""
+        """Record the client of a connection; the client may have had earlier connections."""
         if not connection.session:
             connection.session = session
             self._num_in_session[session] += 1
@@ -165,7 +164,7 @@ class Hub:
     # Deliveries.
 
     def deliver_woken(self) -> None:
-        """Answer the waiters that the last commands satisfied, as many as fit into one slice."""
+        """Answer waiters that the last commands satisfied, as many as fit into one slice."""
         woken = self.state.woken
         while woken:
             batch, woken[:_DELIVERED_AT_ONCE] = woken[:_DELIVERED_AT_ONCE], []
@@ -264,7 +263,7 @@ class Hub:
     # Housekeeping.
 
     def _sweep(self) -> None:
-        """Close peers that took too long, and release items that are reserved for silent peers."""
+        """Close peers that have taken too long, and release items reserved for silent peers."""
         self._sweeper = self.loop.call_later(self._sweep_s, self._sweep)
         now = self.loop.time()
         self._log_unlogged()
@@ -288,7 +287,7 @@ class Hub:
             self.deliver_woken()
 
     def statistics(self) -> Generator[None, None, StoreStatistics]:
-        """Return statistics in slices: the contents, and the connections that wait for each key."""
+        """Return statistics in slices: the contents, and the connections waiting for each key."""
         state = self.state
         value_bytes = yield from total_bytes(state)
         return StoreStatistics(

@@ -23,7 +23,7 @@ class Outbox:
         transport: the transport that sends the replies; None before the connection is made.
         sealer: turns the replies into records on a sealed connection.
         receiver: the C core's receiver, which must be notified of writes that bypass it.
-        num_bytes: the number of bytes that were added but not flushed.
+        num_bytes: the number of bytes that have been added but not flushed.
     """
 
     __slots__ = ("_most_bytes", "_pieces", "num_bytes", "receiver", "sealer", "transport")

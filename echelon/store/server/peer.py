@@ -54,8 +54,9 @@ class Peer(asyncio.Protocol):
     Attributes:
         peer: "address:port" of the peer.
         standing: how far the peer's admission as a member has progressed.
-        since: the loop's time at the accept, or at the first byte of an incomplete command.
-        is_inside_command: whether the peer has begun a command but not completed it.
+        since: the loop's time when the connection was accepted, or when the first byte of an
+            incomplete command arrived.
+        is_inside_command: whether the peer has sent a part of a command but not all of it.
         transcript: the part of the current handshake that the proofs cover.
         partial_bytes: the number of bytes received of the incomplete command.
         session: the bytes that identify the client; b"" for torch's clients.
@@ -197,7 +198,7 @@ class Peer(asyncio.Protocol):
         self._resume()
 
     def _resume(self) -> None:
-        """Deliver deferred answers, and then execute deferred commands unless these must wait."""
+        """Deliver deferred answers, and then execute deferred commands unless they must wait."""
         self._is_paused = self._is_choked or self._is_busy
         self.deliveries.deliver_parked()
         if not self.deliveries:
@@ -484,7 +485,7 @@ class Peer(asyncio.Protocol):
             self.out.flush()
 
     def refuse(self, why: str) -> None:
-        """Close the connection because the peer violated the protocol or a limit; log why."""
+        """Close the connection of a peer that violated the protocol or a limit; log why."""
         if self.standing is Standing.CLOSED:
             return
         self.hub.log_refusal(self, why)

@@ -54,8 +54,8 @@ class StoreServer:
         host: address or name of this machine to bind; a name is resolved once, by the constructor,
             and all its addresses are bound. "0.0.0.0" and "::" mean every interface.
         port: the port, or 0 for any free port; the attribute `port` holds the port that was bound.
-        secret: the secret that echelon's clients must prove that they know. None leaves the store
-            open to every client that can reach the address, like torch's server.
+        secret: the secret that echelon's clients must prove they know. None leaves the store open
+            to every client that can reach the address, like torch's server.
         limits: the limits for each peer.
         listen_fd: descriptor of a socket that is already listening; the server takes it over.
         bind_all_if_foreign: whether to bind every interface if `host` does not resolve to an
@@ -136,7 +136,7 @@ class StoreServer:
     def serve_forever(self, *, on_ready: Callable[[], None] | None = None) -> None:
         """Serve on this thread until another thread calls `close()`, or until SIGTERM or SIGINT.
 
-        A signal that is ignored at the time of the call stays ignored.
+        A signal that is already being ignored stays ignored.
         """
         with self._lock:
             assert self._thread is None, "start() was called before"
@@ -151,7 +151,7 @@ class StoreServer:
         self._run(on_ready or (lambda: None))
 
     def stop_soon(self) -> None:
-        """Make `serve_forever` return, even if it has not begun yet; callable from any thread."""
+        """Make `serve_forever` return, even if it has not started yet; callable from any thread."""
         self._must_stop = True
         loop = self._loop
         if loop is not None and self._is_serving:  # else `_begin` looks at `_must_stop`
@@ -200,7 +200,7 @@ class StoreServer:
         self._call(lambda hub: hub.publish(wire, value.encode()))
 
     def renew(self) -> None:
-        """Disconnect all clients and drop all keys, so that the owner has an empty store.
+        """Disconnect all clients and drop all keys, which leaves the owner with an empty store.
 
         Earlier members cannot write to the renewed store, because their connections are closed and
         echelon's clients refuse a restarted server.
@@ -211,7 +211,7 @@ class StoreServer:
         self._call(lambda hub: hub.renew())
 
     def statistics(self) -> StoreStatistics:
-        """Return statistics: the server's contents, and the connections that wait for each key.
+        """Return statistics: the server's contents, and the connections waiting for each key.
 
         Raises:
             StoreError: the server is not running.
@@ -303,7 +303,7 @@ class StoreServer:
 
 
 def _finish(loop: asyncio.AbstractEventLoop) -> None:
-    """Send the last replies and close the connections and the loop, despite repeated stops."""
+    """Send the last replies and close the connections and the loop, even if stopped again."""
 
     async def wind_down() -> None:
         await asyncio.sleep(_WIND_DOWN_S)

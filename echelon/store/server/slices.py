@@ -1,8 +1,9 @@
 """Produce answers about the whole store in slices, so that the loop can serve other peers.
 
 Each function is a generator that yields between slices and returns the answer. The generator works
-on a snapshot of references, so the answer describes the store at the moment of the query. The
-snapshot takes tens of milliseconds for four million keys, the most that a server holds by default.
+on a snapshot of references, so the answer describes the store at the moment of the query. For four
+million keys, which is the most that a server holds by default, the snapshot takes tens of
+milliseconds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Share the loop's time: work that exceeds a slice continues after the work of other peers.
 
 One received packet may hold a quarter of a million commands, and one command may cost a
-millisecond, so a flood from one peer would delay all other peers by seconds. Each peer therefore
+millisecond, so a flood from one peer could delay all other peers by seconds. Each peer therefore
 executes for at most one slice at a time. The remaining work waits in a queue, in the order of
 arrival, and the loop reads the other sockets in between. Only a single command can exceed its
 slice.
@@ -45,7 +45,7 @@ class Turns:
         return self._clock() >= self._slice_ends
 
     def put_off(self, work: Callable[[], None]) -> None:
-        """Schedule `work` in its own slice, behind all work that was deferred earlier."""
+        """Schedule `work` in its own slice, after all work that was deferred earlier."""
         self._waiting.append(work)
         self._schedule()
 

@@ -25,7 +25,7 @@ class _Lease:
 
 
 class Leases:
-    """The presences of one server. They are used on its loop, whose housekeeping calls `expire`."""
+    """The presences of one server, used only on its loop, which calls `expire` regularly."""
 
     def __init__(self, state: StoreState, now: Callable[[], float]) -> None:
         self._state = state
@@ -68,7 +68,7 @@ class Leases:
             self._end(key, lease)
 
     def has_closed(self, session: bytes) -> None:
-        """Shorten a session's leases to the grace period after its connection has closed."""
+        """Shorten a session's leases to the grace period, now that its connection has closed."""
         ends = self._now() + GRACE_S
         for key in self._keys_of.get(session, ()):
             self._leases[key].ends = min(self._leases[key].ends, ends)

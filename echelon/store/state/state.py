@@ -1,8 +1,8 @@
 """Keep the contents of a store and its waiters, without I/O, clock or threads.
 
 `StoreState` answers a member's request at once or keeps a `Waiter`. Waiters that an event has
-satisfied are collected in `woken`; The driver of the state, which is the server's loop or
-`MemoryStore` under its lock, drains that list and delivers the answers. All waits and temporary
+satisfied are collected in `woken`. The driver of the state, which is the server's loop or a
+`MemoryStore` holding its lock, drains that list and delivers the answers. All waits and temporary
 entries of a member belong to its `owner` token, and `forget(owner)` withdraws them, so a death or a
 cancellation leaves nothing behind.
 
@@ -158,7 +158,7 @@ class StoreState:
         self._serve_queue(key)
 
     def pop(self, key: bytes, owner: Hashable) -> tuple[int, bytes]:
-        """Take the oldest item of a queue; return the number of items before that, and the item.
+        """Take the oldest item of a queue; return the earlier number of items and the item.
 
         Items promised to other owners are skipped (see the module's note).
         """
@@ -331,7 +331,7 @@ class StoreState:
         """Arrive at a barrier or gather. The last arrival wakes all waiters of the round.
 
         If a rank arrives twice, the new arrival replaces the earlier one, which fails. This happens
-        if the earlier process has exited but its connection has not been closed yet.
+        if the earlier process has exited but its connection is not closed yet.
 
         Raises:
             ValueError: the arrival is inconsistent in itself or with earlier arrivals.

@@ -2,8 +2,8 @@
 
 The kernel closes the connections of a dead process. If a machine loses power or its network, its
 connections are not closed, and its waits and arrivals would remain. Both ends therefore let the
-kernel probe an idle peer and consider it dead after about half a minute of silence. While data is
-unacknowledged, there are no probes, and the kernel would retransmit for a quarter of an hour. A
+kernel probe an idle peer, and consider the peer dead after about half a minute of silence. While
+data is unacknowledged, the kernel sends no probes and would retransmit for a quarter of an hour. A
 limit on the age of unacknowledged data closes that gap. The limit also ends the connection of a
 peer that does not read for that long while more data is in flight than its buffers hold.
 """

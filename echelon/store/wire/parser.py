@@ -1,7 +1,7 @@
 """Parse a byte stream into messages, incrementally and regardless of packet boundaries.
 
 A message is a flat tuple: the query byte, then its fields in order (bytes, int, list of bytes). A
-run of SET or GET commands of equal lengths is one message: the query with `protocol.RUN`, the
+run of SET or GET commands with equal lengths forms one message: the query with `protocol.RUN`, the
 layout of a record, and the records (see `expand_run`). Each byte is examined a bounded number of
 times, however the stream is split into packets, and every length is checked against `Limits` before
 anything is stored.
@@ -387,7 +387,7 @@ class Parser:
         return tuple(message)
 
     def _note_ping(self, nonce: object) -> None:
-        """Accept echelon's queries from now on if the PING announces an echelon client."""
+        """If the PING announces an echelon client, accept echelon's queries from now on."""
         if nonce == p.OUR_NONCE:
             self.extensions = True
             self._choose_shapes()

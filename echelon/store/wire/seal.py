@@ -5,9 +5,9 @@ false server that relays the proofs to the real server could take over a member'
 dropping the client. So both ends derive one key per direction from the secret and both nonces, and
 after the proof every byte is sent in a record: u32 length, 16 bytes of keyed BLAKE2b over the
 record's number and its bytes, the bytes. A relay can then only forward or cut the stream. Including
-the addresses in the proof was rejected, because this fails at every NAT, service address and port
-forward, and still trusts the network afterwards. Nothing is encrypted, so anyone who sees the
-traffic can read it.
+the addresses in the proof was rejected, because this would fail at every NAT, service address and
+port forward, and would still trust the network afterwards. Nothing is encrypted, so anyone who sees
+the traffic can read it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Opener:
         return bool(self._held)
 
     def open(self, data: bytes) -> bytes:
-        """Process received bytes; return the data of the records that are then complete.
+        """Process received bytes; return the data of the records that they complete.
 
         Raises:
             StoreProtocolError: a record was not made by the other end, or is out of place.

@@ -76,12 +76,12 @@ def transcript(client_nonce: bytes, server_nonce: bytes, session: bytes, instanc
 
 
 def server_proof(secret: bytes, transcript: bytes) -> bytes:
-    """Return the proof for this client, which only a server that has the secret can compute."""
+    """Return the proof for this client, which can be computed only with the secret."""
     return hmac.digest(secret, _SERVER + transcript, "sha256")
 
 
 def client_proof(secret: bytes, transcript: bytes) -> bytes:
-    """Return the proof for this server, which only a client that has the secret can compute."""
+    """Return the proof for this server, which can be computed only with the secret."""
     return hmac.digest(secret, _CLIENT + transcript, "sha256")
 
 

@@ -20,7 +20,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An edge from a node whose ranks wait to the node of the ranks that they wait for."""
+    """An edge from a node of waiting ranks to the node of the ranks that they wait for."""
 
     source: int
     target: int

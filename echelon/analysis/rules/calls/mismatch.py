@@ -102,7 +102,7 @@ def culprits(found: Divergence) -> tuple[int, ...]:
     """Return the members that differ from the rest or, in a tie, the members of both sides.
 
     While some members have not voted, a tie is broken by the text of the error that was raised, and
-    by which side did in this place what it had always done.
+    by habit: which side made the call that it had always made at this place.
     """
     if not found.is_tie:
         return tuple(sorted(member for side in found.sides[1:] for member in side))

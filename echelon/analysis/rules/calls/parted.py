@@ -1,4 +1,4 @@
-"""Detect a rank whose program diverged from that of the ranks that run the same program.
+"""Detect a rank that diverged from the other ranks that run the same program.
 
 A missing or extra call shows in its own group only if signatures differ or numbers run short.
 However, ranks that run the same program make the same calls in the same order over all groups. The

@@ -1,4 +1,4 @@
-"""Detect outputs whose sizes do not fit their inputs on any rank, which a vote cannot detect.
+"""Detect output sizes that match the input sizes on no rank, which a vote cannot detect.
 
 The output of an all_gather holds one input of each member, and the input of a reduce_scatter holds
 one output of each member. The vote compares only the larger of the two.

@@ -1,9 +1,9 @@
 """Detect a rank whose stream of collectives has slipped by a skipped or an additional call.
 
-The sequence numbers then still count up on every rank but refer to different calls. Signatures
-alone may never show this (buckets of one shape), so the step number and the call site are compared
-too (`slip.py`). After the slip, the stream of one rank equals the streams of the other ranks
-shifted by one.
+The sequence numbers still advance on every rank, but after the slip they refer to different calls.
+Signatures alone may never show this (buckets of one shape), so the step number and the call site
+are compared too (`slip.py`). After the slip, the stream of one rank equals the streams of the other
+ranks shifted by one.
 """
 
 from __future__ import annotations

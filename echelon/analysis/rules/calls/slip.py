@@ -151,7 +151,7 @@ def _by_loader(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
 
 
 def _has_left_loader(lanes: Lanes, member: int, column: int) -> bool:
-    """Return whether a member's last loader mark, at one of its calls, ends that loader."""
+    """Return whether a member's last loader mark before one of its calls ends the loader."""
     row = lanes.row(member, column)
     if row is None:
         return False
@@ -188,8 +188,8 @@ def _keys(lanes: Lanes, member: int) -> list[object]:
 def _decide_tie(found: Divergence, one: Slip | None, other: Slip | None) -> Slip | None:
     """Return which of two equally strong sides slipped.
 
-    This is the side that ended its loop over a loader, whose last step has an unusual length, or
-    that broke its habit.
+    It is the side that ended its loop over a loader, had a last step of unusual length, or broke
+    its habit.
     """
     if one is None and other is None:
         return None
@@ -234,8 +234,8 @@ def _decide_tie(found: Divergence, one: Slip | None, other: Slip | None) -> Slip
 def _breaks_habit(lanes: Lanes, member: int, column: int) -> bool | None:
     """Return whether a call differs from the one that always followed the same earlier calls.
 
-    The longest context on this rank that occurred before decides; returns None if no context
-    occurred before.
+    The longest context that has occurred before on this rank decides. Returns None if no context
+    has.
     """
     keys = _keys(lanes, member)[max(0, column - _LOOK_BACK) : column + 1]
     past, current = keys[:-1], keys[-1]
@@ -272,7 +272,7 @@ def _odd_lengths(lanes: Lanes, member: int, column: int) -> bool:
 
 
 def silent_slip(lanes: Lanes) -> Slip | None:
-    """Find the column from which one rank's (call, site, step) equal those of other ranks, shifted.
+    """Find the column from which one rank's (call, site, step) match the other ranks', shifted.
 
     This is tried only if something is already wrong, because programs may number steps freely.
     """

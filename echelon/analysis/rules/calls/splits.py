@@ -1,8 +1,8 @@
-"""Detect all_to_all split sizes that do not fit each other.
+"""Detect inconsistent all_to_all split sizes.
 
 The amount that rank i sends to rank j must equal the amount that rank j receives from rank i, so
 the output splits are the transpose of the input splits. If only total sizes are recorded (torch),
-the total sent must at least equal the total received.
+only the totals can be compared: as much must be received as was sent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_MEMBERS = 4096  # beyond this the splits do not fit into a slot anyway
 
 
 def find_split_mismatch(picture: Picture) -> list[Finding]:
-    """Report the first unfinished all_to_all whose splits do not fit each other."""
+    """Report the first unfinished all_to_all whose splits are inconsistent."""
     for lanes in picture.lanes:
         for column in _open_columns(lanes):
             odd = odd_members(lanes, column)
@@ -48,7 +48,7 @@ def _calls(lanes: Lanes, column: int) -> list[Call]:
 
 
 def odd_members(lanes: Lanes, column: int) -> tuple[int, ...]:
-    """Return the members whose splits fit the other members' least, or () if all splits fit."""
+    """Return the members whose splits match the others' least, or () if all splits match."""
     signatures = [call.signature for call in _calls(lanes, column)]
     size = len(signatures)
     sends = [s.input_splits for s in signatures]

@@ -87,9 +87,10 @@ def find_ended(picture: Picture) -> list[Finding]:
 def in_order(picture: Picture, endings: list[Ending]) -> tuple[list[Ending], bool]:
     """Sort endings so that the root comes first, and return whether their order is known.
 
-    The clock of a common host, or clocks that were compared, give the order. Otherwise, the
-    coordinator, which observed every end, gives the order. A kill without any output is explained
-    by memory that ran out at the same time, so the memory error is placed before the kill.
+    If the ranks ran on one host, or if their clocks were compared, the clocks give the order.
+    Otherwise, the coordinator gives the order, because it observed every end. A kill without any
+    output is explained by memory that ran out at the same time, so the memory error is placed
+    before the kill.
     """
     ranks = picture.evidence.ranks
     by_coordinator = {rank: place for place, rank in enumerate(picture.evidence.incident.ended)}
@@ -153,7 +154,7 @@ def _later(picture: Picture, endings: list[Ending]) -> Finding:
 def ending_of(picture: Picture, facts: RankEvidence) -> Ending | None:
     """Describe how a rank ended.
 
-    The result is None if it still runs, exited cleanly or was ended by other ranks.
+    The result is None if the rank is still running, exited cleanly or was ended by other ranks.
     """
     host = facts.host
     raised = _raised(facts)
@@ -188,7 +189,7 @@ def _meaning(facts: RankEvidence, raised: Raised) -> Meaning:
 
 
 def is_victim(picture: Picture, facts: RankEvidence) -> bool:
-    """Return whether a death was caused by a watchdog or by a long wait for a living rank.
+    """Return whether a death was caused by a watchdog or by a long wait for a live rank.
 
     torch's watchdog aborts a process that waited too long or whose peer is lost.
     """
@@ -201,7 +202,7 @@ def is_victim(picture: Picture, facts: RankEvidence) -> bool:
 
 
 def long_wait_s(picture: Picture, facts: RankEvidence) -> float:
-    """Return how long a dead rank had waited for ranks of which one survived, or 0 otherwise."""
+    """Return how long a dead rank had waited for ranks, or 0 if none of those ranks survived."""
     if not facts.host.exited_mono_ns:
         return 0.0
     ranks = picture.evidence.ranks
@@ -235,7 +236,8 @@ def _was_asked_to_end(picture: Picture) -> bool:
 def _raised(facts: RankEvidence) -> Raised | None:
     """Return the exception of a rank, from its own record or from the last traceback on stderr.
 
-    An abort may follow an exception, because libraries whose threads still run abort the process.
+    An exception may be followed by an abort, because a library whose threads are still running may
+    abort the process.
     """
     words = facts.last_words
     if words is not None:

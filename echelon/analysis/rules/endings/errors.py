@@ -1,9 +1,9 @@
-"""Classify errors of torch, NCCL and echelon by whose fault they report.
+"""Classify errors of torch, NCCL and echelon by the party that they blame.
 
-An error is the rank's own fault; or it reports what a peer, the network or a watchdog did, which
-makes it a consequence and never a cause; or it is about memory or the device. The exception's type
-decides where it can. `DistBackendError` is raised in all four cases, so its text decides. A plain
-`RuntimeError` or `ConnectionError` is a consequence only if it passed through a communication
+An error may be the rank's own fault. It may report what a peer, the network or a watchdog did; then
+it is a consequence and never a cause. Or it may concern memory or the device. Where possible, the
+exception's type decides. `DistBackendError` is raised in all four cases, so its text decides. A
+plain `RuntimeError` or `ConnectionError` is a consequence only if it passed through a communication
 library, because a user's own client may lose connections too.
 """
 
@@ -75,7 +75,7 @@ _DIED_BY_WATCHDOG = re.compile(
 
 
 class Meaning(Enum):
-    """The party whose fault an error reports."""
+    """The party that an error blames."""
 
     OWN = "the rank's own"
     CONSEQUENCE = "of a peer, the network or a watchdog"

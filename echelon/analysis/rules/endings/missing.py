@@ -1,4 +1,4 @@
-"""Report ranks without a record and unexplained trouble, if no rank waits for others."""
+"""Report ranks without a record and unexplained trouble, if no rank is waiting for others."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def find_unknown(picture: Picture) -> list[Finding]:
 
 
 def _absent(picture: Picture) -> list[str]:
-    """Return the ranks that sent no black box, grouped by the reason."""
+    """Return the ranks that sent no black box, grouped by reason."""
     by_reason: dict[str, list[int]] = {}
     for rank, why in sorted(picture.evidence.incident.absent.items()):
         by_reason.setdefault(why, []).append(rank)
@@ -72,7 +72,7 @@ def _absent(picture: Picture) -> list[str]:
 def find_unproven(picture: Picture) -> list[Finding]:
     """Report ranks in operations that no fault explains and that may or may not be healthy.
 
-    A single set of torch's dumps does not distinguish an operation in flight from an operation that
+    A single set of torch's dumps cannot distinguish an operation in flight from an operation that
     will never end.
     """
     waiting = tuple(sorted(picture.graph.waiting))

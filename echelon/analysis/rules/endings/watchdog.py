@@ -1,9 +1,9 @@
-"""Detect ranks whose watchdogs timed out in an operation that is named only on their stderr.
+"""Detect ranks whose watchdogs timed out in an operation that is named only in their stderr.
 
-torch's watchdog logs the operation in which it timed out before it ends the process. A rank that no
-watchdog ended did not wait in that operation; the other ranks waited for it. If a peer is late,
-Gloo raises an error and closes its connections, so the other waiting ranks fail immediately
-afterwards.
+Before torch's watchdog ends a process, it logs the operation in which it timed out. A rank that was
+not ended by a watchdog was not waiting in that operation; the other ranks were waiting for it. If a
+peer is late, Gloo raises an error and closes its connections, so the other waiting ranks fail
+immediately afterwards.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def find_given_up(picture: Picture) -> list[Finding]:
 
 
 def _given_up_by_gloo(picture: Picture) -> list[Finding]:
-    """Report the ranks that are alive and in no collective while Gloo timed out on other ranks."""
+    """Report the live ranks that are in no collective although Gloo timed out on other ranks."""
     ranks = picture.evidence.ranks
     if picture.graph.waits:  # the records are more precise
         return []

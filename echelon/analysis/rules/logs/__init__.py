@@ -1,1 +1,1 @@
-"""Diagnose jobs of which only the ranks' logs exist."""
+"""Diagnose jobs for which only the ranks' logs exist."""

@@ -87,7 +87,7 @@ def find_in_logs(picture: Picture) -> list[Finding]:
 
 
 def advice_in(text: str) -> str:
-    """Quote the last known message of a root cause in a log with its remedy.
+    """Quote a log's last known message that reports a root cause, with its remedy.
 
     The result is "" if there is none.
     """

@@ -1,9 +1,9 @@
 """Compare message counts between ranks that run the same program.
 
 A ring that has wrapped around no longer shows where a message was left out, and both sides of the
-pair may be inside batches that seem to fit. The number of operations is still known: ranks that
-share a collective and never exchange messages (the ranks of one stage) have launched equally many
-when they reach that collective.
+pair may be inside batches that seem to match. The number of operations is still known. Ranks that
+share a collective and never exchange messages (the ranks of one stage) have launched the same
+number of operations when they reach that collective.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Detect sends and receives without a counterpart.
 
-A rank that posted an operation for one peer while another peer posted an operation for that rank
-chose the wrong peer. A receive whose peer waits for the receiver in another operation will never be
-answered. Either the receive is one too many or the send was left out; which of these depends on
-whether the pair has ever exchanged anything.
+If a rank posted an operation for one peer while a different peer posted an operation for that rank,
+the rank chose the wrong peer. A receive whose peer waits for the receiver in another operation will
+never be answered. Either the receive is one too many or the send was left out; which of these
+depends on whether the pair has ever exchanged anything.
 """
 
 from __future__ import annotations

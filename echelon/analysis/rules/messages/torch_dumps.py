@@ -1,9 +1,10 @@
 """Detect sends and receives in torch's dumps that can never be matched.
 
 The n-th pending send of a direction matches the n-th pending receive, because both sides of a pair
-complete together. Two sides with different sizes or dtypes never match. A message whose peer posts
-nothing is usually fallout of what that peer waits for in turn. The message is a cause if its rank
-chose the wrong peer, or if that chain of waits leads back to its own rank.
+complete together. Two sides with different sizes or dtypes never match. If the peer of a message
+posts nothing, the message is usually fallout of whatever the peer itself is waiting for. The
+message is a cause if its rank chose the wrong peer, or if that chain of waits leads back to the
+same rank.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def _numel(call: Call) -> int:
 
 
 def _odd_side(streams: Streams, one: _Side, other: _Side) -> _Side | None:
-    """Return the side that never made such a call before while the other side always did."""
+    """Return the side that had never made such a call before, if the other side always had."""
     known = [_is_known(streams, side) for side in (one, other)]
     if known[0] == known[1]:
         return None
@@ -172,7 +173,7 @@ def _is_head(streams: Streams, message: Message) -> bool:
 
 
 def _is_strange(streams: Streams, message: Message) -> bool:
-    """Return whether a rank waits for an unrelated rank although it always had another peer."""
+    """Return whether a rank is waiting for an unrelated rank, having always had another peer."""
     if message.peer not in streams.heads or not _is_head(streams, message):
         return False
     own, theirs = (streams.evidence.ranks[r].rows for r in (message.rank, message.peer))
@@ -187,7 +188,7 @@ def _is_strange(streams: Streams, message: Message) -> bool:
 
 
 def _is_novel(streams: Streams, message: Message) -> bool:
-    """Return whether a rank never exchanged such messages with this peer, as far as recorded.
+    """Return whether a rank has never exchanged such messages with this peer, as far as recorded.
 
     If the rank's record has wrapped around, the record of the peer must not contain this direction
     either.

@@ -51,7 +51,7 @@ from echelon.recorder.format.schema import TRACING
 
 
 def read_rank(picture: Picture, rank: int) -> Reading:
-    """Determine from its own signals what a rank is doing for which other ranks wait."""
+    """Determine what a rank is doing while other ranks wait for it, from the rank's own signals."""
     facts = picture.evidence.ranks.get(rank)
     if facts is None:
         return read_absence(picture, rank)
@@ -115,7 +115,7 @@ def _host(picture: Picture, facts: RankEvidence) -> Reading:
 
 
 def _waits_line(facts: RankEvidence) -> tuple[str, ...]:
-    """Describe what the rank's current line waits for, if its stack shows that."""
+    """Describe what the rank's current line is waiting for, if the rank's stack shows it."""
     activity = activity_of(facts)
     if activity.doing in (Doing.USER, Doing.LIBRARY, Doing.UNKNOWN):
         return ()
@@ -123,7 +123,7 @@ def _waits_line(facts: RankEvidence) -> tuple[str, ...]:
 
 
 def _unrecorded(picture: Picture, facts: RankEvidence, lines: list[str]) -> Reading:
-    """Determine what a rank without ring and stack is doing, from its threads in the kernel."""
+    """Determine what a rank without a ring or a stack is doing, from its threads in the kernel."""
     rank = facts.rank
     stack = missing_stack(facts, f"rank {rank}'s stack")
     if TRACING not in facts.host.not_permitted:

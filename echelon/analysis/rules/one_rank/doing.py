@@ -92,7 +92,7 @@ def read_doing(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def named_worker(facts: RankEvidence) -> WorkerState | None:
-    """Return the loader's worker for which a rank waits, or None if no worker stands out."""
+    """Return the loader's worker that a rank is waiting for, or None if no worker stands out."""
     states = [
         one
         for one in workers_of(facts)
@@ -110,7 +110,7 @@ def _words(activity: Activity) -> str:
 
 
 def _is_same_later(facts: RankEvidence, activity: Activity) -> bool:
-    """Return whether both looks saw the same; anything seen only once may be transient."""
+    """Return whether both looks saw the same thing; anything seen only once may be transient."""
     if not facts.host.later_stacks:
         return False
     later = read_activity(facts.host.later_stacks)

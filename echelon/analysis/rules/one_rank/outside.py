@@ -5,7 +5,7 @@ whereas the threads of an idle backend wait without a timeout. The kernel theref
 ranks are inside a collective, and the remaining rank keeps them waiting. Before a group exists,
 ranks block in a socket call until all ranks have joined the store.
 
-This method cannot determine which collective it is, or where in the code a rank is, which takes
+This method cannot determine which collective it is, or where in the code a rank is; that takes
 stacks.
 """
 
@@ -86,9 +86,10 @@ def outside_lines(facts: RankEvidence) -> list[str]:
 
 
 def keeps_waiting(picture: Picture) -> tuple[int, ...]:
-    """Return the living ranks without a record that are not at the place where other ranks wait.
+    """Return the live ranks without a record that are not where other ranks are waiting.
 
-    Returns () if that is inconclusive because some rank recorded, none is seen waiting, or all are.
+    Returns () if this is inconclusive: some rank has a record, no rank is seen waiting, or all
+    ranks are.
     """
     return picture.remembered("keeps_waiting", _keeps_waiting)
 
@@ -104,7 +105,7 @@ def _keeps_waiting(picture: Picture) -> tuple[int, ...]:
 
 
 def sleepers(picture: Picture) -> tuple[int, ...]:
-    """Return the few ranks without a record whose main thread sleeps while others' threads wait.
+    """Return the few ranks without a record whose main thread is asleep while others' threads wait.
 
     With sends and receives, the main thread itself waits, and no Gloo thread is inside a
     collective.
@@ -133,7 +134,7 @@ def waits_unrecorded(picture: Picture, rank: int) -> bool:
 
 
 def waiting_ranks(picture: Picture) -> tuple[int, ...]:
-    """Return the living ranks that are seen waiting for their peers."""
+    """Return the live ranks that are seen waiting for their peers."""
     return picture.remembered("waiting_ranks", _waiting_ranks)
 
 

@@ -35,7 +35,7 @@ _OTHERS_BUILD = (
 
 
 def read_compiler(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect by its stack a rank that runs torch's compiler, without spans or heartbeats."""
+    """Detect from a rank's stack alone, without spans, that it is running torch's compiler."""
     activity = activity_of(facts)
     if activity.doing is not Doing.COMPILING:
         return None

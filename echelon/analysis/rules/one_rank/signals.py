@@ -1,4 +1,4 @@
-"""Read the signals of a single rank: its innermost span, its source line, heartbeat and process."""
+"""Read the signals of a single rank: its innermost span, source line, heartbeat and process."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ STALE_HEARTBEAT_S = 3.0  # six missed beats: a busy machine delays one or two
 def innermost_span(facts: RankEvidence) -> Span | None:
     """Return the innermost open span of the thread that makes the rank's collectives.
 
-    If that thread has no open span, or if there was no collective yet, return the innermost open
-    span of the thread that was the last to open a span.
+    If that thread has no open span, or if there has been no collective yet, return the innermost
+    open span of the thread that was the last to open a span.
     """
     if not facts.open_spans:
         return None
@@ -71,7 +71,7 @@ def process_lines(facts: RankEvidence) -> list[str]:
 
 
 def native_heartbeat_age_s(facts: RankEvidence) -> float | None:
-    """Return the age of the heartbeat that needs no lock at the last look, or None if unknown."""
+    """Return how old the lock-free heartbeat was when last read, or None if unknown."""
     beat = facts.live[Live.NATIVE_HEARTBEAT_MONO_NS] if facts.live else 0
     seen = facts.host.snapshot_mono_ns
     return max(0, seen - beat) / 1e9 if beat and seen else None

@@ -1,10 +1,10 @@
 """Compare the source lines of ranks that recorded nothing and all wait in collectives.
 
-No single rank keeps the others waiting: either each rank is inside a call that the others have not
-made, or all ranks are inside the same call. Uneven batches look like the former, because one rank
-has left the loop and is in the barrier after it. A collective that only some ranks reach looks like
-the former too. Stacks show lines, not calls: two lines may make the same call, and one line may
-make several calls.
+No single rank keeps the other ranks waiting. Either the ranks are inside different calls, each of
+which other ranks have not made, or all ranks are inside the same call. Uneven batches look like the
+former, because one rank has left the loop and is in the barrier after it. A collective that only
+some ranks reach looks like the former too. Stacks show lines, not calls: two lines may make the
+same call, and one line may make several calls.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _together(place: Frame, ranks: tuple[int, ...]) -> Finding:
 
 
 def _places(picture: Picture) -> dict[Frame, tuple[int, ...]]:
-    """Return the ranks keyed by the line of their collective, or {} unless all are in one."""
+    """Return the ranks keyed by the line of their collective, or {} unless every rank is in one."""
     evidence = picture.evidence
     if evidence.incident.kind != "stall" or evidence.missing or picture.graph.waits:
         return {}

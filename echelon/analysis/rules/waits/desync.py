@@ -105,7 +105,8 @@ def _describe_odd(
 ) -> Finding:
     """Name the one rank of a cycle that made its latest calls in an order that is new for it.
 
-    The peer may have left out or completed a message that stands alone, so the habit decides.
+    The peer of an unmatched message may have left its side out or already completed it, so the
+    habit decides.
     """
     near = [wait for wait in waits if odd in wait.absent or odd in wait.waiting]
     first = next((wait for wait in near if odd in wait.absent), waits[0])

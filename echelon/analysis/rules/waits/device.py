@@ -1,8 +1,8 @@
 """Detect a kernel that never started although it is at the head of its rank's queue.
 
 If starts are recorded, a rank that waits for its peers has started the operation in which it waits.
-A rank whose head is only scheduled while the kernels of the other members run waits for its own
-device, where some earlier work never ended.
+If a rank's head is only scheduled while the kernels of the other members are running, the rank is
+waiting for its own device, on which some earlier work never ended.
 """
 
 from __future__ import annotations

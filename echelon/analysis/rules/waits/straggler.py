@@ -1,11 +1,12 @@
 """Detect a rank or a host that is repeatedly last although nothing stalls.
 
-A straggler is a verdict only if it matters: last in at least 80 % of at least 50 collectives of a
-group, with at least 20 % of the time spent waiting for it. Below that, the straggler is only noted.
+A straggler is a verdict only if it matters: it must be last in at least 80 % of at least 50
+collectives of a group, with at least 20 % of the time spent waiting for it. Below that, the
+straggler is only noted.
 
 Only collectives in which a rank really waited are counted. Of four consecutive buckets, for
-example, the first absorbs the slow rank's delay, and which rank is last in the other three is
-chance.
+example, the first absorbs the slow rank's delay, and it is a matter of chance which rank is last in
+the other three.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def laggards(found: Arrivals, hosts: list[str]) -> Laggards | None:
     """Return the members that were last most often; None if there are too few collectives.
 
     The result is one rank if a single rank is late. Otherwise, it is the ranks of a host, or a few
-    ranks that are equally late, where chance decides which of them is last.
+    ranks that are equally late, so that chance decides which of them is last.
 
     Args:
         hosts: the host of each member: [num_members].
@@ -97,7 +98,7 @@ def _sets(lag: npt.NDArray[np.int64], hosts: list[str]) -> Iterator[tuple[int, .
 def _judge(
     found: Arrivals, lag: npt.NDArray[np.int64], members: tuple[int, ...], hosts: list[str]
 ) -> Laggards:
-    """Measure what a set of members costs, which is how much later it arrived than all others."""
+    """Measure the cost of a set of members: how much later it arrived than all others."""
     rest = np.delete(lag, members, axis=0)
     if not len(rest):
         rest = np.zeros_like(lag[:1])

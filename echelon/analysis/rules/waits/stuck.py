@@ -1,7 +1,7 @@
 """Examine the ranks that other ranks wait for and that wait for no rank themselves.
 
-Each sink of the wait-for graph is read by its own signals (`one_rank/`). Sinks with the same cause
-make one finding.
+Each sink of the wait-for graph is judged by its own signals (`one_rank/`). Sinks with the same
+cause make one finding.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _ACTIONS = {
 def find_stuck(picture: Picture) -> list[Finding]:
     """Report the sinks, beginning with the earliest wait.
 
-    Sinks with the same cause that the same operation waits for make one finding; sinks elsewhere
-    with that cause make another finding.
+    Sinks with the same cause make one finding if the same operation waits for them. Sinks with that
+    cause elsewhere make another finding.
     """
     sinks = suspects(picture)
     readings = {rank: read_rank(picture, rank) for rank in sinks}
@@ -77,7 +77,7 @@ def find_stuck(picture: Picture) -> list[Finding]:
 
 
 def _bounded(alike: dict[tuple[Cause, int], list[int]]) -> dict[tuple[Cause, int], list[int]]:
-    """Merge the sinks by cause if there are too many of them, each in a separate group."""
+    """If there are too many sinks, each in a separate group, merge them by cause."""
     if len(alike) <= _MAX_FINDINGS:
         return alike
     merged: dict[tuple[Cause, int], list[int]] = {}
@@ -124,7 +124,7 @@ def find_lost(picture: Picture) -> list[Finding]:
     """Report the ranks whose node was lost, if that was the first failure.
 
     The other ranks may still have been making progress when their snapshots were taken, each at a
-    different moment, so anything that seems to wait or to be stuck there is a coincidence.
+    different moment, so anything there that looks like a wait or a stall is a coincidence.
     """
     incident, size = picture.evidence.incident, picture.evidence.world_size
     lost = tuple(rank for rank in incident.lost if rank < size)
@@ -136,11 +136,11 @@ def find_lost(picture: Picture) -> list[Finding]:
 
 
 def suspects(picture: Picture) -> tuple[int, ...]:
-    """Return the ranks to examine: the sinks or, in a silent stall, every rank that runs.
+    """Return the ranks to examine: the sinks or, in a silent stall, every running rank.
 
-    A rank that is inside an operation with all members waits for the transport, but a rank in no
-    operation at all takes precedence. A rank that is inside an operation that its peers have
-    completed waits for its own device. Before a group exists, ranks meet at the store, and the
+    A rank inside an operation that all members have entered is waiting for the transport, but a
+    rank in no operation at all takes precedence. A rank inside an operation that its peers have
+    completed is waiting for its own device. Before a group exists, ranks meet at the store, and the
     ranks that have arrived wait for the rest.
     """
     sinks = picture.graph.sinks
@@ -226,7 +226,7 @@ def _began(picture: Picture, ranks: Sequence[int]) -> int:
 def describe_sinks(
     picture: Picture, ranks: tuple[int, ...], reading: Reading, shown: int
 ) -> Finding:
-    """Make one finding of ranks found doing the same; `shown` is the rank described first."""
+    """Make one finding of ranks that are doing the same; the rank `shown` is described first."""
     wait = picture.wait_for(ranks)
     who = rank_list(ranks)
     summary = f"rank {shown} {reading.words}"
@@ -283,7 +283,7 @@ def describe_sinks(
 
 
 def _rest_words(reading: Reading, others: Mapping[int, Reading], rest: Sequence[int]) -> str:
-    """Describe the other ranks of a finding: all do the same, or each is at a different place."""
+    """Describe a finding's other ranks: all are doing the same, or each is at a different place."""
     apart = [r for r, other in others.items() if other.frame != reading.frame and other.frame]
     same = [rank for rank in rest if rank not in apart]
     text = f"; so {'does' if len(same) == 1 else 'do'} {rank_list(same)}" if same else ""

@@ -22,7 +22,7 @@ _SETTLES = (
 
 
 def find_transport(picture: Picture) -> list[Finding]:
-    """Report operations that all members entered and none completed, or else lost connections."""
+    """Report operations that all members entered and none completed, or else lost links."""
     inside = [wait for wait in picture.graph.waits if _is_full(picture, wait)]
     if inside:
         return [_describe(picture, min(inside, key=lambda wait: wait.since_ns))]

@@ -61,8 +61,8 @@ class _Logs:
 def load_logs(path: Path) -> Evidence | None:
     """Load the logs below a folder, or a single log; return None if there are no logs.
 
-    If the texts in a folder name no rank and hold no known message, they do not belong to a job,
-    since they may be notes.
+    If the texts in a folder name no rank and hold no known message, they are not treated as a job's
+    logs, because they may be notes.
     """
     logs = _Logs()
     for file in _files(path):

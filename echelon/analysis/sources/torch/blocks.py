@@ -1,11 +1,11 @@
 """Determine the state of coalesced blocks whose closing entry is not in the dump.
 
-The parts of a block never carry a state of their own. A block without its closing entry was either
-completed, and a dump of active entries left out the closing entry, or not yet closed when the dump
-was written. What was enqueued after the block in its group, and the counters of the group,
-distinguish the two cases. A single message that was sent on its own looks like a part. It is a part
-if the group closes blocks; it is not a part if the group lists a message as completed, because a
-message on its own carries its state.
+The parts of a block never carry a state of their own. There are two reasons why a closing entry may
+be missing: the block was completed and a dump of active entries left its closing entry out, or the
+block was not yet closed when the dump was written. The two cases are distinguished by what was
+enqueued after the block in its group and by the group's counters. A single message that was sent on
+its own looks like a part. It is a part if the group closes blocks; it is not a part if the group
+lists a message as completed, because a message on its own carries its state.
 """
 
 from __future__ import annotations

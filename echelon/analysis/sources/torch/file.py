@@ -1,7 +1,7 @@
 """Read one file of torch's flight recorder, pickle or JSON, into checked and typed fields.
 
 torch's formats 2.x are supported. Unknown keys are skipped and missing keys get a default, so that
-minor versions may differ between ranks. A file does not contain its rank, which is the number in
+minor versions may differ between ranks. A file does not contain its rank; the rank is the number in
 the file's name.
 """
 

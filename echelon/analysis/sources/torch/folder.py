@@ -185,8 +185,8 @@ def _regular_size(
     """Return the number of ranks implied by the sizes of groups, or 0 if they imply none.
 
     Gloo's dumps name no members, so nothing is known about a rank whose dump is missing. However,
-    groups with the same description divide the ranks evenly, so groups that are too small and stuck
-    reveal such a rank.
+    groups with the same description divide the ranks evenly, so a stuck group that is too small
+    reveals such a rank.
     """
     shapes: dict[str, dict[int, Sequence[int]]] = {}
     for pair, ranks in recorded.items():
@@ -286,7 +286,7 @@ class TorchGroups:
                 self.completed.setdefault(read.rank, {})[found] = max(completed, 0)
 
     def reopen(self, files: Mapping[int, TorchRank]) -> None:
-        """Mark collectives as pending that some member has not called, if completions are unknown.
+        """If completions are unknown, mark collectives that some member has not called as pending.
 
         Such collectives cannot have completed everywhere. Collectives that all members have called
         count as complete.

@@ -8,10 +8,10 @@
 | torchcomms (`torch.comms`) | always "scheduled" | completed |
 | a hook on a backend that reports none (`mpi`, `ucc`, others) | always "scheduled" | called |
 
-The entries show which recorder wrote them. The name of an operation begins with that of its
-backend, torchcomms describes a group by its backend, and a recorder that knows states has written a
-state other than "scheduled". For the last kind, only the calls are known; `TorchGroups` compares
-these between ranks.
+The entries show which recorder wrote them. The name of an operation begins with its backend's name,
+torchcomms describes a group by its backend, and a recorder that knows states has written a state
+other than "scheduled". For the last kind, only the calls are known; `TorchGroups` compares these
+between ranks.
 """
 
 from __future__ import annotations
@@ -80,8 +80,7 @@ def number_by_group(rows: npt.NDArray[Any]) -> None:
     """Number torchcomms' entries by group, because torchcomms counts over all groups.
 
     Raises:
-        NotComparableError: the oldest entries are lost, and so the groups that they belonged to are
-            unknown.
+        NotComparableError: the oldest entries are lost, so their groups are unknown.
     """
     is_message = (rows["flags"] & Flag.P2P) > 0
     pairs = np.unique(rows["group"])
