@@ -68,7 +68,7 @@ def test_if_all_are_damaged_the_newest_ones_error_is_raised(tmp_path):
         flip(version / "rank_00000.bin")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        with pytest.raises(CheckpointError, match=r"000003/rank_00000.bin: damaged"):
+        with pytest.raises(CheckpointError, match=r"000003/rank_00000.bin: the file is damaged"):
             load(tmp_path / "c", state_of(0))
 
 

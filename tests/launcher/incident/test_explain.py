@@ -28,8 +28,9 @@ def _priorities(*argv: str) -> tuple[int, int]:
 
 
 def test_the_explanation_of_a_nice_job_is_no_nicer_than_the_job():
-    before, after = _priorities("10", "--give-way")
-    assert before >= 10
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    before, after = _priorities(str(max(0, 15 - own)), "--give-way")
+    assert before >= 15
     assert after == before
 
 

@@ -75,7 +75,7 @@ def test_newest_passes_over_damaged_and_half_written_ones_with_a_line_each(tmp_p
     texts = [str(one.message) for one in caught]
     assert len(texts) == 2, texts
     assert "step_00000004: never completed; not loaded" in texts[0]
-    assert "399 bytes, 400 were written; not loaded" in texts[1]
+    assert "399 bytes, but 400 were written; not loaded" in texts[1]
 
 
 def test_load_takes_an_older_step_if_what_the_newest_holds_is_damaged(tmp_path):
@@ -101,7 +101,8 @@ def test_what_is_being_read_is_not_removed(tmp_path):
     with Keeper(tmp_path, keep=1) as keeper:
         keeper.save(1, state_at(1))
         reader = Version(tmp_path)
-        with pytest.warns(RuntimeWarning, match="step_00000001 was not removed: it is being read"):
+        why = "step_00000001 was not removed: the checkpoint is being read"
+        with pytest.warns(RuntimeWarning, match=why):
             keeper.save(2, state_at(2))
         assert steps_in(tmp_path) == [1, 2]
         assert reader.verify() == 400
