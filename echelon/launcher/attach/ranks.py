@@ -7,9 +7,12 @@ a program sets later for itself are not visible (`torch.multiprocessing.spawn`, 
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from echelon.host.identity import network_of
 from echelon.host.procfs import read_text
@@ -47,6 +50,7 @@ _LAUNCHERS = (
 
 
 _STANDBY = "echelon-standby"  # waits to become a rank, with the environment of one
+_STANDBY_FILE = f"/memfd:{_STANDBY}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,10 +177,25 @@ def numbered(pids: Iterable[int]) -> tuple[FoundRank, ...]:
 
 
 def environment(pid: int, denied: list[str]) -> dict[str, str]:
-    """Return the environment with which a process was started; {} if it cannot be read."""
+    """Return the environment with which a process was started; {} if it cannot be read.
+
+    For a rank that was a standby before, return the one that it got when it became a rank.
+    """
     text = read_text(f"/proc/{pid}/environ", "environ", denied)
     pairs = (entry.partition("=") for entry in text.split("\0"))
-    return {name: value for name, equals, value in pairs if equals}
+    found = {name: value for name, equals, value in pairs if equals}
+    return (_of_former_standby(pid) or found) if "ECHELON_STANDBY" in found else found
+
+
+def _of_former_standby(pid: int) -> dict[str, str]:
+    """Return the environment in the file that such a rank keeps open; {} if there is none."""
+    with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed by now
+                if os.readlink(file).startswith(_STANDBY_FILE):  # noqa: PTH115 -- no path
+                    told = json.loads(file.read_text())["environ"]
+                    return {str(name): str(value) for name, value in told.items()}
+    return {}
 
 
 def _order(one: FoundRank) -> tuple[tuple[str, ...], int]:

@@ -109,13 +109,25 @@ class Waiting:
             stack.callback(self.control.close)
             file = os.memfd_create("echelon-standby", os.MFD_CLOEXEC)
             stack.callback(os.close, file)
-            os.write(file, json.dumps({"environ": dict(environ), "cwd": cwd}).encode())
+            os.write(file, json.dumps(self._for_rank(environ) | {"cwd": cwd}).encode())
             descriptors = [file]
             if has_stdin:
                 descriptors.append(os.dup(0))
                 stack.callback(os.close, descriptors[1])
             with contextlib.suppress(OSError):
                 socket.send_fds(self.control, [b"!"], descriptors, socket.MSG_DONTWAIT)
+
+    def _for_rank(self, environ: Mapping[str, str]) -> dict[str, object]:
+        """Return what a rank's environment is, and how it differs from that of the start.
+
+        A variable that the interpreter or its startup files have added is in neither, and stays.
+        """
+        own = self._environ
+        return {
+            "environ": dict(environ),
+            "gone": [name for name in own if name not in environ],
+            "changed": [name for name, value in environ.items() if own.get(name) != value],
+        }
 
     def close(self) -> None:
         """Close the standby's pipes and its control socket, which makes it end by itself."""
@@ -135,10 +147,14 @@ class Waiting:
     def raise_priority(self) -> None:
         """Give all threads the usual priority, and again later in case it is lowered only now."""
         self.raise_at_s += _AGAIN_S
+        if os.sched_getscheduler(0) == os.SCHED_IDLE:
+            return  # it has inherited that, and has not lowered it
         with contextlib.suppress(OSError):
             for thread in Path(f"/proc/{self.pid}/task").iterdir():
                 with contextlib.suppress(OSError):
-                    os.sched_setscheduler(int(thread.name), os.SCHED_OTHER, os.sched_param(0))
+                    number = int(thread.name)
+                    if os.sched_getscheduler(number) == os.SCHED_IDLE:
+                        os.sched_setscheduler(number, os.SCHED_OTHER, os.sched_param(0))
 
 
 def _obstacle(hidden: str, variable: str) -> str:

@@ -181,6 +181,72 @@ def test_multiprocessing_starts_processes_that_know_nothing_of_it(standby):
     assert standby(_SPAWN).run() == (0, "[(9, [])]\n", "")
 
 
+def test_variables_of_startup_files_stay(standby, tmp_path):
+    library = tmp_path / "site" / "sitecustomize.py"
+    library.parent.mkdir()
+    library.write_text("import os\nos.environ['SEED'] = '4'\nos.getenv('LOCAL_RANK')\n")
+    text = "import os; print(os.environ.get('LC_CTYPE'), os.environ['SEED'])"
+    site = str(library.parent)
+    one = standby(text, modules=[], PYTHONPATH=site, SEED="1", LOCAL_RANK="0", LC_ALL="")
+    one.wait_ready()
+    assert not one.waiting.fits({**one.environ, "LOCAL_RANK": "1"}, None), "it has read this one"
+    assert one.run(RANK="1") == one.plain(RANK="1")
+
+
+def test_attach_names_the_rank_that_it_has_become(standby):
+    text = (
+        "import os\nfrom echelon.launcher.attach.ranks import rank_of\n"
+        "one = rank_of(os.getpid())\nprint(one.rank, one.environ['MASTER_PORT'])"
+    )
+    one = standby(text, modules=[], RANK="0", WORLD_SIZE="2", MASTER_PORT="1")
+    assert one.run(RANK="1", MASTER_PORT="2") == (0, "1 2\n", "")
+
+
+def test_the_programs_files_have_their_usual_numbers(standby):
+    text = "import os; print(os.open('/dev/null', os.O_RDONLY))"
+    one = standby(text, modules=[])
+    assert one.run() == one.plain()
+
+
+@pytest.mark.parametrize(
+    ("text", "is_loaded"),
+    [
+        ("sys.path.insert(0, 'src')", False),
+        ("sys.path[:0] = ['src']", False),
+        ("sys.path.append('src')", True),
+    ],
+)
+def test_a_script_that_changes_its_path_loads_everything_itself(standby, text, is_loaded):
+    script = f"import sys\nprint('fractions' in sys.modules)\n{text}\nimport fractions\n"
+    assert standby(script).run() == (0, f"{is_loaded}\n", "")
+
+
+def test_another_scheduling_policy_is_kept(tmp_path):
+    (tmp_path / "train.py").write_text("import os; print(os.sched_getscheduler(0))")
+    policy = os.sched_getscheduler(0)
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        batch = Workers()
+    finally:
+        os.sched_setscheduler(0, policy, os.sched_param(0))
+    try:
+        one = _Standby(batch, tmp_path, "train.py", modules=["fractions"])
+        assert one.run() == (0, f"{os.SCHED_BATCH}\n", "")
+        one.waiting.close()
+    finally:
+        batch.close()
+
+
+def test_a_library_that_a_folder_with_a_program_hides_is_noticed(standby, tmp_path):
+    folder = tmp_path / "program"
+    folder.mkdir()
+    (folder / "__main__.py").write_text("import fractions")
+    (folder / "fractions.py").write_text("Fraction = None")
+    one = standby("", "program", modules=["fractions"])
+    one.wait_ready()
+    assert one.waiting.obstacle.startswith(f"{folder / 'fractions.py'} hides")
+
+
 def test_a_library_that_the_scripts_folder_hides_is_noticed(standby, tmp_path):
     (tmp_path / "fractions.py").write_text("Fraction = None")
     one = standby("import fractions", modules=["fractions"])
@@ -189,7 +255,9 @@ def test_a_library_that_the_scripts_folder_hides_is_noticed(standby, tmp_path):
     assert one.waiting.obstacle == hides
 
 
-_READS = "import os\nos.getenv('THREADS')\nos.environ['SET_BY_LIBRARY'] = '1'\n"
+_READS = (
+    "import os\nos.getenv('THREADS')\nos.getenv('PYTHONPATH')\nos.environ['SET_BY_LIBRARY'] = '1'\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +265,7 @@ _READS = "import os\nos.getenv('THREADS')\nos.environ['SET_BY_LIBRARY'] = '1'\n"
     [
         ("", ["HOME", "THREADS"], "THREADS"),
         ("", ["OMP_NUM_THREADS"], "OMP_NUM_THREADS"),
-        ("", ["HOME", "RANK", "SET_BY_LIBRARY", "ECHELON_RANK_DIR"], ""),
+        ("", ["HOME", "RANK", "SET_BY_LIBRARY", "ECHELON_RANK_DIR", "PYTHONPATH"], ""),
         ("import os\nos.environ['OMP_NUM_THREADS'] = '4'\nimport reads", None, "OMP_NUM_THREADS"),
         ("import os\nos.environ.setdefault('MKL_DEBUG', '4')\nimport reads", None, "MKL_DEBUG"),
         ("import os\nos.environ['HOME'] = '/'\nimport reads", None, ""),

@@ -17,7 +17,9 @@ different value must not take this process. Nothing from the package is imported
 use a different interpreter from the launcher's. The control socket carries JSON and descriptors
 only.
 
-    agent -> standby   one byte, with the descriptors of a file {environ, cwd} and perhaps of stdin
+    agent -> standby   one byte, with the descriptors of a file and perhaps of stdin; the file is
+                       {environ, gone, changed, cwd}: the rank's environment, and the names of the
+                       variables that it has not, or has with another value
     standby -> agent   {read, tested, hidden, set} and a newline; then it is ready
 """
 
@@ -38,7 +40,7 @@ import socket  # noqa: E402
 _IS_THERE = 42  # the exit code of the check
 _VARIABLES = ("ECHELON_STANDBY", "ECHELON_STANDBY_FD", "PYTHONPATH")
 _CAP_SYS_NICE = 23
-_NAME = "echelon-standby"  # `echelon attach` takes a process of this name for no rank
+_NAME = "echelon-standby"  # `fr-analyze --attach` takes a process of this name for no rank
 # Variables that libraries read from C when they are loaded, so that no reading of them is noted.
 _READ_FROM_C = (
     "OMP_",
@@ -55,6 +57,7 @@ _SET_BY_LAUNCHER = (
     "RANK", "LOCAL_", "WORLD_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "ECHELON_",
     "TORCH_FR_", "TORCH_NCCL_", "TORCHCOMM_",
 )  # fmt: skip
+_HIGH_FD = 200
 _MAX_TEXT_BYTES = 16 << 20
 
 
@@ -87,12 +90,12 @@ def _main() -> None:
     os.set_inheritable(control, False)
     _leave_no_trace(given["pythonpath"])
     before = dict(os.environ)
-    _import_the_real_one()
     own_name = _rename(_NAME)
     is_lowered = _lower_priority()
     names, changed = _listed(given["modules"]) or _named_in_script()
     os.environ.__class__ = _Noted
     try:
+        _import_the_real_one()
         _load(names)
     finally:
         os.environ.__class__ = os._Environ
@@ -101,7 +104,7 @@ def _main() -> None:
     if is_lowered:
         _restore_priority()
     told = {"read": sorted(_Noted.read), "tested": sorted(_Noted.tested)}
-    _wait(control, before, {**told, "hidden": hidden, "set": early[0] if early else ""})
+    _wait(control, {**told, "hidden": hidden, "set": early[0] if early else ""})
     _rename(own_name)
 
 
@@ -147,6 +150,8 @@ def _load(names: list[str]) -> None:
 
 def _is_read_early(name: str, before: dict[str, str]) -> bool:
     """Return whether libraries read a variable that the program sets before it loads them."""
+    if name == "PYTHONPATH":  # what a standby was started with differs from what its rank has
+        return False
     is_read = name in _Noted.read or name in _Noted.tested or name.startswith(_READ_FROM_C)
     is_the_programs = os.environ.get(name) == before.get(
         name
@@ -189,6 +194,8 @@ def _named_in_script() -> tuple[list[str], list[str]]:
             changed += _texts([node.slice])
         elif isinstance(node, ast.Call):
             changed += _texts(node.args[:1])  # os.environ.setdefault, os.putenv
+    if _changes_path(tree):  # it may import other files than those that are installed
+        return [], changed
     roots = _installed_roots()
     names = []
     for name in dict.fromkeys(found):
@@ -201,6 +208,31 @@ def _named_in_script() -> tuple[list[str], list[str]]:
         if top == "echelon" or origin.startswith(roots):
             names.append(name)
     return names, changed
+
+
+def _changes_path(tree: ast.AST) -> bool:
+    """Return whether a script may put a folder in front of the installed modules."""
+    import ast
+
+    found = [one for one in ast.walk(tree) if isinstance(one, (ast.Attribute, ast.ImportFrom))]
+    paths = [one for one in found if _is_path(one)]
+    harmless = [
+        one
+        for one in found
+        if isinstance(one, ast.Attribute) and one.attr in ("append", "extend")
+        if _is_path(one.value)
+    ]
+    return len(paths) > len(harmless)
+
+
+def _is_path(node: ast.AST) -> bool:
+    import ast
+
+    if isinstance(node, ast.ImportFrom):
+        return node.module == "sys" and any(alias.name in ("path", "*") for alias in node.names)
+    if not isinstance(node, ast.Attribute) or node.attr != "path":
+        return False
+    return isinstance(node.value, ast.Name) and node.value.id == "sys"
 
 
 def _texts(nodes: list[ast.expr]) -> list[str]:
@@ -234,7 +266,7 @@ def _hidden(loaded: set[str]) -> str:
     if getattr(sys.flags, "safe_path", False):
         return ""
     script = _script()
-    folder = os.getcwd() if script is None else os.path.dirname(os.path.realpath(script))
+    folder = os.getcwd() if script is None else _folder_of(script)
     try:
         for name in sorted({one.partition(".")[0] for one in loaded}):
             spec = PathFinder.find_spec(name, [folder])
@@ -248,6 +280,15 @@ def _hidden(loaded: set[str]) -> str:
         sys.path_importer_cache.pop(folder, None)
 
 
+def _folder_of(script: str) -> str:
+    """Return what the interpreter puts at the front of `sys.path` for a script."""
+    if os.path.isdir(script):
+        return script
+    import zipfile
+
+    return script if zipfile.is_zipfile(script) else os.path.dirname(os.path.realpath(script))
+
+
 # ---- priority, and the process's name ----
 
 
@@ -256,7 +297,8 @@ def _lower_priority() -> bool:
     try:
         with open("/proc/self/status") as file:
             (mask,) = (line.split()[1] for line in file if line.startswith("CapEff:"))
-        if not int(mask, 16) >> _CAP_SYS_NICE & 1:
+        is_usual = os.sched_getscheduler(0) == os.SCHED_OTHER  # else its rank keeps what it has
+        if not is_usual or not int(mask, 16) >> _CAP_SYS_NICE & 1:
             return False
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     except (OSError, ValueError, AttributeError):
@@ -288,7 +330,7 @@ def _rename(name: str) -> str:
 # ---- waiting ----
 
 
-def _wait(control: int, before: dict[str, str], told: dict[str, object]) -> None:
+def _wait(control: int, told: dict[str, object]) -> None:
     """Wait for a rank, and take its environment and folder; exit if the agent has ended."""
     with socket.socket(fileno=control) as agent:
         agent.sendall(json.dumps(told).encode() + b"\n")
@@ -297,17 +339,30 @@ def _wait(control: int, before: dict[str, str], told: dict[str, object]) -> None
         os._exit(0)
     size = os.fstat(descriptors[0]).st_size
     given = json.loads(os.pread(descriptors[0], min(size, _MAX_TEXT_BYTES), 0))
-    os.close(descriptors[0])
+    _keep(descriptors[0])
     if len(descriptors) > 1:
         os.dup2(descriptors[1], 0)
         os.close(descriptors[1])
-    after = given["environ"]
-    for name in before.keys() - after.keys():
+    for name in given["gone"]:
         os.environ.pop(name, None)
-    for name, value in after.items():  # what an import has set stays, as in any process
-        if before.get(name) != value:
-            os.environ[name] = value
+    for name in given["changed"]:  # what an import has set stays, as in any process
+        os.environ[name] = given["environ"][name]
     os.chdir(given["cwd"])
+
+
+def _keep(file: int) -> None:
+    """Keep the rank's environment open for `fr-analyze --attach`: /proc shows that of the start.
+
+    Its number is a high one, so that the program's own files have their usual numbers.
+    """
+    import fcntl
+
+    try:
+        fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _HIGH_FD)
+    except OSError:
+        pass  # a low limit; attach shows the rank with whose environment the standby was started
+    finally:
+        os.close(file)
 
 
 def _run() -> None:
