@@ -66,7 +66,7 @@ class Parting:
     """The point at which two runs diverge; `step` is None if the runs do not diverge.
 
     Attributes:
-        step: the first step in which bits differ.
+        step: the first step with differing bits.
         text: a description for the user, in one to three lines.
     """
 

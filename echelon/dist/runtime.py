@@ -82,7 +82,7 @@ class _World:
         self.maker.close()
 
     def regroup(self, ranks: Sequence[int], epoch: int, facts: Facts) -> ProcessGroup:
-        """Create another world group, whose keys are separate from those of all earlier groups."""
+        """Create another world group; its keys are separate from those of all earlier groups."""
         self.store = PrefixStore(f"epoch_{epoch}", self._whole_store)
         self.maker.begin(epoch)
         self.num_made = 0

@@ -49,7 +49,7 @@ class Work:
 
     @property
     def done(self) -> bool:
-        """Whether the operation has succeeded or failed."""
+        """Whether the operation has finished, successfully or not."""
         return self.is_settled or self.pending.done
 
     @property
@@ -64,12 +64,12 @@ class Work:
 
     @property
     def lane(self) -> object:
-        """The lane of the operation; operations of one lane end in the order of their calls."""
+        """The lane of the operation; operations in one lane finish in call order."""
         one = self.operation
         return (one.kind, one.peer, one.tag) if one.is_message else None
 
     def is_completed(self) -> bool:
-        """Return whether the operation has succeeded or failed. Does not block."""
+        """Return whether the operation has finished, successfully or not. Does not block."""
         return self.done
 
     def exception(self) -> BaseException | None:
@@ -81,7 +81,7 @@ class Work:
 
     @property
     def source(self) -> int:
-        """The group rank whose message a receive got; -1 until then."""
+        """The group rank that sent the received message; -1 until then."""
         return int(getattr(self.pending, "source", -1))
 
     def wait(self, timeout_s: float | timedelta | None = None) -> None:

@@ -26,7 +26,7 @@ def usable_cores(root: Path = Path(_CGROUPS), own: Path = Path("/proc/self/cgrou
     """Return how many cores this process may keep busy, at least 1.
 
     Args:
-        root: the folder at which the control groups are mounted.
+        root: the folder where the control groups are mounted.
         own: the file that lists the groups of this process.
     """
     cores = len(os.sched_getaffinity(0))

@@ -1,9 +1,9 @@
 """Handle failover on one node: follow the host, and replace the host when it is lost.
 
 While there is a host, its heartbeats extend the permit of this node's ranks, which the guard
-enforces. When the host is lost, the node keeps a snapshot, stops its ranks and looks for another
-host. If the node itself is elected, it hosts the job at the listener that was opened when the node
-started.
+enforces. When the host is lost, the node takes a snapshot of its ranks, stops them and looks for
+another host. If the node itself is elected, it hosts the job on the listener that it opened at
+startup.
 
     following --link lost--> seeking --another is elected--> following
                                      --elected--> taking over --lease held--> hosting

@@ -1,4 +1,4 @@
-"""Compute the weights and operations of a decoder-only transformer from its sizes."""
+"""Compute the weights and operations of a decoder-only transformer from its dimensions."""
 
 from __future__ import annotations
 

@@ -31,7 +31,10 @@ NOT_MEASURED = -1  # as `Identity.clock_error_ns`
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """The offset to rank 0's clock: its reading is local stamp + offset_ns, within error_ns."""
+    """The offset to rank 0's clock.
+
+    Rank 0's reading is the local reading plus `offset_ns`, to within `error_ns`.
+    """
 
     offset_ns: int
     error_ns: int

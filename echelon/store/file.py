@@ -120,7 +120,7 @@ class FileStore(Store):
         self._read_to = 0
 
     def _check_owner(self, status: os.stat_result) -> None:
-        """Refuse a file to which other users' processes could write."""
+        """Refuse a file that other users' processes could write to."""
         if not stat.S_ISREG(status.st_mode):
             raise self._error("the path is not a regular file")
         if status.st_uid != os.geteuid():
@@ -129,7 +129,7 @@ class FileStore(Store):
             raise self._error("other users can write to the file; run chmod 600 on it")
 
     def descriptors(self) -> list[int]:
-        """Return the descriptor of the file, whose lock a forked child must not keep."""
+        """Return the file's descriptor. A forked child must not keep the file's lock."""
         return [self._descriptor]
 
     def _error(self, text: str) -> StoreError:

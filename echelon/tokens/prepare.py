@@ -25,7 +25,7 @@ _DRAWS = 1 << 32
 
 @dataclass(frozen=True)
 class Prepared:
-    """The summary of one folder that was written."""
+    """A summary of one output folder."""
 
     folder: Path
     num_documents: int

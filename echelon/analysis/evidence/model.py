@@ -131,13 +131,13 @@ class Evidence:
         return tuple(rank for rank in range(self.world_size) if rank not in known)
 
     def call(self, row: Any) -> Call:
-        """Return the call of a row."""
+        """Return a row's call."""
         return self.tables.calls[int(row["call"])]
 
     def site(self, row: Any) -> str:
-        """Return where the call of a row was made, or "" if this is unknown."""
+        """Return where a row's call was made, or "" if unknown."""
         return self.tables.texts[int(row["site"])]
 
     def error(self, row: Any) -> str:
-        """Return the error of a row, or ""."""
+        """Return a row's error, or "" if there is none."""
         return self.tables.texts[int(row["error"])]

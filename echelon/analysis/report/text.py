@@ -131,7 +131,7 @@ def _sections(finding: Finding, report: Report) -> list[tuple[str, list[str]]]:
 def stack_lines(branches: Sequence[Branch], culprits: Sequence[int]) -> list[str]:
     """Show where the ranks are, with one line per place; the culprits come first.
 
-    A place at which stacks fork is shown with the frames that its ranks share, and the places that
+    A place where stacks fork is shown with the frames that its ranks share, and the places that
     follow are indented below it.
     """
     lines: list[tuple[str, Branch]] = []

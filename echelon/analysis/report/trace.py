@@ -1,8 +1,8 @@
 """Export operations and spans as a Chrome trace, for chrome://tracing and ui.perfetto.dev.
 
 The trace has one process per rank, with one track for operations and one for spans. Operations that
-are still pending extend to the end and are marked as pending. Times are microseconds since the
-first event, on rank 0's clock.
+are still pending extend to the end of the trace and are marked as pending. Times are microseconds
+since the first event, on rank 0's clock.
 """
 
 from __future__ import annotations

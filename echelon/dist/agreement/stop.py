@@ -59,7 +59,7 @@ class _Stop:
         self.agreement.ask(self._wish)
 
     def reached(self) -> bool:
-        """Count a call; return True at the call at which all ranks stop and at later ones.
+        """Count a call; return True if all ranks stop at this call or stopped at an earlier one.
 
         Between two worlds, return False without counting the call, so that all ranks start counting
         when the next world begins.

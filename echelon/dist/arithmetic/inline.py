@@ -45,7 +45,10 @@ def calls(rows: Flat) -> list[bytes]:
 
 
 def is_small(operation: Operation) -> bool:
-    """Return whether the data was sent with the call. Ranks with equal calls get equal answers."""
+    """Return whether the data was sent with the description of the call.
+
+    Ranks with equal calls get equal answers.
+    """
     data = operation.target if operation.source is None else operation.source
     if operation.input_splits or operation.output_splits:
         return False  # sizes differ between the ranks

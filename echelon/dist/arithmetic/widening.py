@@ -1,4 +1,4 @@
-"""Choose the dtype in which an engine's levels accumulate, and provide memory for the sums.
+"""Choose the dtype that an engine's levels accumulate in, and provide memory for the sums.
 
 16-bit floats are passed between the levels as float32, so that they are rounded only once, at the
 end.
@@ -32,7 +32,7 @@ def summing_of(operation: Operation) -> str:
 
 
 def wide_of(operation: Operation) -> str:
-    """Return the dtype in which levels accumulate: float32 for 16-bit floats, otherwise `dtype`."""
+    """Return the dtype that levels accumulate in: float32 for 16-bit floats, otherwise `dtype`."""
     rounds = operation.dtype in HALVES and operation.reduce_op in ("sum", "avg", "prod")
     return "float32" if rounds else operation.dtype
 
@@ -44,7 +44,7 @@ def carried_of(operation: Operation) -> np.dtype[Any]:
 
 
 def convert(dtype: str, out: Flat, data: Flat) -> None:
-    """Copy between an array of `dtype` and an array of the dtype in which levels accumulate."""
+    """Copy between an array of `dtype` and an array of the dtype that levels accumulate in."""
     if out is data:
         return
     if out.dtype == data.dtype:

@@ -5,7 +5,7 @@ does not check arguments, number or record operations, or decide which rank is a
 keeps no "broken", "aborted" or "closed" flag. `progress/group_state.py` does all of that for every
 engine.
 
-Order: collectives are carried out in the order in which they are submitted; sends and receives run
+Order: collectives are carried out in the order they are submitted; sends and receives run
 concurrently with them and with each other, in order per peer and tag.
 
 Failure: an engine raises what it observed, and `GroupState` decides what it means.
@@ -109,7 +109,8 @@ class Watch(Protocol):
     """The limits of one operation, which the engine receives together with the operation.
 
     Attributes:
-        deadline_s: when the operation times out, on the monotonic clock; counted from the call.
+        deadline_s: the monotonic time at which the operation times out; the timeout starts at the
+            call.
     """
 
     deadline_s: float

@@ -203,7 +203,7 @@ class TwoLevelEngine(HostEngine):
         return bool(ordered) or is_uneven or operation.kind not in self._run
 
     def _retold(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return an error that names the user's call instead of one of the call's steps."""
+        """Return an error that names the user's call instead of one of its steps."""
         told = str(error).startswith(build.place(self._members, operation))
         if told or isinstance(error, CollectiveMismatchError):
             return error
@@ -295,7 +295,7 @@ class TwoLevelEngine(HostEngine):
         self._gather_inside(operation, watch, mine, chunk)
 
     def _total_inside(self, operation: Operation, watch: Watch, data: Flat, side: str = "") -> Flat:
-        """Return this rank's share of the host's total, in the dtype in which levels accumulate.
+        """Return this rank's share of the host's total, in the dtype that levels accumulate in.
 
         Shares are equal: the last one is padded with zeros.
         """

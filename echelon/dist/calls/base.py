@@ -1,8 +1,8 @@
-"""Provide the base of a group's calls, through which every operation passes.
+"""Define the base class of a group's calls.
 
-Only here is an operation numbered, recorded and passed to the engine. The callers check their
-arguments first, so an engine never receives invalid arguments, and the black box never misses an
-operation.
+Every operation passes through it to be numbered, recorded and given to the engine, so the black box
+never misses an operation. The subclasses check a call's arguments first, so an engine never
+receives invalid arguments.
 """
 
 from __future__ import annotations

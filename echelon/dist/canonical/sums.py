@@ -13,7 +13,7 @@ from echelon.dist.canonical.tree import Node, Run, combine
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which values of `dtype` are added: at least float32.
+    """Return the dtype used to add values of `dtype`: at least float32.
 
     Raises:
         TypeError: `dtype` is not a floating-point dtype.

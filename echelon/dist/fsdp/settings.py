@@ -9,12 +9,12 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixedPrecisionPolicy:
-    """The dtypes in which a unit computes and communicates; the shards keep their own dtype.
+    """The dtypes that a unit computes and communicates in; the shards keep their own dtype.
 
     Attributes:
         param_dtype: the dtype of the gathered parameters, and therefore of the computation and its
             gradients. None means the dtype of the shards.
-        reduce_dtype: dtype in which gradients are summed. None means the dtype of the gathered
+        reduce_dtype: dtype used to sum gradients. None means the dtype of the gathered
             parameters.
         output_dtype: dtype to which the unit's floating-point outputs are cast. None leaves them
             unchanged.

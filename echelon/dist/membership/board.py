@@ -29,7 +29,7 @@ Take = Callable[[dict[str, Any]], None]
 
 
 def quick(store: Store) -> Store:
-    """Return a view of a store with its own connection, whose calls take at most `QUICK_S`.
+    """Return a view of a store with its own connection; its calls take at most `QUICK_S`.
 
     Raises:
         StoreError: the store cannot be reached.

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendezvous:
-    """This process's rank in the world, and the store at which the ranks meet."""
+    """This process's rank in the world, and the store through which the ranks meet."""
 
     rank: int = 0
     world_size: int = 1

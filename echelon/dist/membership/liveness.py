@@ -189,9 +189,9 @@ class Liveness:
     def arriving(self) -> Iterator[None]:
         """Mark in the store, during the block, that this rank is in a monitored barrier.
 
-        A liveness check needs a live process, but the mark remains valid even if the rank can no
-        longer answer. If ranks share a host and memory, that memory shows which of them have
-        arrived.
+        A liveness check needs a live process, but this mark remains valid even if the rank can no
+        longer answer. If the store does not answer, no mark is set. If ranks share a host and
+        memory, that memory shows which of them have arrived.
         """
         if self._board is None:
             yield
@@ -208,7 +208,7 @@ class Liveness:
         self._try(lambda store: store.delete_key(mark))  # after a failure others may read it
 
     def _try(self, ask: Callable[[Store], object]) -> None:
-        """Call the store with a short limit. If the store does not answer, the mark is not set."""
+        """Call the store with a short timeout; ignore the error if it does not answer."""
         with contextlib.suppress(StoreError), contextlib.closing(quick(self._store)) as store:
             ask(store)
 

@@ -33,7 +33,7 @@ class Streams(Interface):
     slice_s: float  # the longest `wait`, where `broken` has to be asked now and then
 
     def open(self, peer: int) -> None:
-        """Prepare the streams to and from a peer that will be needed."""
+        """Open in advance the streams that will be needed to and from a peer."""
 
     def drop(self, peer: int) -> None:
         """Close the streams to and from a peer."""
@@ -111,7 +111,7 @@ class Driver:
             self._streams.wake()
 
     def cut(self, error: BaseException) -> None:
-        """End current and future transfers with `error`; never blocks."""
+        """Fail all current and future transfers with `error`; never blocks."""
         if self._end is None:
             self._end = error
         self._streams.wake()

@@ -23,7 +23,7 @@ class Inside(Pending, Protocol):
 
     @property
     def source(self) -> int:
-        """The rank, within its own group, whose message the receive got; -1 until then."""
+        """The rank, within its own group, that sent the received message; -1 until then."""
 
 
 class EitherPending:
@@ -68,7 +68,7 @@ class EitherPending:
 
     @property
     def source(self) -> int:
-        """The group rank whose message the receive got; -1 until then."""
+        """The group rank that sent the received message; -1 until then."""
         inside = self._inside.source if self._inside.done else -1
         return self._near[inside] if inside >= 0 else self._across.source
 

@@ -1,4 +1,4 @@
-"""Define a transfer: a posted send or receive, from the call until its end."""
+"""Define a transfer: a send or receive, from its call until it ends."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Withdrawable(Protocol):
 
     @property
     def source(self) -> int:
-        """The group rank whose message the receive got; -1 until then."""
+        """The group rank that sent the received message; -1 until then."""
 
 
 class Transfer(Outcome):

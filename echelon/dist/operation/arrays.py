@@ -69,7 +69,7 @@ class DeviceFlat:
     """Contiguous memory on a device: the counterpart of a flat NumPy array on the host.
 
     Attributes:
-        pointer: the address of the memory on the device.
+        pointer: the address of the data on the device.
         length: number of elements.
         itemsize: size of one element in bytes.
         index: the index of the device among the devices of its kind.
@@ -88,7 +88,7 @@ class DeviceFlat:
 
     @property
     def nbytes(self) -> int:
-        """The size of the memory in bytes."""
+        """The size of the array's data, in bytes."""
         return self.length * self.itemsize
 
 

@@ -268,7 +268,7 @@ class GroupState:
         return bool(works)
 
     def _ended(self) -> list[Work]:
-        """Return the operations that have ended, in the order in which they were called."""
+        """Return the operations that have ended, in the order they were called."""
         ended: list[Work] = []
         busy: set[object] = set()
         for work in self._works:

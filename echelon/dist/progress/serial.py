@@ -34,7 +34,7 @@ class Job(Outcome):
 
 
 class Serial:
-    """A queue that runs one engine's collectives in the order in which they were called."""
+    """A queue that runs one engine's collectives in the order they were called."""
 
     def __init__(self, name: str, carry_out: CarryOut) -> None:
         self._name = name

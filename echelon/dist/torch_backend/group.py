@@ -114,7 +114,7 @@ class TorchGroup(Identity):
     # ---- many tensors a rank ----
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        """Collect every rank's tensor into a list of tensors, whose sizes may differ."""
+        """Collect every rank's tensor into a list of tensors; their sizes may differ."""
         outs, x = tensors.only_list(outputs, "allgather"), tensors.only(inputs, "allgather")
         self._check_list(outs, x, "all_gather")
         out, finish = tensors.flat_target(outs)
@@ -151,7 +151,7 @@ class TorchGroup(Identity):
         return partial(self._group.all_gather, out, tensors.source(data))
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        """Reduce lists of tensors, whose sizes may differ, and keep this rank's part."""
+        """Reduce lists of tensors and keep this rank's part; the tensors' sizes may differ."""
         name = "reduce_scatter"
         output, parts = tensors.only(outputs, name), tensors.only_list(inputs, name)
         self._check_list(parts, output, name)

@@ -91,7 +91,7 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether the operation has succeeded or failed."""
+        """Return whether the operation has finished, successfully or not."""
         if not all(part.is_completed() for part in self._parts):
             return False
         if self.is_success():
@@ -112,7 +112,7 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
         return list(self._tensors)
 
     def source_rank(self) -> int:
-        """Return the group rank whose message the receive got."""
+        """Return the group rank that sent the received message."""
         return self._parts[0].source if self._parts else -1
 
     _source_rank = source_rank

@@ -24,7 +24,7 @@ _WATCHERS = frozenset({"torchrun", "torch.distributed.run", "torch.distributed.l
 
 @dataclass(frozen=True, slots=True)
 class _Launcher:
-    """The environment variables by which one kind of launcher identifies a rank."""
+    """The environment variables that one kind of launcher uses to identify a rank."""
 
     name: str
     rank: str

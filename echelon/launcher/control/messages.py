@@ -232,7 +232,7 @@ class Statuses:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckIn:
-    """An event: a node takes part in the checks before a job, and listens at `port`."""
+    """An event: a node takes part in the checks before a job, and listens on `port`."""
 
     host: str
     port: int

@@ -47,7 +47,7 @@ class Seal:
     def close(self, body: bytes) -> bytes:
         """Return a sealed frame with this body.
 
-        Frames must be sealed in the order in which they are sent.
+        Frames must be sealed in the order they are sent.
         """
         counter = _COUNTER.pack(self._sent)
         self._sent += 1

@@ -135,7 +135,7 @@ class Coordinator:
             self._inherit(succession, succession.inherited)
 
     def deadline_s(self) -> float:
-        """Return the latest time at which `step` must be called again."""
+        """Return the time by which `step` must be called again."""
         due = min(self._verdicts.deadline_s(), self._own_deadline_s())
         if self._succession is not None:
             due = min(due, self._succession.deadline_s())
@@ -341,7 +341,7 @@ class Coordinator:
         self._decide(world, decide.WorkerEnded(event.rank, 1, "could not be killed"))
 
     def _lived_ns(self) -> int:
-        """Return the time by which ranks are judged, which excludes this process's standstills."""
+        """Return the time used to judge ranks, which excludes this process's standstills."""
         return int(self._lived.at(time.monotonic()) * 1e9)
 
     def _look(self, world: World) -> None:

@@ -82,7 +82,7 @@ class Incidents:
         return frozenset() if self._collection is None else frozenset(self._collection.waiting)
 
     def deadline_s(self) -> float:
-        """Return the time at which waiting for the nodes ends."""
+        """Return when to stop waiting for the nodes."""
         return float("inf") if self._collection is None else self._collection.deadline_s
 
     def hurry(self) -> None:

@@ -48,7 +48,7 @@ class Membership:
         return True
 
     def host_of(self, node: str) -> str:
-        """Return the name of the host on which a node runs."""
+        """Return the name of the host that a node runs on."""
         return next((one.host for one in self._roster.nodes if one.name == node), node)
 
     def let_go(self, node: str, number: int) -> None:

@@ -62,7 +62,7 @@ class Probing:
 
     Args:
         decisions: the decisions in the report; findings are added to the last decision.
-        host_address: the address at which nodes reach the hosting node.
+        host_address: the address that nodes use to reach the hosting node.
         note: a function that is called after each round of probes.
     """
 
@@ -105,7 +105,7 @@ class Probing:
         return f"probes of {hosts} ({', '.join(self._probes)})" if hosts else ""
 
     def deadline_s(self) -> float:
-        """Return the latest time at which `step` must be called."""
+        """Return the time by which `step` must be called."""
         if not self._suspects:
             return float("inf")
         return self._next_s if self._round is None else self._round.due_s

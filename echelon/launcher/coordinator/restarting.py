@@ -126,7 +126,7 @@ class Restarting:
         return pack(known)
 
     def inherit(self, memory: str) -> None:
-        """Continue with a former host's memory; print one line if the memory cannot be read."""
+        """Continue with a former host's memory; print one line if that memory cannot be read."""
         try:
             known = unpack(memory)
         except ValueError as err:

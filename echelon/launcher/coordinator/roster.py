@@ -97,12 +97,12 @@ class Roster:
         return ""
 
     def avoid(self, names: Sequence[str]) -> None:
-        """Avoid these nodes, which are then chosen only if too few other nodes are connected."""
+        """Keep these nodes out of new worlds, unless too few other nodes are connected."""
         self._avoided |= set(names)
 
     @property
     def avoided(self) -> tuple[str, ...]:
-        """The names of the nodes that worlds avoid."""
+        """The names of the nodes to keep out of new worlds, if there are enough other nodes."""
         return tuple(sorted(self._avoided))
 
     def count_without(self, names: Sequence[str]) -> int:
@@ -154,7 +154,7 @@ class Roster:
         return placed[: self._max]
 
     def deadline_s(self) -> float:
-        """Return the latest time at which `world` must be called again."""
+        """Return the time by which `world` must be called again."""
         if self._enough_since_s is None:
             return self._opened_s + self._join_timeout_s
         return self._last_call_s()

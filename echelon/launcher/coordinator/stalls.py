@@ -75,7 +75,7 @@ class Stalls:
         self._num_in_vain = 0
 
     def deadline_s(self) -> float:
-        """Return the latest time at which `step` must be called."""
+        """Return the time by which `step` must be called."""
         return self._until_s
 
     def step(self, now_s: float) -> None:

@@ -55,7 +55,7 @@ class Answer:
 
 
 class Elector:
-    """The state by which one node decides how to vote.
+    """The state that determines how one node votes.
 
     Args:
         name: the node's own name.

@@ -31,7 +31,7 @@ def now_s() -> float:
 
 
 def beat_interval_s(promise_s: float) -> float:
-    """Return the interval at which the host sends heartbeats, in seconds."""
+    """Return the interval between the host's heartbeats, in seconds."""
     return promise_s / _BEATS_PER_LEASE
 
 

@@ -28,7 +28,7 @@ class Standby:
 
     Args:
         name: the node's own name.
-        bind_address: the "host:port" at which the node listens.
+        bind_address: the "host:port" that the node listens on.
         promise_s: how long a heartbeat of the host binds this node, in seconds. The host's own
             value replaces it.
         is_open: whether this node hosts the job from the start.
@@ -74,7 +74,7 @@ class Standby:
 
     @property
     def mandate(self) -> Mandate | None:
-        """The mandate from which this node would continue the job."""
+        """The mandate that this node would continue the job from."""
         return self._elector.mandate
 
     @property

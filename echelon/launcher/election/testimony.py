@@ -1,4 +1,7 @@
-"""Connect the host to the witness, with questions that carry the messages that nodes also get."""
+"""Let the host query the witness.
+
+Each query carries a message that the host also sends to the nodes: a heartbeat or a new mandate.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from echelon.launcher.election.questions import Questions
 
 
 class Testimony:
-    """A sender of questions to the witness; the witness's replies go to `events`."""
+    """Sends questions to the witness; puts the witness's replies into `events`."""
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ from echelon.launcher.options.texts import not_negative
 
 
 class WitnessServer:
-    """A witness that listens at an address and answers on the server's thread.
+    """A witness that listens on an address and answers on the server's thread.
 
     Raises:
         LaunchError: the address cannot be bound.

@@ -15,10 +15,10 @@ segment into parts. The parts of a rank add up to the job's time to the nanoseco
     unmarked    the program ran but marked no steps
 
 [Note: numbers of steps after a restart] A program that marks steps by number continues with the
-number at which its checkpoint was saved. A program that does not mark steps by number, such as any
-unmodified program, counts from 0 again. If an attempt has loaded a checkpoint and begins at step 0
-or 1, the attempt is assumed to continue from the step at which the newest earlier checkpoint was
-saved.
+number of the step at which its checkpoint was saved. A program that does not mark steps by number,
+such as any unmodified program, counts from 0 again. If an attempt has loaded a checkpoint and
+begins at step 0 or 1, the attempt is assumed to continue from the step at which the newest earlier
+checkpoint was saved.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _of_rank(
 
 
 class _Cut:
-    """The facts about one rank in one attempt, from which its segments are cut."""
+    """The facts about one rank in one attempt, used to cut the rank's segments."""
 
     def __init__(
         self,

@@ -106,7 +106,7 @@ def circumstances(incident: Path, ranks: Sequence[int]) -> Circumstances | None:
     """Return the facts about the first rank that failed by itself, or the first with a dump.
 
     Args:
-        ranks: the culprits or, without a verdict, the ranks in the order in which they ended.
+        ranks: the culprits or, without a verdict, the ranks in the order they ended.
     """
     first = None
     for rank in ranks[:_MAX_LOOKED_AT]:

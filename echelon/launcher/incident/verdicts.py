@@ -28,7 +28,7 @@ class _Open:
     """An incident that has not been explained yet.
 
     Attributes:
-        nodes: the nodes on which the verdict is shown.
+        nodes: the nodes that show the verdict.
         is_due: whether the verdict may be shown.
     """
 

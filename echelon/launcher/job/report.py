@@ -97,7 +97,7 @@ class Report:
 
 
 def exit_code(ranks: Sequence[Ended], verdict: Mapping[str, Any] | None) -> int:
-    """Return the exit code of a job whose workers failed, which is the root cause's exit code.
+    """Return the exit code of a job whose workers failed: the root cause's exit code.
 
     If a signal killed the rank, the exit code is 128 plus the signal's number. It is 1 if the root
     cause exited with code 0, hung until the end, or was lost with its node. It is also 1 instead of

@@ -68,7 +68,7 @@ class History:
 
     @property
     def limit_s(self) -> float | None:
-        """The duration, in seconds, beyond which an operation is examined; None if unknown."""
+        """The time, in seconds, after which a pending operation is examined; None if unknown."""
         lasted_s = (self._last_ns - self._first_ns) / 1e9
         if self.sketch.num < MIN_SAMPLES or lasted_s < self._fixed_s:
             return None

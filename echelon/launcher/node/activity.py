@@ -43,7 +43,7 @@ class Activity:
     Args:
         quiet_s: the time without a sign of activity after which connections are examined, in
             seconds.
-        looks_inside: whether the calls in which threads are waiting are then examined, too.
+        looks_inside: whether the system calls that threads are waiting in are then examined, too.
     """
 
     def __init__(

@@ -244,7 +244,7 @@ class Guard:
             return pid, pipe.read().decode("utf-8", "replace")  # an empty text: exec has succeeded
 
     def _hold(self, folder: str) -> None:
-        """Lock a folder for rings until the guard ends, so that no other launcher cleans it up."""
+        """Lock a ring folder until the guard exits, so that no other launcher cleans it up."""
         self._held.add(folder)
         try:
             fd = os.open(folder + "/home", os.O_RDONLY | os.O_CLOEXEC)

@@ -142,7 +142,7 @@ class NodeAgent:
         return any(worker.exit_code is None for worker in self._workers)
 
     def deadline_s(self) -> float:
-        """Return the latest time at which `tick` must be called."""
+        """Return the time by which `tick` must be called."""
         due = [self._terminal.deadline_s or float("inf"), self.probes.deadline_s()]
         if self._examination is not None:
             due.append(self._examination.due_s)

@@ -50,7 +50,7 @@ class Probes:
         self.tick()
 
     def deadline_s(self) -> float:
-        """Return the latest time at which `tick` must be called."""
+        """Return the time by which `tick` must be called."""
         waiting = self._children if self._number >= 0 else []
         return min((child.due_s for child in [*waiting, *self._listeners]), default=float("inf"))
 

@@ -9,7 +9,7 @@ from echelon.host.process import sample
 
 
 def why_it_lives(pid: int) -> str:
-    """Explain why a killed process still exists, by its state and the call in which it waits."""
+    """Explain why a killed process still exists, from its state and what it waits for."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -31,7 +31,7 @@ class Outside:
 
     Args:
         notify: the commands and URLs that receive notices.
-        metrics: the (address, port) at which metrics are served, or None.
+        metrics: the (address, port) that serves metrics, or None.
         otlp: where metrics and notices are sent by OTLP: a URL, "env", or "" for nowhere.
         run_dir: the run directory, as the user knows it.
         say: a function that prints a line, called only on the caller's thread.

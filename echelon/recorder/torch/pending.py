@@ -61,7 +61,7 @@ class Pending:
             self.sweep_oldest()
 
     def finish_at(self, address: int) -> None:
-        """Record that the program's wait for the memory at an address has returned."""
+        """Record that the program's wait for the tensor memory at an address has returned."""
         for record, (_, _, at) in list(self.works.items()):
             if address and at == address:
                 self._end(record)

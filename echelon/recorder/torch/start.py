@@ -1,8 +1,8 @@
 """Start recording a torch program when it creates its first process group.
 
-Starting earlier would be wrong. A launcher, or a program that only inspects torch, shares the
-environment of its rank and would take over the rank's ring. The record begins before the group's
-creation waits for other ranks, and that wait is recorded as a `store` span.
+Starting earlier would be wrong. A launcher, or a program that only inspects torch, may run in the
+environment of a rank, and would take over that rank's ring. Recording begins before group creation
+starts waiting for other ranks, so that wait is recorded as a `store` span.
 """
 
 from __future__ import annotations

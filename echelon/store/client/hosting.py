@@ -17,7 +17,7 @@ class Hosted:
     """A server in this process, and the number of stores that share it.
 
     Attributes:
-        port: the port on which the server listens.
+        port: the port that the server listens on.
         pid: the ID of the process that hosts the server.
     """
 

@@ -273,7 +273,7 @@ class OurCalls(Store):
 
 
 class _PushedWatch(Watch):
-    """A watch to which echelon's server pushes changes."""
+    """A watch that receives changes from echelon's server."""
 
     def __init__(self, link: Link, watching: Call) -> None:
         self._link = link

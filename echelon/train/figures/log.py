@@ -251,7 +251,7 @@ class FigureLog:
 
 
 def _shortened(name: str, value: float | None) -> float | int | None:
-    """Return a number as the log shows it: integers without a point, others with six digits."""
+    """Format a number for the log: integers without a point, others to six significant digits."""
     if value is None or name in _FULL_PRECISION:
         return value
     if value == int(value) and abs(value) < 1e15:

@@ -33,13 +33,15 @@ class Attention(nn.Module):
         self.out = Linear(queries, config.width, bias=config.bias, std=_residual_std(config))
 
     def forward(self, x: Tensor, rotary: Tensor | None, mask: Tensor | None) -> Tensor:
-        """Attend from each position to the positions before it: [B, T, C] -> [B, T, C].
+        """Attend from each position to itself and earlier positions: [B, T, C] -> [B, T, C].
+
+        A `mask` replaces this choice of positions.
 
         Args:
             x: the features of all positions.
             rotary: the table of a `RotaryTable`; with None, queries and keys are not rotated.
             mask: for each position, the positions that it may attend to: bool [B, 1, T, T]. None
-                means all positions up to and including itself.
+                means itself and all earlier positions.
         """
         query, key, value = (self._heads(layer(x)) for layer in (self.query, self.key, self.value))
         if rotary is not None:

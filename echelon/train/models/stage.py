@@ -1,4 +1,4 @@
-"""Cut a transformer into pipeline stages, whose weights keep the whole model's names."""
+"""Cut a transformer into pipeline stages; the weights keep their names in the whole model."""
 
 from __future__ import annotations
 

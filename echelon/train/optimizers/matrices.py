@@ -144,7 +144,7 @@ class Buckets:
         compute: Callable[[Tensor], Tensor],
         apply: Callable[[Tensor], None],
     ) -> None:
-        """Add the matrix to which a shard belongs; see `Matrix`."""
+        """Add the matrix that a shard belongs to; see `Matrix`."""
         member = member_of(shard)
         assert member is not None, shard.shape
         flat = member.flat

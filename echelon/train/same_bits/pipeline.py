@@ -125,7 +125,7 @@ class SameBitsPipeline:
         """Compute the micro-batches of a step and put the average gradients into `.grad`.
 
         Earlier gradients are dropped. The method is collective over all ranks of the pipelines, and
-        blocks until all have computed their micro-batches, at most for the groups' timeout.
+        blocks until all have computed their micro-batches, for at most the groups' timeout.
 
         Args:
             step: the number of the optimizer step, which is part of the key of the random numbers.
@@ -140,7 +140,8 @@ class SameBitsPipeline:
         Raises:
             NotReproducibleError: at the first step, a micro-batch gave different bits when it was
                 computed again or on another replica.
-            ValueError: a forward changed a buffer, or as for `Pipeline.step`.
+            ValueError: a forward changed a buffer; also raised in the cases listed for
+                `Pipeline.step`.
             CollectiveError: a rank was lost or did not join.
         """
         self._step = step

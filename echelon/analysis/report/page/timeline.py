@@ -118,7 +118,7 @@ def _spans(
 
 
 def _begin(kept: list[npt.NDArray[Any]]) -> int:
-    """Return the start of the timeline, by which half of the ranks have their first box."""
+    """Return the start of the timeline: when half of the ranks have their first box."""
     firsts = [int(rows["created_ns"][0]) for rows in kept if len(rows)]
     return int(np.median(firsts)) if firsts else 0
 

@@ -74,7 +74,7 @@ class Divergence:
 
 
 def divergence(lanes: Lanes) -> Divergence | None:
-    """Return the first column in which the members of a group differ, or None if they never do."""
+    """Return the first column where the members of a group differ, or None if they never do."""
     votes = lanes.comparable
     if votes.shape[0] < 2 or not votes.shape[1]:
         return None
@@ -166,7 +166,7 @@ def earliest(picture: Picture) -> Divergence | None:
 
 
 def find_mismatch(picture: Picture) -> list[Finding]:
-    """Report the earliest call in which ranks differ."""
+    """Report the earliest call on which ranks differ."""
     found = earliest(picture)
     return [] if found is None else [describe(picture, found)]
 

@@ -36,7 +36,7 @@ class Posted:
 
 
 class _Pending:
-    """All pending sends and receives, as a whole and by the side of each pair."""
+    """All pending sends and receives, as one list and by (rank, peer)."""
 
     def __init__(self, picture: Picture) -> None:
         exchanges = picture.exchanges
@@ -59,11 +59,11 @@ class _Pending:
                 self._lonely_for.setdefault((one.peer, one.is_send), []).append(one)
 
     def facing(self, one: Posted) -> list[Posted]:
-        """Return the operations that the peer of `one` has pending with the rank of `one`."""
+        """Return the pending operations that `one`'s peer posted for `one`'s rank."""
         return self._by_pair.get((one.peer, one.rank), [])
 
     def lonely_for(self, one: Posted) -> list[Posted]:
-        """Return the unanswered operations that other ranks posted for the rank of `one`."""
+        """Return the unanswered operations that other ranks posted for `one`'s rank."""
         return self._lonely_for.get((one.rank, not one.is_send), [])
 
 

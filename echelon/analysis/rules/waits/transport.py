@@ -1,4 +1,7 @@
-"""Detect operations that all ranks entered and none completes, due to transport or device."""
+"""Detect operations that every rank has entered but that do not complete.
+
+The cause is the transport or a device, not a missing rank.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _SETTLES = (
 
 
 def find_transport(picture: Picture) -> list[Finding]:
-    """Report operations that all members entered and none completed, or else lost links."""
+    """Report an operation that every member has entered but not all complete, or lost links."""
     inside = [wait for wait in picture.graph.waits if _is_full(picture, wait)]
     if inside:
         return [_describe(picture, min(inside, key=lambda wait: wait.since_ns))]
@@ -88,7 +91,10 @@ def _whose(links: tuple[BrokenLink, ...], culprits: tuple[int, ...]) -> str:
 
 
 def _broken(picture: Picture) -> list[Finding]:
-    """Report lost connections if no rank hangs or died, and name the end that most pairs share."""
+    """Report lost connections if no rank has hung or died.
+
+    The finding names the rank that most of them lead to.
+    """
     texts = {rank: text for rank, text in _errors(picture).items() if text}
     if not texts:
         return []

@@ -1,11 +1,12 @@
 """Determine the state of coalesced blocks whose closing entry is not in the dump.
 
-The parts of a block never carry a state of their own. There are two reasons why a closing entry may
-be missing: the block was completed and a dump of active entries left its closing entry out, or the
-block was not yet closed when the dump was written. The two cases are distinguished by what was
-enqueued after the block in its group and by the group's counters. A single message that was sent on
-its own looks like a part. It is a part if the group closes blocks; it is not a part if the group
-lists a message as completed, because a message on its own carries its state.
+The operations inside a block (its parts) never carry a state of their own. There are two reasons
+why a closing entry may be missing: the block was completed and a dump of active entries left its
+closing entry out, or the block was not yet closed when the dump was written. The two cases are
+distinguished by what was enqueued after the block in its group and by the group's counters. A
+single message that was sent on its own looks like a part. It is a part if the group closes blocks;
+it is not a part if the group lists a message as completed, because a message on its own carries its
+state.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ def finish_unclosed(
     tops: Mapping[int, Tops],
     status: Mapping[int, tuple[int, int]],
 ) -> None:
-    """Mark the parts of completed blocks as completed if their closing entry was left out.
+    """Mark the operations inside a completed block as completed if its closing entry is missing.
 
     Args:
-        rows: the rows of a rank, which are changed in place; `group` still holds pairs.
+        rows: one rank's rows, modified in place; their `group` is still the index of a (name,
+            description) pair.
         batched: the pairs in which this rank closes blocks of messages.
-        tops: the highest counters of each pair.
+        tops: the highest value of each counter, per pair.
         status: the (last enqueued, last completed) numbers, keyed by local group number.
     """
     is_message = (rows["flags"] & Flag.P2P) > 0

@@ -44,7 +44,7 @@ class TorchFile:
 
 
 def rank_in_name(path: Path) -> int | None:
-    """Return the rank in a file's name: the number after "rank", or else the number at the end."""
+    """Return the rank in a file's name: the number after "rank", or else the number at its end."""
     match = _RANK_WORD.search(path.name)
     if match is None:
         match = _LAST_NUMBER.search(_EXTENSION.sub("", path.name))

@@ -23,7 +23,7 @@ class Lanes:
         rank: this process's rank in the group.
         name: the group's name, for errors.
         index: index of this rank's device.
-        store: the store at which the two ends of a lane meet.
+        store: the store through which the two ends of a lane meet.
         clock: the clock of the device.
     """
 

@@ -16,7 +16,7 @@ Job = Callable[[], bool]  # makes a call; returns whether it succeeded; does not
 
 
 class Launcher:
-    """Runs jobs one at a time, in the order in which they were submitted."""
+    """Runs jobs one at a time, in the order they were submitted."""
 
     def __init__(self, name: str) -> None:
         self._name = name

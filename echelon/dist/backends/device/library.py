@@ -73,7 +73,7 @@ class DeviceLibrary(DeviceRuntime, ABC):
 
     @abstractmethod
     def unique_id(self) -> bytes:
-        """Generate the ID by which the members of a new communicator find each other."""
+        """Generate an ID that the members of a new communicator use to find each other."""
 
     @abstractmethod
     def open(

@@ -42,7 +42,7 @@ class Way:
 
     @property
     def path(self) -> str:
-        """The store key at which the two ends of the lane meet."""
+        """The store key through which the two ends of the lane meet."""
         return f"lane/{self.sender}/{self.receiver}/{self.name}"
 
 
@@ -54,7 +54,7 @@ class Lane:
         way: the lane's direction and name.
         rank: this process's rank in the group.
         index: index of this rank's device.
-        store: the store at which the two ends of the lane meet.
+        store: the store through which the two ends of the lane meet.
         clock: the clock of the device.
     """
 

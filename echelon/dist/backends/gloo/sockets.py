@@ -83,7 +83,7 @@ class Sockets:
 
     @property
     def address(self) -> Address:
-        """The address to which other ranks connect."""
+        """The address that other ranks connect to."""
         found = self._listener.getsockname()
         return str(found[0]), int(found[1])
 

@@ -1,4 +1,4 @@
-"""Map a group's shared memory, in which each rank leaves a mark that the others recognise.
+"""Map a group's shared memory, where each rank leaves a mark that the other ranks recognise.
 
 [Note: who owns a shared segment] The segment is an anonymous file (memfd) with no name in any file
 system: it exists as long as a process maps it, so a process that dies leaves nothing behind. Group
@@ -40,7 +40,7 @@ class SharedMemory:
         self.map = mmap.mmap(fd, self.offset + engine_bytes, **options)
 
     def write_mark(self, rank: int, mark: bytes) -> None:
-        """Write the mark by which the other ranks recognise this memory."""
+        """Write a mark, so that the other ranks can recognise this memory."""
         self.map[rank * MARK_BYTES : (rank + 1) * MARK_BYTES] = mark
 
     def read_mark(self, rank: int) -> bytes:
@@ -48,7 +48,7 @@ class SharedMemory:
         return self.map[rank * MARK_BYTES : (rank + 1) * MARK_BYTES]
 
     def close(self) -> None:
-        """Unmap the memory, which is freed with its last mapping."""
+        """Unmap the shared memory, which is freed with its last mapping."""
         with contextlib.suppress(BufferError):  # a view lives on: unmapped with it
             self.map.close()
 
@@ -62,7 +62,7 @@ def anonymous_file(num_bytes: int) -> int:
     """Return the descriptor of anonymous memory of fixed size.
 
     Raises:
-        CollectiveError: the memory must be in /dev/shm, and there is not enough space there.
+        CollectiveError: the memory has to be a file in /dev/shm, which has too little space.
     """
     try:
         fd = os.memfd_create("echelon-shm", os.MFD_CLOEXEC)

@@ -96,7 +96,7 @@ class NativePending:
 
     @property
     def source(self) -> int:
-        """The group rank whose message a receive took; -1 until it is done."""
+        """The group rank that sent the received message; -1 until the receive is done."""
         return int(self._ticket.source)
 
     def withdraw(self) -> bool:
@@ -176,7 +176,7 @@ class NativeEngine:
         self._engine.abort()
 
     def close(self) -> None:
-        """Leave the group, unmap the memory and release the peers."""
+        """Leave the group, unmap the shared memory and release the peers."""
         self._engine.close()
         self._peers.close()
         self._memory.close()
@@ -243,7 +243,7 @@ def _root(operation: Operation) -> int:
 
 
 def _type_id(operation: Operation) -> int:
-    """Return the number by which messages compare dtypes."""
+    """Return the number that represents a dtype when messages compare dtypes."""
     number = _DTYPES.get(operation.dtype)
     if number is not None:
         return number

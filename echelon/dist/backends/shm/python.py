@@ -135,7 +135,7 @@ class PythonEngine(HostEngine):
         super().cut(reason)
 
     def close(self) -> None:
-        """Unmap the memory, unless a thread still uses it."""
+        """Unmap the shared memory, unless a thread is still using it."""
         if self._is_closed:
             return
         self.cut(None)

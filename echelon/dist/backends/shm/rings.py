@@ -122,7 +122,7 @@ class Rings:
             self._ring(self._rank)
 
     def close(self) -> None:
-        """Stop using the memory."""
+        """Stop using the shared memory."""
         self._is_closed = True
 
     def _write(self, peer: int, data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int:

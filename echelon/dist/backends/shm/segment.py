@@ -47,7 +47,7 @@ class Segment:
         self._address = self._bytes.ctypes.data
 
     def address(self, word: int) -> int:
-        """Return the address of a word of the memory in this process."""
+        """Return the address of a word of the shared memory in this process."""
         return self._address + 4 * word
 
     def bell_word(self, rank: int) -> int:
@@ -120,13 +120,13 @@ class Segment:
         return int(self.words[rank * CONTROL_BYTES // 4 + _ENDED_OFFSET // 4])
 
     def close(self) -> None:
-        """Release the memory."""
+        """Release the shared memory."""
         self.words.release()
         self._view.release()
         del self._bytes
 
 
 def segment_bytes(size: int, slot_bytes: int, ring_bytes: int) -> int:
-    """Return the size of the engine's part of the memory, in bytes."""
+    """Return the size of the engine's part of the shared memory, in bytes."""
     rings = size * size * (RING_HEAD_BYTES + ring_bytes)
     return size * (CONTROL_BYTES + 2 * slot_bytes) + rings

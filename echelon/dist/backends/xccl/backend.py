@@ -83,7 +83,7 @@ def _has_gpu() -> bool:
 
 
 class _Worker:
-    """The thread on which the library's calls run."""
+    """The thread that makes the library's calls."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[LanePending, Callable[[], None]] | None] = (

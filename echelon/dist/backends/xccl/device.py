@@ -1,8 +1,8 @@
 """Run oneCCL on Intel GPUs, with arrays on "xpu" and torch.xpu's streams.
 
-See `device/stream.py` for how it works. This module was written against the library's header. It
-has never run, because no machine with an Intel GPU was available. The tests cover everything above
-the library, on their fake device, and check that each call is declared as in the header.
+See `device/stream.py` for how operations are carried out. This module was written against oneCCL's
+header. It has never run, because no machine with an Intel GPU was available. The tests use a fake
+device to cover everything above the library, and check that each call is declared as in the header.
 
 oneCCL cannot abort: the stream and the arrays of an operation that never completes are kept, and
 the process exits without running the library's destructors, which would wait for it.

@@ -226,7 +226,7 @@ class Communicator:
 
 
 def unique_id(device: str = "cpu") -> bytes:
-    """Generate the ID by which the members of a new communicator find each other."""
+    """Generate an ID that the members of a new communicator use to find each other."""
     drawn = UniqueId()
     result = load(device).onecclGetUniqueId(ctypes.byref(drawn))
     if result:

@@ -1,9 +1,9 @@
-"""Arrange the bytes that a set of ranks reads together into lines.
+"""Lay out, as lines of bytes, the data that several ranks read in common.
 
 The tensors wanted by the same ranks are placed one after the other on one line of bytes. There is
 one line for the tensors that every rank wants (replicas of a whole model) and one for each smaller
 set of ranks that want the same tensors (replicas of a shard). Tensors that only one rank wants are
-on no line.
+not on any line.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Line:
 
 
 class Lines(NamedTuple):
-    """The lines to which one rank belongs.
+    """The lines that one rank belongs to.
 
     Attributes:
         for_all: the line that every rank wants, or None.
@@ -87,7 +87,7 @@ class Lines(NamedTuple):
 
 
 def find_lines(peers: Peers, source: Source, wanted: Sequence[Wanted]) -> Lines:
-    """Return the lines to which this rank belongs. Collective.
+    """Return the lines that this rank belongs to. Collective.
 
     Ranks exchange 8 bytes per tensor. If several ranks want the same tensors, only one of them
     sends these bytes.

@@ -22,7 +22,7 @@ class Sized(Protocol):
 
     @property
     def gradient_bytes(self) -> int:
-        """The size of the buffer in which the gradients are reduced, in bytes."""
+        """The size, in bytes, of the buffer used to reduce the gradients."""
 
     @property
     def depth(self) -> int:

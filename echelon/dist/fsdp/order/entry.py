@@ -1,4 +1,4 @@
-"""Define the entry in which the order keeps its data about one unit."""
+"""Define the entry of one unit: the data that the order keeps about it."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class Recording:
 
 
 def begun_in(recordings: Iterable[Recording]) -> list[Entry]:
-    """Return the units whose forwards began, in the order in which they began."""
+    """Return the units whose forwards began, in the order they began."""
     return _merged((one.begun for one in recordings), by="place")
 
 
@@ -105,7 +105,7 @@ def begun_before_in(recordings: Iterable[Recording]) -> list[Entry]:
 
 
 def ended_in(recordings: Iterable[Recording]) -> list[Entry]:
-    """Return the units whose forwards ended, in the order in which they ended."""
+    """Return the units whose forwards ended, in the order they ended."""
     return _merged((one.ended for one in recordings), by="ended_at")
 
 

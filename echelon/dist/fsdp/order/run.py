@@ -31,8 +31,8 @@ class Run:
 
     Args:
         recordings: the recordings of the outermost units that may take part.
-        ended: the units' forwards since the last run, in the order in which they ended.
-        begun: the same forwards, in the order in which they began.
+        ended: the units' forwards since the last run, in the order they ended.
+        begun: the same forwards, in the order they began.
         is_again: whether there were no forwards, so that this run passes through retained graphs.
             In that case, `begun` is taken from the last run, and units that this run does not reach
             are skipped.

@@ -269,7 +269,7 @@ def _described(tensor: torch.Tensor) -> str:
 
 
 def member_of(parameter: Any) -> Member | None:
-    """Return the member to which a shard or leaf belongs."""
+    """Return the member that a shard or leaf belongs to."""
     found = attached(parameter)
     return found if isinstance(found, Member) else None
 
@@ -353,7 +353,7 @@ class Flat:
 
     @property
     def gradient_bytes(self) -> int:
-        """The size of the buffer in which the gradients are reduced, in bytes."""
+        """The size, in bytes, of the buffer used to reduce the gradients."""
         return self.layout.numel * self.reduce_dtype.itemsize
 
     # ---- parameters ----

@@ -103,7 +103,7 @@ class Unit:
 
     @property
     def members(self) -> Iterator[Member]:
-        """All parameters, in the order in which they are laid out in the flat vectors."""
+        """All parameters, in the order they are laid out in the flat vectors."""
         return (member for flat in self.flats for member in flat.members)
 
     @property

@@ -1,8 +1,9 @@
 """Run all reductions of one backward concurrently, followed by an exchange among the ranks.
 
-At the end, every rank publishes a hash of the order in which it gathered and reduced units, and the
-parameters for which it had gradients. A rank with a different order is named in an error, and a
-parameter that has no gradient on any rank keeps its `.grad`, so that the optimizer skips it.
+At the end of the backward, every rank publishes a hash of the order in which it gathered and
+reduced units, and the parameters for which it had gradients. A rank with a different order is named
+in an error, and a parameter that has no gradient on any rank keeps its `.grad`, so that the
+optimizer skips it.
 """
 
 from __future__ import annotations

@@ -100,9 +100,9 @@ class Reduction:
         self._work = self._replicas.all_reduce(self._sums, op="sum", async_op=True)
 
     def advance(self, *, block: bool) -> bool:
-        """Advance as far as possible without blocking, or to the end.
+        """Advance as far as possible without blocking; if `block` is set, complete the reduction.
 
-        Return whether the end was reached.
+        Return whether the reduction is complete.
         """
         if block:
             self.cross()

@@ -27,7 +27,7 @@ def counterpart(message: Action) -> Action:
 
 
 def find_deadlock(plan: Plan, *, rendezvous: bool = False) -> PlanError | None:
-    """Return the error that describes a deadlock, or None if all ranks reach the end.
+    """Return the error that describes a deadlock, or None if all ranks reach the end of their rows.
 
     Args:
         plan: the plan, with messages if `rendezvous` is set; otherwise messages are ignored.
@@ -45,7 +45,7 @@ def blocked(plan: Plan) -> PlanError:
 
 
 class _Machine:
-    """The state of all ranks, each of which has reached some action of its row."""
+    """The state of all ranks: the action that each has reached in its row."""
 
     def __init__(self, plan: Plan, rendezvous: bool) -> None:
         self._plan = plan

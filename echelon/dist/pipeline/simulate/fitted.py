@@ -18,7 +18,7 @@ from echelon.dist.pipeline.simulate.costs import Costs, of_stage
 def fitted(
     rank_of_stage: Sequence[int], num_microbatches: int, costs: Costs, memory_bytes: float
 ) -> list[list[Action]] | None:
-    """Return the rows of the schedule, or None if the memory does not suffice for any progress.
+    """Return the rows of the schedule, or None if there is too little memory to make progress.
 
     Args:
         rank_of_stage: the rank that holds each stage.

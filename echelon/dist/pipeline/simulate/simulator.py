@@ -68,12 +68,12 @@ def simulate(
     """Compute when a plan's actions run.
 
     Args:
-        plan: any plan. Its messages and sharding actions do not take time by themselves.
+        plan: any plan. Its messages and sharding actions take no time themselves.
         forward: the cost of one chunk's forward, for all stages or per stage.
         input_grad: cost of the gradient of one chunk's input.
         weight_grad: cost of the gradient of one chunk's weights; a whole backward takes
             input_grad + weight_grad.
-        costs: all costs, given instead of the three arguments above.
+        costs: all costs, which replace the three arguments above.
 
     Raises:
         PlanError: an action can never run.

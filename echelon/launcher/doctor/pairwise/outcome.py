@@ -75,7 +75,7 @@ class Outcome:
             yield self.hosts[number], took[number]
 
     def name_of(self, pair: Pair) -> str:
-        """Return a description of a pair in words."""
+        """Describe a pair in words."""
         return f"{self.names[pair[0]]} - {self.names[pair[1]]}"
 
     def to_json(self) -> dict[str, Any]:

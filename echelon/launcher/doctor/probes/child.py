@@ -28,7 +28,7 @@ class Child:
     """A probe that runs in a child process.
 
     Attributes:
-        due_s: the latest time at which `poll` must be called again.
+        due_s: the time by which `poll` must be called again.
         pid: the child's pid; 0 if it could not be started.
     """
 

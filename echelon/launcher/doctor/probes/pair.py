@@ -1,6 +1,6 @@
 """Measure latency, bandwidth and clock offset between two hosts over one TCP connection.
 
-One end listens at a free port, and the other end measures by sending these messages:
+One end listens on a free port, and the other end measures by sending these messages:
 
     TOKEN            once, 32 bytes; a client without the right token is disconnected
     b"p" ...         9 bytes: a ping; the answer is 8 bytes, the listener's wall clock in ns

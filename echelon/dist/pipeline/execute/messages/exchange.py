@@ -45,7 +45,7 @@ class Routes:
         return [one for one in self._sent[peer] if backward or one.product is Product.OUTPUT]
 
     def destination(self, thing: Thing) -> int | None:
-        """Return the rank to which a computation's result is sent, or None if none needs it."""
+        """Return the rank that receives a computation's result, or None if no rank needs it."""
         to = thing.stage + {Product.OUTPUT: 1, Product.INPUT_GRAD: -1}.get(thing.product, 0)
         if to == thing.stage or not 0 <= to < self._num_stages:
             return None

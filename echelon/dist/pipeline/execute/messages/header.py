@@ -36,7 +36,7 @@ class Place(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """The specification of one tensor, from which the tensor can be created."""
+    """The specification of one tensor, which suffices to create the tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -1,6 +1,6 @@
 """Manage this rank's receives from one peer during a step.
 
-Messages of a channel arrive in the order in which they are sent, which is the order of the peer's
+Messages of a channel arrive in the order they are sent, which is the order of the peer's
 row in the plan. So receives are posted in that order, a few computations ahead of need, even if
 their data is needed in another order.
 

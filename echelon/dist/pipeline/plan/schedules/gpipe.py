@@ -9,7 +9,7 @@ from echelon.dist.pipeline.plan.action import Action, backward, forward
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
-    """Return the rows of GPipe, with one stage per rank."""
+    """Return the rows of a GPipe plan, with one stage per rank."""
     microbatches = range(num_microbatches)
     return [
         [forward(rank, m) for m in microbatches] + [backward(rank, m) for m in microbatches]
