@@ -39,7 +39,7 @@ class Reply(Generic[T]):
             RuntimeError: the pipeline has not been sent.
         """
         if not self._is_there:
-            raise RuntimeError("the pipeline has not been sent yet: leave its `with` block first")
+            raise RuntimeError("the pipeline has not been sent yet: exit its `with` block first")
         if isinstance(self._answer, StoreError):
             raise self._answer
         return cast(T, self._answer)

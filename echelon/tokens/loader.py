@@ -312,12 +312,12 @@ class TokenLoader:
         for name in ("context", "seed"):
             if state[name] != getattr(self, name):
                 raise ValueError(
-                    f"the position was taken with {name} {state[name]}, but this loader has "
+                    f"the position was saved with {name} {state[name]}, but this loader has "
                     f"{getattr(self, name)}: the samples would differ"
                 )
         if state.get("pack_documents", False) != self._packs:
             raise ValueError(
-                f"the position was taken with pack_documents {not self._packs}, but this "
+                f"the position was saved with pack_documents {not self._packs}, but this "
                 f"loader has {self._packs}: the samples would differ"
             )
         here = {source.name: source.shards for source in self.sources}
@@ -329,7 +329,7 @@ class TokenLoader:
                 )
             if row["fingerprint"] != here[name].index.fingerprint:
                 raise ValueError(
-                    f"source {name!r} has changed since the position was taken: "
+                    f"source {name!r} has changed since the position was saved: "
                     f"{here[name].folder} was prepared again"
                 )
 

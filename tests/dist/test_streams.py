@@ -116,7 +116,7 @@ def _refuse(world, array) -> None:
     with pytest.raises(ValueError, match="has no bxor"):
         world.all_reduce(array(torch.zeros(2, dtype=torch.int64)), "bxor")
     if world.rank == 0:
-        with pytest.raises(ValueError, match="works on cuda:0"):
+        with pytest.raises(ValueError, match="uses cuda:0"):
             world.all_reduce(array(torch.zeros(2), index=7))
     x = array(torch.ones(2))
     world.all_reduce(x)

@@ -117,7 +117,7 @@ def test_an_older_checkpoint_of_another_job_is_refused_too(folder, original, tex
     flip(folder, 7)
     code, told, first = resume(folder, text, "--seed=1")
     assert (code, first) == (2, 0), told
-    assert "the position was taken with seed 0, but this loader has 1" in told.splitlines()[-1]
+    assert "the position was saved with seed 0, but this loader has 1" in told.splitlines()[-1]
 
 
 def test_an_empty_folder_is_a_beginning(text, tmp_path):

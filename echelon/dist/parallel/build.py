@@ -98,7 +98,7 @@ def parallelize(
         raise ValueError(f"num_microbatches must be a number >= 1, got {num_microbatches!r}")
     if sequence and axes.tensor.size == 1:
         raise ValueError(
-            "sequence=True needs at least two ranks on axis tp, which divides sequences"
+            "sequence=True needs at least two ranks on axis tp, along which sequences are split"
         )
     has_stages = axes.stages.size > 1
     if not has_stages and num_chunks not in (None, 1):

@@ -67,7 +67,7 @@ class Exchanges:
                 return answer
         finally:
             lock.release()
-        raise AssertionError("this line must never be reached")
+        raise AssertionError("this line should be unreachable")
 
     def tell(self, operation: str, key: bytes, request: bytes, deadline: Deadline) -> None:
         """Send a request that has no answer."""
@@ -127,4 +127,4 @@ class Exchanges:
                 raise
             pool.give_back(channel)
             return answer
-        raise AssertionError("this line must never be reached")
+        raise AssertionError("this line should be unreachable")

@@ -303,7 +303,7 @@ class _PushedWatch(Watch):
             raise StoreConnectionError(f"watch: {payload.decode('utf-8', 'replace')}")
         if status != p.EVENT or not payload:
             raise StoreProtocolError(
-                f"watch: the server sent an unexpected frame of status {status}"
+                f"watch: the server sent an unexpected frame with status {status}"
             )
         wire, value = p.unpack_strings(payload, 1)
         return Change(wire[1:].decode("utf-8", "surrogateescape"), value if payload[0] else None)

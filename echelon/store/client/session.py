@@ -132,7 +132,7 @@ class Session:
                     link.forget(started)
                 raise
             return self._payload(operation, key, started)
-        raise AssertionError("this line must never be reached")
+        raise AssertionError("this line should be unreachable")
 
     def ask_all(
         self, operation: str, key: bytes, queries: list[tuple[int, bytes]], deadline: Deadline
@@ -217,7 +217,7 @@ class Session:
             payload = self._payload(operation, key, waiting)
             assert payload is not None
             return payload
-        raise AssertionError("this line must never be reached")
+        raise AssertionError("this line should be unreachable")
 
     # Failures.
 

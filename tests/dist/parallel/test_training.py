@@ -119,14 +119,14 @@ def _be_refused(rank, size):
 def test_what_does_not_work_is_refused_in_one_line():
     for texts in run_ranks(_be_refused, 2):
         expected = [
-            "tensor parallelism over 2 ranks needs a multiple of 2 kv_heads; the model has 1",
-            "tensor parallelism over 2 ranks needs a multiple of 2 heads; the model has 1",
-            "tensor parallelism over 2 ranks needs a multiple of 2 hidden; the model has 33",
+            "tensor parallelism over 2 ranks needs kv_heads to be a multiple of 2, not 1",
+            "tensor parallelism over 2 ranks needs heads to be a multiple of 2, not 1",
+            "tensor parallelism over 2 ranks needs hidden to be a multiple of 2, not 33",
             "Sequential does not have a plan() method: pass plan=",
             "the plan's pattern 'up' matches no module of Sequential",
             "drop drops features at random, and the ranks of axis tp would drop different",
             "the mesh has 2 ranks on axis tp, but the plan does not divide any module: set plan",
-            "sequence=True needs at least two ranks on axis tp, which divides sequences",
+            "sequence=True needs at least two ranks on axis tp, along which sequences are split",
             "the mesh has 2 ranks on axis pp, but the plan does not define how to cut Transformer",
             "a mesh for parallelize has axes from pp, replicate, shard, tp, in this order",
             "num_microbatches must be a number >= 1, got 0",

@@ -103,8 +103,8 @@ class StreamEngine:
         for data in arrays:
             if data is not None and data.index != self._index:
                 raise ValueError(
-                    f"the array is on {self.device}:{data.index}, but this group of backend "
-                    f"{self.name!r} works on {self.device}:{self._index}"
+                    f"the array is on {self.device}:{data.index}, but this group "
+                    f"(backend {self.name!r}) uses {self.device}:{self._index}"
                 )
         if operation.is_message:
             if operation.peer < 0:

@@ -97,7 +97,9 @@ class SafetensorsFile:
         length = int.from_bytes(os.pread(self._descriptor, _LENGTH_BYTES, 0), "little")
         first = _LENGTH_BYTES + length
         if size < _LENGTH_BYTES or length > _MAX_HEADER_BYTES or first > size:
-            raise ValueError(f"the header is said to have {length} bytes, but the file has {size}")
+            raise ValueError(
+                f"the header length is given as {length} bytes, but the file has only {size}"
+            )
         header = json.loads(os.pread(self._descriptor, length, _LENGTH_BYTES))
         header.pop("__metadata__", None)
         return {

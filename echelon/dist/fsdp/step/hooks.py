@@ -109,7 +109,7 @@ class _PartHook:
             return
         raise RuntimeError(
             f"a {type(module).__name__} inside {self._unit} was called outside of the unit's "
-            "forward, when this rank has only a shard of the unit's parameters. Call the unit, "
+            "forward, while this rank holds only a shard of the unit's parameters. Call the unit, "
             "make this module a unit of its own, or register the method that you call with "
             "register_forward_method(module, name)"
         )

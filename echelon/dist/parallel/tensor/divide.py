@@ -67,8 +67,8 @@ def _check(model: nn.Module, plan: Plan, setting: Setting) -> None:
     for what, number in plan.divisors.items():
         if number % size:
             raise ValueError(
-                f"tensor parallelism over {size} ranks needs a multiple of {size} {what}; the "
-                f"model has {number}"
+                f"tensor parallelism over {size} ranks needs {what} to be a multiple of {size}, "
+                f"not {number}"
             )
     if not plan.tensor:
         raise ValueError(

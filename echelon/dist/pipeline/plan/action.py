@@ -105,7 +105,7 @@ class Action:
                 f"{text!r} lacks a micro-batch number: use {text}0 for the first micro-batch"
             )
         if not needs_number and microbatch:
-            raise ValueError(f"{text!r}: {kind} applies to a whole stage, without a micro-batch")
+            raise ValueError(f"{text!r}: {kind} applies to a whole stage and takes no micro-batch")
         return Action(int(stage), Kind(kind), int(microbatch) if microbatch else -1)
 
 
