@@ -97,6 +97,7 @@ def _abort_from_a_thread(world: Any) -> None:
 def _close_from_a_thread(world: Any) -> None:
     rank, world_size = world.rank, world.size
     group = dist.new_group(range(world_size), name="closed")
+    world.barrier()  # a rank that still connects to this one would see a connection that broke
     seen: list[BaseException] = []
 
     def call() -> None:
