@@ -97,6 +97,18 @@ def holds_the_lock() -> Job:
     return job
 
 
+@story("gil_hang", [2], confidence="likely")
+def holds_the_lock_before_its_last_operation_is_marked_as_completed() -> Job:
+    """What marks an operation as completed needs the lock, so a pending one shows no device."""
+    job = Job(4).train(3)
+    job[2].all_reduce(inside=True)
+    for rank in job.others(2):
+        rank.all_reduce().all_reduce(inside=True)
+    job[2].host.update(process_state="S", cpu_share=0.0)
+    job[2].heartbeat_age_s, job[2].native_heartbeat_age_s = 8.0, 0.3
+    return job
+
+
 @story("host_hang", [3], confidence="certain")
 def a_subgroup_stall_is_reported_once() -> Job:
     job = Job(4).train(2)

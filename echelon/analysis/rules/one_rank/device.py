@@ -8,10 +8,13 @@ from echelon.analysis.evidence.streams import ROOTED
 from echelon.analysis.evidence.waits import Wait
 from echelon.analysis.finding import Cause, Confidence, rank_list
 from echelon.analysis.rules.one_rank.reading import Reading
+from echelon.analysis.rules.one_rank.signals import STALE_HEARTBEAT_S, heartbeat_age_s
 
 
 def read_device(picture: Picture, facts: RankEvidence) -> Reading | None:
     """Detect a rank whose device has stopped, so that the rank is behind in an operation."""
+    if facts.host.alive and heartbeat_age_s(facts) >= STALE_HEARTBEAT_S:
+        return None  # Python is not running, and it is what marks operations as completed
     rank = facts.rank
     mine = [wait for wait in picture.graph.waits if rank in wait.waiting]
     wait = next((wait for wait in mine if wait.completed and not wait.absent), None)
