@@ -1,10 +1,10 @@
-"""Run the command line that shows, verifies and exports checkpoints.
+"""Show, verify and export checkpoints from the command line.
 
     python -m echelon.dist.checkpoint show FOLDER
     python -m echelon.dist.checkpoint verify FOLDER
     python -m echelon.dist.checkpoint export FOLDER FILE [--key NAME]
 
-The exit code is 0 on success, 1 if a version is damaged or cannot be read, and 2 for a wrong
+The exit code is 0 on success, 1 if a version is damaged or cannot be read, and 2 for an invalid
 command line.
 """
 
@@ -93,7 +93,7 @@ def _all_versions(path: Path) -> list[Path]:
 
 
 def describe(source: Version) -> list[str]:
-    """Return one line per entry of a checkpoint."""
+    """Describe each entry of a checkpoint in one line."""
     manifest = source.manifest
     num_bytes = sum(file.num_bytes for file in manifest.files.values())
     lines = [f"{source.path}: {num_bytes:,} bytes of tensors, saved by {manifest.world_size} ranks"]
@@ -113,7 +113,7 @@ def describe(source: Version) -> list[str]:
 
 
 def _names(manifest: Manifest, path: str) -> list[str]:
-    """Return one line per tensor of a module, including tied ones."""
+    """Return one line for each tensor of a module, including tied tensors."""
     lines = []
     for name, tensor in sorted(manifest.tensors.items()):
         if name.startswith(f"{path}/"):

@@ -21,12 +21,12 @@ from echelon.dist.checkpoint.state.plain import TensorAt, unpack
 def export(
     path: str | os.PathLike[str], file: str | os.PathLike[str], key: str | None = None
 ) -> None:
-    """Write the contents of a checkpoint to one file. Other ranks need not call this.
+    """Write the contents of a checkpoint to one file. Only one rank needs to call this.
 
     A .safetensors file receives the tensors of one module. Any other file is written in the format
     of `torch.save` and can be read by `torch.load(..., weights_only=True)`: a module's state_dict
-    if `key` names a module, else a dict of all entries in torch's own forms, without random states.
-    The file appears atomically.
+    if `key` names a module, otherwise a dict of all entries except random states, as torch itself
+    would store them. The file appears atomically.
 
     Args:
         path: the path of the checkpoint, or of one version of it.
@@ -84,7 +84,7 @@ def _write_safetensors(source: Version, path: Path, key: str) -> None:
 
 
 def _one_per_name(paths: Iterable[str], prefix: str) -> dict[str, str]:
-    """Return the path for each name under a prefix; the lowest rank's path if each rank has one."""
+    """Return one path per name under a prefix: the lowest rank's path if every rank has its own."""
     chosen: dict[str, tuple[int, str]] = {}
     for path in paths:
         if path.startswith(prefix):

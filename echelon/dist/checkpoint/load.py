@@ -125,8 +125,8 @@ def _fill(
 def peek(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the plain values of the newest checkpoint under `path`. Not collective.
 
-    This makes it possible to identify a checkpoint before anything is built or loaded. Values that
-    hold tensors are omitted.
+    Use it to identify a checkpoint before building or loading anything. Values that hold tensors
+    are omitted.
 
     Raises:
         CheckpointError: there is no complete checkpoint, or its manifest is damaged.
@@ -157,8 +157,8 @@ def _choose(path: Path | Remote, *, is_again: bool) -> list[str]:
 
     Args:
         path: the path that the caller passed.
-        is_again: whether all earlier candidates were damaged or gone; if so, there may be no
-            candidates left.
+        is_again: whether all earlier candidates were damaged or missing; an empty result is then
+            allowed.
     """
     try:
         if isinstance(path, Remote):
@@ -185,10 +185,10 @@ def _open(path: Path | Remote, state: dict[str, Any]) -> Source:
 
 
 def _require_use(restore: Restore, source: Source, peers: Peers) -> None:
-    """Check that each stored tensor of the modules is requested by some rank.
+    """Check that every stored tensor of the modules is requested by at least one rank.
 
     Raises:
-        ValueError: no rank requests some tensor, so the model differs from the saved one.
+        ValueError: a tensor is not requested by any rank, so the model differs from the saved one.
     """
     everyones = [set(unused) for unused in peers.all_gather(restore.unused)]
     left = sorted(set.intersection(*everyones))

@@ -50,10 +50,10 @@ def save(
     A state is a dict, possibly nested, of modules, optimizers, `RandomState`s, objects with
     `state_dict` and `load_state_dict`, tensors and plain values. Ranks that hold the same tensor
     verify that their copies are equal; each rank then writes a share. For sharded modules, each
-    rank writes its shards. Buffers, extra state and states of objects are saved once if they are
-    equal on all ranks, and otherwise once per rank. Plain values are taken from rank 0, and random
-    states are saved for each rank. Parameters of an optimizer are named after the modules in the
-    same state.
+    rank writes its shards. Buffers, extra state and objects' states are saved once if they are
+    equal on all ranks, and once per rank otherwise. Plain values are taken from rank 0, and random
+    states are saved for each rank. An optimizer's parameters take their names from the modules in
+    the same state.
 
     The previous checkpoint remains loadable until this one is complete, whatever happens. Ranks
     wait for each other for at most the group's timeout or, in the background, `timeout_s`.
@@ -217,7 +217,7 @@ class _Job:
     def run_apart(self, deadline_s: float) -> None:
         """Write and commit without communication, by watching for the files of the other ranks.
 
-        The group is left to training, which continues at the same time.
+        This leaves the group free for training, which continues at the same time.
         """
         try:
             self._write()
@@ -277,7 +277,7 @@ class _Job:
             time.sleep(_LOOK_S)
 
     def _require_ranks(self, is_there: Callable[[], bool]) -> None:
-        """Raise an error if this save cannot be completed because a needed rank is lost."""
+        """Raise an error if this save cannot be completed because a rank that it needs was lost."""
         gone = self.peers.gone()
         if not gone:
             return

@@ -1,1 +1,1 @@
-"""The folder of a checkpoint, its files and their bytes."""
+"""Read and write the folder of a checkpoint and the files in it."""

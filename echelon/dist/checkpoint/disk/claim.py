@@ -1,4 +1,4 @@
-"""Claim a folder, so that only one job at a time saves checkpoints in it.
+"""Claim a folder so that only one job at a time can save checkpoints in it.
 
 The claim is a lock (`flock`) on a file in the folder. The lock is released when the process ends,
 even if the process is killed. Forked children close their copies of the lock.
@@ -29,8 +29,7 @@ class Claim:
     """Exclusive use of a folder by this process until `close`.
 
     Raises:
-        CheckpointError: another process has held the folder for longer than a lost process could
-            hold it.
+        CheckpointError: another live process holds the folder.
         OSError: the folder cannot be written.
     """
 

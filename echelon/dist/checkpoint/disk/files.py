@@ -1,7 +1,8 @@
-"""Make the file-system changes of a save, with one function for each kind of change.
+"""Make the file-system changes that a save needs; each kind of change has one function.
 
 Every change to a checkpoint on disk goes through this module. A test can therefore kill the process
-at any change, or make the call fail or hang, and verify that the previous checkpoint still loads.
+at any change, or make that change fail or hang, and verify that the previous checkpoint still
+loads.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def write_whole(path: Path, data: bytes, *, sync: bool) -> None:
     Args:
         path: path of the file.
         data: content of the file.
-        sync: whether to flush the file. The file then survives a power failure once its folder has
-            been flushed too.
+        sync: whether to flush the file, so that it survives a power failure once its folder is
+            flushed too.
     """
     unfinished = path.with_name(f".{path.name}.tmp")
     file = NewFile(unfinished)

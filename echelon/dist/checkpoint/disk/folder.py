@@ -88,7 +88,7 @@ class Unfinished:
 
     @contextlib.contextmanager
     def local_folder(self) -> Iterator[Path]:
-        """Return the folder in which this rank's file is written: the version's own folder."""
+        """Yield the folder to write this rank's file in, which is the version's own."""
         yield self.path
 
     def publish(self, file: Path, limit_s: float) -> None:  # noqa: ARG002 -- of the interface
@@ -100,7 +100,7 @@ class Unfinished:
         files.write_whole(self.path / INDEX_NAME.format(rank), encode(part), sync=False)
 
     def add_failure(self, rank: int, reason: str) -> None:
-        """Publish that a rank failed to write its part of the version."""
+        """Report to all ranks that a rank failed to write its part of the version."""
         files.write_whole(self.path / FAILED_NAME.format(rank), reason.encode(), sync=False)
 
     def failure(self) -> str | None:
@@ -118,7 +118,7 @@ class Unfinished:
         return [rank for rank in range(world_size) if INDEX_NAME.format(rank) not in names]
 
     def is_committed(self) -> bool:
-        """Return whether this save, and not another save with the same number, was committed."""
+        """Return whether this save was committed, rather than another save with the same number."""
         return is_committed(self.final, self.token)
 
     def commit(self, world_size: int, keep: int) -> None:
@@ -223,19 +223,19 @@ def is_committed(version: Path, token: str | None = None) -> bool:
 
 
 def versions(root: Path) -> Sequence[Path]:
-    """Return the complete versions of a checkpoint, the oldest first."""
+    """Return the complete versions of a checkpoint, oldest first."""
     return [version for version in _numbered(root) if is_committed(version)]
 
 
 def marked(root: Path) -> Sequence[Path]:
-    """Return the committed versions, including damaged ones, the oldest first."""
+    """Return the committed versions, including damaged ones, oldest first."""
     return [version for version in _numbered(root) if (version / COMMIT).exists()]
 
 
 def candidates(path: Path) -> Sequence[Path]:
     """Return the versions to try to load, best first, or only `path` if `path` is a version.
 
-    In a folder with a checkpoint per step, the versions of the highest step come first.
+    In a folder with one checkpoint per step, the versions of the highest step come first.
 
     Raises:
         CheckpointError: no version was found.
@@ -305,7 +305,7 @@ def _looks_whole(version: Path) -> bool:
 
 
 def problem_of(version: Path) -> str | None:
-    """Return why a committed version cannot be loaded; None if its files have the right sizes."""
+    """Return why a committed version cannot be loaded, or None if all file sizes are right."""
     try:
         for file in read_manifest(version).files.values():
             _require_size(version / file.name, file)
@@ -396,7 +396,7 @@ def _numbered(root: Path) -> list[Path]:
 
 
 def _names(folder: Path) -> list[str]:
-    """Return the names in a folder, or an empty result if the folder does not exist.
+    """Return the names in a folder, or [] if the folder does not exist.
 
     Unlike looking up a single name, listing the folder makes NFS refresh it.
     """

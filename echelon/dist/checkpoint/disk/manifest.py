@@ -1,4 +1,4 @@
-"""Define the manifest: all plain values, and the location of each tensor's elements.
+"""Define the manifest, which holds all plain values and locates each tensor's elements.
 
 Here, a tensor is a sequence of elements in row-major order. Each rank writes parts of some tensors,
 one after the other, to its own file; `Range` describes such a part. On loading, the elements that a
@@ -282,7 +282,7 @@ def _check_cover(path: str, tensor: StoredTensor) -> None:
 
 
 def _runs(tensor: StoredTensor) -> Iterable[tuple[int, int, int]]:
-    """Return the start, the length and the file of each run of a tensor, in order."""
+    """Yield the start, length and file of each run of a tensor, in order."""
     if not any(one.repeats for one in tensor.ranges):
         return ((one.start, one.length, one.file) for one in tensor.ranges)
     columns = [
@@ -309,8 +309,8 @@ def merge(parts: Sequence[Manifest], compare: Compare | None = None) -> Manifest
     twice; `compare` then checks that both copies are equal.
 
     Raises:
-        ValueError: ranks disagree on a tensor's shape or dtype, some elements were written by no
-            rank, or two ranks wrote different values for the same elements.
+        ValueError: ranks disagree on a tensor's shape or dtype, no rank wrote some of the elements,
+            or two ranks wrote different values for the same elements.
     """
     whole = Manifest(world_size=len(parts), save=parts[0].save)
     ranges: dict[str, list[Range]] = {}

@@ -74,7 +74,7 @@ class Pattern:
 
 
 def pattern_of(shape: Sequence[int], box: Sequence[npt.NDArray[Any]]) -> Pattern:
-    """Return the elements of a tensor that the given indices of each dim select.
+    """Return the pattern of the elements that `box` selects from a tensor.
 
     Args:
         shape: shape of the tensor.

@@ -1,4 +1,4 @@
-"""Write and read the file of one rank, which has a checksum for each block."""
+"""Write and read a rank's file, which has a checksum for each block."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class RankFileWriter:
         return StoredFile(file_name(self._rank), self._num_bytes, tuple(self._checksums))
 
     def close(self) -> None:
-        """Close the file, whether it is finished or not."""
+        """Close the file, whether or not it is finished."""
         self._file.close()
 
     def _write(self, data: memoryview) -> None:

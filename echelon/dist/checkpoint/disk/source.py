@@ -36,8 +36,8 @@ class Source(Protocol):
     def read(self, path: str, start: int, out: Tensor, repeats: Repeats = ()) -> None:
         """Fill `out` with a tensor's elements, starting at element `start`.
 
-        `out` is 1-D, plain and of the stored dtype. If `repeats` is given (see `Pattern`), `out`
-        receives several runs, one after the other.
+        `out` is a plain 1-D tensor of the stored dtype. If `repeats` is given (see `Pattern`),
+        `out` receives several runs, one after the other.
         """
         ...
 
@@ -118,7 +118,7 @@ class Version:
 
 
 def runs(start: int, out: Tensor, repeats: Repeats) -> Iterator[tuple[int, Tensor]]:
-    """Return each run's first element and part of `out`, for files without patterns."""
+    """Yield each run's first element and slice of `out`, for sources that read single runs."""
     num_runs = math.prod(count for count, _ in repeats)
     pattern = Pattern(start, out.numel() // num_runs, repeats)
     for index, first in enumerate(pattern.starts().tolist()):
@@ -144,7 +144,7 @@ def fill(source: Source, held: Held, path: str) -> None:
 
 
 def check_fit(source: Source, held: Held, path: str) -> str | None:
-    """Return why the tensor stored under `path` cannot fill the held tensor, or None if it can."""
+    """Return why the tensor stored under `path` cannot be loaded into `held`, or None if it can."""
     stored = source.manifest.tensor(path)
     if stored is None:
         return f"{path} is not in the checkpoint"

@@ -1,4 +1,4 @@
-"""Name the folders that each contain the checkpoint of one step."""
+"""Name each step's checkpoint folder, and find the step of such a folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step that a folder's name contains, or None if it contains no step."""
+    """Return the step in a folder's name, or None if the name does not contain one."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 

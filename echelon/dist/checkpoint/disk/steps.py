@@ -1,4 +1,4 @@
-"""Manage a folder that contains one checkpoint of a job per step.
+"""Manage a job's folder, which contains one checkpoint per step.
 
 FOLDER/step_00000300/000001/...        a checkpoint as `save` writes it
 FOLDER/step_00000300/score             the score that the program passed, if any
@@ -35,7 +35,7 @@ class StepFolders:
         return step_folders(self.folder).get(step, self.folder / step_name(step))
 
     def look(self) -> list[Found]:
-        """Return the checkpoints found in the folder, keyed by step."""
+        """Return the checkpoints found in the folder, in order of their steps."""
         folders = step_folders(self.folder)
         return [_look(step, folders[step]) for step in sorted(folders)]
 
@@ -52,7 +52,7 @@ class StepFolders:
             files.write_whole(path / _SCORE, json.dumps(score).encode(), sync=True)
 
     def remove(self, step: int) -> str | None:
-        """Remove a step's checkpoint, or return the reason why it was not removed.
+        """Remove a step's checkpoint, or return why it was not removed.
 
         A checkpoint that is being read is kept, and so is a folder that contains other files. The
         removal is atomic, so a partly removed checkpoint is never visible.

@@ -1,4 +1,4 @@
-"""Read a file of `torch.save` as a source of tensors, without running code from the file."""
+"""Load tensors from a file written by `torch.save`, without running code from the file."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from echelon.errors import CheckpointError
 
 
 class TorchFile:
-    """A state_dict, or a dict of states in torch's form, arranged in the structure of a state.
+    """A file written by `torch.save`, with its contents arranged like a given state.
 
     Args:
         path: path of the file.
-        state: the state to fill. A single state_dict is loaded into the state's only module. The
-            state also provides the names of an optimizer's parameters, which torch only numbers.
+        state: the state to fill. A single state_dict is loaded into the state's only module. Torch
+            stores an optimizer's parameters by number, so their names come from this state.
 
     Raises:
         CheckpointError: the file cannot be read without unpickling objects.

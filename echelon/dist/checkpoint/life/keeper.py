@@ -5,8 +5,8 @@
 
 [Note: what is removed when] Rank 0 removes a checkpoint only after committing a newer one, in the
 same thread. So the newest complete checkpoint is never removed, and a killed job leaves at most one
-superfluous checkpoint. A full disk causes a removal only if the program asks for that with
-`make_room`.
+superfluous checkpoint. Checkpoints are removed to free space on a full disk only if the program
+sets `make_room`.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Keeper:
         self._steps.note_score(step, score if score is None or not math.isnan(score) else None)
 
     def _rotate(self, step: int) -> None:
-        """Remove checkpoints that the policy does not keep. Called on rank 0 after each commit."""
+        """Remove the checkpoints that the policy discards. Called on rank 0 after each commit."""
         self._steps.sweep()
         for gone in rules.superfluous(self._steps.look(), self.policy, step):
             self._remove(gone)

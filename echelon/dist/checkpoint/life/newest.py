@@ -1,4 +1,4 @@
-"""Find the checkpoint to resume from, which is the same on all ranks."""
+"""Find the checkpoint to resume from, and agree on it across ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def newest(folder: str | os.PathLike[str]) -> Path | str | None:
     checkpoint that it skips.
 
     Args:
-        folder: the folder passed to `Keeper`, with a checkpoint per step, or the path passed to
+        folder: the folder passed to `Keeper`, with one checkpoint per step, or the path passed to
             `save`.
 
     Returns:
@@ -58,7 +58,7 @@ def newest(folder: str | os.PathLike[str]) -> Path | str | None:
 
 
 def _newest(folder: Path | Remote) -> list[Any]:
-    """Return the newest checkpoint's path, or None, and why newer checkpoints were skipped."""
+    """Return the newest complete checkpoint's path, or None, and why newer ones were skipped."""
     steps = steps_of(folder)
     found = steps.look()
     chosen = rules.newest(found)
@@ -77,7 +77,7 @@ def _newest(folder: Path | Remote) -> list[Any]:
 
 
 def _problems(folder: Path | Remote) -> list[str | None]:
-    """Return each version's problem, newest first, for a folder written by `save`."""
+    """Return what is wrong with each version that `save` wrote, newest first; None if intact."""
     if isinstance(folder, Remote):
         found = [folder] if COMMIT in folder.sizes() else remote.marked(folder)
         return [remote.problem_of(version) for version in reversed(found)]

@@ -72,8 +72,8 @@ def best(found: Sequence[Found], which: Best) -> Found | None:
 def superfluous(found: Sequence[Found], policy: Policy, just_saved: int) -> list[int]:
     """Return the steps whose checkpoints may be removed once a save has been committed.
 
-    The steps are in ascending order. Damaged checkpoints do not count as kept. Those among the most
-    recent complete ones are left for inspection.
+    The steps are in ascending order. Damaged checkpoints do not count towards `keep`; those newer
+    than the oldest of the last `keep` complete ones are left for inspection.
     """
     complete = sorted(one.step for one in _complete(found))
     if just_saved not in complete:

@@ -13,9 +13,9 @@ from echelon.dist.checkpoint.ranks.peers import Peers, World, find
 class SaveSchedule:
     """Decides when a checkpoint is due, at the same step on all ranks.
 
-    Time is measured on rank 0's clock, from the last step at which a checkpoint was due. A step at
-    which no checkpoint is due needs no communication, except with torch.distributed's own groups,
-    where `every_s` costs a small all_gather per step.
+    Time is measured on rank 0's clock, from the last step at which a checkpoint was due. Steps at
+    which no checkpoint is due need no communication. The exception is `every_s` with
+    torch.distributed's own groups, which costs a small all_gather per step.
 
     Args:
         every_steps: a checkpoint is due after every step whose number is a multiple of this number.

@@ -1,9 +1,9 @@
-"""Divide writing among ranks that hold the same elements, after verifying that they are equal.
+"""Divide writing among ranks that hold the same elements, after verifying that their copies match.
 
 [Note: the proof] Equal names, shapes and ranges do not prove that tensors are replicas: each
 pipeline stage may number its layers from 0, and a replica may have drifted. So ranks compare
 checksums of the elements that several ranks hold, and a difference raises an error that names the
-tensor and two ranks. The cost is one read of those elements. Messages grow with the number of
+tensor and two ranks. The cost is one read of those elements. The messages grow with the number of
 *different* ranks: replicas of a whole model exchange a few bytes each, and ranks with different
 shards exchange 24 bytes per tensor.
 """
@@ -26,7 +26,7 @@ Holders = tuple[int, ...]
 
 
 class _Row(NamedTuple):
-    """One rank's description of a tensor, sent to the other ranks in the form of hashes."""
+    """One rank's description of a tensor, sent to the other ranks as hashes."""
 
     path: int
     kind: int
@@ -34,7 +34,7 @@ class _Row(NamedTuple):
 
 
 def settle(peers: Peers, doing: str, contents: Contents) -> None:
-    """Agree on the kind of each entry, and on the entries that are saved separately for each rank.
+    """Agree on each entry's kind, and on which entries to save separately for each rank.
 
     Raises:
         ValueError: an entry has a different kind on another rank.
@@ -57,7 +57,7 @@ def divide(
     """Return the parts of this rank's tensors that this rank must write.
 
     Raises:
-        ValueError: a tensor that several ranks hold under one name differs between ranks.
+        ValueError: several ranks hold different tensors under the same name.
         CheckpointError: other ranks detected such a tensor.
     """
     rows = [_row(one) for one in held]
@@ -110,7 +110,7 @@ def _hash(text: str) -> int:
 
 
 def _exchange(peers: Peers, rows: list[_Row]) -> list[list[_Row]]:
-    """Return every rank's rows. Of the ranks with equal rows, only one sends them."""
+    """Return every rank's rows. If several ranks have equal rows, only one sends them."""
     packed = b"".join(_ROW.pack(*row) for row in sorted(rows))
     digests = peers.all_gather(hashlib.blake2b(packed, digest_size=16).digest())
     if len(set(digests)) == 1:

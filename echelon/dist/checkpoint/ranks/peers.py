@@ -62,7 +62,7 @@ class Alone:
         self.rank = rank
 
     def gone(self) -> list[int]:
-        """Return no ranks, because there are no other ranks to lose."""
+        """Return an empty list: there are no other ranks to lose."""
         return []
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -121,7 +121,7 @@ class TorchWorld:
         self._device = _device_of(str(torch_dist.get_backend_config()))
 
     def gone(self) -> list[int]:
-        """Return no ranks, because torch.distributed does not continue after a loss."""
+        """Return an empty list: torch.distributed does not continue after a loss."""
         return []
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -155,7 +155,7 @@ class TorchWorld:
 
 
 def _device_of(config: str) -> torch.device:
-    """Return a device on which a group can exchange tensors, preferring the CPU.
+    """Return a device on which a group can exchange tensors: the CPU if possible.
 
     Args:
         config: the group's backends, such as "cpu:gloo,cuda:nccl".

@@ -89,7 +89,7 @@ def start(path: str, write: Callable[[float], None], timeout_s: float) -> Pendin
 
 
 def finish(*, must_end: bool = True) -> Exception | None:
-    """Wait for a save in the background and return its error, which is reported only once.
+    """Wait for the background save and return its error; each error is returned only once.
 
     If the save's thread is still running after the timeout, every call returns an error until the
     thread has ended. The thread's copy of the state is still in memory, and the disk that the
@@ -117,7 +117,7 @@ def finish(*, must_end: bool = True) -> Exception | None:
 
 @runtime.before_shutdown
 def _finish_at_shutdown() -> None:
-    """Wait for the last save and raise its error in the program."""
+    """Wait for the last save; if it failed, raise its error in the program."""
     error = finish()
     if error is not None:
         raise error
@@ -127,8 +127,8 @@ def _finish_at_shutdown() -> None:
 def _finish_at_exit() -> None:
     """Wait for the program's last save; if it failed, make the program fail.
 
-    Python ignores exceptions in exit handlers, so the process is ended here with an exit code.
-    Before that, the function does the work of this package's other exit handlers.
+    Python ignores exceptions in exit handlers, so this function ends the process itself with an
+    exit code, after doing the work of this package's other exit handlers.
     """
     error = finish()
     if error is None:

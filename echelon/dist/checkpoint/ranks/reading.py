@@ -1,7 +1,7 @@
-"""Divide reads among ranks: elements that several ranks need are read once and passed on.
+"""Divide reads among ranks: elements that several ranks need are read once and exchanged.
 
 Each line (see `sharing.py`) is read in windows: each of the line's ranks reads and checks an equal
-part of the window. Data that every rank wants is exchanged by all_gather; one all_to_all per round
+part of each window. Data that every rank wants is exchanged by all_gather; one all_to_all per round
 carries all lines wanted by smaller sets of ranks, so that the sets do not wait for each other and
 each rank receives only what it wants. Data that only one rank wants is read by that rank.
 """
@@ -28,7 +28,7 @@ _WINDOW_BYTES = 64 << 20
 
 
 def read(peers: Peers, source: Source, wanted: Sequence[Wanted]) -> Exception | None:
-    """Fill all tensors; return this rank's error after all ranks have finished. Collective."""
+    """Fill all tensors; return this rank's error, if any, once all have finished. Collective."""
     reading = _Reading(peers, source)
     if peers.size > 1:
         lines = find_lines(peers, source, wanted)
@@ -80,7 +80,7 @@ class _Reading:
     def _round(self, lines: Sequence[Line], number: int, num_rounds: int) -> None:
         """Read one window of each line, send this rank's part and store the other ranks' parts.
 
-        Both ranks of a pair list the lines that they share in the same order.
+        Any two ranks list the lines that they have in common in the same order.
         """
         rank, size = self._peers.rank, self._peers.size
         parts = [aligned(-(-line.num_bytes // (num_rounds * len(line.ranks)))) for line in lines]
@@ -107,7 +107,7 @@ class _Reading:
                 _put(line, first, own)
 
     def alone(self, wanted: Sequence[Wanted]) -> None:
-        """Read the data that only this rank needs, which does not belong to any line."""
+        """Read the data that only this rank needs; such data is not on any line."""
         try:
             for held, path in wanted:
                 if self.error is None and id(held) not in self._done:

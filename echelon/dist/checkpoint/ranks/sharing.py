@@ -1,4 +1,4 @@
-"""Lay out, as lines of bytes, the data that several ranks read in common.
+"""Lay out the data that several ranks need as lines of bytes.
 
 The tensors wanted by the same ranks are placed one after the other on one line of bytes. There is
 one line for the tensors that every rank wants (replicas of a whole model) and one for each smaller
@@ -26,7 +26,7 @@ Ranks = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """A piece of one tensor on a line, at positions `first` to `last` of the line."""
+    """The piece of a tensor at positions `first` to `last` of a line."""
 
     held: Held
     path: str
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
 
 
 class Line:
-    """The tensors that a set of ranks wants, placed one after the other; equal on all these ranks.
+    """The tensors that a set of ranks wants, laid out in the same way on each of these ranks.
 
     Attributes:
         ranks: the ranks of the set, in ascending order.
@@ -107,7 +107,7 @@ def find_lines(peers: Peers, source: Source, wanted: Sequence[Wanted]) -> Lines:
 
 
 def _ranks_by_key(peers: Peers, keys: bytes) -> Mapping[bytes, Ranks]:
-    """Return, for each key that any rank has, the ranks that have this key."""
+    """Map each key to the ranks that have it."""
     digests = peers.all_gather(hashlib.blake2b(keys, digest_size=16).digest())
     if len(set(digests)) == 1:
         return dict.fromkeys(_split(keys), tuple(range(peers.size)))

@@ -1,6 +1,6 @@
-"""Manage checkpoints by step in an object store, with the interface of `disk.steps`.
+"""Manage one checkpoint per step in an object store, with the interface of `disk.steps`.
 
-Object stores have no locks, so a second job that saves to the same address is not refused.
+Object stores have no locks, so a second job that saves to the same address is not detected.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RemoteSteps:
         return self.folder / step_name(step)
 
     def look(self) -> list[Found]:
-        """Return the checkpoints found under the address, keyed by step."""
+        """Return the checkpoints found under the address, in order of their steps."""
         steps = sorted(step for name in self.folder.sizes() if (step := step_of(name)) is not None)
         return [self._look(step) for step in steps]
 
@@ -52,7 +52,7 @@ class RemoteSteps:
     def remove(self, step: int) -> str | None:
         """Remove a step's checkpoint, commit marks first.
 
-        Return the reason if any part of it remains.
+        If part of the checkpoint remains, return the reason.
         """
         path = self.path(step)
         try:
@@ -65,7 +65,7 @@ class RemoteSteps:
         return None
 
     def sweep(self) -> None:
-        """Do nothing, because incomplete versions are removed together with their step."""
+        """Do nothing: incomplete versions are removed together with their step."""
 
     def _look(self, step: int) -> Found:
         path = self.path(step)

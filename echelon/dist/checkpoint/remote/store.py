@@ -151,7 +151,7 @@ class Remote:
         self._call(f"write {name}", lambda: self._fs.pipe_file(f"{self._root}/{name}", data))
 
     def upload(self, local: Path, patience_s: float) -> None:
-        """Upload a file under its name and check the object's size.
+        """Upload a file under its own name and check the object's size.
 
         Raises:
             OSError: the file cannot be uploaded within `patience_s`.
@@ -179,7 +179,7 @@ class Remote:
                 self._call(f"remove {name}", lambda path=path: self._fs.rm_file(path))  # type: ignore[misc]
 
     def remove_folder(self) -> None:
-        """Do nothing, because object stores do not have folders."""
+        """Do nothing: object stores do not have folders."""
         with contextlib.suppress(Exception):  # of no consequence, in any store
             _bounded(lambda: self._fs.rmdir(self._root), time.monotonic() + self.patience_s)
 

@@ -58,7 +58,7 @@ class RemoteUnfinished:
 
     @classmethod
     def create(cls, root: Remote) -> RemoteUnfinished:
-        """Create the next version. Its number is one above the highest existing number."""
+        """Create the next version. Its number is one higher than any existing number."""
         numbers = [int(found[1]) for name in root.sizes() if (found := _VERSION.fullmatch(name))]
         path = root / f"{max(numbers, default=0) + 1:06d}-{secrets.token_hex(TOKEN_BYTES)}"
         path.write(_BEGUN, b"1")
@@ -70,7 +70,7 @@ class RemoteUnfinished:
 
     @contextlib.contextmanager
     def local_folder(self) -> Iterator[Path]:
-        """Return a folder on this host in which the rank's file is written before the upload."""
+        """Yield a folder on this host to write the rank's file in before it is uploaded."""
         with tempfile.TemporaryDirectory(prefix="echelon-checkpoint-") as folder:
             yield Path(folder)
 
@@ -87,7 +87,7 @@ class RemoteUnfinished:
         self.path.write(INDEX_NAME.format(rank), encode(part))
 
     def add_failure(self, rank: int, reason: str) -> None:
-        """Publish that a rank failed to write its part of the version."""
+        """Report to all ranks that a rank failed to write its part of the version."""
         self.path.write(FAILED_NAME.format(rank), reason.encode())
 
     def failure(self) -> str | None:
@@ -201,7 +201,7 @@ def read_manifest(version: Remote) -> Manifest:
 
 
 def problem_of(version: Remote) -> str | None:
-    """Return why a committed version cannot be loaded; None if its objects have the right sizes."""
+    """Return why a committed version cannot be loaded, or None if all object sizes are right."""
     try:
         return _wrong_size(version, read_manifest(version))
     except (CheckpointError, OSError) as error:

@@ -211,8 +211,8 @@ def _tree_checksum(path: str, value: Any) -> int:
 def is_part(key: str, value: Any, shape: tuple[int, ...]) -> bool:
     """Return whether an optimizer's `value` has one element per element of a parameter.
 
-    The shape decides. Torch's step count, which has the shape of a parameter with one element, is
-    recognised by its name instead.
+    This is decided by shape. Torch's step count is excluded by name, because it can match the
+    shape of a parameter with one element.
     """
     return isinstance(value, Tensor) and tuple(value.shape) == tuple(shape) and key != "step"
 

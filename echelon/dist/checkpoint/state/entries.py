@@ -1,4 +1,4 @@
-"""List the entries of a state with their kinds and with the names of their parameters."""
+"""List a state's entries with their kinds, and name the parameters in them."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def _holds_more(tree: dict[Any, Any]) -> bool:
 def module_state(module: torch.nn.Module) -> dict[str, Any]:
     """Return a module's parameters, persistent buffers and extra states by name.
 
-    The names are those of the plain module, whatever wraps it or its parts:
-    DistributedDataParallel, torch.compile, activation checkpointing.
+    The names are those of the unwrapped module, even if it or its parts are wrapped by
+    DistributedDataParallel, torch.compile or activation checkpointing.
     """
     if isinstance(module, torch.nn.parallel.DistributedDataParallel):
         module = module.module

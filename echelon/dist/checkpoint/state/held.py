@@ -50,7 +50,7 @@ class Held:
         return Pattern(self.start, self.length // num_runs, self.repeats)
 
     def part(self, start: int, length: int) -> Held:
-        """Return some of the held elements as a 1-D range.
+        """Return part of the held elements as a 1-D range.
 
         Positions count from the first held element.
         """

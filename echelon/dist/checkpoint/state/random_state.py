@@ -16,8 +16,8 @@ class RandomState:
         save(path, {"model": model, "random": RandomState()})
 
     Each rank's generators are saved and restored on the same rank. If more ranks load a checkpoint
-    than saved it, the additional ones are seeded from rank 0's state and their rank, which is
-    reproducible and different from every other rank's state.
+    than saved it, each additional rank seeds its generators from rank 0's state and its own rank.
+    The result is reproducible, and differs from every other rank's state.
 
     Example:
         >>> save("runs/gpt", {"random": RandomState()})

@@ -80,7 +80,7 @@ class Restore:
         self.unused = self._find_unused()
 
     def hand_over(self) -> None:
-        """Pass the values that were read to the optimizers, the objects and the state itself."""
+        """Copy the loaded values into the optimizers, the objects and the state itself."""
         for action in self._handovers:
             action()
         for path, value in self._plain.items():
@@ -109,7 +109,7 @@ class Restore:
             self._plain[path] = self._tree(path, value)
 
     def _plan_absent(self, present: set[str]) -> None:
-        """Plan to return stored plain values that the caller's dict does not contain."""
+        """Plan to add stored plain values that are missing from the caller's dict."""
         for path, value in plain_values(self._source.manifest).items():
             if path not in present:
                 self._plain[path] = value
@@ -207,7 +207,7 @@ class Restore:
     def _settings(
         self, path: str, optimizer: torch.optim.Optimizer, names: dict[int, str]
     ) -> list[dict[str, Any]]:
-        """Return the settings that were saved with the parameters of an optimizer's groups."""
+        """Return the settings for an optimizer's groups, as saved with the groups' parameters."""
         values = self._source.manifest.values
         places = [f"{path}/group/{index}" for index in range(len(optimizer.param_groups))]
         marks: list[set[str]] = [set() for _ in places]
@@ -240,7 +240,7 @@ class Restore:
     # ---- trees of values ----
 
     def _tree(self, path: str, here: Any, like: Tensor | None = None) -> Any:
-        """Return the values under a path, with tensors that `read` will fill.
+        """Return the values under a path, including tensors that `read` will fill.
 
         Args:
             path: path of the value.

@@ -1,8 +1,8 @@
 """Determine which elements of a whole tensor this rank holds.
 
-There are four kinds: plain tensors, which every rank holds whole; shards of echelon's
-`fully_shard`; slices of tensor parallelism, which may themselves be sharded; and torch's DTensors,
-sharded along any dims.
+A tensor is one of four kinds: a plain tensor, which every rank holds whole; a shard made by
+echelon's `fully_shard`; a tensor-parallel slice, which may itself be sharded; or one of torch's
+DTensors, sharded along any dims.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Local(NamedTuple):
         data: the elements held.
         shape: shape of the whole tensor.
         start: the index of the first held element, in row-major order.
-        sharded: whether other ranks hold the rest.
+        sharded: whether other ranks hold other elements of the tensor.
         repeats: the repeats of runs that are not contiguous; see `Pattern`.
     """
 
@@ -45,8 +45,8 @@ class Local(NamedTuple):
 def pieces(tensor: Tensor) -> list[Local]:
     """Return this rank's part of a tensor as pieces in order, each with its own pattern.
 
-    There is one piece, except for a shard of a slice along a later dim, which may begin and end
-    within a row.
+    There is only one piece, unless a tensor is sliced along a later dim and the slice is sharded: a
+    shard may begin and end within a row.
 
     Raises:
         ValueError: a DTensor holds partial sums, or its indices are not evenly spaced.
@@ -58,7 +58,7 @@ def pieces(tensor: Tensor) -> list[Local]:
 
 
 def pieces_like(parameter: Tensor, data: Tensor) -> list[Local]:
-    """Divide tensors that have a parameter's shape into pieces in the same way as the parameter.
+    """Divide tensors of a parameter's shape into the same pieces as the parameter.
 
     Args:
         parameter: the parameter that determines the positions of the elements.
@@ -79,7 +79,7 @@ def pieces_like(parameter: Tensor, data: Tensor) -> list[Local]:
 
 
 def elements(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor that this rank holds."""
+    """Return this rank's elements of a tensor."""
     member = member_of(tensor)
     if member is not None:
         return member.shard.detach()
@@ -116,7 +116,7 @@ def _local(tensor: Tensor) -> Local:
 
 
 def _pieces_of_slice(data: Tensor, start: int, part: Slice) -> list[Local]:
-    """Return the position of a run of a slice's elements in the whole tensor.
+    """Locate a run of a slice's elements in the whole tensor.
 
     A row consists of all elements at one index of the dims before the divided dim. It has `width`
     elements in the slice and `whole_width` elements in the whole tensor.
@@ -153,13 +153,13 @@ def _pieces_of_slice(data: Tensor, start: int, part: Slice) -> list[Local]:
 
 
 def owner(tensor: Tensor) -> Tensor:
-    """Return the tensor that an optimizer uses: for a gathered parameter, its shard."""
+    """Return the tensor that an optimizer uses, which for a gathered parameter is its shard."""
     member = member_of(tensor)
     return tensor if member is None else member.shard
 
 
 def wrap(data: Tensor, like: Tensor) -> Tensor:
-    """Return local elements in the form of the optimizer state for the parameter `like`."""
+    """Return local elements as optimizer state of `like`: as a DTensor if `like` is one."""
     if not _is_dtensor(like):
         return data
     return type(like).from_local(
