@@ -1,4 +1,4 @@
-"""Define the tree of errors that echelon raises.
+"""The hierarchy of errors that echelon raises.
 
     EchelonError
     ├── StoreError                  a store operation failed
@@ -102,7 +102,7 @@ class StoreConnectionError(StoreError, ConnectionError):
 
 
 class StoreProtocolError(StoreError):
-    """The peer does not follow the store's protocol, or exceeded one of its limits.
+    """The peer violated the store's protocol or exceeded one of its limits.
 
     Example:
         >>> issubclass(StoreProtocolError, StoreError)  # its connection has been closed
@@ -160,7 +160,7 @@ class CollectiveMismatchError(CollectiveError):
 
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):
-    """Ranks did not join an operation within its timeout.
+    """Some ranks did not join an operation before its timeout.
 
     Example:
         >>> world = dist.init()  # on each of 2 ranks
@@ -258,7 +258,7 @@ class NonFiniteGradientError(EchelonError):
 
     Attributes:
         rank: the lowest rank with such a gradient; None if it is unknown.
-        parameter: the name of the parameter with such a gradient on that rank.
+        parameter: the name of a parameter that has such a gradient on that rank.
 
     Example:
         >>> guard = FiniteGuard(model, max_in_a_row=1)
@@ -277,7 +277,7 @@ class NonFiniteGradientError(EchelonError):
 
 
 class NotReproducibleError(EchelonError):
-    """A micro-batch gave different bits when it was recomputed, or on another rank.
+    """Recomputing a micro-batch, or computing it on another rank, gave different bits.
 
     Attributes:
         ranks: the global ranks whose bits differ.

@@ -1,9 +1,9 @@
 """Run one node's event loop: workers' output, guard messages, the coordinator and deadlines.
 
 Every node runs one agent. The node that owns the endpoint (usually the only node) also hosts the
-coordinator and the store. Everything runs on one thread, except for the gRPC links that jobs of
-several nodes need. The processes that the agent starts (guard, store) end with it, even if it is
-killed, because each of them holds one end of a pipe to the agent.
+coordinator and the store. Everything runs on one thread, except for the gRPC links that multi-node
+jobs need. The processes that the agent starts (guard, store) end with it, even if it is killed,
+because each of them holds one end of a pipe to the agent.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ class _Agent:
     def _coordinate(self) -> float:
         """Run the coordinator if this node hosts it.
 
-        Return the time of the next call to this method.
+        Return the time at which to call this method next.
         """
         due = float("inf")
         if self._failover is not None:
@@ -314,7 +314,7 @@ class _Agent:
         self._link.send(event)
 
     def _seek(self) -> bool:
-        """Look for another host after the current host is lost.
+        """Look for another host after the current one is lost.
 
         Return False if no host is found.
         """
@@ -431,7 +431,7 @@ class _Agent:
             self.over = command
 
     def _stop_alone(self, why: str) -> None:
-        """Save this node's diagnostics and end its workers without a coordinator.
+        """Save this node's diagnostics and stop its workers without a coordinator.
 
         The workers get the usual grace period to save their state.
         """

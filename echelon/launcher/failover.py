@@ -1,7 +1,7 @@
-"""Handle failover on one node: follow the host, and replace the host when it is lost.
+"""Handle failover on one node: follow the host, and replace it when it is lost.
 
-While there is a host, its heartbeats extend the permit of this node's ranks, which the guard
-enforces. When the host is lost, the node takes a snapshot of its ranks, stops them and looks for
+A host's heartbeats extend the time for which this node's ranks may run; the guard stops ranks whose
+time is up. When the host is lost, the node takes a snapshot of its ranks, stops them and looks for
 another host. If the node itself is elected, it hosts the job on the listener that it opened at
 startup.
 
@@ -50,7 +50,7 @@ class Failover:
         hello: the greeting that this node sends to a host.
 
     Attributes:
-        hosting: what this node runs as the host, from its election on.
+        hosting: the services that this node runs as the host; None while it is not the host.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Failover:
         return False
 
     def _prepare(self, node: NodeAgent) -> None:
-        """Prepare for new ranks: end another world's ranks, and bind new ranks to this host."""
+        """Prepare for new ranks: kill those of another world, and bind new ones to this host."""
         if node.has_workers:
             node.kill()
             node.clear_up()
@@ -118,7 +118,7 @@ class Failover:
     # ---- without one ----
 
     def lose_host(self, why: str, node: NodeAgent) -> bool:
-        """Begin to look for another host; return False if no node can replace the lost host."""
+        """Start looking for another host; return False if no node can replace the lost one."""
         mandate = self._standby.mandate
         if mandate is None or not mandate.survives_host or mandate.member(self._hello.node) is None:
             return False
@@ -140,9 +140,9 @@ class Failover:
         return True
 
     def is_overdue(self) -> bool:
-        """Return whether the host must be considered lost, although the link has not ended.
+        """Return whether the host must be considered lost even though the link is still open.
 
-        Call this method at each turn of the loop.
+        Call this on each iteration of the event loop.
         """
         moment_s = time.monotonic()
         if moment_s > self._looked_s + _STANDSTILL_S:
@@ -160,19 +160,19 @@ class Failover:
 
     @property
     def has_given_up(self) -> bool:
-        """Whether this node stopped its search because it found no majority in time."""
+        """Whether this node has stopped searching because it found no majority in time."""
         return self._give_up_s is not None and time.monotonic() >= self._give_up_s
 
     def deadline_s(self) -> float:
-        """Return the time of `time.monotonic` at which to call this object again."""
+        """Return the `time.monotonic` time at which to call this object again."""
         if self.is_seeking or self._takeover is not None:
             return time.monotonic() + _POLL_S
         return float("inf")
 
     def seek(self, node: NodeAgent) -> Link | None:
-        """Continue to look for a host.
+        """Continue looking for a host; return the link to it once one is found.
 
-        Once a host is found, return the link to it. The host may be this node.
+        The new host may be this node.
         """
         candidacy = self._standby.seek()
         if candidacy is None or not (candidacy.found or candidacy.is_elected):
@@ -200,7 +200,7 @@ class Failover:
         )
 
     def _take_over(self, candidacy: Candidacy, mandate: Mandate) -> Link:
-        """Take over as the host, with the listener of this node."""
+        """Take over as the host on this node's listener."""
         name = self._hello.node
         member = mandate.member(name)
         assert member is not None
@@ -234,7 +234,7 @@ class Failover:
         return self.hosting.link
 
     def greet(self, link: Link, node: NodeAgent) -> None:
-        """Report what this node knows to a newly found host."""
+        """Send a newly found host what this node knows."""
         if self._takeover is not None:
             link.send(replace(self._hello, holds=node.attempt))
         node.report_again()
@@ -242,7 +242,7 @@ class Failover:
     # ---- as the host ----
 
     def step(self, node: NodeAgent) -> None:
-        """Continue a takeover after an election; if this node hosts, renew its ranks' permit."""
+        """Advance a takeover; if this node is already the host, renew its ranks' permit."""
         hosting, takeover = self.hosting, self._takeover
         if hosting is None:
             return
@@ -278,7 +278,7 @@ class Failover:
 def first_succession(
     options: Options, standby: Standby, hosting: Hosting, job_id: str
 ) -> Succession:
-    """Return the succession of a job's first host, which begins as the only elector."""
+    """Return the succession of a job's first host, which starts as the only elector."""
     meeting = options.rendezvous
     assert meeting is not None
     name = options.node_name

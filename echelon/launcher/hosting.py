@@ -1,7 +1,7 @@
 """Run the hosting node's services: the store, the coordinator, and the links to both.
 
-The node that owns the endpoint runs these services from the start; an elected node runs them from
-its election on.
+The node that owns the endpoint runs these services from the start; an elected node runs them once
+it is elected.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Hosting:
 
     Attributes:
         link: the link of this node's own agent.
-        server: the server for the other nodes; the owner sets and closes it.
+        server: the server that other nodes connect to; set and closed by the creator of this
+            object.
         coordinator: the coordinator; None before `begin`.
     """
 
@@ -73,7 +74,7 @@ class Hosting:
         self._starting: Future[StoreProcess] | None = None
 
     def start_store(self, secret: str) -> None:
-        """Start the store, and write the file through which other programs find the job.
+        """Start the store, and write the file that lets other programs find the job.
 
         Raises:
             LaunchError: the store does not start, or the file cannot be written.

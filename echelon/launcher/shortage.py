@@ -1,7 +1,7 @@
 """Handle shortages of a machine's resources: descriptors, processes, threads, memory.
 
 If a launcher has too few descriptors from the start, it says so in one line before it starts any
-process. Jobs with several nodes need gRPC, which does not survive such a shortage.
+process. Multi-node jobs need gRPC, which does not survive such a shortage.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _OF_A_RANK = 4  # two pipes and two log files
 
 
 def is_shortage(err: BaseException) -> bool:
-    """Return whether an error means that the machine ran short of a resource."""
+    """Return whether an error means that the machine is short of a resource."""
     if isinstance(err, OSError):
         return err.errno in _ERRNOS
     return isinstance(err, MemoryError) or _NO_THREAD in str(err)
 
 
 def raise_descriptor_limit(num_ranks: int, num_links: int) -> None:
-    """Raise the descriptor limit as far as allowed, because shells set it to only 1024.
+    """Raise the descriptor limit as far as allowed, because shells usually set it to only 1024.
 
     Args:
         num_ranks: the number of ranks on this node.
-        num_links: the number of connections to other nodes that the first world needs; 0 for a job
-            of one node.
+        num_links: the number of connections to other nodes that the first world needs; 0 for a
+            single-node job.
 
     Raises:
         LaunchError: even the highest limit is too low for the launcher.

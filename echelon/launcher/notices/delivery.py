@@ -1,7 +1,7 @@
 """Deliver notices to commands and URLs, in order, with limits, and without delaying the job.
 
 One thread per receiver takes notices from a short queue, so a receiver that hangs delays neither
-other receivers nor the job. One line reports a notice that cannot be delivered.
+other receivers nor the job. A notice that cannot be delivered is reported in one line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LINE_CHARS = 200
 
 
 class _Stay(urllib.request.HTTPRedirectHandler):
-    """A handler that follows no redirect, so that no other host gets the notice or password."""
+    """A handler that refuses redirects, so no other host receives the notice or the password."""
 
     def redirect_request(self, *_: Any) -> None:
         """Refuse the redirect."""
@@ -62,7 +62,7 @@ class Delivery:
         say: a function that prints a line, called on the receiver's own thread.
         command_s: the time after which a command and its process group are killed, in seconds.
         request_s: the time limit for each blocking step of a request, in seconds.
-        pauses_s: the pauses before further attempts at a request, in seconds.
+        pauses_s: the pauses between attempts at a request, in seconds.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Delivery:
             self._say(f"--notify {self.shown}: too slow; a notice ({notice['event']}) was dropped")
 
     def close(self, wait_s: float) -> None:
-        """Deliver waiting notices within `wait_s`; drop the rest and print one line about them."""
+        """Deliver waiting notices within `wait_s`; drop the rest, reporting this in one line."""
         with contextlib.suppress(queue.Full):
             self._waiting.put_nowait(None)
         self._thread.join(wait_s)
@@ -167,7 +167,7 @@ class Delivery:
                 running.wait(1.0)
 
     def _post(self, data: bytes) -> None:
-        """Post a notice by one request.
+        """Post a notice in a single request.
 
         Raises:
             DeliveryError: the request was not accepted.

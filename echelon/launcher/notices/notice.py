@@ -12,10 +12,10 @@ FORMAT = 1
 
 
 class Notices:
-    """A converter of one job's events into notices.
+    """A converter from one job's events to notices.
 
     Args:
-        run_dir: the run directory, as the user knows it.
+        run_dir: the run directory, as shown to the user.
         host: the name of the hosting node.
         wall_s: a function that returns the wall-clock time, in seconds since 1970.
     """

@@ -32,8 +32,8 @@ class Outside:
     Args:
         notify: the commands and URLs that receive notices.
         metrics: the (address, port) that serves metrics, or None.
-        otlp: where metrics and notices are sent by OTLP: a URL, "env", or "" for nowhere.
-        run_dir: the run directory, as the user knows it.
+        otlp: the OTLP collector that gets metrics and notices: a URL, "env", or "" for none.
+        run_dir: the run directory, as shown to the user.
         say: a function that prints a line, called only on the caller's thread.
     """
 
@@ -65,7 +65,7 @@ class Outside:
         self._print()
 
     def close(self) -> None:
-        """Send what is still waiting, for at most 10 s, and stop serving metrics."""
+        """Stop serving metrics, and send what is still queued, which takes at most 10 s."""
         deadline_s = time.monotonic() + CLOSE_S
         for delivery in self._deliveries:
             delivery.close(max(0.1, deadline_s - time.monotonic()))

@@ -43,7 +43,8 @@ class Parser(argparse.ArgumentParser):
         """Check the default values of options with choices, which argparse itself does not check.
 
         Raises:
-            SystemExit: with code 2 after one line, if a default has another value.
+            SystemExit: with code 2, after printing one line, if a default is not one of the
+                choices.
         """
         for action in self._actions:
             value = getattr(args, action.dest, None)
@@ -198,7 +199,7 @@ def _add_placement_options(place: argparse._ArgumentGroup, default: Defaults) ->
 
 
 def add_node_options(nodes: argparse._ArgumentGroup, default: Defaults) -> None:
-    """Add the options for jobs of several nodes."""
+    """Add the options for multi-node jobs."""
     nodes.add_argument(
         "--nnodes",
         type=min_max,
@@ -416,9 +417,9 @@ def _add_program_options(program: argparse._ArgumentGroup, default: Defaults) ->
 
 
 class Defaults:
-    """Default values, taken from `PET_<OPTION>`, the scheduler, or echelon, in this order.
+    """Default values, taken from `PET_<OPTION>`, the scheduler, or echelon, in that order.
 
-    argparse parses a string default as if it had been typed.
+    argparse parses a default that is a string as if the user had typed it.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -439,5 +440,5 @@ class Defaults:
         return self._environ.get(name, default)
 
     def __call__(self, name: str, default: str | None) -> str | None:
-        """Return the default of an option: from the environment, the scheduler, or echelon."""
+        """Return an option's default: from the environment, the scheduler, or echelon."""
         return self._environ.get(f"PET_{name.upper()}", self._scheduler.get(name, default))

@@ -1,6 +1,6 @@
 """Accept torchrun's options that have no effect here, and give the reason for each.
 
-If such an option is given, one line reports it; it never makes echelon refuse a job.
+Each such option that is given is reported in one line; none makes echelon refuse a job.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decide where each worker's streams go, with torchrun's `-r`, `-t` and filters.
+"""Decide where each worker's streams go, based on torchrun's options `-r`, `-t` and filters.
 
 Every stream is kept in a file. It is also shown on the terminal, unless it is redirected (`-r`) and
 not teed (`-t`), or its local rank is not in `--local-ranks-filter`.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 class Std(IntFlag):
-    """The streams, with torchrun's numbers."""
+    """The output streams, numbered as in torchrun."""
 
     NONE = 0
     OUT = 1
@@ -63,7 +63,7 @@ def parse_streams(text: str) -> PerRank:
     """Parse `3`, `0:3,1:2` or `0-7:3,12:1`.
 
     Raises:
-        ValueError: the text has another form.
+        ValueError: the text is malformed.
     """
     if not text:
         return PerRank()
@@ -83,7 +83,7 @@ def parse_ranks(text: str) -> frozenset[int]:
     """Parse a list of ranks such as `0,2,8-15`.
 
     Raises:
-        ValueError: the text has another form.
+        ValueError: the text is malformed.
     """
     ranks: set[int] = set()
     for span in text.split(","):

@@ -73,7 +73,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     """Parse the command line of `echelon run`.
 
     Raises:
-        SystemExit: with code 2 after one line for bad usage; with 0 for --help and --version.
+        SystemExit: with code 2, after printing one line, for bad usage; with 0 for --help and
+            --version.
     """
     parser = make_parser(environ)
     options, program = _split(argv)

@@ -1,14 +1,14 @@
 """Defaults for `echelon run` from the environment of a cluster's scheduler.
 
-Slurm      `srun --ntasks-per-node=1 echelon run train.py`: the nodes, this node's place, the
-           endpoint (the first node of the job, a port derived from the job's number) and the
-           job's name
-Kubernetes the JOB_COMPLETION_INDEX of an Indexed Job is this node's place; the `PET_*` variables
+Slurm      `srun --ntasks-per-node=1 echelon run train.py`: the number of nodes, this node's rank,
+           the endpoint (the first node of the job, and a port derived from the job's number) and
+           the job's name
+Kubernetes the JOB_COMPLETION_INDEX of an Indexed Job is this node's rank; the `PET_*` variables
            that the training operators set are the launcher's own
-MPI        `mpirun --map-by ppr:1:node echelon run ...`: the nodes and this node's place
+MPI        `mpirun --map-by ppr:1:node echelon run ...`: the number of nodes and this node's rank
 
 Options and `PET_*` variables win over all of these. Each node must have exactly one launcher: if
-the scheduler of a job of several nodes started one launcher per rank, the job is refused.
+the scheduler started one launcher per rank of a multi-node job, the job is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def defaults(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(nodelist: str) -> str:
-    """Return the first host of Slurm's compressed list: `gpu[003-007,12],big1` -> `gpu003`."""
+    """Return the first host in a compressed Slurm host list: `gpu[003-007,12],big1` -> `gpu003`."""
     first = ""
     for text, inside, comma in re.findall(r"([^\[,]*)(?:\[([^\]]*)\])?(,?)", nodelist):
         first += text + re.split(r"[,-]", inside)[0]
@@ -61,7 +61,8 @@ def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
 def misuse(environ: Mapping[str, str]) -> str:
     """Return an error message if several launchers run on this node, and "" otherwise.
 
-    Only a step's own variables prove this: a batch script also has SLURM_NTASKS and SLURM_PROCID.
+    Only variables of a job step prove this, because a batch script also has SLURM_NTASKS and
+    SLURM_PROCID.
     """
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     tasks, nodes = environ.get("SLURM_STEP_NUM_TASKS", ""), environ.get("SLURM_STEP_NUM_NODES", "")

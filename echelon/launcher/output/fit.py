@@ -13,7 +13,7 @@ def fit(line: str, columns: int) -> str:
     """Return a line cut so that it takes fewer than `columns` columns.
 
     Escape sequences take no columns and are kept whole; wide characters take two. If a line with
-    escape sequences was cut, a reset is appended, because the line's own reset may have been cut
+    escape sequences is cut, a reset is appended, because the line's own reset may have been cut
     off.
     """
     kept: list[str] = []

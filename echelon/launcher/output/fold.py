@@ -1,8 +1,8 @@
 """Fold lines that many ranks print at about the same time into one line, such as `0-7| line`.
 
-A line is held for a fifth of a second after the first rank printed it, and ranks that print the
-same line within that time are added to its label. The lines of one rank keep their order, because a
-held line is shown before a later line of any rank that printed it.
+A line is held for a fifth of a second after the first rank prints it, and ranks that print the same
+line within that time are added to its label. The lines of one rank keep their order, because a held
+line is shown before a later line of any rank that printed it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class _Held:
 
 
 class Fold:
-    """The lines that are held back. Pure: lines are added with times and returned when due."""
+    """The lines that are being held. Pure: each call is given the time."""
 
     def __init__(self) -> None:
         self._held: dict[bytes, _Held] = {}
@@ -53,7 +53,7 @@ class Fold:
         return self._take(list(self._held.values()))
 
     def _release(self, rank: int) -> list[bytes]:
-        """Release the lines that a rank has printed, and all lines that were held before them."""
+        """Release the lines that a rank has printed, and all lines held before them."""
         mine = [h.due_s for h in self._held.values() if rank in h.ranks]
         if not mine:
             return []

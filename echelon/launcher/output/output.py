@@ -64,7 +64,7 @@ class Terminal:
         return min((at for at in due if at is not None), default=None)
 
     def tick(self) -> None:
-        """Show the lines that were held back for long enough."""
+        """Show the lines that have been held long enough."""
         for stream, fold in self._folds.items():
             self._write_folded(stream, fold.due(time.monotonic()))
 
@@ -116,7 +116,7 @@ class Terminal:
                 return
 
     def _lose(self, stream: int, err: OSError) -> None:
-        """Stop writing to a stream; report this on the other stream, unless a reader closed it."""
+        """Stop writing to a stream; unless its reader closed it, report this on the other."""
         del self._fds[stream]
         if not isinstance(err, BrokenPipeError):
             name = _NAMES[stream]
@@ -131,7 +131,7 @@ class Terminal:
         return fit(line.decode("utf-8", "replace"), columns).encode()
 
     def show_live(self, text: bytes) -> None:
-        """Show a live line in place of the last live line; an empty line removes it."""
+        """Replace the live line on the terminal; an empty line removes it."""
         if self.columns is None or self._as_json:
             return
         if not text:
@@ -273,7 +273,7 @@ class Stream:
 
 
 def _last_state(line: bytes) -> bytes:
-    """Return what a terminal would finally show of a line that contains carriage returns."""
+    """Return what a terminal would end up showing for a line with carriage returns."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 

@@ -3,8 +3,8 @@
 With a run directory (by default the newest below runs/), the table shows this node's ranks, read
 from their rings. With an endpoint (HOST:PORT, as in --rdzv-endpoint), the table shows the ranks of
 all nodes, and the command works on any machine. It then needs the job's secret, from
---rdzv-secret-file, ECHELON_SECRET or a job.json below runs/. The only endpoint of a single-node job
-is that of its store, by which the run is found below runs/.
+--rdzv-secret-file, ECHELON_SECRET or a job.json below runs/. A single-node job has no endpoint but
+its store's; the command finds the run with that endpoint below runs/.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _RUNS = Path("runs")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of the table: a rank on some host."""
+    """One row of the table: a rank and its host."""
 
     host: str  # "" if only this host is shown
     status: RankStatus
@@ -104,10 +104,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run_of(place: str | None) -> Path:
-    """Return the run directory that the command line's place refers to.
+    """Return the run directory that the command's argument refers to.
 
     Raises:
-        ValueError: this machine has no run at that place.
+        ValueError: this machine has no such run.
     """
     if place is not None and ":" in place and not Path(place).exists():
         run_dir, _ = _run_with(join(*split(place)))
@@ -194,7 +194,9 @@ def _dial(endpoint: str, secret: bytes, tls: TlsFiles | None) -> GrpcLink:
 
 
 def _views(link: GrpcLink, endpoint: str) -> Iterator[View]:
-    """Request the state repeatedly; yield one view per answer. The greeting is the first request.
+    """Request the job's state repeatedly; yield one view per response.
+
+    The greeting that opens the link is the first request.
 
     Raises:
         LaunchError: the job does not answer, or refuses the request.
@@ -228,7 +230,7 @@ def _views(link: GrpcLink, endpoint: str) -> Iterator[View]:
 
 
 def _rows(answers: Sequence[Statuses]) -> list[Row]:
-    """Return one row per rank: the latest, if an answer to an earlier request also arrived late."""
+    """Return one row per rank, the latest if two responses contain the rank."""
     rows: dict[int, Row] = {}
     for answer in answers:
         with contextlib.suppress(ValueError):  # a node that runs another version

@@ -1,4 +1,4 @@
-"""Read what ranks are doing from their rings, without asking the ranks, which may hang."""
+"""Read what ranks are doing from their rings, because a hung rank could not be asked."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class RankStatus:
 
 
 def newest_run(folder: Path) -> Path | None:
-    """Return the run directory with the latest start."""
+    """Return the run directory that was started last."""
     runs = sorted(folder.glob("*/job*.json"), key=lambda path: path.stat().st_mtime)
     return runs[-1].parent if runs else None
 
@@ -78,7 +78,7 @@ def ring_paths(run_dir: Path) -> dict[int, Path]:
 
 
 def status_of(record: Record, now_mono_ns: int) -> RankStatus:
-    """Return what a rank is doing, from its black box; `now_mono_ns` is the time of this host."""
+    """Return what a rank is doing, according to its black box, at `now_mono_ns` on this host."""
     live = record.live
     operations = record.operations
     operation, sequence, phase = "", None, "compute"
@@ -108,7 +108,7 @@ def status_of(record: Record, now_mono_ns: int) -> RankStatus:
 
 
 def _step_s(record: Record) -> float | None:
-    """Return the mean duration of the last steps, from one step's first operation to the next's."""
+    """Return the mean time between the first operations of the last few steps."""
     known = record.operations[record.operations["step"] >= 0]
     steps, stamps = known["step"].tolist(), known["created_mono_ns"].tolist()
     firsts = [i for i in range(len(steps)) if i == 0 or steps[i] != steps[i - 1]]
@@ -138,7 +138,7 @@ def read_statuses(run_dir: Path) -> list[RankStatus]:
 
 
 def _checked(record: Record) -> RankStatus:
-    """Return a rank's status, corrected if its process is gone or ran on another machine."""
+    """Return a rank's status, corrected if its process has ended or ran on another machine."""
     status = status_of(record, time.monotonic_ns())
     identity = record.identity
     if status.phase == "ended" or not identity.boot_id:

@@ -1,8 +1,8 @@
-"""Send what arrives on stdin by OTLP over HTTP: one JSON object per line, until stdin is closed.
+"""Export the JSON objects that arrive on stdin, one per line, over OTLP/HTTP until stdin closes.
 
 `Feed` runs this module as a separate process. Every export is synchronous and takes at most
 OTEL_EXPORTER_OTLP_TIMEOUT, so that nothing queues here: the pipe and the feed's queue are bounded.
-Metrics arrive as totals, so they are converted and not measured again.
+Metrics arrive as totals, so they only need to be converted.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _SEVERITIES = {"incident": SeverityNumber.ERROR, "restart": SeverityNumber.WARN}
 
 
 class Failures(logging.Handler):
-    """A counter of failed exports, which reports the first at once and the total at the end.
+    """A counter of failed exports that reports the first at once and the total at the end.
 
-    It also replaces the handler of the SDK's log, whose lines say why an export failed.
+    It also serves as the handler of the SDK's logger, which logs why an export failed.
     """
 
     def __init__(self) -> None:

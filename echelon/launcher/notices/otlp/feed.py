@@ -30,7 +30,7 @@ _PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
 def why_not(endpoint: str, environ: Mapping[str, str]) -> str:
-    """Return why nothing can be sent from this process, as a line for the user, or ""."""
+    """Return a line for the user that says why this process cannot export, or "" if it can."""
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return "--otlp has no effect: OTEL_SDK_DISABLED is set"
     if not all(map(_is_installed, _PACKAGES)):
@@ -151,7 +151,7 @@ class Feed:
         self._child.stdin.flush()
 
     def _read(self) -> None:
-        """Pass on what the child prints: a line about the first failure, one about the total."""
+        """Forward what the child prints: one line on its first failure, and one with the total."""
         assert self._child.stdout is not None
         with self._child.stdout as lines:
             for line in lines:

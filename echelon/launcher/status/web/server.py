@@ -1,8 +1,8 @@
 """Serve the live page and its state as JSON.
 
 On a loopback address, the server answers only requests whose Host header names a loopback host, so
-that no other site can read the page under that site's own name. On any other address, every request
-needs the token that is part of the printed URL.
+no website can read the page by pointing its own name at this machine. On any other address, every
+request needs the token that is part of the printed URL.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class PageServer:
     Args:
         address: the address to bind; an IPv6 address has no brackets.
         port: the port; 0 means any free port.
-        state: a function that returns the state, called on the server's threads, but never twice at
-            the same time.
+        state: a function that returns the state; the server's threads call it, but never two at a
+            time.
 
     Raises:
         OSError: the address cannot be bound.

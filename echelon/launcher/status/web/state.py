@@ -1,4 +1,4 @@
-"""Read the state that the live page shows from a run directory of the hosting node."""
+"""Read the live page's state from the hosting node's run directory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FRESH_S = 30.0  # a running launcher writes its account at least this often
 
 
 def state_of(run_dir: Path) -> dict[str, Any]:
-    """Return the state as JSON, without the parts of the run that cannot be read."""
+    """Return the state as JSON, leaving out the parts of the run that cannot be read."""
     job, account, age_s = _job(run_dir)
     statuses = {status.rank: status for status in read_statuses(run_dir)}
     ranks = _ranks(job, statuses)
@@ -109,7 +109,7 @@ def _ranks(job: Job, statuses: Mapping[int, RankStatus]) -> list[dict[str, Any]]
 
 
 def _incidents(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the newest incidents, latest first."""
+    """Return the most recent incidents, newest first."""
     with contextlib.suppress(OSError):
         found = [path for path in (run_dir / "dump").glob("incident_*") if path.is_dir()]
         found.sort(key=_number, reverse=True)
@@ -141,7 +141,7 @@ def _incident(folder: Path) -> dict[str, Any]:
 
 
 def _is_withdrawn(folder: Path) -> bool:
-    """Return whether the ranks made progress before the verdict was shown."""
+    """Return whether the verdict was withdrawn because the ranks had made progress again."""
     try:
         text = (folder / "verdict.txt").read_text(errors="replace")
     except OSError:
