@@ -1,8 +1,8 @@
-"""Exchange checkpoints and attempts between a rank and its launcher through two small files.
+"""Share facts about checkpoints and attempts between a rank and its launcher, in two files.
 
 `RANK_DIR/checkpoint.json` is written when a checkpoint is committed. It tells the launcher where
-the job's newest checkpoint is. ECHELON_ATTEMPTS names a file that the launcher wrote before this
-attempt and that lists how the earlier attempts ended.
+the job's newest checkpoint is. ECHELON_ATTEMPTS names a file in which the launcher lists, before
+each attempt, how the earlier ones ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STEP_NAME = re.compile(r"step_(\d{1,18})")
 
 
 def note_checkpoint(path: Path, step: int | None) -> None:
-    """Publish that a checkpoint was committed; do nothing if there is no launcher.
+    """Report a committed checkpoint to the launcher; do nothing if there is no launcher.
 
     Args:
         path: the folder in which the checkpoint was saved.
@@ -43,8 +43,7 @@ def last_step() -> int | None:
     """Return the last step begun by this rank or, before its first step, by an earlier attempt.
 
     Returns:
-        The step, or None if no step is known because nothing is recorded or no attempt has begun a
-        step.
+        The step; None if nothing is being recorded or no attempt has begun a step.
 
     Example:
         >>> last_step() is None  # nothing records in this process
@@ -59,7 +58,7 @@ def last_step() -> int | None:
 
 
 def _attempts() -> list[dict[str, Any]]:
-    """Return how the earlier attempts ended, as far as the launcher has recorded this."""
+    """Return what the launcher has recorded about how the earlier attempts ended."""
     name = os.environ.get("ECHELON_ATTEMPTS", "")
     if not name:
         return []

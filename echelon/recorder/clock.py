@@ -11,10 +11,9 @@ milliseconds. The record itself provides a second measurement, because no rank l
 before the last rank has entered it. If the stamps of two hosts contradict that, the analysis does
 not compare them (`analysis/evidence/timing.py`).
 
-On its own host, a rank measures continuously. `HostClocks` detects that the wall clock was set or
-slewed, so that a record's stamps keep their place among logs and torch's dumps. It also detects
-that the host was suspended. After a suspension, the offset to another host's clock is no longer
-known.
+On its own host, a rank measures continuously. `HostClocks` detects when the wall clock is set or
+slewed, so that a record's stamps still line up with logs and torch's dumps. It also detects when
+the host is suspended. After a suspension, the offset to another host's clock is no longer known.
 """
 
 from __future__ import annotations
@@ -87,15 +86,15 @@ class HostTime:
 
 
 class HostClocks:
-    """A detector of changes of a host's clocks between observations. Not thread-safe."""
+    """A detector of changes in a host's clocks between observations. Not thread-safe."""
 
     def __init__(self, mono_ns: int, wall_ns: int) -> None:
-        """Begin with one moment that was read on both clocks."""
+        """Start from one moment, read on the monotonic clock and on the wall clock."""
         self._wall_offset_ns = wall_ns - mono_ns
         self._boot_offset_ns: int | None = None
 
     def look(self, now: HostTime) -> tuple[bool, bool]:
-        """Return whether the wall clock was changed, and whether the host was suspended."""
+        """Return (wall clock changed, host suspended), both since the last call."""
         wall = now.wall_ns - now.mono_ns
         has_moved = abs(wall - self._wall_offset_ns) > MOVED_NS
         if has_moved:

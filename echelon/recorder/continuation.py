@@ -1,7 +1,7 @@
-"""Define what the launcher and its ranks exchange when some ranks are lost and others continue.
+"""Define what the launcher and its ranks exchange when some ranks are lost and others continue:
 
-    launcher -> ranks   an epoch, in the job's store: which ranks are left
-    rank -> launcher    a standing, RANK_DIR/standing.json: whether it can continue, and how it did
+    launcher -> ranks   an epoch, in the job's store: the ranks that remain
+    rank -> launcher    a standing, RANK_DIR/standing.json: whether the rank can continue or is done
 
 Both sides import this module; neither imports the other.
 """
@@ -43,7 +43,7 @@ class Epoch:
 
     @classmethod
     def unpack(cls, text: str | bytes) -> Epoch:
-        """Return the epoch that `pack` encoded.
+        """Decode an epoch that `pack` encoded.
 
         Raises:
             ValueError: the text is not an encoded epoch.
@@ -63,10 +63,10 @@ def epoch_key(number: int) -> str:
 
 
 def meeting_key(number: int) -> str:
-    """Return the key below which the ranks of an epoch meet.
+    """Return the key below which the ranks of an epoch meet at a gate in the store.
 
-    The meeting's gate is set by the last rank to arrive, or by the launcher once a newer epoch
-    replaces this one. So no rank waits for a lost rank.
+    The last rank to arrive opens the gate. So does the launcher once a newer epoch replaces this
+    one, so that no rank waits for a lost one.
     """
     return f"continuation/{number}/meeting"
 
@@ -80,15 +80,15 @@ class State(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """What one rank reports about its own state.
+    """One rank's report about its own state.
 
     Attributes:
         epoch: the number of the epoch that the rank is in.
         step: the first step of this epoch.
-        repeats: whether a rank had begun this step before.
+        repeats: whether any rank had begun this step before.
         ready_mono_ns: the time at which the rank was ready to compute this step.
-        ready_there_ns: the same time on the clock of the rank's own node, if that is a different
-            node; otherwise 0.
+        ready_there_ns: the same time on the clock of the rank's node, if the report came from
+            another node; 0 otherwise.
     """
 
     state: State
@@ -102,7 +102,7 @@ class Standing:
 def note_standing(standing: Standing) -> None:
     """Report this rank's standing; do nothing if there is no launcher.
 
-    If the file cannot be written, the launcher treats a loss as a failure.
+    If the file cannot be written, the launcher treats the loss of a rank as a failure.
     """
     folder = os.environ.get("ECHELON_RANK_DIR", "")
     if not folder:

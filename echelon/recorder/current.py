@@ -1,6 +1,6 @@
-"""Provide this process's recorder, `current()`, of which there is at most one.
+"""Provide `current()`, which returns this process's only recorder, if there is one.
 
-The recorder writes to the file of `write/ring.py`, in a folder that the environment names. The
+The recorder writes a ring file (`write/ring.py`) in a folder that the environment names: either the
 launcher sets ECHELON_RANK_DIR, or the user sets ECHELON_RECORD_DIR. Without such a folder, or with
 ECHELON_RECORDER_SIZE=0, there is no recorder. Every call by a user is then a cheap no-op, so
 calling code does not need to check.
@@ -8,9 +8,9 @@ calling code does not need to check.
 [Note: who may record] A ring belongs to one process. A fork inherits the mapping, so the recorder
 is switched off in the child (`os.register_at_fork`). A process does not record if multiprocessing
 started it or if it finds the ring file of a live process; otherwise, the workers of a DataLoader
-would write into their parent's record. A process that multiprocessing started and that joins a
-world is itself a rank (`torch.multiprocessing.spawn`). Such a process records from then on, in a
-folder below its parent's.
+would write into their parent's record. If a process that multiprocessing started joins a world, it
+is itself a rank (`torch.multiprocessing.spawn`); from then on, it records in a folder below its
+parent's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _open_lock = threading.Lock()
 
 
 def current() -> Recorder | None:
-    """Return this process's recorder, which the first call opens; None if nothing is recorded."""
+    """Return this process's recorder, opening it on the first call; None if nothing is recorded."""
     return _recorder if _opened else _open()
 
 

@@ -77,7 +77,7 @@ class Layout:
 
     @property
     def recent_offset(self) -> int:
-        """The offset of `recent`, which follows all data that refers to it, for the same reason."""
+        """The offset of `recent`, which follows all data that refers to it (see `kept_offset`)."""
         return self.kept_offset + _pages(NUM_KEPT * KEPT_OPERATION.itemsize)
 
     @property

@@ -6,19 +6,18 @@ the monotonic clock in nanoseconds, where 0 means that the event has not happene
 global rank.
 
 A new field raises `FORMAT_MINOR`; a changed or removed field raises `FORMAT_MAJOR`. Readers accept
-any minor version of their own major version. `docs/dump-format.md` describes the same format in
-words.
+any minor version of their own major version. `docs/dump-format.md` describes the format in prose.
 
 [Note: what makes a slot readable] A slot is `stamp, length, crc, payload, stamp`. The writer fills
 it from front to back. A reader accepts it only if both stamps agree and belong to this slot, and
 the CRC32 of the payload matches. Python offers no memory fences, so on weakly ordered machines the
-stamps alone could be misleading; the CRC cannot.
+stamps alone could mislead a reader; the CRC cannot.
 
 [Note: two kinds of texts] Texts that a program uses repeatedly (groups, call sites, operations,
 names of spans) are stored once in the string table and are kept. Texts that may differ at every
 call (shapes and splits, details of spans, errors) go into `recent`, a log that wraps around, so
-that a long job cannot fill it up. Each entry repeats its own position, so that a reader detects an
-entry that was overwritten.
+that a long job cannot fill it up. Each entry repeats its own position, so that a reader can detect
+an overwritten entry.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class State(IntEnum):
 
 
 class Flag(IntEnum):
-    """The bits of the `flags` of an operation."""
+    """The bits of an operation's `flags`."""
 
     P2P = 1
     ASYNC = 2
@@ -292,10 +291,10 @@ SPAN = np.dtype(
 class Identity:
     """The process that wrote a black box, and the time and settings of its recording.
 
-    `mono_ns` and `wall_ns` were read together, and read again whenever the wall clock was changed.
-    A stamp of this rank is at `stamp + clock_offset_ns` on rank 0's clock, within `clock_error_ns`
-    at the time of measurement. An error of -1 means that the offset was never measured, or that the
-    host was suspended after the measurement.
+    `mono_ns` and `wall_ns` are read together, and are read again whenever the wall clock is
+    changed. On rank 0's clock, a stamp of this rank is `stamp + clock_offset_ns`; when the offset
+    was measured, its error was at most `clock_error_ns`. An error of -1 means that the offset was
+    never measured, or that the host was suspended after the measurement.
     """
 
     rank: int

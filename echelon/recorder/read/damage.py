@@ -1,4 +1,4 @@
-"""Count the torn or damaged parts that a reader finds, and report each kind only once."""
+"""Count the torn and damaged parts that a reader finds, and report each kind once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Damage:
         self._warnings[text] += 1
 
     def note_torn(self, count: int, what: str) -> None:
-        """Record that `count` items, if any, were being written or are damaged."""
+        """Record that `count` items, possibly 0, were being written or are damaged."""
         if count:
             self.num_torn += count
             self.warn(f"{count} {what}")

@@ -1,7 +1,7 @@
-"""Write dump files, in which an incident folder keeps each rank's black box.
+"""Write dump files: the copies of the ranks' black boxes that an incident folder keeps.
 
-A dump is a msgpack file that is organised in columns: each field is one little-endian array. It has
-a version and contains no pickles, so thousands of ranks load as arrays. A dump is written to a
+A dump is a msgpack file organised in columns: each field is one little-endian array, so dumps of
+thousands of ranks load quickly. It has a version and contains no pickles. A dump is written to a
 temporary name and then renamed, so a partial dump is never visible.
 """
 

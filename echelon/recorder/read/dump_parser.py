@@ -33,7 +33,7 @@ def record_of_dump(path: Path, top: dict[str, Any]) -> Record:
 
     Raises:
         DumpFormatError: a field has the wrong type.
-        KeyError, TypeError, ValueError, AttributeError, OverflowError: a part has the wrong form.
+        KeyError, TypeError, ValueError, AttributeError, OverflowError: a part is malformed.
     """
     strings = [_text(text) for text in top["strings"]] or [""]
     groups = _groups(top["groups"])
@@ -102,7 +102,7 @@ def _signature_of(entry: Sequence[Any]) -> Signature:
 
 
 def _columns(dtype: np.dtype[Any], table: Mapping[str, Any]) -> npt.NDArray[Any]:
-    """Read a table of columns, and skip columns that are unknown to this version.
+    """Read a table of columns, skipping any that this version does not know.
 
     A column that an older minor version lacks is filled with 0. The columns in the file must make
     up a fair part of the table, so that a small file never becomes a large table in memory.

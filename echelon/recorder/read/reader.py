@@ -192,7 +192,7 @@ class LiveRing:
 
     @property
     def file(self) -> tuple[int, int]:
-        """The identity of the mapped file; it changes when a later program uses the path."""
+        """The identity of the mapped file; it changes when a later program reuses the path."""
         return self._identity
 
     @property
@@ -207,7 +207,7 @@ class LiveRing:
 
     @property
     def open_span_slots(self) -> npt.NDArray[Any]:
-        """The current places of open spans, of dtype `SPAN_SLOT`."""
+        """The current slots of open spans, of dtype `SPAN_SLOT`."""
         return self._open_spans
 
     def text(self, ref: int) -> str:
@@ -259,10 +259,10 @@ class LiveRing:
         )
 
     def _follow(self) -> None:
-        """Map the ring of a later program of the same rank, which now uses the path.
+        """Switch to the ring of a later program of the same rank, if one now uses the path.
 
         The path is accessed only after this ring's program has closed the ring, because the path
-        may be on a file system that is hanging, and the caller is an agent's only thread.
+        may be on a file system that hangs, and the caller is an agent's only thread.
         """
         if not int(self._live[Live.CLOSED]):
             return

@@ -1,4 +1,4 @@
-"""Read the signatures of a ring's operations, which contain the operations' arguments."""
+"""Read the signatures in a ring, which contain the arguments of operations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Call(NamedTuple):
 
 
 class RingCalls:
-    """Reads signatures by reference, each signature once."""
+    """A reader of signatures by reference, which decodes each signature only once."""
 
     def __init__(self, texts: RingTexts, damage: Damage) -> None:
         self.signatures: list[Signature] = []

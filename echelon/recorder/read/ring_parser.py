@@ -42,7 +42,7 @@ _COPIED = tuple(
 
 
 class RingParser:
-    """Reads the operations and spans of a ring into columns."""
+    """A parser that turns a ring's operations and spans into columns."""
 
     def __init__(
         self, data: bytes, layout: Layout, texts: RingTexts, calls: RingCalls, damage: Damage
@@ -136,7 +136,7 @@ class RingParser:
         return self._calls.decoded(data) if data else self._calls.overwritten()
 
     def spans(self, offset: int, capacity: int) -> npt.NDArray[Any]:
-        """Return the spans in the slots at `offset`, of dtype `SPAN`, sorted by start time."""
+        """Return the spans in the slots at `offset`, sorted by start time, with dtype `SPAN`."""
         slots = np.frombuffer(self._data, SPAN_SLOT, capacity, offset)
         used = np.flatnonzero(slots["head"] | slots["tail"])
         data, begin, end = self._data, SPAN_SLOT.fields["fixed"][1], SPAN_SLOT.fields["tail"][1]  # type: ignore[index]
@@ -173,8 +173,8 @@ class RingParser:
     def _states_known(self, head: npt.NDArray[Any], state: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return which state cells are intact and describe the operation in their slot.
 
-        A cell that still describes an earlier use of its slot, or no use, also counts as intact,
-        because the operation has then only been created.
+        An unused cell, or one that still describes an earlier operation, does not count as damaged:
+        the slot's operation has only been created.
         """
         stamp = state["head"]
         raw, size = state.tobytes(), OPERATION_STATE.itemsize

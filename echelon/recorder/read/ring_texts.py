@@ -29,7 +29,7 @@ _RECENT_UNITS = RECENT_BYTES // RECENT_UNIT
 
 
 class RingTexts:
-    """Reads texts and groups by reference; columns hold indices into the lists of this object."""
+    """A reader of texts and groups by reference; columns hold indices into its lists."""
 
     def __init__(self, data: bytes, layout: Layout, live: tuple[int, ...], damage: Damage) -> None:
         self.strings: list[str] = [""]
@@ -44,7 +44,7 @@ class RingTexts:
         self._strings_used = min(live[Live.STRINGS_USED_BYTES], STRINGS_BYTES)
 
     def string(self, ref: int) -> int:
-        """Return the index of a text among `strings`."""
+        """Return the index of a text in `strings`."""
         known = self._string_index.get(ref)
         if known is not None:
             return known
@@ -91,7 +91,7 @@ class RingTexts:
         return ref != 0 and (self._recent_units - ref) % IS_RECENT > _RECENT_UNITS
 
     def group(self, ref: int) -> int:
-        """Return the index of a group among `groups`."""
+        """Return the index of a group in `groups`."""
         known = self._group_index.get(ref)
         if known is not None:
             return known

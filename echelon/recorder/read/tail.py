@@ -1,9 +1,9 @@
 """Follow a live ring: report new durations, and the operations and phases that are open.
 
-A look is cheap enough to be repeated twice a second for each rank, because it reads no text and
-examines at most the newest `MAX_NEW` operations. A duration may come from a slot that is being
-written: the slot's stamps are compared, but its checksum is not verified, because one wrong
-duration among many does no harm. Pending operations are checked in full.
+Reading is cheap enough to be repeated twice a second for each rank: it decodes no text and examines
+at most the newest `MAX_NEW` operations. A duration may come from a slot that is being written: the
+slot's stamps are compared, but its checksum is not verified, because one wrong duration among many
+does no harm. Pending operations are checked in full.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_NEW = 1024
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A call site in a group, or a phase, given by references into the texts of the ring."""
+    """A call site in a group, or a phase, given by references to texts in the ring."""
 
     name: int  # the group's, or the phase's
     site: int
@@ -41,7 +41,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """The result of one look. The durations [num_ended] are in ns, oldest first."""
+    """The changes since the last read. The durations [num_ended] are in ns, oldest first."""
 
     ended: list[tuple[Key, npt.NDArray[np.int64]]]
     pending: list[Open]
@@ -61,7 +61,7 @@ class Tail:
         self._last_call_ns: dict[int, int] = {}
 
     def read(self, ring: LiveRing) -> News:
-        """Look at the ring once, and return the changes since the last look."""
+        """Read the ring once; return what has changed since the last read."""
         is_other = ring.file != self._file
         if is_other:
             self.__init__()  # type: ignore[misc]

@@ -45,7 +45,7 @@ def export_torch(
     *,
     prefix: str = DEFAULT_PREFIX,
 ) -> list[Path]:
-    """Write each rank's black box of an incident in the form of a torch flight recorder dump.
+    """Write each rank's black box from an incident as a dump of torch's flight recorder.
 
     Args:
         incident_dir: a folder that contains `rank_<r>` dumps or rings.
@@ -100,7 +100,7 @@ def _read_all(folder: Path) -> dict[int, Record]:
 
 
 class _Names:
-    """A generator of group names that are unique over all ranks, as torch's format requires."""
+    """A generator of group names that are unique across all ranks, as torch's format requires."""
 
     def __init__(self) -> None:
         self._names: dict[Group, tuple[str, str]] = {}
@@ -227,7 +227,7 @@ def _name(operation: str, row: Any, group: Group, rank: int) -> str:
 
 
 def _sizes(operation: str, signature: Signature, group_size: int) -> dict[str, list[list[int]]]:
-    """Return the sizes of inputs and outputs; one is derived from the other."""
+    """Return the sizes of the inputs and the outputs, deriving one from the other."""
     if signature.summary is not None:
         shapes = [[signature.summary[1]]]
     else:

@@ -45,7 +45,10 @@ def check_version(path: Path, version: object) -> tuple[int, int]:
 
 
 def build(path: Path, kind: type[_T], values: Mapping[str, Any]) -> _T:
-    """Build a record class from untrusted fields, checking types and dropping unknown fields."""
+    """Create an instance of a record class from untrusted fields, checking their types.
+
+    Unknown fields are dropped.
+    """
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     taken = {name: value for name, value in values.items() if name in known}
     for name, value in taken.items():

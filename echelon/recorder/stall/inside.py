@@ -4,9 +4,9 @@ A thread observes the process's own ring once a second. When it detects a stall,
 rank's black box twice, writes it to `dump/incident_<k>` in the folder that all ranks record into,
 and prints one line about it. Ranks detect the same stall independently, within seconds of each
 other. The first rank creates the incident, and the other ranks of the same attempt join it. The
-thread detects less than an agent does: it cannot run while C code holds the GIL, and it does not
-observe other ranks. All modules that the thread needs are imported in advance, so that nothing has
-to be imported in a process that is stuck.
+thread detects fewer stalls than an agent does: it cannot run while C code holds the GIL, and it
+does not observe other ranks. All modules that the thread needs are imported in advance, so that
+nothing needs to be imported while the process is stuck.
 """
 
 from __future__ import annotations

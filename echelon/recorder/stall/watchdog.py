@@ -9,9 +9,9 @@ count as progress. The rank counts as initialised once it has met the other rank
 torch writes its own flight recorder dump on that rank, an operation has timed out there.
 
 Each stall is reported once. The next stall is reported only after progress, which means that the
-number of ended operations, spans and steps of some rank has increased. Ranks report one after
-another. If one rank reported an operation as pending before another rank's progress was seen, that
-operation has probably ended too. It therefore counts again only in the first rank's next report.
+number of ended operations, spans and steps of some rank has increased. Ranks' reports arrive one
+after another. An operation that one rank reported as pending before another rank's progress was
+seen has probably ended too, so it is ignored until it is reported again.
 
 A phase that has previously taken longer than the limit and succeeded (a checkpoint, an evaluation)
 gets more time if the caller knows about the phase. During that time, only torch's own dumps count
@@ -77,7 +77,7 @@ class StallRule:
         return self._reported is not None
 
     def look(self, sights: Sequence[Sight], now_mono_ns: int) -> Stall | None:
-        """Return a stall that has not been reported yet, or None if there is no such stall."""
+        """Return a stall that has not been reported yet, or None."""
         if not sights:
             return None
         ended = {sight.rank: sight.num_ended for sight in sights}
@@ -136,7 +136,7 @@ class StallRule:
 
 
 def _over_if_more(sights: Sequence[Sight]) -> dict[int, int]:
-    """Return, for each rank, the count of events above which the detected stall is over.
+    """Return the event count of each rank; once any rank exceeds its count, the stall is over.
 
     If ranks without a ring are waiting in an operation, the progress of other ranks does not end
     that wait.

@@ -1,7 +1,7 @@
 """Read the arguments of a torch operation from the arguments of its operator.
 
 Torch's C++ and Python code both start a collective by calling an operator of the namespace c10d.
-The table in this module lists the position of each fact among an operator's arguments.
+The table in this module gives the position of each of these arguments.
 
 [Note: flat shapes] Torch accepts tensors of different shapes but equal sizes in one collective. A
 shape is therefore recorded flat, as a number of elements, so that members that agree do not appear

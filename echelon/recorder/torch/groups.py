@@ -15,7 +15,7 @@ _UNNAMED = ("", "undefined")
 
 
 class Group:
-    """A process group, with its reference in the ring and the counters of its calls.
+    """A process group, with its reference in the ring and its call counters.
 
     Collectives are numbered per group, and messages per peer and direction, so that all members
     count in the same way.
@@ -45,7 +45,7 @@ class Groups:
         self._known: dict[str, Group] = {}
 
     def forget(self, name: str) -> None:
-        """Forget a group, because torch may create a new group of the same name."""
+        """Forget a group, because torch may create a new group with the same name."""
         self._known.pop(name, None)
 
     def of(self, process_group: Any, recorder: Recorder) -> Group:
@@ -60,7 +60,7 @@ class Groups:
 
 
 def _title(name: str, description: str, ranks: tuple[int, ...]) -> str:
-    """Return a group's name in reports, which is the same on all members."""
+    """Return the name that reports use for a group; it is the same on all members."""
     if description == _WORLD:
         return "world"
     if description in _UNNAMED:

@@ -1,4 +1,4 @@
-"""Guard against errors in the hooks: an error disables its hook and never reaches the program."""
+"""Contain errors in the hooks: an error disables the hook and never reaches the program."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def quietly(run: Callable[..., _T], *args: Any) -> _T | None:
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace an attribute by `make(original)`, or keep the original if this is not possible."""
+    """Replace an attribute with `make(original)`, or keep the original if this is not possible."""
     original = getattr(owner, name, None)
     if original is None or getattr(original, "_echelon_records", False):
         return

@@ -1,4 +1,4 @@
-"""Run actions on modules once they are loaded, which may be later in the program.
+"""Run an action on a module as soon as it is loaded, now or later in the program.
 
 An entry in `sys.meta_path` intercepts the import of a watched module, lets the other finders locate
 the module, and runs the action after the module's own code.
@@ -21,13 +21,13 @@ _Spec = importlib.machinery.ModuleSpec
 
 
 class Later(importlib.abc.MetaPathFinder):
-    """Runs an action for each watched module, immediately or once the module is imported."""
+    """An import finder that runs an action for each watched module once the module is imported."""
 
     def __init__(self) -> None:
         self._actions: dict[str, Action] = {}
 
     def run(self, name: str, action: Action) -> None:
-        """Run `action` with the module `name`, at once if the module is already loaded."""
+        """Run `action` with the module `name`, immediately if the module is already loaded."""
         module = sys.modules.get(name)
         if module is not None:
             quietly(action, module)

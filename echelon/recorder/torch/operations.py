@@ -2,11 +2,11 @@
 
 [Note: where operations are seen] DDP's reducer, functional collectives and compiled code call a
 process group in C++, so patched Python functions would miss them. An echelon process group wrapped
-around torch's would see them, but programs check a group's type. All of them call an operator of
-the namespace c10d through torch's dispatcher. c10d does not use the dispatch key BackendSelect. A
-kernel under that key runs before the backend's own kernel: it records the call and passes it on
-unchanged. This costs one Python call per operation: 10 us of processor time in torch's dispatcher
-for an empty kernel, and about 15 us here, a third of which is spent asking torch for the
+around torch's would see them, but programs check a group's type. All of these callers go through
+torch's dispatcher to an operator of the namespace c10d. c10d does not use the dispatch key
+BackendSelect. A kernel under that key runs before the backend's own kernel: it records the call and
+passes it on unchanged. This costs one Python call per operation: 10 us of processor time in torch's
+dispatcher for an empty kernel, and about 15 us here, a third of which is spent asking torch for the
 reduction's name.
 
 Operations on device tensors are not recorded, because only the device knows when they complete, and
@@ -153,7 +153,7 @@ class Operations:
         return recorder.begin_prepared(prepared, group.next_collective(), -1, flags, 1, True)
 
     def _prepare(self, recorder: Recorder, call: tuple[Any, ...]) -> Any:
-        """Read the arguments that a line of code passes repeatedly.
+        """Preprocess arguments that the program passes repeatedly.
 
         Results are cached, up to a limit.
         """
@@ -180,8 +180,8 @@ class Operations:
     def _after_backward(self, run: Callable[[], None]) -> None:
         """Call `run` when the backward pass ends, after the callbacks that are already queued.
 
-        DDP queues its own wait with its last bucket. By then, the first bucket has already been
-        seen here, so the nested call queues `run` again.
+        DDP queues its own wait with its last bucket, after the first bucket has been seen here. To
+        run after that wait too, the caller nests two calls.
         """
         self._torch.autograd.Variable._execution_engine.queue_callback(lambda: quietly(run))
 

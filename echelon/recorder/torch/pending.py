@@ -34,7 +34,7 @@ _Started = tuple[Any, bool, int]
 
 
 class Pending:
-    """The works of this process that are not yet complete, keyed by the number of their record.
+    """The works of this process that are not yet complete, keyed by record number.
 
     Args:
         wait: torch's own `Work.wait`. For a complete collective, it returns at once or raises the
@@ -47,7 +47,7 @@ class Pending:
         self._wait = wait
 
     def add(self, record: int, work: Any, is_message: bool, address: int) -> None:
-        """Add a work that has just been started, with the address to which it writes its result."""
+        """Add a work that has just started, with the address to which it writes its result."""
         self.works[record] = work, is_message, address
         if len(self.works) > _MAX_WORKS:
             self._end(next(iter(self.works)))
@@ -87,7 +87,7 @@ class Pending:
         self._sweep(list(self.works.items()))
 
     def sweep_oldest(self) -> None:
-        """Record completed works among the few oldest, cheaply enough for every call."""
+        """Record which of the few oldest works have completed; cheap enough for every call."""
         if self.works:
             self._sweep(list(itertools.islice(self.works.items(), _FEW)))
 

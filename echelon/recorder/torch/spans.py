@@ -7,7 +7,7 @@ The program's own marks take precedence: the hooks do not use any name that the 
 rank's loop over a loader may end before the other ranks' loops do. An iteration ends with its last
 batch, or when the program drops the iterator. The iterator may be dropped wherever Python frees
 objects, even within the recorder, so at that moment the end is only noted. The program's next batch
-or operation then records `data_end`, a mark without a length.
+or operation then records `data_end`, a mark without a duration.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ def in_span(name: str, detail: Callable[..., str]) -> Callable[[Any], Any]:
     """Return a decorator that runs a function inside a span.
 
     Args:
-        detail: a function that makes the span's detail from the arguments of the decorated
-            function.
+        detail: a function that derives the span's detail from the decorated function's arguments.
     """
 
     def wrap(original: Any) -> Any:
@@ -118,7 +117,7 @@ def _next_batch(original: Any) -> Any:
 
 
 def _watch_end(iterator: Any) -> Any:
-    """Return a function that records an iteration's end once; freeing the iterator calls it."""
+    """Return a function that records an iteration's end once, when the iterator is freed."""
     end = iterator.__dict__.get(_END)
     if end is None or not end.alive:  # a loader may keep its iterator for the next epoch
         end = weakref.finalize(iterator, ended_loaders.append, 1)
@@ -168,10 +167,10 @@ def mark_compilation(callback: Any) -> None:
 
 
 def mark_function(name: str, module: Any) -> None:
-    """Record a module's function that writes or reads checkpoints as a span.
+    """Record calls of a module's function, which writes or reads checkpoints, as spans.
 
-    Programs may import such functions by name before they create a group, so such copies are
-    replaced too.
+    A program may have imported the function by name before it creates a group, so such references
+    are replaced too.
     """
     original = getattr(module, name, None)
     replace(module, name, in_span("checkpoint", lambda *_: name))

@@ -1,7 +1,7 @@
 """Start recording a torch program when it creates its first process group.
 
-Starting earlier would be wrong. A launcher, or a program that only inspects torch, may run in the
-environment of a rank, and would take over that rank's ring. Recording begins before group creation
+Starting earlier would be wrong: a launcher, or a program that only inspects torch, may run in a
+rank's environment and would then take over the rank's ring. Recording begins before group creation
 starts waiting for other ranks, so that wait is recorded as a `store` span.
 """
 

@@ -1,9 +1,9 @@
-"""Cache, per call site, the fields of an operation that rarely change there.
+"""Cache the fields of an operation that rarely change at a given call site.
 
-A line that records calls usually passes the same arguments as last time, from the same callers.
-Each line therefore caches its callers' positions, the arguments and the packed fields. `Operations`
-compares the positions and arguments, and reuses the packed fields if nothing differs. This module
-handles the differences.
+A line that records calls usually passes the same arguments as last time, and has the same callers.
+The callers' positions, the arguments and the packed fields are therefore cached for each line.
+`Operations` compares the positions and arguments, and reuses the packed fields if nothing differs.
+Otherwise, it uses this module.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Line = tuple[CodeType, _Code, int, _Code, int, _Code, int, tuple[Any, ...], byte
 
 
 class Calls:
-    """The lines seen so far and the signatures of their calls, as thread-safe as a dictionary.
+    """The lines seen so far, with the signatures of their calls; as thread-safe as a dictionary.
 
     A call is (operation, dtype, reduce_op, timeout_s, shapes, input_splits, output_splits,
     num_bytes, group, root, peer, tag, coalesced, thread, flags).

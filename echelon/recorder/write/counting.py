@@ -1,4 +1,4 @@
-"""Let threads draw consecutive numbers, each only once, without a lock where possible."""
+"""Give threads consecutive numbers, each only once, without a lock where possible."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def counter(start: int = 0, *, has_lock: bool | None = None) -> Callable[[], int
 
     Args:
         has_lock: whether the interpreter runs one thread at a time, which makes `itertools.count`
-            atomic; None means that this is detected. A free-threaded 3.13 may otherwise give two
-            threads the same number.
+            atomic; None means that this is detected. Without a lock, free-threaded Python 3.13 may
+            give two threads the same number.
     """
     numbers = itertools.count(start)
     if has_lock is None:

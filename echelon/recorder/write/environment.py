@@ -100,8 +100,8 @@ class Settings:
 def claim_ownership(process: str) -> bool:
     """Return whether this process may record into ECHELON_RECORD_DIR.
 
-    The first process that calls this leaves its name in the environment, so that programs that it
-    starts do not act as further attempts of its rank.
+    The first process to call this leaves its name in the environment, so that the programs it
+    starts do not record as further attempts of its rank.
     """
     return os.environ.setdefault("ECHELON_RECORD_OWNER", process) == process
 

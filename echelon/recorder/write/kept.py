@@ -1,8 +1,8 @@
 """Keep operations that have not ended when their slots are about to be reused.
 
 A hung operation of one group must survive while other groups continue, because it is the operation
-that matters. The operation therefore moves, with its signature, to one of a few separate places,
-from which it is removed when it ends.
+that matters. It is therefore moved, with its signature, to one of a few separate places, where it
+stays until it ends.
 """
 
 from __future__ import annotations

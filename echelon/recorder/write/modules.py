@@ -1,7 +1,7 @@
 """List the installed modules that this process has imported, for the launcher's standbys.
 
-Variables that the program has set are listed too. A library that reads such a variable when it is
-loaded must be loaded by the program itself, after the variable has been set.
+Environment variables that the program has set are listed too. A library that reads such a variable
+when it is loaded must be loaded by the program itself, after the variable is set.
 
 The list is written when the recorder starts, and again after ten seconds, because libraries import
 many modules in their first steps. Modules of the program itself are left out: only installed ones,
@@ -35,7 +35,7 @@ def list_modules(path: Path) -> None:
 
 
 def installed_modules() -> list[str]:
-    """Return the full names of the installed modules that are loaded, in the order of loading."""
+    """Return the full names of the installed modules that have been loaded, in loading order."""
     paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     paths += [*site.getsitepackages(), site.getusersitepackages()]
     roots = tuple({path.rstrip(os.sep) + os.sep for path in paths if path})
@@ -49,7 +49,7 @@ def installed_modules() -> list[str]:
 
 
 def changed_variables() -> list[str]:
-    """Return the names of the variables that differ from those this process was started with."""
+    """Return the names of the environment variables that changed since this process started."""
     try:
         text = Path("/proc/self/environ").read_text(errors="surrogateescape")
     except OSError:

@@ -44,7 +44,7 @@ class NativeWriter(OperationWriter, SpanWriter, Protocol):
         """Stop the heartbeat thread. May be called more than once."""
 
     def write_faults(self, over_others: bool, /) -> None:
-        """Write the signal that ends this process to the ring."""
+        """From now on, record in the ring any signal that ends this process."""
 
 
 def make_writer(

@@ -1,11 +1,11 @@
-"""Write operations in Python, if the C core was not built, and as its reference in tests.
+"""Write operations in Python: the fallback if the C core was not built, and its test reference.
 
-[Note: why no lock] CPython from 3.11 on, with its lock, runs one thread at a time and switches
-threads only after calls and at backward jumps. Statements that contain neither are therefore one
-atomic step for all other threads, for signal handlers and for finalizers. A slot is taken and
-filled by a comparison, a store and one `pack_into`, and an operation ends in the same way, so data
-that another thread is writing is never overwritten. Rare cases (a slot whose operation has not
-ended, an operation that has left its slot) take a lock. If the interpreter guarantees less,
+[Note: why no lock] From version 3.11, CPython with its global lock runs one thread at a time and
+switches threads only after calls and at backward jumps. Statements that contain neither are
+therefore one atomic step for all other threads, for signal handlers and for finalizers. A slot is
+taken and filled by a comparison, a store and one `pack_into`, and an operation ends in the same
+way, so data that another thread is writing is never overwritten. Rare cases (a slot whose operation
+has not ended, an operation that has left its slot) take a lock. If the interpreter guarantees less,
 `LockedOperations` holds that lock around everything. An exception raised by a signal handler may
 leave a number unused, but never a lock held.
 
@@ -85,7 +85,7 @@ class OperationWriter(Protocol):
         depth: int = 1,
         is_started: bool = False,
     ) -> int:
-        """Record that an operation was called; return its number, to which later calls refer.
+        """Record that an operation was called; return its number, for use in later calls.
 
         Args:
             group: the group's reference, from `Recorder.group()`.
@@ -107,7 +107,7 @@ class OperationWriter(Protocol):
         timeout_s: float,
         /,
     ) -> Any:
-        """Read the arguments that a call passes repeatedly; see `begin`.
+        """Preprocess arguments that are passed repeatedly; see `begin`.
 
         Returns:
             The argument to pass to `begin_prepared`; None if the call cannot be recorded.
@@ -116,16 +116,16 @@ class OperationWriter(Protocol):
     def begin_prepared(
         self, call: Any, sequence: int, coalesced: int, flags: int, depth: int, is_started: bool, /
     ) -> int:
-        """Record that a prepared operation was called, as `begin` does."""
+        """Record that an operation was called with prepared arguments; see `begin`."""
 
     def started(self, record: int, at_mono_ns: int | None = None, /) -> None:
-        """Record that the backend started the operation, at the current or an earlier time."""
+        """Record that the backend started the operation, now or at an earlier time."""
 
     def completed(self, record: int, at_mono_ns: int | None = None, /) -> None:
-        """Record that the operation is complete on this rank, at the current or an earlier time."""
+        """Record that the operation completed on this rank, now or at an earlier time."""
 
     def failed(self, record: int, error: int, /) -> None:
-        """Record that the operation failed; `error` is the reference of the error's text."""
+        """Record that the operation failed; `error` is a reference to the error's text."""
 
 
 class _Thread(threading.local):
@@ -145,7 +145,7 @@ _OUTSIDE: Any = _Outside()
 
 
 class Operations:
-    """Implements `OperationWriter`. Thread-safe, see [Note: why no lock]; no method raises."""
+    """The writer of operations in Python. Thread-safe (see [Note: why no lock]); never raises."""
 
     __slots__ = (
         "_calls", "_find", "_is_moving", "_kept", "_lines", "_live", "_lock", "_map", "_next",
@@ -269,7 +269,7 @@ class Operations:
         timeout_s: float,
         /,
     ) -> Any:
-        """Read the arguments that a call passes repeatedly; see `OperationWriter`."""
+        """Preprocess arguments that are passed repeatedly; see `OperationWriter`."""
         try:
             int(group), int(num_bytes), int(root), float(timeout_s)
         except Exception:  # noqa: BLE001 -- recording never raises into training
@@ -279,7 +279,7 @@ class Operations:
     def begin_prepared(
         self, call: Any, sequence: int, coalesced: int, flags: int, depth: int, is_started: bool, /
     ) -> int:
-        """Record that a prepared operation was called; see `OperationWriter`."""
+        """Record that an operation was called with prepared arguments; see `OperationWriter`."""
         try:
             (operation, dtype, reduce_op, timeout_s, shapes, num_bytes, group, root) = call
             return Operations.begin(
@@ -290,7 +290,7 @@ class Operations:
             return NOT_RECORDED
 
     def started(self, record: int, at_mono_ns: int | None = None, /) -> None:
-        """Record that the backend started the operation, at the current or an earlier time."""
+        """Record that the backend started the operation, now or at an earlier time."""
         try:
             now = self._now()
             if record >= 0:
@@ -306,7 +306,7 @@ class Operations:
         _state: int = _COMPLETED,
         _error: int = 0,
     ) -> None:
-        """Record that the operation is complete on this rank, at the current or an earlier time."""
+        """Record that the operation completed on this rank, now or at an earlier time."""
         try:
             clock = self._now  # as a method call on a slot, it would be looked up each time
             self._live[_PROGRESS] = now = clock()
@@ -334,14 +334,14 @@ class Operations:
             return
 
     def failed(self, record: int, error: int, /) -> None:
-        """Record that the operation failed; `error` is the reference of the error's text."""
+        """Record that the operation failed; `error` is a reference to the error's text."""
         Operations.completed(self, record, None, _FAILED, error)
 
     def _make_room(self, record: int, fields: bytes) -> int:
-        """Store an operation in the first slot that can be taken, beginning with number `record`.
+        """Store an operation in the first slot that can be taken, starting with that of `record`.
 
-        An operation that has not ended is never overwritten: it moves to a separate place, or its
-        slot is skipped.
+        A pending operation is never overwritten: it is moved to a separate place, or its slot is
+        skipped.
 
         Returns:
             The operation's number, or `NOT_RECORDED` if none of the next slots can be taken.
@@ -413,22 +413,22 @@ class LockedOperations(Operations):
     def begin_prepared(
         self, call: Any, sequence: int, coalesced: int, flags: int, depth: int, is_started: bool, /
     ) -> int:
-        """Record that a prepared operation was called; see `OperationWriter`."""
+        """Record that an operation was called with prepared arguments; see `OperationWriter`."""
         with self._lock:
             return super().begin_prepared(call, sequence, coalesced, flags, depth + 1, is_started)
 
     def started(self, record: int, at_mono_ns: int | None = None, /) -> None:
-        """Record that the backend started the operation, at the current or an earlier time."""
+        """Record that the backend started the operation, now or at an earlier time."""
         with self._lock:
             super().started(record, at_mono_ns)
 
     def completed(self, *args: Any) -> None:
-        """Record that the operation is complete on this rank, at the current or an earlier time."""
+        """Record that the operation completed on this rank, now or at an earlier time."""
         with self._lock:
             super().completed(*args)
 
     def failed(self, record: int, error: int, /) -> None:
-        """Record that the operation failed; `error` is the reference of the error's text."""
+        """Record that the operation failed; `error` is a reference to the error's text."""
         with self._lock:
             super().failed(record, error)
 

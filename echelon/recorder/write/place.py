@@ -101,7 +101,7 @@ def claim_attempt(record_dir: Path, rank: int) -> tuple[Path, int]:
 
 
 def bring_home(rank_dir: Path) -> bool:
-    """Replace a link to a ring by the ring itself; return whether there was such a link.
+    """Replace a link to a ring with the ring itself; return whether there was a link.
 
     Call this after the process has ended. Attached readers keep their mapping.
 
@@ -139,7 +139,7 @@ def _copy_sparse(source: Path, target: Path) -> None:
 
 
 def set_aside(rank_dir: Path) -> None:
-    """Rename the ring of a process that has ended to the next free name of `ring.1`, `ring.2`, ...
+    """Rename the ring of an ended process to the first free name among `ring.1`, `ring.2`, ...
 
     Raises:
         OSError: the folder cannot be written.
@@ -153,7 +153,7 @@ def set_aside(rank_dir: Path) -> None:
 
 
 def is_remote(kind: str) -> bool:
-    """Return whether file systems of this type are accessed through a network."""
+    """Return whether file systems of this type are accessed over a network."""
     return kind in _REMOTE or (kind.split(".")[0] == "fuse" and kind not in _LOCAL_FUSE)
 
 

@@ -1,8 +1,8 @@
 """Record operations, spans, steps, a heartbeat and last words into a ring.
 
-The recorder never raises an exception into the training code and never touches a device. After its
-start, it allocates memory only for the texts of call sites that are new to it. `current.py` decides
-which process has a recorder.
+The recorder never raises an exception into the training code and never touches a device. Once
+started, it allocates memory only for the texts of call sites that it has not seen before.
+`current.py` decides which process has a recorder.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Recorder:
 
     @_never_raises(0)
     def group(self, name: str, ranks: Sequence[int]) -> int:
-        """Return the reference of a process group, to be passed to `begin`."""
+        """Return a reference to a process group, to be passed to `begin`."""
         key = (name, tuple(ranks))
         known = self._groups.get(key)
         if known is None:
@@ -161,7 +161,7 @@ class Recorder:
 
     @_never_raises(0)
     def new_group(self, name: str, ranks: Sequence[int]) -> int:
-        """Return the reference of a group that has just been created.
+        """Return a reference to a group that has just been created.
 
         Groups are identified by name and members. If the same name and members were seen before,
         for example because the world was left and joined again, the name gets a number, so that
@@ -219,7 +219,7 @@ class Recorder:
 
     @_never_raises(None)
     def note_checkpoint(self, detail: str) -> None:
-        """Record that a checkpoint was saved or loaded, as the detail of its span describes."""
+        """Record that a checkpoint was saved or loaded, as the span's detail describes."""
         what = detail.removeprefix("torch.")
         if what.startswith("load"):
             self._live[Live.NUM_LOADS] += 1
@@ -227,7 +227,7 @@ class Recorder:
             self._live[Live.SAVED_STEP] = self._live[_STEP]
 
     def text(self, text: str) -> int:
-        """Return the reference of a text, to be passed to `keep_span`."""
+        """Return a reference to a text, to be passed to `keep_span`."""
         return self._ring.texts.intern(text)
 
     def count_pauses(self, number: int, nanoseconds: int) -> None:
@@ -248,8 +248,8 @@ class Recorder:
 
         Args:
             thread: the name of the thread that the exception ends; "" means the whole process. If
-                several threads raise exceptions, only the first is kept. If the process itself
-                ends, none of them is kept.
+                several threads raise exceptions, only the first is kept. An exception that ends the
+                process replaces it.
         """
         if not self._is_owner or (thread and self._has_words):
             return
@@ -302,7 +302,7 @@ class Recorder:
 
 
 def _step_word(number: Any, before: int) -> int:
-    """Return the live word of a step; it stays unchanged if the value is not a number."""
+    """Return the live word for a step, or `before` if `number` is not a number."""
     try:
         return min(max(int(number), -1), _MAX_STEP) + 1
     except (TypeError, ValueError, OverflowError):

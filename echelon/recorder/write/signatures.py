@@ -1,4 +1,4 @@
-"""Store signatures, which contain the arguments of operations, once each among recent texts."""
+"""Store each signature, which contains an operation's arguments, once in `recent`."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A place is described as "file:line function". A frame belongs to the user unless its file lies in
 this package, in the standard library or in an installed package. The same frames recur, so the text
-is made once per chain of (code, instruction), and a look-up costs as much as one in a dictionary.
+is built once per chain of (code, instruction); after that, it takes one dictionary lookup.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _codes: list[CodeType] = []
 def user_frame(frame: FrameType | None) -> FrameType | None:
     """Return the nearest frame of the user's code, beginning with `frame` and its callers.
 
-    If there is no such frame, return `frame` itself. On a thread that C++ started, such as the
-    thread on which autograd runs a device's backward, return the user's frame on the main thread,
-    which waits for that thread.
+    If there is no such frame, return `frame` itself. On a thread that C++ started, such as
+    autograd's thread for a device, return the user's frame on the main thread, which is waiting for
+    that thread.
     """
     nearest = last = frame
     for _ in range(_MAX_WALK):
@@ -113,14 +113,14 @@ def stack(frame: FrameType) -> str:
 
 
 class Sites:
-    """The call sites seen so far, as references to a table of strings."""
+    """The call sites seen so far, as references into a table of strings."""
 
     def __init__(self, texts: Texts) -> None:
         self._texts = texts
         self._known: dict[tuple[int, ...], tuple[tuple[int, int], list[CodeType]]] = {}
 
     def find(self, frame: FrameType | None) -> tuple[int, int]:
-        """Return the references of the nearest user frame's description and stack.
+        """Return references to the description and the stack of the nearest user frame.
 
         The cache key consists of the positions of the innermost frames. The code objects are kept
         with the result, so that a key can never refer to a different place.
@@ -151,7 +151,7 @@ class Sites:
         return known[0] if known is not None else self._add(key, first)
 
     def add(self, frame: FrameType) -> tuple[int, int]:
-        """Store the description and the stack of a user's frame; return their references."""
+        """Store the description and the stack of a user frame; return references to them."""
         intern = self._texts.intern
         return intern(describe(frame), SITES_BYTES), intern(stack(frame), SITES_BYTES)
 

@@ -1,4 +1,4 @@
-"""Write spans in Python, if the C core was not built, and as its reference in tests."""
+"""Write spans in Python: the fallback if the C core was not built, and its test reference."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SpanWriter(Protocol):
         """Record that a phase ended."""
 
     def keep_span(self, name: int, detail: int, began: int, ended: int, /) -> None:
-        """Record a phase that was never open, by references to its texts.
+        """Record a phase that was never open, given references to its texts.
 
         Such a phase does not count as progress.
 
@@ -95,7 +95,7 @@ class OpenSpan:
 
 
 class Spans:
-    """Implements `SpanWriter`. Thread-safe; no method raises."""
+    """The writer of spans in Python. Thread-safe; never raises."""
 
     def __init__(
         self, ring: Ring, sites: Sites, now: Callable[[], int] = time.monotonic_ns

@@ -2,7 +2,7 @@
 
 Only a process that records imports this module. Hooks belong to the process that installed them. A
 forked child inherits the hooks, which must then do nothing (current.py, [Note: who may record]). A
-start that fails halfway leaves nothing behind, because a ring without a recorder would look like a
+start that fails midway leaves nothing behind, because a ring without a recorder would look like a
 silent rank.
 """
 
@@ -190,7 +190,7 @@ def _identity(settings: Settings, place: Place) -> Identity:
 
 
 def _register_stacks(rank_dir: Path, settings: Settings) -> int:
-    """Register a free signal with which the agent requests the stacks of all threads.
+    """Register a free signal that the agent can send to request the stacks of all threads.
 
     Returns:
         The number of the signal; 0 if no signal is free.

@@ -1,8 +1,8 @@
 """Store the texts of a ring: names, which are kept, and recent texts, which are overwritten.
 
-See schema.py, [Note: two kinds of texts]. A known text costs one look-up and no lock; a new text
-takes a lock. If a signal handler or finalizer interrupts the thread that is holding the lock, it
-does not wait: it gets the reference of `TABLE_FULL` instead.
+See schema.py, [Note: two kinds of texts]. A known text needs only a lookup; a new text takes a
+lock. If a signal handler or finalizer interrupts the thread that is holding the lock, it does not
+wait: it gets the reference of `TABLE_FULL` instead.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SPAN_CHARS = 600
 
 
 class Texts:
-    """Stores texts in a ring's memory; references stay valid as long as the ring. Thread-safe."""
+    """A thread-safe store of texts in a ring's memory, addressed by reference."""
 
     def __init__(self, memory: Any, live: Any, recent_offset: int) -> None:
         self._memory = memory
@@ -54,11 +54,11 @@ class Texts:
         self._table_full = self.intern(TABLE_FULL)
 
     def intern(self, text: str, room: int = NAMES_BYTES) -> int:
-        """Return the reference of a name, storing the name if it is new.
+        """Return a reference to a name, storing the name if it is new.
 
         Args:
-            room: the number of bytes of the table beyond which the name is refused: `NAMES_BYTES`,
-                `SITES_BYTES`, or `STRINGS_BYTES` for groups.
+            room: the size, in bytes, that the table may reach before the name is refused:
+                `NAMES_BYTES`, `SITES_BYTES`, or `STRINGS_BYTES` for groups.
         """
         known = self.names.get(text)
         if known is not None:
@@ -74,12 +74,12 @@ class Texts:
                 self._is_writing = False
 
     def intern_group(self, text: str) -> int:
-        """Return the reference of a group. Groups never share a reference, even in a full table."""
+        """Return a reference to a group. Groups never share one, even in a full table."""
         ref = self.intern(text, STRINGS_BYTES)
         return self.recent(text) if ref == self._table_full else ref
 
     def recent(self, text: str) -> int:
-        """Return the reference of a text that may be different at each call."""
+        """Return a reference to a text that may differ at each call."""
         if not text:
             return 0
         known = self.recents.get(text)
@@ -95,11 +95,11 @@ class Texts:
         return ref
 
     def span_name(self, name: object) -> int:
-        """Return the reference of a span's name, truncated to a maximum length."""
+        """Return a reference to a span's name, truncated to a maximum length."""
         return self.intern(text_of(name)[:_SPAN_CHARS])
 
     def span_detail(self, detail: object) -> int:
-        """Return the reference of a span's detail, truncated to a maximum length."""
+        """Return a reference to a span's detail, truncated to a maximum length."""
         return self.recent(text_of(detail)[:_SPAN_CHARS])
 
     def append(self, data: bytes) -> int:
