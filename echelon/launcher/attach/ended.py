@@ -1,4 +1,4 @@
-"""Find ranks that ended while being examined, and how they ended if the kernel still knows.
+"""Find the ranks that end while they are being examined, and how each ended if still known.
 
 The kernel keeps the exit status of an ended process until the parent process waits for it. After
 that, only the launcher's output shows how the process ended.
@@ -24,7 +24,7 @@ def begun(ranks: Sequence[FoundRank]) -> dict[int, int]:
 
 
 def endings(ranks: Sequence[FoundRank], before: Mapping[int, int]) -> dict[int, str]:
-    """Return the ranks that have ended since `begun`, each with how it ended; "" if unknown."""
+    """Return the ranks of `before` that have ended, each with how it ended; "" if unknown."""
     return {
         one.rank: _how(one.pid)
         for one in ranks
@@ -34,11 +34,10 @@ def endings(ranks: Sequence[FoundRank], before: Mapping[int, int]) -> dict[int, 
 
 
 def is_exiting(stacks: str, later_stacks: str) -> bool:
-    """Return whether the main thread had no Python frame in the last stack that was read.
+    """Return whether the main thread seems to be exiting: its last stack has no Python frame.
 
-    While an interpreter is finalising, its main thread has no Python frame, even if a destructor
-    hangs. A torn read of a running process may look the same, so only the end of the process proves
-    that it was exiting.
+    While an interpreter is shutting down, its main thread has no Python frame, even if a destructor
+    hangs. A torn read of a running process may look the same, so only the process's end is proof.
     """
     main = main_thread(later_stacks or stacks)
     return main is not None and not main.frames

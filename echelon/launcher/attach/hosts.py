@@ -1,7 +1,7 @@
 """Examine the ranks on other machines through ssh, and combine the results.
 
 The remote side runs `fr-analyze --attach --collect`, which writes one msgpack map to standard
-output. The map contains dumps, never pickles, and nothing in the map is evaluated on this machine.
+output. The map contains dumps but no pickles, and nothing in it is evaluated on this machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EXTRA_S = 60.0  # for the login, and the start of Python
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """One machine's sighting, or the reason why there is none."""
+    """One machine's sighting, or the reason that it has none."""
 
     host: str
     sighting: Sighting | None = None
@@ -56,7 +56,7 @@ def pack(sighting: Sighting, world_size: int) -> bytes:
 
 
 def unpack(host: str, data: bytes, folder: Path) -> Answer:
-    """Read a machine's answer; `folder` holds its dumps while they are read."""
+    """Read a machine's answer. Its dumps are kept in `folder` while they are being read."""
     try:
         values = msgpack.unpackb(data, raw=False, strict_map_key=True)
         if not isinstance(values, dict) or values.get("kind") != KIND:
@@ -87,10 +87,11 @@ def ask_all(
     """Examine the ranks on several machines at once.
 
     Args:
-        command: the command that reaches a machine, which is `ssh` with its options. The host name
-            and `remote` are appended.
+        command: the command that reaches a machine: `ssh` with its options. The host name and
+            `remote` are appended.
         remote: the command line to run on each machine.
-        gap_s: the time between the two examinations. Each machine may take a minute longer.
+        gap_s: the time between the two examinations, in seconds. A machine times out one minute
+            after that.
     """
     answers: list[Answer | None] = [None] * len(hosts)
 

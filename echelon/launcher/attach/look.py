@@ -38,11 +38,12 @@ class Sighting:
     """The result of examining a job's ranks twice.
 
     Attributes:
-        waiting: the ranks that were inside a collective at the first look.
-        went_on: the waiting ranks that made progress between the two looks.
-        changed: the ranks whose main thread was at a different place at the second look.
-        left: the waiting ranks that have left a loop that another rank is still inside.
-        ended: the ranks that ended between the two looks, each with how it ended; "" if unknown.
+        waiting: the ranks that were inside a collective at the first examination.
+        went_on: the waiting ranks that made progress between the two examinations.
+        changed: the ranks whose main thread had moved elsewhere by the second examination.
+        left: the waiting ranks that have left a loop while another rank is still inside it.
+        ended: the ranks that ended between the two examinations, each with how it ended; "" if
+            unknown.
     """
 
     records: tuple[Record, ...]
@@ -58,7 +59,7 @@ class Sighting:
 
     @property
     def moves(self) -> bool:
-        """Whether the two looks prove that the job is making progress."""
+        """Whether the two examinations prove that the job is making progress."""
         if self.ended:
             return False
         ranks = {record.identity.rank for record in self.records}
@@ -77,7 +78,7 @@ def look(
     """Examine processes on this machine twice, `gap_s` seconds apart.
 
     Args:
-        folder: an empty folder in which collected files may be written.
+        folder: an empty folder for the files that are collected.
     """
     first, living = {one.rank: wakes(one.pid) for one in ranks}, begun(ranks)
     began_s = time.monotonic()
@@ -137,7 +138,7 @@ def _collect(
 
 
 def ring_folder(one: FoundRank) -> Path | None:
-    """Return the folder of the ring that a rank records into; None if the rank has no ring.
+    """Return the folder that contains a rank's ring; None if the rank has no ring.
 
     The rank's path is valid in its own mount namespace, so a folder in a container is reached
     through /proc/PID/root.
@@ -157,9 +158,9 @@ def ring_folder(one: FoundRank) -> Path | None:
 
 
 def _in_root(root: str, folder: Path) -> Path:
-    """Return the path of a ring's folder below another root; symbolic links stay below that root.
+    """Resolve a ring's folder under another root; symbolic links cannot lead outside that root.
 
-    This never raises. The reader of the ring finds out whether the path can be read.
+    This never raises. Whether the path is readable is left to the reader of the ring.
     """
     inside = Path(root) / folder.relative_to("/")
     try:
@@ -192,7 +193,7 @@ def keep(sighting: Sighting, folder: Path, world_size: int, reason: str) -> None
 
 
 def torch_dump(one: FoundRank) -> bytes:
-    """Return the dump that torch has written for a rank's process, or b"" if there is none."""
+    """Return the dump that torch has written for a rank's process, or b"" without one."""
     path = dump_path(one.environ, one.rank)
     try:
         status = path.stat() if path is not None else None
@@ -221,7 +222,7 @@ def _waits(record: Record) -> bool:
 def _left(
     ranks: Sequence[FoundRank], records: Sequence[Record], waiting: Sequence[int]
 ) -> tuple[Left, ...]:
-    """If all ranks are waiting, return those that have left a loop that another is still inside."""
+    """Return the ranks that have left a loop another rank is still in, if all ranks are waiting."""
     if len(waiting) != len(records):
         return ()
     pids = {one.rank: one.pid for one in ranks}
@@ -236,10 +237,10 @@ def _went_on(
     later: dict[int, Wakes | None],
     elapsed_s: float,
 ) -> bool:
-    """Return whether a rank inside a collective moved, judged by its black box or its wake-ups.
+    """Return whether a rank inside a collective made progress, by its black box or its wake-ups.
 
-    A thread that waits inside echelon wakes up regularly to check its peers, as often as a rank
-    that is making progress. So the wake-ups of a rank with a ring prove nothing.
+    A thread that waits inside echelon wakes up regularly to check its peers, as often as the thread
+    of a rank that is making progress. So for a rank with a ring, wake-ups prove nothing.
     """
     host, rank = record.host, record.identity.rank
     if record.has_ring and not record.identity.misses_operations and host.later_recorded >= 0:
@@ -250,7 +251,7 @@ def _went_on(
 def _changed(
     record: Record, first: dict[int, Wakes | None], later: dict[int, Wakes | None]
 ) -> bool:
-    """Return whether a rank that was outside collectives moved or woke up between the looks."""
+    """Return whether a rank outside collectives moved or woke up between the two examinations."""
     host, rank = record.host, record.identity.rank
     if not host.alive or host.process_state in ("T", "t", "D"):
         return False

@@ -23,7 +23,7 @@ Read = Callable[[int, str], str]  # from a rank and a path to the source, "" if 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A rank that is past a loop, and another rank that is still inside the loop."""
+    """A rank that has left a loop, and another rank that is still inside it."""
 
     rank: int
     behind: Frame
@@ -38,7 +38,7 @@ class Left:
 
 
 def find_left(stacks: Mapping[int, tuple[Frame, ...]], read: Read) -> tuple[Left, ...]:
-    """Return each rank that has left a loop, with one rank that is still inside the loop.
+    """Return each rank that has left a loop, paired with one that is still inside it.
 
     Args:
         stacks: the frames of each rank's main thread, innermost first, keyed by rank.
@@ -56,7 +56,10 @@ def find_left(stacks: Mapping[int, tuple[Frame, ...]], read: Read) -> tuple[Left
 
 
 def _parting(one: tuple[Frame, ...], other: tuple[Frame, ...]) -> tuple[Frame, Frame] | None:
-    """Return the outermost frames at which two stacks differ, if both are in the same function."""
+    """Return the outermost frames at which two stacks differ, the first one at a later line.
+
+    Return None unless both frames are in the same function.
+    """
     for mine, theirs in zip(reversed(one), reversed(other), strict=False):
         if mine != theirs:
             is_same = (mine.file, mine.function) == (theirs.file, theirs.function)
@@ -91,7 +94,7 @@ def _parsed(source: str) -> ast.Module | None:
 
 
 def _scope(tree: ast.Module, frame: Frame) -> ast.AST | None:
-    """Return the innermost function around a frame's line; None if it has another name.
+    """Return the innermost function around a frame's line; None if its name is not the frame's.
 
     For a frame outside all functions, return the module.
     """

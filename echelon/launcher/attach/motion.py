@@ -1,8 +1,8 @@
 """Detect whether the ranks of an unrecorded job made progress between two examinations.
 
-The ranks of a healthy job may also be found inside collectives at both looks. What distinguishes a
-hung rank from a healthy rank is how often the main thread woke up. The kernel counts how often a
-thread gave up its core to wait, and a rank that stays in one collective does so only once.
+The ranks of a healthy job may also be inside collectives both times. What distinguishes a hung
+rank from a healthy one is how often its main thread woke up. The kernel counts how often a thread
+yields its core to wait, and a rank that stays in one collective does so only once.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def wakes(pid: int) -> Wakes | None:
 
 
 def went_on(before: Wakes | None, after: Wakes | None, elapsed_s: float) -> bool:
-    """Return whether a thread that waited at both looks continued between the two looks."""
+    """Return whether a thread that was waiting both times made progress in between."""
     if before is None or after is None:
         return False
     return after.waits - before.waits > max(2.0, _WAKES_PER_S * elapsed_s)
 
 
 def share(before: Wakes | None, after: Wakes | None, elapsed_s: float) -> float:
-    """Return the share of a core that a main thread used between two looks."""
+    """Return the share of a core that a main thread used between two samples."""
     if before is None or after is None or elapsed_s <= 0:
         return 0.0
     return (after.ticks - before.ticks) / os.sysconf("SC_CLK_TCK") / elapsed_s

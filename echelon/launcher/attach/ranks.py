@@ -1,8 +1,8 @@
 """Find the ranks of jobs on this machine by the environment variables that their launcher set.
 
 torchrun, Slurm, MPI and a user's shell pass each rank its number and the world size through the
-environment. The kernel keeps the environment as it was when the program started, so variables that
-a program sets later for itself are not visible (`torch.multiprocessing.spawn`, `os.environ`).
+environment. The kernel shows a program's initial environment only, so variables that the program
+itself sets later are not visible (`torch.multiprocessing.spawn`, `os.environ`).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def find_ranks(pids: Iterable[int] | None = None) -> Search:
 
 
 def rank_of(pid: int, denied: list[int] | None = None) -> FoundRank | None:
-    """Return the rank that a process's environment describes; None if it describes none."""
+    """Return the rank that a process's environment describes, or None."""
     refused: list[str] = []
     environ = environment(pid, refused)
     if "ECHELON_STANDBY" in environ and _name(pid) == _STANDBY:
@@ -135,7 +135,7 @@ def _name(pid: int) -> str:
 
 
 def _network(pid: int, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return what distinguishes jobs in different containers that use the same loopback address."""
+    """Return the network namespace, to distinguish jobs that use the same loopback address."""
     address = environ.get("MASTER_ADDR", "")
     if address in ("localhost", "::1") or address.startswith("127."):
         return (str(network_of(pid)),)
@@ -165,7 +165,7 @@ def ranks_below(pid: int) -> Search:
 
 
 def numbered(pids: Iterable[int]) -> tuple[FoundRank, ...]:
-    """Treat processes without rank variables in their environment as ranks, in the given order."""
+    """Number processes as ranks in the given order, for want of environment variables."""
     listed = list(pids)
     return tuple(
         FoundRank(
@@ -179,7 +179,7 @@ def numbered(pids: Iterable[int]) -> tuple[FoundRank, ...]:
 def environment(pid: int, denied: list[str]) -> dict[str, str]:
     """Return the environment with which a process was started; {} if it cannot be read.
 
-    For a rank that was a standby before, return the one that it got when it became a rank.
+    For a rank that was a standby, return the environment that it received when it became a rank.
     """
     text = read_text(f"/proc/{pid}/environ", "environ", denied)
     pairs = (entry.partition("=") for entry in text.split("\0"))
@@ -188,7 +188,7 @@ def environment(pid: int, denied: list[str]) -> dict[str, str]:
 
 
 def _of_former_standby(pid: int) -> dict[str, str]:
-    """Return the environment in the file that such a rank keeps open; {} if there is none."""
+    """Return the environment from the file that a former standby keeps open; {} without one."""
     with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
         for file in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):  # closed by now
@@ -211,7 +211,7 @@ def _newest(ranks: list[FoundRank]) -> list[FoundRank]:
 
 
 def _is_helper(one: FoundRank, found: Mapping[int, FoundRank]) -> bool:
-    """Return whether a process has a rank's environment only because the rank started it."""
+    """Return whether a process is not a rank itself but inherited the environment of one."""
     return any(
         above in found and (found[above].job, found[above].rank) == (one.job, one.rank)
         and found[above].pid != one.pid
@@ -220,7 +220,7 @@ def _is_helper(one: FoundRank, found: Mapping[int, FoundRank]) -> bool:
 
 
 def _starts_ranks(one: FoundRank, others: list[FoundRank]) -> bool:
-    """Return whether a scheduler's task is the launcher of the ranks rather than a rank."""
+    """Return whether a scheduler's task is not itself a rank but the launcher of ranks."""
     below = {other.pid for other in others if other.launcher != one.launcher}
     return bool(below) and not below.isdisjoint(descendants(one.pid))
 
@@ -244,9 +244,9 @@ def is_watched(pid: int) -> bool:
 
 
 def _runs_watcher(argv: Sequence[str]) -> bool:
-    """Return whether a command line runs a program or module that is such a launcher.
+    """Return whether a command line runs a launcher that ends the job if a rank fails.
 
-    A folder name that contains the same word is not a match.
+    A folder that merely has the name of such a launcher does not count.
     """
     return any(os.path.basename(word) in _WATCHERS for word in argv[:8])  # noqa: PTH119 -- any text
 

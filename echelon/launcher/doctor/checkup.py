@@ -1,8 +1,8 @@
-"""Check the nodes before a job: which nodes connect, and their versions, clocks and links.
+"""Check the nodes before a job: whether they connect, and their versions, clocks and links.
 
-Every node runs `echelon doctor` with the options of its future `echelon run`. The nodes meet at the
-endpoint, over the same control plane as a job. Then each node connects to a free port of every
-other node, as ranks will. The caller may pass in a further measurement (`pairwise/`).
+Every node runs `echelon doctor` with the options that it will pass to `echelon run`. The nodes meet
+at the endpoint, over the same control plane as a job. Then each node connects to a free port on
+every other node, as its ranks will. The caller may pass in a further measurement (`pairwise/`).
 """
 
 from __future__ import annotations
@@ -78,11 +78,12 @@ def check_nodes(
 ) -> Iterator[Result]:
     """Take part in the checks; yield their results, which are the same on all nodes.
 
-    Wait at most `timeout_s` for the nodes to connect, and about half a minute for their answers.
+    Waits up to `timeout_s` for the nodes to connect, and then about half a minute for their
+    answers.
 
     Args:
         folder: the folder in which this node keeps the job's files.
-        measure: a measurement that is run on the host; its results are sent to all nodes.
+        measure: a measurement that the host runs; its results are sent to all nodes.
     """
     with contextlib.closing(Listener(token := new_token())) as listener:
         about = m.CheckIn(
@@ -135,13 +136,13 @@ class Host:
     def probe(
         self, number: int, tasks: Sequence[tuple[Member, Sequence[Task]]], limit_s: float
     ) -> dict[str, m.Probed]:
-        """Let members run probes at the same time; return their answers, keyed by session name.
+        """Run probes on several members at once; return the answers, keyed by session name.
 
-        Wait at most `limit_s` seconds. A member that has not answered by then is missing from the
+        Waits at most `limit_s` seconds. A member that has not answered by then is missing from the
         result.
 
         Args:
-            number: the number of the request, which must differ for each call.
+            number: the number of the request, which must be different for each call.
         """
         deadline_s = time.monotonic() + limit_s
         asked = {member.name for member, _ in tasks if member.name}
@@ -174,7 +175,7 @@ class Host:
     def _next(
         self, kind: type[T], fits: Callable[[str, T], bool], deadline_s: float
     ) -> tuple[str, T] | None:
-        """Wait for a matching event of one kind; drop all other events."""
+        """Wait for an event of one kind that fits; drop the events before it."""
         while (left_s := deadline_s - time.monotonic()) > 0:
             select.select([self._events.fileno()], [], [], left_s)
             events = self._events.take()
@@ -291,7 +292,7 @@ def _take_part(
 
 
 def _answered(probe: m.Probe) -> m.Probed:
-    """Run the probes that the host requests, waiting at most until the longest deadline.
+    """Run the probes that the host requests; block until the longest deadline at most.
 
     Raises:
         LaunchError: the host requests something other than probes.
@@ -304,7 +305,7 @@ def _answered(probe: m.Probe) -> m.Probed:
 
 
 def compare_versions(nodes: Sequence[m.CheckIn]) -> Iterator[Result]:
-    """Yield one result with the versions if all nodes agree, and one result per node otherwise."""
+    """Yield one result if all nodes have the same versions, and otherwise one result per node."""
     alike = all(node.versions == nodes[0].versions for node in nodes)
     if alike:
         yield Result("versions", f"{_words(nodes[0])} on all nodes")
@@ -326,7 +327,7 @@ def _versions() -> list[list[str]]:
 
 
 def _try_all(places: Iterable[Sequence[str]]) -> list[tuple[str, str]]:
-    """Try to connect to all places; return each host with its error, or with "" on success."""
+    """Try to connect to all places; return each host with its error, or "" on success."""
     whole = [place for place in places if len(place) == 3 and place[2].isdecimal()]
     with concurrent.futures.ThreadPoolExecutor(_NUM_AT_ONCE) as pool:
         words = pool.map(lambda place: _try(place[1], int(place[2])), whole)

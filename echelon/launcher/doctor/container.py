@@ -1,4 +1,4 @@
-"""Check for what a container may deny: shared memory, tracing, a user, memory and processes.
+"""Check what a container may lack: shared memory, tracing, a user, memory, room for processes.
 
 Each check returns a `Check` and never raises. If something is missing, the text names the container
 option that would provide it.
@@ -30,7 +30,7 @@ _PROGRAM = "print('ready', flush=True); input()"
 
 
 def tracing() -> Check:
-    """Check, with a child process, whether the launcher may read stacks from its ranks' memory."""
+    """Check on a child process whether the launcher may read stacks from its ranks' memory."""
     try:
         with subprocess.Popen(
             [sys.executable, "-S", "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -69,7 +69,7 @@ def _yama_scope() -> int:
 
 
 def pid_namespace_check() -> Check:
-    """Check whether processes have the same pids here as on the host."""
+    """Check whether this process shares the host's pid namespace."""
     inode = pid_namespace()
     if not inode:
         return Check("pids", "not permitted to read the PID namespace")
@@ -142,7 +142,7 @@ def _home(uid: int) -> str:
 
 
 def temporary_folder() -> Check:
-    """Check that there is a folder for temporary files."""
+    """Check that a folder for temporary files exists."""
     try:
         folder = tempfile.gettempdir()
         free = shutil.disk_usage(folder).free

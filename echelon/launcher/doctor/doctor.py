@@ -3,9 +3,9 @@
 If --rdzv-endpoint is given on every node, the nodes meet and check the links between them
 (checkup.py); with --pairwise they also measure these links (pairwise/).
 
-Each check is a function that returns a `Check` and never raises. The result says what a sandbox
-denies, and what is used instead. Backends are checked in a child process, because importing them
-imports torch.
+Each check is a function that returns a `Check` and never raises. If a sandbox denies something, the
+result says so and names what is used instead. Backends are checked in a child process, because
+importing them imports torch.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _across(args: argparse.Namespace, pairwise: Pairwise | None) -> Iterator[Che
     """Prepare the checks across nodes, which are run only if an endpoint is given.
 
     Raises:
-        ValueError: the options are used in the wrong way.
+        ValueError: the options are invalid or incomplete.
     """
     if not args.rdzv_endpoint and not args.master_addr:
         if pairwise is not None and args.nnodes[1] > 1:
@@ -151,7 +151,7 @@ def cores() -> Check:
 
 
 def host_name() -> Check:
-    """Check that this host's name resolves to a reachable address, and the address to a name."""
+    """Check that this host's name resolves to a reachable address, and that address to a name."""
     name = socket.gethostname()
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
@@ -231,7 +231,7 @@ def removes_at_logout(uid: int, user: str) -> bool:
 
 
 def run_directory() -> Check:
-    """Check the location of runs/ and its free space."""
+    """Check where runs/ is stored and how much space is free there."""
     try:
         kind, free = file_system(Path.cwd()), shutil.disk_usage(Path.cwd()).free
     except OSError as err:
@@ -279,7 +279,7 @@ def proc() -> Check:
 
 
 def stacks() -> Check:
-    """Check whether and how the stacks of ranks can be read."""
+    """Check whether the ranks' stacks can be read, and how."""
     first = getattr(signal, "SIGRTMIN", None)
     if first is None or not hasattr(faulthandler, "register"):
         asked = "this platform has no real-time signals: verdicts will lack stacks"

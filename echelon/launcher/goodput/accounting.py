@@ -1,12 +1,12 @@
 """Classify each second of each rank from the recorded facts, without gaps or overlaps. Pure.
 
-Every rank's time from the job's beginning to its end is cut into segments without gaps, and each
+Every rank's time, from the start of the job to its end, is cut into consecutive segments, and each
 segment into parts. The parts of a rank add up to the job's time to the nanosecond.
 
     start-up    until the first step of the first attempt
-    useful      steps that no earlier attempt had finished, without the next three parts
-    waiting     blocked in collectives and messages, within the same steps
-    data        waiting for the next batch, within the same steps
+    useful      steps that no earlier attempt had finished, except for the next three parts
+    waiting     blocked in collectives and messages within those steps
+    data        waiting for the next batch within those steps
     checkpoint  saving and loading within or between steps
     repeated    steps that an earlier attempt had already finished, as a whole
     stall       from the last sign of progress until the stall cleared or the ranks were stopped
@@ -14,11 +14,10 @@ segment into parts. The parts of a rank add up to the job's time to the nanoseco
     idle        the rank had ended, or its world had no place for it
     unmarked    the program ran but marked no steps
 
-[Note: numbers of steps after a restart] A program that marks steps by number continues with the
-number of the step at which its checkpoint was saved. A program that does not mark steps by number,
-such as any unmodified program, counts from 0 again. If an attempt has loaded a checkpoint and
-begins at step 0 or 1, the attempt is assumed to continue from the step at which the newest earlier
-checkpoint was saved.
+[Note: step numbers after a restart] A program that marks steps by number continues from the step at
+which its checkpoint was saved. A program that does not mark steps by number, such as any unmodified
+program, counts from 0 again. If an attempt has loaded a checkpoint and begins at step 0 or 1, it is
+assumed to continue from the step at which the newest earlier checkpoint was saved.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ def _of_rank(
 
 
 class _Cut:
-    """The facts about one rank in one attempt, used to cut the rank's segments."""
+    """The facts about one rank in one attempt, from which the rank's segments are computed."""
 
     def __init__(
         self,
@@ -138,7 +137,7 @@ class _Cut:
         ]
 
     def segments(self) -> Iterator[Segment]:
-        """Yield the segments in order: before the first step, the laps, and after them."""
+        """Yield the segments in order: before the first lap, the laps, and after the last lap."""
         at, run = self._began, self._run
         before = Category.RESTART if self._index else Category.START_UP
         if run.laps:
@@ -163,7 +162,7 @@ class _Cut:
         yield from _whole(self._stopped, self._ended, Category.IDLE)
 
     def _rest(self, at: int, before: Category) -> Iterator[Segment]:
-        """Yield a rank's time after its last lap, or all of its time if it has no laps."""
+        """Yield the segments after the rank's last lap, or all of them if it has no laps."""
         run = self._run
         if run.laps:
             step = run.laps[-1].end_step
@@ -198,7 +197,7 @@ class _Cut:
 
 
 def _parts(lap: Lap, left: int, stalled: int, numbering: _Numbering) -> dict[Category, int]:
-    """Divide the time of a lap outside stalls, leaving out the time spent during stalls."""
+    """Divide a lap's time outside stalls into categories."""
     spent = _without(lap.spent, stalled)
     saving = min(spent.checkpoint_ns, left)
     left -= saving
@@ -219,7 +218,7 @@ def _parts(lap: Lap, left: int, stalled: int, numbering: _Numbering) -> dict[Cat
 
 
 def _without(spent: Spent, stalled: int) -> Spent:
-    """Subtract a stall's time from the recorded times, preferably from the time in collectives."""
+    """Subtract the time of stalls from the recorded times, first from the time in collectives."""
     left = [spent.waited_ns, spent.checkpoint_ns, spent.data_ns]
     for i, ns in enumerate(left):
         left[i] = max(0, ns - stalled)

@@ -1,7 +1,7 @@
-"""Record the facts of a job's time on the hosting node, and keep them in a file.
+"""Record how a job spends its time, on the hosting node, and keep the record in a file.
 
-The file is written repeatedly while the job runs, so that a killed launcher loses only the last
-seconds. It is also written whenever an attempt ends. The cost of writing limits how often it is
+The file is rewritten while the job runs, so a killed launcher loses only the last few seconds. It
+is also written whenever an attempt ends. The longer a write takes, the less often the file is
 written.
 """
 
@@ -25,11 +25,10 @@ _CLOSE_S = 5.0
 
 
 class Book:
-    """An observer that records the facts of one job's time.
+    """An observer that records how one job spends its time.
 
     Args:
-        stall_timeout_s: how long the ranks must make no progress before a stall is noticed, in
-            seconds.
+        stall_timeout_s: how many seconds without progress count as a stall.
         say: a function that prints a line.
         now_ns: a function that returns the time of the monotonic clock, in ns.
     """
@@ -55,7 +54,7 @@ class Book:
         )  # for `snapshot`; all else happens on the launcher's own thread
 
     def now_ns(self) -> int:
-        """Return the time since the job began."""
+        """Return the time since the job began, in ns."""
         return self._clock() - self._origin_ns
 
     def __call__(self, happening: o.Happening) -> None:
@@ -95,14 +94,14 @@ class Book:
         return now
 
     def write(self) -> None:
-        """Request that the file be written; print one line if writing fails."""
+        """Request that the file be written; print a line the first time a write has failed."""
         self._writer.put(self.snapshot())
         took_s = max(_EVERY_S, self._writer.took_s / _MAX_SHARE)
         self._due_ns = self.now_ns() + int(took_s * 1e9)
         self._say_error()
 
     def close(self) -> None:
-        """Wait until the file is written, for at most 5 s."""
+        """Wait up to 5 s for the file to be written."""
         if not self._writer.flush(_CLOSE_S):
             self._say("could not write the account of the job's time: the disk does not respond")
         self._say_error()

@@ -1,4 +1,4 @@
-"""Define the recorded facts of a job's time (attempts, laps, stalls), and the file for them.
+"""Define the record of a job's time (attempts, laps and stalls), and its file.
 
 All timestamps are nanoseconds since the job began, on the hosting node's monotonic clock. A *lap*
 is one or more consecutive steps of a rank, with the time that these steps spent on anything other
@@ -22,7 +22,7 @@ _MAX_BYTES = 1 << 28
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spent:
-    """How much of a period was spent on waiting for other ranks, on checkpoints, and on data."""
+    """How much of a period was spent waiting for other ranks, on checkpoints, and on data."""
 
     waited_ns: int = 0
     checkpoint_ns: int = 0
@@ -94,7 +94,7 @@ class Attempt:
 
 @dataclass(kw_only=True, slots=True)
 class Job:
-    """The facts about a job's time."""
+    """The record of a job's time."""
 
     job_id: str
     now_ns: int = 0  # the job's end, or when this was written
@@ -109,7 +109,7 @@ class Job:
 
 
 def write_job(job: Job, run_dir: Path) -> None:
-    """Write the facts into a run directory, atomically.
+    """Write the record into a run directory atomically.
 
     Raises:
         OSError: the file cannot be written.
@@ -118,10 +118,10 @@ def write_job(job: Job, run_dir: Path) -> None:
 
 
 def read_job(run_dir: Path) -> Job:
-    """Read the facts that `write_job` wrote.
+    """Read the record that `write_job` wrote.
 
     Raises:
-        ValueError: the run has no file of facts, or the file is damaged or has a newer format.
+        ValueError: the run has no such file, or the file is damaged or has a newer format.
     """
     path = run_dir / ACCOUNT
     try:
@@ -147,7 +147,7 @@ def read_job(run_dir: Path) -> Job:
 
 
 def to_json(job: Job) -> dict[str, Any]:
-    """Return the facts as JSON."""
+    """Return the record as JSON."""
     return {
         "format": FORMAT,
         "job_id": job.job_id,
@@ -194,8 +194,7 @@ def from_json(top: Mapping[str, Any]) -> Job:
     """Read the JSON form that `to_json` returned.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError: the input does not have the form of
-            `to_json`.
+        KeyError, TypeError, ValueError, AttributeError: the input does not have that form.
     """
     return Job(
         job_id=_text(top["job_id"]),

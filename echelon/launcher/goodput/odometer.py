@@ -1,8 +1,8 @@
 """Derive the laps of a rank from successive readings of the live words in its ring. Pure.
 
 The program may store new words while they are being read, so time that belongs to one step may be
-counted for the next step. The totals are still right, because the words only grow and each lap gets
-what was added since the last lap.
+counted in the next. The totals are still right: the words only grow, and each lap counts what was
+added since the previous one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from echelon.recorder.format.schema import Live
 
 
 class Odometer:
-    """The laps of one rank, with timestamps of the rank's own host.
+    """The laps of one rank, with timestamps from the rank's own host.
 
     Attributes:
         unfinished: how the unfinished step has spent its time so far, as far as known.
@@ -29,7 +29,7 @@ class Odometer:
         self._spent = (0, 0, 0)
 
     def read(self, words: Sequence[int]) -> list[Lap]:
-        """Read the live words of the ring; return the new laps."""
+        """Process a reading of the ring's live words; return the new laps."""
         first_ns = words[Live.FIRST_STEP_MONO_NS]
         self.step = words[Live.STEP] - 1
         if not first_ns or not words[Live.FIRST_STEP]:

@@ -1,4 +1,4 @@
-"""Report the laps of a node's own ranks to the coordinator, with ages in place of timestamps."""
+"""Report the laps of a node's own ranks to the coordinator, using ages instead of timestamps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LapReports:
     """The laps of one attempt's workers on this node.
 
     Args:
-        words: a function that returns a rank's live words; None while the rank has no ring.
+        words: a function that returns a rank's live words, or None while the rank has no ring.
     """
 
     def __init__(

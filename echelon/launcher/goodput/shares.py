@@ -19,7 +19,7 @@ class Loss:
     Attributes:
         restart_ns: the time from the failure to the next first step, including the step that the
             failure cut short.
-        repeated_ns: the time of steps that had to be repeated.
+        repeated_ns: the time spent on steps that had to be repeated.
     """
 
     attempt: int
@@ -52,7 +52,7 @@ class Shares:
 
     @property
     def goodput(self) -> float:
-        """The share of all ranks' time in useful steps, including the waits within them."""
+        """The share of all ranks' time spent in useful steps, including the waits in them."""
         return self.share(Category.USEFUL, Category.WAITING)
 
     def to_json(self) -> dict[str, Any]:

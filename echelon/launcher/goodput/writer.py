@@ -31,7 +31,7 @@ class Writer:
         self._thread: threading.Thread | None = None
 
     def put(self, job: Job) -> None:
-        """Request that these facts be written soon; never blocks on the disk."""
+        """Request that these facts be written soon, without blocking on the disk."""
         with self._changed:
             if self._thread is None:
                 thread = threading.Thread(target=self._serve, name="echelon-account", daemon=True)
@@ -45,7 +45,7 @@ class Writer:
             self._changed.notify_all()
 
     def flush(self, wait_s: float) -> bool:
-        """Wait at most `wait_s` seconds until all facts are written; return whether they are."""
+        """Wait up to `wait_s` seconds for all facts to be written; return whether they were."""
         with self._changed:
             return self._changed.wait_for(lambda: not (self._next or self._is_busy), wait_s)
 

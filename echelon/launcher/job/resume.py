@@ -2,10 +2,10 @@
 
     RUN/rank_0/attempt_<n>/checkpoint.json      written by rank 0 when a checkpoint is committed
     DIR/step_<n>/<version>/commit               Keeper's layout
-    DIR/<version>/commit                        one checkpoint, in versions
+    DIR/<version>/commit                        a single checkpoint with its versions
 
-A version is valid once it has a commit mark (docs/checkpoints.md). A separate thread searches for
-the files, because a file system that hangs must not stop the launcher.
+A version is valid once it has a commit mark (docs/checkpoints.md). The files are searched for on a
+separate thread, because a hung file system must not stop the launcher.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def newest(run: Path, folder: Path | None) -> Checkpoint | None:
     """Return the job's newest committed checkpoint, or None if there is none.
 
     Args:
-        folder: the value of `--checkpoint-dir`; None means the last folder that a rank of this run
-            directory announced.
+        folder: the value of `--checkpoint-dir`; None means the folder that a rank in this run
+            directory announced last.
 
     Raises:
         OSError: a folder that exists cannot be read.
@@ -132,7 +132,7 @@ class Search:
             self._thread.join(_BRIEFLY_S)  # usually there is little to search
 
     def is_over(self, now_s: float) -> bool:
-        """Return whether an attempt may begin, even if the search is stuck on a hung disk."""
+        """Return whether the search has finished or timed out, so that an attempt may begin."""
         if self._thread is None:
             return True
         if self._thread.is_alive() and now_s < self._until_s:

@@ -1,6 +1,6 @@
 """The run directory, which holds all files of a job.
 
-    RUN/job.json                                 endpoint and secret (0600), of the hosting node
+    RUN/job.json                                 the hosting node's endpoint and secret (0600)
     RUN/job.<node>.json                          the same for another node, until the job ends
     RUN/report.json                              how the job ended, written last
     RUN/goodput.json                             how each second of each rank was spent
@@ -10,7 +10,7 @@
 
 An existing directory is reused: attempts and incidents get the next free number, and no file is
 overwritten. An incident is collected under a hidden name and renamed when complete. Several nodes
-may share the directory: a file is written under a unique name and then moved into place.
+may share the directory: each file is written under a unique name and then moved into place.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RunDirectory:
 
     @property
     def report_file(self) -> Path:
-        """The file that reports how the job ended, which exists only after this job has ended."""
+        """The file that reports how the job ended; it does not exist before then."""
         return self.path / "report.json"
 
     def forget_report(self) -> None:
@@ -167,7 +167,7 @@ class RunDirectory:
         return final
 
     def replace_incident(self, folder: Path, former: Path) -> Path:
-        """Move a collected incident to the place of an earlier incident, which is removed.
+        """Replace an earlier incident with a newly collected one.
 
         Raises:
             OSError: the folder cannot be moved.

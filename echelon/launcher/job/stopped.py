@@ -1,7 +1,7 @@
 """Report where a job stopped: rank 0's last step and its last checkpoint.
 
-Preemption, eviction and Ctrl-C look alike to the launcher, because each of them is a signal. What
-matters afterwards is whether a job that is queued again continues where it stopped.
+Preemption, eviction and Ctrl-C look alike to the launcher: each is just a signal. What matters
+afterwards is whether the job, once it is requeued, continues where it stopped.
 """
 
 from __future__ import annotations

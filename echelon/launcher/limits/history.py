@@ -1,15 +1,15 @@
-"""Learn a limit from the durations of one call site's operations in a group, or of one phase.
+"""Learn a time limit for one call site in a group, or for one phase, from past durations.
 
-A history provides two times, with opposite caution:
+A history provides two times. One must not be too short, the other must not be too long:
 
-* `limit_s`: the time after which a pending operation is examined, although the stall rule's fixed
-  limit has not passed. A false alarm is worse than a late alarm. So the limit requires many samples
-  over a period at least as long as the fixed limit. It keeps a margin over the 99.9th percentile
-  and over the longest sample, and is None if it would save little time. In an uneven job, durations
-  grow by some factor from the 99th percentile to the 99.9th; the limit leaves room for three
-  further steps of that factor.
-* `patience_s`: the time that an operation or phase may take if earlier ones have exceeded the fixed
-  limit and succeeded. This time requires few samples, and is bounded.
+* `limit_s`: how long an operation may be pending before it is examined, even though the stall
+  rule's fixed limit has not passed. A false alarm is worse than a late alarm, so this limit needs
+  many samples over a period at least as long as the fixed limit. It keeps a margin above both the
+  99.9th percentile and the longest sample, and is None if it would save little time. In an uneven
+  job, durations grow by some factor from the 99th percentile to the 99.9th; the limit allows for
+  growth by the cube of that factor.
+* `patience_s`: how long an operation or phase may take if earlier ones have exceeded the fixed
+  limit and succeeded. It needs few samples, and is bounded.
 
 The first samples only raise the patience, because compilers, caches and connections are still cold.
 """
@@ -38,7 +38,7 @@ class History:
 
     Args:
         fixed_s: the stall rule's limit, in seconds.
-        num_long: how many samples beyond `fixed_s` make long durations normal.
+        num_long: how many samples longer than `fixed_s` make long durations normal.
     """
 
     __slots__ = ("_first_ns", "_fixed_s", "_last_ns", "_num_left", "_num_long", "_slowest_ns",
@@ -83,10 +83,7 @@ class History:
 
     @property
     def patience_s(self) -> float:
-        """For how many seconds the stall rule waits for an operation.
-
-        0 means no longer than usual.
-        """
+        """How many seconds the stall rule waits for an operation; 0 means no longer than usual."""
         if self._num_long > 0:
             return 0.0
         return min(PATIENCE_FACTOR * self._slowest_ns / 1e9, MAX_PATIENCE * self._fixed_s)

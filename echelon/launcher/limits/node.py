@@ -24,7 +24,7 @@ _WAITS = frozenset({"data_wait", "store", "pipeline"})  # phases that end when o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """A node's report on its ranks that record. Ages and durations are in ms; -1 means none."""
+    """A summary of a node's ranks that have rings. Ages and durations are in ms; -1 means none."""
 
     worked_ms: int = -1  # since one of them last worked
     is_excused: bool = True  # whether a rank is in a phase that may take its time, or before init
@@ -82,11 +82,11 @@ class NodeLimits:
         now_ns: int,
         age_s: Callable[[int], float],
     ) -> None:
-        """Examine one rank that records.
+        """Examine one rank that has a ring.
 
         Args:
-            age_s: a function that returns a timestamp's age, not counting the time in which this
-                process did not run.
+            age_s: a function that returns a timestamp's age, not counting time during which this
+                process was not running.
         """
         rank = self._ranks.get(worker.rank)
         if rank is None:

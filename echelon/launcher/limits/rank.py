@@ -2,9 +2,8 @@
 
 [Note: phases excuse] A rank whose innermost open phase has no limit of its own, or has not exceeded
 its limit, is doing something that may take long, such as a checkpoint, a compilation or an
-evaluation. In that case no early look is due on any rank, because the other ranks may be waiting
-for this rank. The rule does not apply to a phase in which collectives are called (an epoch, a
-step).
+evaluation. In that case no rank is examined early, because the other ranks may be waiting for this
+one. The rule does not apply to a phase in which collectives are called (an epoch, a step).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _NUM_LONG_SPANS = 1  # one suffices, because a phase is named
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """An operation or phase that takes longer than its history allows."""
+    """An operation or phase that is taking longer than its history allows."""
 
     key: Key
     age_s: float
@@ -33,7 +32,7 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The comparison of a rank's current operations and phases with its histories."""
+    """How a rank's current operations and phases compare with its histories."""
 
     late: Late | None = None  # the one that has been late for the longest time
     is_excused: bool = False  # whether the rank is in a phase that may take its time

@@ -1,15 +1,15 @@
-"""Decide when ranks are examined before the stall rule's limit, from all nodes' reports. Pure.
+"""Decide, from all nodes' reports, when to examine ranks before the stall rule's limit. Pure.
 
-An early look is due if three conditions hold. An operation or phase has taken longer than its own
-history allows. For the duration of that limit, no rank of the job has advanced, computed, printed
-or sent anything. And no rank is in a phase that may take long. So a long evaluation, a checkpoint
-that is being written, or a compilation does not trigger a look: some rank is active. No look is
-taken before init, while a rank has no ring, or while a node's last report is too old; the stall
-rule with its fixed limit still applies.
+An early examination (a *look*) is due if three conditions hold. An operation or phase has taken
+longer than its own history allows. For the duration of that limit, no rank of the job has advanced,
+computed, printed or sent anything. And no rank is in a phase that may take long. So a long
+evaluation, a checkpoint that is being written, or a compilation does not trigger a look: some rank
+is active. No look is taken before init, while a rank has no ring, or while a node's last report is
+too old; the stall rule with its fixed limit still applies.
 
 A look does not stop any rank. If the job then continues by itself, the look was a false alarm.
-After `MAX_CLEARED` false alarms, the histories are considered poor predictors, and no further looks
-are taken in the attempt.
+After `MAX_CLEARED` false alarms, the histories are considered poor predictors, and no more looks
+are taken in that attempt.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """An early look that is due."""
+    """An early examination of the ranks that is now due."""
 
     reason: str
 
 
 class LimitRule:
-    """The state of the rule for early looks. Pure: no clock is read.
+    """The state of the rule for early examinations. Pure: it reads no clock.
 
     Args:
         report_s: the longest time between two reports of a node, in seconds.
@@ -61,16 +61,16 @@ class LimitRule:
 
     @property
     def is_reported(self) -> bool:
-        """Whether a look was due and no rank has moved since."""
+        """Whether a look has been reported and no rank has moved since."""
         return self._reported is not None
 
     @property
     def is_disarmed(self) -> bool:
-        """Whether no more looks are taken, because too many were false alarms."""
+        """Whether looks have stopped, because too many were false alarms."""
         return self.num_cleared >= MAX_CLEARED
 
     def look(self, views: Sequence[View | None], now_ns: int) -> Look | None:
-        """Return an early look that is due and has not been reported yet.
+        """Return the look that is now due, or None if there is none or it was already reported.
 
         Args:
             views: one view per node that has not been lost; None for a node that has not reported

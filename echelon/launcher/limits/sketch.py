@@ -20,7 +20,7 @@ _UNIT_NS = 1000.0  # the upper edge of the first bucket
 
 
 class Sketch:
-    """A sketch of durations, which are counted in buckets."""
+    """The counts of durations in buckets."""
 
     __slots__ = ("_counts", "num")
 
@@ -39,10 +39,8 @@ class Sketch:
     def quantile_s(self, share: float) -> float:
         """Return the upper edge, in seconds, of the bucket that contains a quantile.
 
-        The result is 0 if there is no data.
-
-        The result is never below the quantile's true value (by nearest rank), and less than 11 %
-        above it.
+        The result is 0 if there is no data. Otherwise it is never below the quantile's true value
+        (by nearest rank), and less than 11 % above it.
         """
         if not self.num:
             return 0.0

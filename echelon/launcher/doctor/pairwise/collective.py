@@ -1,7 +1,7 @@
-"""Run `echelon.planner.pairs` as the job would run, with the same options and a time limit.
+"""Run `echelon.planner.pairs` with the options of the future job and a time limit.
 
 The measurement uses a temporary run directory. If the run fails, the directory is kept and
-reported.
+its path reported.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _TEXTS = (
 
 
 def measure_collective(args: argparse.Namespace, meeting: Rendezvous | None) -> dict[str, Any]:
-    """Return the ranks' measurements, or {"error": reason}. Blocks for at most two minutes.
+    """Return what the ranks measured, or {"error": reason}. Blocks for at most two minutes.
 
     Args:
         args: the options of `echelon doctor`.
-        meeting: the rendezvous of the nodes; None for a job of one node.
+        meeting: the rendezvous of the nodes; None for a job with one node.
     """
     if meeting is not None and not meeting.is_host:
         _wait_until_closed(meeting)
@@ -70,7 +70,7 @@ def _command(args: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def run_options(args: Mapping[str, Any]) -> list[str]:
-    """Return the options of `echelon run` that place nodes and ranks in the same way as `args`."""
+    """Return the options of `echelon run` that place nodes and ranks as `args` does."""
     found = ["--nproc-per-node", str(args["nproc_per_node"])]
     if not args["rdzv_endpoint"] and not args["master_addr"]:
         return [*found, "--standalone"]
@@ -111,7 +111,7 @@ def _run(command: list[str], limit_s: float) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Kill a launcher when the block exits; its guard then ends the processes it had started."""
+    """Kill a launcher when the block exits; its guard then ends the processes that it started."""
     try:
         yield
     finally:
@@ -120,7 +120,7 @@ def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def _why(said: str, run: Path) -> str:
-    """Return the summary of the verdict, or otherwise the launcher's most informative line."""
+    """Return the summary of the verdict or, without one, the launcher's most informative line."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         report = json.loads((run / "report.json").read_text())
         return str(report["incidents"][-1]["verdict"]["summary"])[:_MOST_SAID]
@@ -130,7 +130,7 @@ def _why(said: str, run: Path) -> str:
 
 
 def _wait_until_closed(meeting: Rendezvous) -> None:
-    """Wait until the host has closed its port, which the launcher binds next."""
+    """Wait for the host to close its port, because the launcher is about to bind it."""
     deadline_s = time.monotonic() + _CLOSED_S
     with contextlib.suppress(OSError):
         while time.monotonic() < deadline_s:

@@ -1,4 +1,4 @@
-"""Measure links for `echelon doctor --pairwise`, from its options to the result."""
+"""Measure links for `echelon doctor --pairwise`: parse its options, measure, return the result."""
 
 from __future__ import annotations
 

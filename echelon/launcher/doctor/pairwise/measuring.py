@@ -1,9 +1,8 @@
-"""Measure all nodes and pairs of nodes: the host requests the probes, and each node runs its own.
+"""Measure all nodes and pairs: the host requests the probes, and each node runs its own.
 
 First, all nodes measure their own disk, memory and devices at the same time. Then the pairs are
 measured in rounds, so that no node takes part in two measurements at once. A node that does not
-answer counts as broken, and delays the other nodes by at most the deadline of each round that it is
-part of.
+answer counts as broken; it delays the other nodes by at most the deadlines of its rounds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hold the measurements of a job's nodes and links, and find their faults."""
+"""Collect the measurements of a job's nodes and links, and find the slow and broken ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Outcome:
 
     Attributes:
         hosts: the names of the nodes.
-        names: the names of the members of pairs, which are the hosts, or the ranks of one host.
+        names: the names of the members of pairs: the hosts, or the ranks of a single host.
         pairs: the finding for each measured pair, made by its lower-numbered member.
         nodes: the findings of each host's own probes.
         collective: the measurement of all ranks together on the job's backend; None if not
@@ -36,7 +36,7 @@ class Outcome:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is broken; slow parts do not count as broken."""
+        """Whether no part is broken; a slow part is not broken."""
         found = [*self.pairs.values(), *(one for node in self.nodes for one in node)]
         return not any(one.is_broken for one in found) and not (self.collective or {}).get("error")
 
@@ -52,7 +52,7 @@ class Outcome:
         }
 
     def slow(self) -> Iterator[tuple[str, str]]:
-        """Yield each member or pair that is slower than the rest, and in which respect."""
+        """Yield each member or pair that is slower than the rest, with a description of how."""
         for kind, costs in self.costs().items():
             members, pairs = slow_ones(costs)
             best = best_of(costs)

@@ -1,11 +1,11 @@
 """Find the members and pairs that are slower than the rest. Pure.
 
 A value is an outlier if it is worse than the median by more than five scaled median absolute
-deviations (1.4826 MAD estimates a standard deviation) and by a factor of 1.5. With few or equal
-values, the deviation alone would accuse a healthy link. Members are judged first, each by its best
-pair, because a slow host is slow with every other host. Without that, if a slow host were part of
-two of three pairs, the healthy third pair would look unusual. Pairs are then judged among the
-members that are not outliers.
+deviations (1.4826 MAD estimates a standard deviation) and by a factor of 1.5. The factor is needed
+because the deviation of a few nearly equal values is so small that a healthy link would exceed it.
+Members are judged first, each by its best pair, because a slow host is slow with every other host.
+Pairs are then judged among the members that are not outliers. Otherwise, a slow host in two of
+three pairs would make the healthy third pair look unusual.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def outliers(values: Mapping[K, float]) -> list[K]:
 
 
 def slow_ones(costs: Mapping[Pair, float]) -> tuple[list[int], list[Pair]]:
-    """Return the members that are slow with all others, and the slow pairs among the other members.
+    """Return the slow members, and the slow pairs of the remaining members.
 
     Args:
         costs: the cost of each measured pair; larger is worse.

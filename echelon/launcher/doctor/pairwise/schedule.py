@@ -11,7 +11,7 @@ Pair = tuple[int, int]
 
 
 def rounds(num_members: int) -> list[list[Pair]]:
-    """Return the rounds, in which each pair of 0 .. n - 1 occurs once as (smaller, larger)."""
+    """Return the rounds; each pair of 0 .. n - 1 occurs in one of them, as (smaller, larger)."""
     circle: list[int | None] = list(range(num_members))
     if num_members % 2:
         circle.append(None)  # its partner pauses

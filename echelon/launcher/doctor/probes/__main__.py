@@ -1,7 +1,7 @@
 """Run one probe: read a task from stdin and write a finding to stdout.
 
 The launcher starts this program as `python -m echelon.launcher.doctor.probes`. A listener reports
-its port once it listens, and ends when its stdin is closed.
+its port as soon as it is listening, and ends when its stdin is closed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _listen(task: Task) -> None:
 
 
 def main() -> None:
-    """Read one task, write its finding, and end."""
+    """Read one task, write the finding, and exit."""
     task = Task.unpack(sys.stdin.readline())
     if task.probe == finding.LISTEN:
         _listen(task)

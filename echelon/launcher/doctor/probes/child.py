@@ -1,8 +1,8 @@
 """Run one probe in a separate process, so that a hung disk blocks only the child.
 
-A child that does not answer in time is killed, but not waited for. If the kernel holds the child,
-it ends when the disk responds again. Such children are reaped when the next child starts, or when
-this process exits.
+A child that does not answer in time is killed, but not waited for: a child stuck in the kernel
+cannot end until the disk responds again. Such children are reaped when the next child starts, or
+when this process exits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Child:
     """A probe that runs in a child process.
 
     Attributes:
-        due_s: the time by which `poll` must be called again.
+        due_s: the time by which `poll` must be called.
         pid: the child's pid; 0 if it could not be started.
     """
 
@@ -75,7 +75,7 @@ class Child:
         return -1 if process is None or process.stdout is None else process.stdout.fileno()
 
     def poll(self) -> Finding | None:
-        """Return the finding once the child has answered or the deadline passed. Never blocks."""
+        """Return the finding, or None while the child may still answer in time. Never blocks."""
         if self._finding is None:
             self._finding = self._read()
         return self._finding
@@ -102,7 +102,7 @@ class Child:
         return Finding(probe=probe, state=State.BROKEN, text=text)
 
     def close(self) -> None:
-        """Kill the child. Safe to call twice; never waits."""
+        """Kill the child without waiting for it. May be called twice."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -116,7 +116,7 @@ class Child:
 
 
 def _reap(wait_s: float = 0.0) -> None:
-    """Reap the killed children; wait at most `wait_s` in total for those that have not ended."""
+    """Reap the killed children; wait up to `wait_s` seconds in total for any still running."""
     deadline_s = time.monotonic() + wait_s
     for process in _left:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -129,7 +129,7 @@ atexit.register(_reap, _REAP_S)
 
 
 def run_all(tasks: Sequence[Task], command: Sequence[str] = COMMAND) -> list[Finding]:
-    """Run probes at the same time, each in its own process, and wait until the longest deadline."""
+    """Run probes in parallel, each in its own process; block until the longest deadline at most."""
     children = [Child(task, command) for task in tasks]
     try:
         with selectors.DefaultSelector() as selector:

@@ -1,6 +1,6 @@
 """Check the health of this machine's GPUs, as reported by NVIDIA's management library.
 
-The check only reads: no setting is changed and no device is reset. A device is broken if it does
+The check is read-only: no setting is changed and no device is reset. A device is broken if it does
 not answer, has had uncorrected memory errors since the driver started, or has a memory remapping
 that failed or is waiting for a reset. A throttled device is merely slow.
 """

@@ -28,7 +28,7 @@ class Task:
         folder: the folder of the job's files, for the probe `storage`.
         address, port: the other end of a pair, for the probe `network`.
         peer: the other end's host name.
-        token: a secret that proves to the other end that the job sent this probe, for the probes
+        token: a secret that shows the other end that this probe belongs to the job, for the probes
             `network` and `listen`.
     """
 
@@ -59,7 +59,7 @@ class Finding:
     """The result of a probe.
 
     Attributes:
-        text: one clause that says what was measured, what is wrong, or why nothing was checked.
+        text: what was measured, what is wrong, or why nothing was checked, in one clause.
         figures: the measurements by name. A name ends in `_s` for seconds, and in `_bytes` for
             bytes.
     """

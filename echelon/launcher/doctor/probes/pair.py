@@ -57,7 +57,7 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Close the port; wait briefly for the thread."""
+        """Close the port, and briefly wait for the thread to end."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept
         self._socket.close()
@@ -141,7 +141,7 @@ def _measure(task: Task) -> dict[str, float]:
 
 
 def _ping(server: socket.socket) -> tuple[list[float], float]:
-    """Return the sorted round-trip times, and how many seconds the other clock is ahead."""
+    """Return the sorted round-trip times, and how many seconds the other end's clock is ahead."""
     trips: list[float] = []
     ahead_s = 0.0
     for _ in range(_NUM_PINGS):
@@ -169,7 +169,7 @@ def _transfer(server: socket.socket, trip_s: float, *, is_upload: bool) -> float
 
 
 def _pass(server: socket.socket, length: int, is_upload: bool) -> float:
-    """Transfer `length` bytes once; return the seconds that this took."""
+    """Transfer `length` bytes once; return how many seconds it took."""
     block = bytearray(_BLOCK)
     data = b"" if is_upload else bytes(length)
     began_s = time.perf_counter()
