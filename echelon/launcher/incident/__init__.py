@@ -1,1 +1,1 @@
-"""Handle an incident: collect it from the nodes, analyse it, show the root cause's output."""
+"""Handle an incident: collect it from the nodes, analyse it, and show the root cause's output."""

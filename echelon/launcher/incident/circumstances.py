@@ -1,7 +1,7 @@
-"""Read what a restart depends on besides the verdict: the error, its place, the step and memory.
+"""Read what a restart depends on besides the verdict: the error and its place, step and memory.
 
-These facts come from one rank's dump. The analysis process reads them together with the verdict; if
-the verdict is late, the launcher itself does.
+These facts come from one rank's dump. The analysis process reads them together with the verdict. If
+the verdict is late, the launcher reads them itself.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ class Circumstances:
     """The facts about a rank's failure, read from the rank's dump.
 
     Attributes:
-        cause: the cause derived from the error that the rank raised; "" if it raised no error, or
+        cause: the cause, according to the error that the rank raised; "" if it raised no error, or
             an error about another rank.
         site: what was raised and where; "" if no error was raised.
         is_outside: whether the error is about the network or a file system.
-        owns_memory: whether the job itself exhausted the memory; None if unknown.
+        owns_memory: whether the job itself used up the memory; None if unknown.
         last_step: the last step that the rank began; -1 if it recorded no steps.
     """
 
@@ -103,10 +103,12 @@ class Circumstances:
 
 
 def circumstances(incident: Path, ranks: Sequence[int]) -> Circumstances | None:
-    """Return the facts about the first rank that failed by itself, or the first with a dump.
+    """Return the facts about the first rank whose own error caused its failure.
+
+    If there is none, return the facts about the first rank that has a dump.
 
     Args:
-        ranks: the culprits or, without a verdict, the ranks in the order they ended.
+        ranks: the culprits or, without a verdict, the ranks in the order in which they ended.
     """
     first = None
     for rank in ranks[:_MAX_LOOKED_AT]:
@@ -167,7 +169,7 @@ def _is_outside(name: str, bases: Sequence[str], message: str) -> bool:
 
 
 def _owns_host_memory(record: Record) -> bool | None:
-    """Return whether a rank was killed for exceeding the memory limit of its own cgroup."""
+    """Return True if a rank was killed for exceeding its cgroup's memory limit, else None."""
     host = record.host
     if not host.oom_kill:
         return None
@@ -176,7 +178,7 @@ def _owns_host_memory(record: Record) -> bool | None:
 
 
 def _owns_device_memory(text: str) -> bool | None:
-    """Return whether torch's report on a device says that the job itself exhausted its memory."""
+    """Return whether, by torch's error, the job used up a device's memory; None if unknown."""
     capacity, own = _CAPACITY.search(text), _OWN_USE.search(text)
     if capacity is None or own is None:
         return None

@@ -13,16 +13,16 @@ from echelon.launcher.job.rundir import RunDirectory, write_json
 
 
 class Collection:
-    """A hidden folder that receives dumps; it becomes visible once it is complete.
+    """A hidden folder that receives dumps; it is renamed once it is complete.
 
     Args:
         nodes: the nodes that will send dumps.
         deadline_s: a time of the monotonic clock. A node that has not sent all its dumps by then is
             left out.
-        is_survived: whether the attempt continues in spite of the incident.
-        lost_earlier: the losses that were already handled, and so do not explain the incident.
-        continues: the early look that this incident continues, now that the full limit has passed;
-            None if there was none.
+        is_survived: whether the attempt continues despite the incident.
+        lost_earlier: the losses that were handled before the incident and so do not explain it.
+        continues: the incident of an early examination that this one replaces, now that the full
+            limit has passed; None if there was none.
 
     Attributes:
         waiting: the nodes that have not sent all their dumps yet.
@@ -82,7 +82,7 @@ class Collection:
             self.waiting.discard(node)
 
     def is_complete(self, now_s: float) -> bool:
-        """Return whether all dumps that can still arrive have arrived."""
+        """Return whether all dumps have arrived or the deadline has passed."""
         return not self.waiting or now_s >= self.deadline_s
 
     def finish(
@@ -94,7 +94,7 @@ class Collection:
         ended: Iterable[Ended],
         probes: Sequence[str] = (),
     ) -> Incident:
-        """Describe the incident in its folder, and make the folder visible.
+        """Describe the incident in its folder, and rename the folder to its final name.
 
         Args:
             probes: what was measured before the attempt, one sentence per probe.
@@ -152,7 +152,7 @@ class Collection:
         """Close the files.
 
         Raises:
-            OSError: the last data did not reach the disk.
+            OSError: the last data could not be written to disk.
         """
         while self._files:
             self._files.popitem()[1].close()

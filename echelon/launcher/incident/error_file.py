@@ -1,8 +1,8 @@
 """Read TORCHELASTIC_ERROR_FILE, in which a program describes its own failure.
 
 torch's `record` decorator, and programs that use the variable, write a JSON object with a message.
-The message is a string, or an object that holds a message and perhaps a traceback. Because a
-failing program wrote the file, any part of it may be missing or very long.
+The message is a string, or an object that holds a message and perhaps a traceback. The program was
+failing when it wrote the file, so any part of it may be missing or very long.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MAX_CHARS = 16 << 10
 
 
 def read_error_file(path: Path) -> str:
-    """Return the traceback, or otherwise the message; "" if neither can be read."""
+    """Return the traceback or, without one, the message; "" if neither can be read."""
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
             return ""

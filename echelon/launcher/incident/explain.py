@@ -1,10 +1,9 @@
 """Analyse an incident with `echelon.analysis` in a separate process.
 
 The analysis of thousands of ranks may take a minute and gigabytes of memory, and it may fail. To
-protect the job, the analysis runs as a niced child process with its own memory limit. The agent's
-loop continues, and a restart waits a few seconds at most for the result. The child is started when
-the collection of an incident begins, so that its imports are done by the time the incident is
-complete.
+keep the job safe, it runs in a niced child process with its own memory limit. The agent's loop
+continues, and a restart waits a few seconds at most for the result. The child is started when the
+collection of an incident begins, so its imports are done when the incident is complete.
 
     agent -> child   one line of JSON: {incident, shown, columns}
     child -> agent   one JSON object: {report, story, text, file_text, circumstances}
@@ -68,8 +67,8 @@ class Analysis:
     """A child process that waits for its incident, analyses it, and answers once.
 
     Args:
-        gives_way: whether running ranks take precedence for processor time. If the job waits for
-            the verdict, giving way would only prolong that wait.
+        gives_way: whether running ranks have priority over the analysis. If the job waits for the
+            verdict, giving way would only make it wait longer.
 
     Raises:
         OSError: no process can be started.
@@ -105,12 +104,12 @@ class Analysis:
             self._process.stdin.close()
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when more of the answer may have arrived."""
+        """Return a descriptor that becomes readable when part of the answer arrives."""
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
     def poll(self) -> Explanation | None:
-        """Return the explanation or a report of the failure; None while the analysis runs."""
+        """Return the explanation, which may report a failure; None while analysis is running."""
         try:
             while data := os.read(self.fileno(), 1 << 16):
                 self._answer += data
@@ -146,7 +145,7 @@ class Analysis:
 
 
 def explain_now(incident: Path, shown: Path, columns: int | None) -> Explanation:
-    """Analyse an incident and wait for the result. Use this only when the node's job is over."""
+    """Analyse an incident and wait for the result; only for when the node's job is over."""
     try:
         analysis = Analysis(gives_way=False)
     except OSError as err:
@@ -205,7 +204,7 @@ def _limit_memory() -> None:
 
 
 def _lower_priority() -> None:
-    """Give way to the ranks, but keep the niceness of a job that is already nicer."""
+    """Give the ranks priority; keep the job's own niceness if it is already higher."""
     with contextlib.suppress(OSError):
         now = os.getpriority(os.PRIO_PROCESS, 0)
         os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, now))

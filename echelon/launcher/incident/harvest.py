@@ -1,24 +1,25 @@
 """Collect the black boxes of a node's ranks, and what the host knows about each process.
 
-    1. Look at every live process once: its ring and its files in /proc.
-    2. Read the stacks from outside, which does not disturb the processes. Also look at their
+    1. Examine every live process once: its ring and its files in /proc.
+    2. Read the stacks from outside, which does not disturb the processes. Also examine their
        descendants, such as loader workers and compilers.
     3. Send a signal only to processes whose stacks could not be read, and briefly wait for an
        answer.
-    4. Look at each process again (the difference gives its share of a core), and read every ring.
+    4. Examine each process again (the difference shows how much processor time it uses), and read
+       every ring.
     5. For a stall, repeat these steps two seconds later. A rank that has moved is slow, and a rank
        that has not moved is stuck.
 
 Observing a process must not change it. A signal ends the system call in which a thread is waiting,
-and often the hang as well, so that the verdict would describe a state that no longer exists. So a
+and often the hang as well; the verdict would then describe a state that no longer exists. So a
 signal is the last resort, and `HostFacts.stacks_from` records that one was sent.
 
-The collection is a generator that yields the time that it needs to wait. The agent's loop runs
-between the steps, so that output keeps flowing and a user's stop takes effect at once.
+The collection is a generator that yields how long it needs to wait. The agent's loop runs between
+the steps, so that output keeps flowing and a user can stop the job at once.
 
 A rank that never opened a ring still gets a dump, with its exit code, its stderr, its stacks and
-the calls in which its threads wait. If the rank is a torch program, torch's own recorder is asked
-for a dump.
+the calls in which its threads are waiting. If the rank is a torch program, torch's own recorder is
+asked for a dump.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ def harvest(
 ) -> list[Record]:
     """Collect the black boxes of this node's workers, in the order of `workers`.
 
-    The collection takes about one second at most, or twelve seconds if torch is asked for dumps. A
+    The collection takes at most about one second, or twelve seconds if torch is asked for dumps. A
     stall takes two seconds more, because it is examined twice to separate slow ranks from stuck
-    ranks. `idle(seconds)` is called while the ranks answer.
+    ranks. `idle(seconds)` is called for each wait.
     """
     steps = harvest_steps(workers, occasion, lambda: False)
     while True:
@@ -67,11 +68,11 @@ def harvest_steps(
     is_urgent: Callable[[], bool],
     gap_s: float = _SECOND_LOOK_S,
 ) -> Steps:
-    """Do the same as `harvest`, but yield each waiting time in seconds; finally return the records.
+    """Do the same as `harvest`, but yield each waiting time in seconds, and return the records.
 
     Args:
         is_urgent: a function that returns whether to stop waiting.
-        gap_s: the time between the first and the second look at a stall, in seconds.
+        gap_s: the time between the two examinations of a stall, in seconds.
     """
     witnesses = [Witness(worker, occasion) for worker in workers]
     asked_s = time.monotonic()
@@ -100,7 +101,7 @@ def _wait_until(deadline_s: float, is_urgent: Callable[[], bool]) -> Waits:
 
 
 def _read_stacks(witnesses: Sequence[Witness], is_urgent: Callable[[], bool]) -> Waits:
-    """Read all stacks from outside; use a signal for processes where that is not possible."""
+    """Read all stacks from outside; send a signal to the processes whose stacks cannot be read."""
     yield from _on_threads([witness.spy for witness in witnesses], _SPY_S, is_urgent)
     if is_urgent():
         return
@@ -120,9 +121,9 @@ def _wait_for_answers(witnesses: Sequence[Witness], is_urgent: Callable[[], bool
 def _on_threads(
     looks: Sequence[Callable[[], None]], limit_s: float, is_urgent: Callable[[], bool]
 ) -> Waits:
-    """Take the looks on a few threads; leave out any that are not done after `limit_s`.
+    """Run functions on a few threads; give up those that have not finished after `limit_s`.
 
-    If no thread can be started, no look is taken, and stacks are requested by signal instead.
+    If no thread can be started, nothing runs; stacks are then requested by signal.
     """
     if is_urgent() or not looks:
         return

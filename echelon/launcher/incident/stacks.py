@@ -1,4 +1,4 @@
-"""Read the stacks of one worker from outside, or otherwise request them by a signal.
+"""Read one worker's stacks from outside or, if that fails, request them with a signal.
 
 A signal ends the system call in which a thread is waiting, and often the hang as well. So a signal
 is the last resort, and `HostFacts.stacks_from` records that one was sent.
@@ -47,7 +47,7 @@ class Stacks:
         """Return whether the signal handler's descriptor still refers to the stacks file.
 
         A program that becomes a daemon closes all descriptors. The handler would then write stacks
-        into whichever file the program has opened since.
+        into any file that has since been opened under the same number.
         """
         number = self._identity.settings.get("stacks_fd")
         try:
@@ -74,7 +74,7 @@ class Stacks:
         self.not_permitted = (TRACING,) if denied else ()
 
     def text(self) -> str:
-        """Return the stacks that were read from outside, or otherwise the answer to the signal."""
+        """Return the stacks read from outside or, without them, the answer to the signal."""
         return self._spied or (_text_from(self._path, self._from) if self._asked else "")
 
     def origin(self) -> str:

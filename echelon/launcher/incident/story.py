@@ -1,8 +1,8 @@
-"""Collect the root cause's last output, which a report shows before the verdict.
+"""Collect the root cause's last output, which is shown before the verdict.
 
 The output is the traceback that the program wrote to TORCHELASTIC_ERROR_FILE. If there is none, it
 is the last traceback in the rank's stderr, so user code needs no decorator. If there is no
-traceback, the last lines of stderr are shown instead. All victims together take one line.
+traceback, it is the last lines of stderr. A single line lists all victims.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]|\x1b\[[0-9;?]*[A-Za-z]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Story:
-    """The last output of the root cause on stderr, as shown on the terminal and in report.json."""
+    """The root cause's last output, as shown on the terminal and in report.json."""
 
     rank: int
     exit_code: int | None
@@ -38,9 +38,9 @@ class Story:
     last_lines: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """Return the lines for the terminal; [] if the rank's output does not explain its end.
+        """Return the lines for the terminal; [] if the rank's output does not explain how it ended.
 
-        If a rank hung or was killed, its output predates that and is not shown.
+        If a rank hung or was killed, its output was written before and is not shown.
         """
         is_silent = self.exit_code is None or self.exit_code == -signal.SIGKILL
         said = self.traceback or (() if is_silent else self.last_lines)
@@ -60,7 +60,7 @@ class Story:
 
 
 def root_cause_story(incident: Path, verdict: Mapping[str, Any] | None) -> Story | None:
-    """Return the last output of the first culprit; None without a culprit or its record."""
+    """Return the last output of the first culprit; None if there is no culprit or no record."""
     for rank in (verdict or {}).get("culprit_ranks", [])[:1]:
         try:
             record = read(incident / f"rank_{int(rank)}")
@@ -93,7 +93,7 @@ def _message(record: Record) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Victims:
-    """The ranks that ended because of other ranks, and how they ended."""
+    """The ranks that ended because another rank failed, and how they ended."""
 
     failed: tuple[int, ...]
     stopped: tuple[int, ...]  # by the launcher
@@ -105,7 +105,7 @@ class Victims:
         ended: Mapping[int, Ended],
         lost_earlier: Collection[int] = (),
     ) -> Victims:
-        """Classify how the other ranks ended. If there is no culprit, there are no victims."""
+        """Classify how all ranks but the culprits ended. Without culprits, there are no victims."""
         culprits = set((verdict or {}).get("culprit_ranks", []))
         apart = {*culprits, *lost_earlier}
         others = [one for rank, one in sorted(ended.items()) if culprits and rank not in apart]

@@ -1,9 +1,9 @@
 """Use torch's own flight recorder in the workers of unmodified torch programs.
 
-torch writes a rank's dump to `<prefix><rank>` when torch's watchdog abandons an operation, and
-whenever data is written to the pipe `<prefix><rank>.pipe` that the NCCL or XCCL backend serves.
-Unless the user has set the prefixes, the launcher chooses both, so that dumps can be found and
-requested. The Gloo backend also records, but it neither dumps by itself nor serves a pipe.
+torch writes a rank's dump to `<prefix><rank>` when its watchdog abandons an operation, and whenever
+data is written to the pipe `<prefix><rank>.pipe`, which the NCCL or XCCL backend serves. Unless the
+user has set the two prefixes, the launcher chooses them, so that it can find and request dumps. The
+Gloo backend also records, but it neither writes dumps on its own nor serves a pipe.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class TorchDump:
         self.num_own = 0  # how many dumps torch wrote without a request
 
     def look(self) -> None:
-        """Count a new dump once its file is unchanged between two successive looks."""
+        """Count a new dump if its file has not changed since the previous call."""
         version = self._version()
         if version[1] > 0 and version != self._noted and version == self._growing:
             self._noted = version
@@ -119,7 +119,7 @@ class TorchDump:
         self._growing = version
 
     def ask(self) -> bool:
-        """Request a dump from torch; return whether a process received the request."""
+        """Request a dump from torch; return whether the request could be sent."""
         self._asked = self._noted = self._version()
         self._seen = (self._asked, time.monotonic())
         if self._pipe is None:
@@ -148,7 +148,7 @@ class TorchDump:
         return False
 
     def read(self) -> bytes:
-        """Return this worker's newest dump, or b"" if there is none or if it is far too large."""
+        """Return this worker's newest dump; b"" if there is none or it is far too large."""
         version = self._version()
         if self._path is None or version == self._first or version[1] > MAX_DUMP_BYTES:
             return b""

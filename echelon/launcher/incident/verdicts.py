@@ -2,7 +2,7 @@
 
 The verdict on a stall is shown as soon as it is known. The verdict on a failure is shown once the
 attempt has ended, because only then are all victims known. If ranks make progress before the
-verdict on their stall is shown, that verdict is withdrawn.
+verdict on a stall has been shown, it is withdrawn.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Verdicts:
         """Start an analysis process for an incident that is about to be collected.
 
         Args:
-            gives_way: whether running ranks take precedence for processor time.
+            gives_way: whether running ranks have priority over the analysis.
         """
         self.expect_none()
         try:
@@ -84,7 +84,7 @@ class Verdicts:
             self._why_none = err.strerror or str(err)
 
     def expect_none(self) -> None:
-        """End the analysis process: no incident was collected after all."""
+        """End the analysis process, because no incident was collected after all."""
         if self._next is not None:
             self._next.close()
             self._next = None

@@ -25,7 +25,7 @@ _STDERR_TAIL_BYTES = 16 << 10
 
 
 class Witness:
-    """Everything known about one worker during a collection."""
+    """Everything known about one worker while an incident is being collected."""
 
     def __init__(self, worker: Worker, occasion: Occasion) -> None:
         self.worker = worker
@@ -54,13 +54,13 @@ class Witness:
         self._stacks = Stacks(folder, self._pid, self._identity, native=native) if alive else None
 
     def ask(self) -> None:
-        """Request the stacks by a signal; see `Stacks.ask`."""
+        """Request the stacks with a signal; see `Stacks.ask`."""
         if self._stacks is not None and self.worker.may_signal:
             self._stacks.ask()
 
     @property
     def is_seen_from_outside(self) -> bool:
-        """Whether the worker is alive and its ring cannot show whether it is busy."""
+        """Whether the worker is alive but its ring does not show what it is doing."""
         return self.worker.alive and not _tells_all(self.record)
 
     def has_answered(self) -> bool:
@@ -79,7 +79,7 @@ class Witness:
 
     @property
     def may_wait_below(self) -> bool:
-        """Whether the worker may be waiting for a child process rather than its peers."""
+        """Whether the worker may be waiting for a child process rather than for its peers."""
         if self._stacks is None:
             return False
         activity = read_activity(self._stacks.text(), self._stacks.native)
@@ -119,7 +119,7 @@ class Witness:
         )
 
     def testify_later(self, gap_s: float) -> None:
-        """Add the results of a second look: whether the rank has moved, and where it is now."""
+        """Add what a second examination shows: whether the rank has moved, and where it is now."""
         if not self.worker.alive:
             return
         now = _read(self.worker)
@@ -177,7 +177,7 @@ class Witness:
     def _was_killed_for_memory(self) -> bool | None:
         """Return whether the kernel killed the worker for lack of memory; None if unknown.
 
-        The signs are a SIGKILL that the launcher did not send, and a kill counted by the cgroup.
+        The evidence is a SIGKILL that the launcher did not send, and a kill counted by the cgroup.
         """
         before = self._occasion.oom_kills_before
         if self.worker.exit_code != -9 or self.worker.stopped_by_agent:
@@ -187,7 +187,7 @@ class Witness:
 
 
 def _process_of(worker: Worker, identity: Identity) -> int:
-    """Return the process to examine: the process that records, or else the worker's program."""
+    """Return the process to examine: the one that records or, without one, the worker's program."""
     if not worker.alive:
         return identity.pid or worker.pid
     if not identity.pid:
@@ -199,7 +199,7 @@ def _process_of(worker: Worker, identity: Identity) -> int:
 
 
 def _activity(record: Record) -> int:
-    """Return how many operations, spans and steps a rank has begun or ended so far."""
+    """Return a count that grows whenever a rank's operations, spans or steps advance."""
     states = record.operations["state"]
     ended = int(((states == State.COMPLETED) | (states == State.FAILED)).sum())
     live = record.live
@@ -207,7 +207,7 @@ def _activity(record: Record) -> int:
 
 
 def _tells_all(record: Record) -> bool:
-    """Return whether a rank's ring contains its operations, and not only its spans."""
+    """Return whether a rank's ring contains operations as well as spans."""
     return record.has_ring and not record.identity.misses_operations
 
 

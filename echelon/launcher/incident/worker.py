@@ -1,4 +1,4 @@
-"""Define a worker to examine when an incident is collected, and the reason for the collection."""
+"""Define the worker that an incident's collection examines, and the reason for the collection."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from echelon.launcher.incident.torch_dumps import TorchDump
 
 @dataclass(kw_only=True, slots=True)
 class Worker:
-    """A worker, with the facts that the agent knows about it."""
+    """A worker, and what the agent knows about it."""
 
     rank: int
     local_rank: int
