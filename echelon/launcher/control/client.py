@@ -1,11 +1,11 @@
 """Connect a node to a coordinator on another node, with one session over gRPC streams.
 
-One thread runs the link. The thread dials until the deadline, sends a greeting, and then passes
-frames both ways. If nothing else was sent within the interval that the host sets, the thread sends
-an empty frame. If a stream ends, or is silent for a third of `lost_after_s`, the thread dials again
-and the session resumes where the stream broke. The coordinator is lost once its host refuses a
-connection, or once nothing has arrived for `lost_after_s`. The clock that measures silence stops
-while the process is not running.
+One thread runs the link. It dials until the deadline, sends a greeting, and then passes frames in
+both directions. If it has had nothing to send for an interval set by the host, it sends an empty
+frame. If a stream ends, or has been silent for a third of `lost_after_s`, it dials again and the
+session resumes where it broke off. The coordinator is lost once its host refuses a connection, or
+once nothing has arrived for `lost_after_s`. The clock that measures silence stops while the process
+is not running.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class GrpcLink:
 
     Args:
         tls: the certificates, or None for plain connections.
-        lost_after_s: the silence after which the coordinator counts as lost, in seconds. The host's
-            own value replaces it.
-        is_last: whether this process will open no further connection.
+        lost_after_s: the silence after which the coordinator counts as lost, in seconds; replaced
+            by the host's own value once connected.
+        is_last: whether this is the last connection that this process will open.
 
     Attributes:
         is_connected: whether the coordinator has been reached.
@@ -110,7 +110,7 @@ class GrpcLink:
         self._thread.start()
 
     def send(self, event: Event) -> None:
-        """Send an event; never blocks."""
+        """Send an event without blocking."""
         with contextlib.suppress(
             RuntimeError
         ):  # the link has ended, which `take` reports with None
@@ -128,7 +128,7 @@ class GrpcLink:
         return self._incoming.take()
 
     def close(self) -> None:
-        """Close the link; wait at most 3 s for pending messages to be sent."""
+        """Close the link, after waiting up to 3 s for pending messages to be sent."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._begin_closing)
         self._thread.join(_CLOSE_S)
@@ -204,7 +204,7 @@ class GrpcLink:
                 self._deadline_s = self._heard_s + self._lost_after_s
 
     def _may_dial_again(self, error: BaseException) -> bool:
-        """Return whether to retry a failed greeting, since the host of a large job may be slow."""
+        """Return whether to retry a failed greeting; the host of a large job may just be slow."""
         code = getattr(error, "code", None)
         if callable(code) and code() == grpc.StatusCode.UNAUTHENTICATED:
             return False
@@ -327,7 +327,7 @@ async def _write(call: grpc.aio.StreamStreamCall[bytes, bytes], frame: bytes) ->
 
     Raises:
         LaunchError: the host has refused this node.
-        OSError: the stream has ended for another reason, which gRPC reports as a usage error.
+        OSError: the stream has ended for another reason; gRPC itself reports a usage error.
     """
     try:
         await call.write(frame)
@@ -336,14 +336,14 @@ async def _write(call: grpc.aio.StreamStreamCall[bytes, bytes], frame: bytes) ->
 
 
 async def _why_ended(call: grpc.aio.StreamStreamCall[bytes, bytes]) -> LaunchError | OSError:
-    """Return why a stream ended: a refusal is final, and any other error may be retried."""
+    """Return the error for a stream that ended; it is a LaunchError only if the host refused."""
     if await call.code() == grpc.StatusCode.UNAUTHENTICATED:
         return LaunchError(await call.details())
     return OSError("the connection was closed")
 
 
 async def _why_not(endpoint: str) -> str:
-    """Return why no connection can be made, or "" if one can; gRPC itself gives no reason."""
+    """Find out why a connection fails, which gRPC does not report; "" if it succeeds."""
     host, _, port = endpoint.rpartition(":")
     try:
         opening = asyncio.open_connection(host.strip("[]"), int(port))
@@ -359,7 +359,7 @@ async def _why_not(endpoint: str) -> str:
 
 
 def open_channel(endpoint: str, tls: TlsFiles | None) -> grpc.aio.Channel:
-    """Return a channel to "host:port", which is unencrypted if `tls` is None."""
+    """Return a channel to "host:port"; it is unencrypted if `tls` is None."""
     if tls is None:
         return grpc.aio.insecure_channel(endpoint, options=OPTIONS)
     return grpc.aio.secure_channel(endpoint, tls.for_client(), options=OPTIONS)

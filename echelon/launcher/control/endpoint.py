@@ -1,8 +1,8 @@
 """Determine the endpoint at which the nodes of a job meet, and the node that hosts the job.
 
-The endpoint is the address that other nodes dial. It is not always the address that the host binds:
-on Debian a machine's own name resolves to 127.0.1.1, and the address of a service cannot be bound
-at all. The host is the node with `is_host`, otherwise node rank 0, otherwise the node that owns the
+The endpoint is the address that other nodes dial. The host cannot always bind that address: on
+Debian a machine's own name resolves to 127.0.1.1, and the address of a service cannot be bound at
+all. The host is the node with `is_host`, otherwise node rank 0, otherwise the node that owns the
 address.
 """
 
@@ -27,7 +27,7 @@ _LITERAL_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendezvous:
-    """The settings with which several nodes meet."""
+    """How the nodes of a job meet."""
 
     host: str  # as others dial it
     port: int
@@ -54,11 +54,11 @@ class Rendezvous:
 def rendezvous(
     args: argparse.Namespace, conf: Conf, environ: Mapping[str, str]
 ) -> Rendezvous | None:
-    """Return the rendezvous that the command line describes, or None for a job of one node.
+    """Return the rendezvous that the command line describes, or None for a job with one node.
 
     Raises:
-        ValueError: an option is missing or invalid, or two options contradict each other. The text
-            is one line.
+        ValueError: an option is missing or invalid, or two options contradict each other. The
+            message is a single line.
     """
     if args.standalone or args.nnodes == (1, 1):
         return None

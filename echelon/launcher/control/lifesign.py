@@ -1,4 +1,4 @@
-"""Show that a launcher is alive: its listening socket is closed by the kernel when it ends.
+"""Show that a launcher is alive, by a listening socket that the kernel closes when it exits.
 
 The kernel accepts connections for a process that is stopped or starved, and refuses them as soon as
 the process is gone, however it ended. So a node on a busy machine may take longer than 1.5 s to
@@ -18,7 +18,7 @@ _BACKLOG = 16
 
 
 class LifeSign:
-    """A listening socket without a thread, bound to the local address that reaches an endpoint.
+    """A listening socket, bound to the local address that reaches an endpoint. It needs no thread.
 
     Attributes:
         port: the port of the socket; 0 if no socket could be opened.
@@ -46,7 +46,7 @@ class LifeSign:
 
 
 async def is_gone(address: str, port: int) -> bool:
-    """Return whether a machine refuses connections to a launcher's life sign; wait at most 1 s.
+    """Return whether a machine refuses connections to a launcher's life sign. Takes at most 1 s.
 
     The result is False if the launcher is alive, and also if its state is unknown because the
     machine does not answer or the launcher has no life sign.
@@ -64,7 +64,7 @@ async def is_gone(address: str, port: int) -> bool:
 
 
 def _own_addresses(endpoint: str) -> set[str]:
-    """Return the local addresses from which this machine reaches an endpoint, without sending data.
+    """Find, without sending data, the local addresses from which this machine reaches an endpoint.
 
     Raises:
         OSError: the endpoint's name cannot be resolved.

@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class Mailbox(Generic[_T]):
-    """A queue that a select loop can wait for. `put` may be called from any thread."""
+    """A queue whose descriptor a select loop can watch. Any thread may call `put`."""
 
     def __init__(self) -> None:
         self._items: deque[_T] = deque()
@@ -72,7 +72,7 @@ class Link(Protocol):
         """Whether the coordinator has been reached."""
 
     def send(self, event: Event) -> None:
-        """Send an event; never blocks."""
+        """Send an event without blocking."""
 
     def fileno(self) -> int:
         """Return a descriptor that becomes readable when commands may have arrived."""

@@ -1,7 +1,7 @@
 """Measure the silence of other nodes with a clock that stops while this process is not running.
 
-A launcher that is stopped, starved or suspended with its machine receives nothing, so all other
-nodes look silent. Such a gap is the launcher's own standstill; it is not evidence against the other
+A launcher receives nothing while it is stopped, starved, or suspended along with its machine, so
+all other nodes look silent. Such a gap says something about the launcher, not about the other
 nodes. Leases and permits use real time instead (`election.lease`).
 """
 
@@ -13,13 +13,13 @@ _KEPT = 64
 
 
 class LivedTime:
-    """A clock that stops during standstills.
+    """A clock that stops while the process is not running.
 
     Pure: the caller passes the time to every method, in seconds.
 
     Args:
-        step_s: the longest gap between two ticks that counts as running time, in seconds. The rest
-            of a longer gap counts as standstill.
+        step_s: the longest time, in seconds, that counts as running time between two ticks. Any
+            time beyond that is not counted.
         now_s: the current time.
     """
 

@@ -1,7 +1,7 @@
 """Define the messages between agents and the coordinator: plain records, sent as msgpack maps.
 
-Agents send events to the coordinator, and the coordinator sends commands to agents. Timestamps from
-the clocks of different nodes are never compared, so messages carry ages instead.
+Agents send events to the coordinator, and the coordinator sends commands to agents. Messages carry
+ages, not timestamps, because the clocks of different nodes cannot be compared.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Poll:
 class Renew:
     """A host's heartbeat to the witness, answered by `LeaseReply`.
 
-    If `number` is 0, the host asks only for the mandate.
+    If `number` is 0, it is not a heartbeat and only passes on the mandate.
     """
 
     founder: str
@@ -103,10 +103,10 @@ class WorkerEnded:
 class Sights:
     """An event: a node reports on its live ranks.
 
-    `folded` combines all ranks that record: [first rank, whether initialised, age of the last
+    `folded` combines all ranks that have rings: [first rank, whether initialised, age of the last
     progress in ms (-1: none), age of the oldest pending operation in ms (-1: none), the rank with
-    that operation, number of signs of progress so far, number of dumps that torch wrote by itself].
-    It is [] if no rank records.
+    that operation, number of signs of progress so far, number of dumps that torch wrote without
+    being asked]. It is [] if no rank has a ring.
 
     `ranks` holds one list for each other rank: [rank, whether initialised, age of the last
     progress, age of the oldest pending operation, number of signs of activity, whether the rank has
@@ -131,15 +131,15 @@ class Sights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Laps:
-    """An event: a node reports how its ranks advance and how they spent their time.
+    """An event: a node reports how its ranks are advancing and how they have spent their time.
 
     `laps` holds the steps that ended since the last report: [rank, first step, step after the last
     one, age of the start, age of the end, time waited, time spent on checkpoints, time spent on
     data], with all ages and times in us.
 
     `ranks` holds one list per rank: [rank, step (-1: none), age of the last sign of progress in ms
-    (-1: none), step of the last checkpoint saved (-1: none), number of checkpoints loaded, and then
-    the three times of the unfinished step so far, in us].
+    (-1: none), step of the last checkpoint saved (-1: none), number of checkpoints loaded, followed
+    by the same three times for the unfinished step so far, in us].
     """
 
     attempt: int
@@ -151,10 +151,10 @@ class Laps:
 class Standings:
     """An event: what ranks report about their part in `resilient.run`.
 
-    `ranks` holds one list for each rank with news: [rank, whether it is done, its epoch, the first
-    step of that epoch, whether that step is repeated, how long ago the rank was ready in ms, when
-    it was ready in ns by its node's monotonic clock]. The last value is only for the rank's own
-    black box.
+    `ranks` holds one list for each rank that has something new to report: [rank, whether it is
+    done, its epoch, the first step of that epoch, whether that step is repeated, how long ago the
+    rank was ready in ms, the time at which it was ready in ns on its node's monotonic clock]. The
+    last value is only for the rank's own black box.
     """
 
     attempt: int
@@ -163,7 +163,7 @@ class Standings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unkillable:
-    """An event: a worker survived SIGKILL; `why` is its wait channel, or the kernel's refusal."""
+    """An event: a worker survived SIGKILL; `why` is its wait channel or the kernel's error."""
 
     attempt: int
     rank: int
@@ -220,7 +220,7 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Statuses:
-    """The state of a node's ranks; the coordinator forwards it to the status client."""
+    """The states of a node's ranks, which the coordinator forwards to the status client."""
 
     visitor: str
     host: str
@@ -289,7 +289,7 @@ class Welcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseBeat:
-    """A host's heartbeat. The reply with number `echo` limits how long the node's ranks may run."""
+    """A host's heartbeat. The node's permit is counted from the node's reply number `echo`."""
 
     term: int
     host: str
@@ -344,10 +344,10 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stop:
-    """A command: signal the running workers, and after the grace period kill those that remain.
+    """A command: signal the running workers, and kill those still running after the grace period.
 
-    Only the first stop of an attempt takes effect. If `urgent`, do not wait until an incident has
-    been collected.
+    Only the first stop of an attempt takes effect. If `urgent`, do not wait for an incident to be
+    collected.
     """
 
     number: int
@@ -419,7 +419,7 @@ class Tick:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TryWays:
-    """A command: try to connect to each of these places, given as [host, address, port]."""
+    """A command: try to connect to each place in the list, given as [host, address, port]."""
 
     places: list[list[str]]
 
@@ -481,7 +481,7 @@ _PLAIN: dict[str, type[Any]] = {"int": int, "str": str, "bytes": bytes, "bool": 
 
 
 def _check(annotation: object, value: object) -> None:
-    """Check a value against a field's type: a plain value, or a list of values or lists."""
+    """Check a value against a field's type: a plain value, a list of values or a list of lists."""
     name, depth = str(annotation), 0
     while name.startswith("list["):
         name, depth = name[5:-1], depth + 1

@@ -1,8 +1,8 @@
 """Import gRPC without letting it print to stderr.
 
 Otherwise a client with a wrong certificate would fill the job's output with gRPC's own lines; the
-launcher reports what matters in one line. A GRPC_VERBOSITY that the user has set takes precedence,
-and the workers never see the launcher's value.
+launcher reports the problem in one line. If the user has set GRPC_VERBOSITY, that value is kept.
+The workers never see the launcher's value.
 """
 
 from __future__ import annotations

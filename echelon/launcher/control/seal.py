@@ -26,7 +26,7 @@ def new_nonce() -> bytes:
 
 
 class Seal:
-    """One side's state for sealing and opening the frames of one session.
+    """Seals and opens the frames of one session, on one side.
 
     Args:
         secret: the job's secret.
@@ -45,9 +45,9 @@ class Seal:
         self._received = 0
 
     def close(self, body: bytes) -> bytes:
-        """Return a sealed frame with this body.
+        """Return a frame with the given body, sealed.
 
-        Frames must be sealed in the order they are sent.
+        Frames must be sealed in the order in which they are sent.
         """
         counter = _COUNTER.pack(self._sent)
         self._sent += 1

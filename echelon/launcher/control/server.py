@@ -1,10 +1,10 @@
 """Connect the coordinator to all nodes and status clients, by a gRPC server on its own thread.
 
-There is one stream per node and one per status client. A node that hangs up counts as left at once.
-A node whose stream breaks may reconnect, and its session then continues. Such a node is lost once
-its machine refuses connections to the life sign, or once the node has been silent for too long. The
+There is one stream per node and one per status client. A node that hangs up has left at once. A
+node whose stream breaks may reconnect and continue its session. Such a node is lost once its
+machine refuses connections to the life sign, or once the node has been silent for too long. The
 clock that measures silence stops while the server's process is not running. A peer must prove with
-every frame that it knows the job's secret. If it does not do so within a few seconds, it is
+every frame that it knows the job's secret; one that fails to do so within a few seconds is
 disconnected. Nodes that send faster than the coordinator can handle have to wait.
 """
 
@@ -61,8 +61,8 @@ class ControlServer:
     Args:
         tls: the certificates, or None for plain connections.
         lost_after_s: the silence after which a node is lost, in seconds.
-        answer: a function that answers a session of one question (`Poll`, `Renew`), called on the
-            server's thread. It returns None for a message that begins a longer session.
+        answer: a function, called on the server's thread, that returns the reply to a single
+            question (`Poll`, `Renew`), or None for a message that begins a longer session.
         is_open: whether this node hosts the job. If not, the server only answers polls.
         beat_s: the interval at which both sides send a message, in seconds.
 
@@ -109,7 +109,7 @@ class ControlServer:
             raise LaunchError(f"cannot serve at {address}: {self._problems[0]}")
 
     def send(self, node: str, command: Command) -> None:
-        """Send a command; never blocks. A command to a node that has left is dropped."""
+        """Send a command without blocking. A command to a node that has left is dropped."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._put, node, command)
 
@@ -119,7 +119,7 @@ class ControlServer:
             self._loop.call_soon_threadsafe(self._put, node, None)
 
     def open(self, *, is_open: bool) -> None:
-        """Begin to admit nodes; without `is_open`, end all sessions and only answer polls."""
+        """Begin to admit nodes or, if not `is_open`, end all sessions and only answer polls."""
         self._is_open = is_open
         if not is_open:
             with contextlib.suppress(RuntimeError):
@@ -131,7 +131,7 @@ class ControlServer:
             member.wake.set()
 
     def close(self) -> None:
-        """End all sessions; wait at most 10 s for pending messages to be sent."""
+        """End all sessions, after waiting up to 10 s for pending messages to be sent."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(_CLOSE_S)
@@ -184,7 +184,7 @@ class ControlServer:
         await server.stop(_GRACE_S)
 
     async def _tick(self) -> None:
-        """Request heartbeats from all nodes and drop silent nodes; one timer serves all of them."""
+        """Request heartbeats from all nodes, and drop silent nodes, with a single timer."""
         while True:
             await asyncio.sleep(self._look_s)
             now_s = self._loop.time()
@@ -199,8 +199,8 @@ class ControlServer:
     async def _room(self) -> None:
         """Wait until the coordinator has caught up with its messages.
 
-        A single task polls on behalf of all waiting nodes, because 1,024 polling tasks would take
-        the processor time that the coordinator needs to catch up.
+        A single task polls for all waiting nodes, because 1,024 polling tasks would use the
+        processor time that the coordinator needs to catch up.
         """
         if self._has_room is None:
             self._has_room = self._loop.create_task(self._poll_for_room())
@@ -263,7 +263,7 @@ class ControlServer:
             self._events.put((member.name, greeting))
 
     def _member_of(self, hello: Event | Command) -> _Member:
-        """Return the member to which a stream belongs, identified by the stream's first message.
+        """Return the member that a stream belongs to, according to the stream's first message.
 
         Raises:
             _TryAgainError: an earlier session of the peer has not ended yet, or this node may be
@@ -333,7 +333,7 @@ class ControlServer:
                     self._lose(member, why)
 
     async def _await_return(self, member: _Member) -> None:
-        """Drop a node whose stream broke, unless a reconnection cancels this task first."""
+        """Drop a disconnected node once it is lost; if it reconnects first, this task ends."""
         while True:
             await asyncio.sleep(_RESUME_S)
             if await is_gone(member.address, member.life_port) or self._is_silent(member):
@@ -387,7 +387,7 @@ class ControlServer:
 
 
 class _TryAgainError(LaunchError):
-    """A greeting that cannot be accepted now but may be accepted later."""
+    """The greeting cannot be accepted now but may be accepted later."""
 
 
 class _Member:
@@ -433,7 +433,7 @@ class _Member:
 
 
 def _is_broken(task: asyncio.Task[None]) -> bool:
-    """Return whether a stream broke, rather than ending by a goodbye, silence or bad protocol."""
+    """Return whether a stream broke, as opposed to a goodbye, silence or a protocol error."""
     if task.cancelled():
         return True
     error = task.exception()
@@ -441,7 +441,7 @@ def _is_broken(task: asyncio.Task[None]) -> bool:
 
 
 def _address(peer: str) -> str:
-    """Return the numeric address from gRPC's name for a peer, such as `ipv6:%5B::1%5D:40404`."""
+    """Extract the numeric address from gRPC's name for a peer, such as `ipv6:%5B::1%5D:40404`."""
     return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
 
 

@@ -1,11 +1,11 @@
 """Keep the state of a session across reconnections. Pure: no socket and no clock.
 
 Messages are numbered and kept until the other side has acknowledged them. When a connection breaks,
-the next connection continues the session, so that no message is lost or delivered twice. The amount
-of data in flight is bounded, so a node that sends gigabytes of dumps waits for the coordinator.
+the next connection continues the session, so no message is lost or delivered twice. The amount of
+data in flight is bounded, so a node that sends gigabytes of dumps waits for the coordinator.
 
-    frame: u64 number (0: none, only the acknowledgement; 2^64 - 1: the last frame of a side that
-           hangs up), u64 number of the last message received, message
+    frame: u64 number (0: no message; 2^64 - 1: this side hangs up), u64 number of the last message
+           received, message
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Session:
         return not self._kept
 
     def owe_acknowledgement(self) -> None:
-        """Request an acknowledgement of received messages, so that the peer can end its session."""
+        """Arrange to acknowledge the received messages, so that the peer can end its session."""
         self._unacknowledged_bytes = _ACK_BYTES
 
     @property
@@ -75,7 +75,7 @@ class Session:
         return self._head(_GOODBYE)
 
     def take(self, frame: bytes) -> bytes | None:
-        """Handle a received frame; return its message, or None if it is empty or repeated.
+        """Handle a received frame; return its message, or None if it has none or repeats one.
 
         Raises:
             LaunchError: a message is missing, or the bytes are not a valid frame.
@@ -96,7 +96,7 @@ class Session:
         return frame[_HEADER.size :]
 
     def resume(self, received: int) -> None:
-        """Resume on a new connection by resending the messages that the peer has not received."""
+        """Continue on a new connection: resend the messages that the peer has not received."""
         self._drop(received)
         self._num_sent = self._sent_bytes = 0
 

@@ -2,7 +2,7 @@
 
 Nodes always prove that they know the job's secret. Certificates add two things: no third party can
 read the messages, and a node authenticates its host before it sends anything. The host needs a
-certificate. If the host also has the CA's certificate, every node must present one.
+certificate. If the host also has the CA's certificate, every node must present a certificate too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TlsFiles:
-    """The contents of PEM files; None stands for a file that was not given."""
+    """The contents of PEM files; None if a file was not given."""
 
     cert: bytes | None
     key: bytes | None = field(repr=False)

@@ -1,9 +1,9 @@
 """Let a node without a host ask the electors for the host, and stand for election. Pure.
 
 A node first asks whether a majority would vote for it, and only then asks for votes. The electors
-begin in rank order, each a little after the previous one, so the first remaining elector usually
-wins at the first attempt. If two candidates split the votes, both try again at different times. A
-node that is not an elector only asks for the job's host.
+start in rank order, each a little after the previous one, so the first remaining elector usually
+wins immediately. If two candidates split the votes, they wait for different times before they try
+again. A node that is not an elector only asks for the job's host.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Candidacy:
 
     Args:
         lost_term: the lost host's term. A host of an earlier term is not accepted. A host of the
-            same term is accepted only after a while, because other electors notice the loss a
-            little later.
+            same term is accepted only after a while, because some electors notice the loss later
+            and still name the lost host.
 
     Attributes:
         found: the endpoint and name of the host that was found; None until then.
@@ -78,7 +78,7 @@ class Candidacy:
         return asked
 
     def _sound_out(self, now_s: float) -> Canvass:
-        """Begin a round of questions that commit no elector, with this elector's own answer."""
+        """Begin a round of questions that commit no elector, starting with this elector."""
         elector = self._elector
         self._latest_term = max(self._latest_term, elector.term)
         asked = Canvass(
@@ -91,7 +91,7 @@ class Candidacy:
         return asked
 
     def _stand(self, now_s: float) -> None:
-        """Stand for election, with this elector's own vote."""
+        """Stand for election, starting with this elector's own vote."""
         elector, sounded = self._elector, self._asked
         assert sounded is not None
         asked = Canvass(

@@ -1,4 +1,4 @@
-"""Send a node's polls to the electors, and receive their votes."""
+"""Send a node's polls to the electors and receive their votes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from echelon.launcher.election.questions import Questions
 
 
 class Canvasser:
-    """A sender of polls, which puts each answer into `votes` as (elector, poll, vote)."""
+    """Sends polls to electors, and puts each answer into `votes` as (elector, poll, vote)."""
 
     def __init__(self, secret: bytes, tls: TlsFiles | None) -> None:
         self._questions = Questions(secret, tls)
         self.votes: Mailbox[tuple[str, Poll, Vote]] = Mailbox()
 
     def ask(self, name: str, endpoint: str, poll: Poll) -> None:
-        """Ask the elector `name` at "host:port"; never blocks."""
+        """Ask the elector `name` at "host:port", without blocking."""
 
         def take(answer: Event | Command) -> None:
             if isinstance(answer, Vote):
@@ -25,6 +25,6 @@ class Canvasser:
         self._questions.ask(endpoint, poll, take)
 
     def close(self) -> None:
-        """End the thread; wait at most 3 s."""
+        """End the thread, waiting up to 3 s for it."""
         self._questions.close()
         self.votes.close()

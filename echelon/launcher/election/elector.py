@@ -1,10 +1,10 @@
 """Decide how an elector votes: once per term, and not while the host may hold its lease. Pure.
 
-An elector does not vote while the promise that it made at the last heartbeat holds. In one term, it
-votes for one candidate only. It never votes for a candidate that lacks a change that the elector
-has. So no winner lacks a change that took effect, because a majority holds every such change. The
-promise ends early if the host's machine shows that the launcher is gone: the connection was closed,
-and a new connection is refused.
+With every heartbeat, an elector promises the host not to vote for a while. In one term, it votes
+for one candidate only, and never for a candidate that lacks a change the elector has. A majority
+holds every change that took effect, so the winner has all of them. The promise ends early if the
+host's machine shows that the launcher is gone: the connection was closed, and a new connection is
+refused.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Canvass:
     Attributes:
         term: the term in which the node would be the host.
         version: the version of the mandate that the node holds.
-        is_binding: whether the answer commits the elector. A node first sends requests that do not,
-            and stands for election only once a majority would vote for it. So a node never disturbs
-            a host that other nodes still follow.
+        is_binding: whether the answer commits the elector. A node sends non-binding requests first,
+            and stands for election only once a majority would vote for it. So it never disturbs a
+            host that other nodes still follow.
     """
 
     node: str
@@ -80,7 +80,7 @@ class Elector:
         return (-1, -1) if self.mandate is None else self.mandate.version
 
     def free_s(self, now_s: float) -> float:
-        """Return for how many seconds this elector may not vote yet."""
+        """Return how many more seconds this elector may not vote."""
         promised_s = float("-inf") if self._released else self._promised_until_s
         return max(0.0, promised_s - now_s, self._bound_until_s - now_s)
 
@@ -106,8 +106,8 @@ class Elector:
         """Record that the host is lost.
 
         Args:
-            is_dead: whether the host's machine refuses connections, so that the launcher must be
-                gone.
+            is_dead: whether the host's machine refuses connections, which proves that the launcher
+                is gone.
         """
         self.host = ""
         self._released = self._released or is_dead

@@ -2,7 +2,7 @@
 
 If a node's connection breaks, its launcher is probed. If the machine refuses a connection to the
 launcher's port, the launcher is gone and its guard has killed its ranks. If the machine does not
-answer, the ranks may still run until the node's permit expires.
+answer, the ranks may still be running until the node's permit expires.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _PROBE_S = 1.0
 
 
 class Fences:
-    """The fences that a host has set. All times are on the clock of `lease.now_s`."""
+    """The fences that a host has set. All times are those of `lease.now_s`."""
 
     def __init__(self) -> None:
         self._until_s: dict[str, float] = {}
         self._dead: set[str] = set()
 
     def wait_until(self, name: str, moment_s: float) -> None:
-        """Allow no world to begin before `moment_s`."""
+        """Keep the next world from beginning before `moment_s`."""
         self._until_s[name] = max(moment_s, self._until_s.get(name, moment_s))
 
     def lose(self, name: str, endpoint: str, permit_ends_s: float, now_s: float) -> None:

@@ -8,12 +8,12 @@
     beat n+1, echo s,  ------------->     permit: its ranks may run until s + remaining
     remaining lease
 
-Each side counts from a time on its own clock that is earlier than the other side's event, so any
-delay of a message only shortens the time that the message grants. A new host is elected by a
-majority whose promises have expired. By then, the former host's lease has expired, and so has every
-permit derived from the lease. So all ranks of the former world are dead, or are being killed,
-before the next world may begin. The lease is shorter than the promise by a tenth to allow for
-clocks that run at different rates.
+The lease and the permit are each measured on one clock, from the moment when that side sent the
+message that the other side answered. So a delayed message can only shorten the time that it grants.
+A new host is elected by a majority whose promises have expired. By then, the former host's lease
+has expired, and so has every permit derived from it. So all ranks of the former world are dead, or
+are being killed, before the next world may begin. The lease is a tenth shorter than the promise, to
+allow for clocks that run at different rates.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BEATS_PER_LEASE = 8
 
 
 def now_s() -> float:
-    """Return the time in seconds of a clock that also counts while the machine is suspended."""
+    """Return the time, in seconds, of a clock that keeps running while the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -51,7 +51,7 @@ class Lease:
         self._acknowledged: dict[str, float] = {}  # elector -> when the beat it replied to was sent
 
     def beat(self, now_s: float) -> int:
-        """Return the number of a heartbeat that is being sent now."""
+        """Number a heartbeat that is about to be sent."""
         self._last += 1
         self._sent[self._last] = now_s
         while len(self._sent) > 4 * _BEATS_PER_LEASE:
@@ -59,10 +59,7 @@ class Lease:
         return self._last
 
     def acknowledge(self, name: str, number: int) -> None:
-        """Record a node's reply to a heartbeat.
-
-        Ignore the reply if the heartbeat is no longer known.
-        """
+        """Record a node's reply to a heartbeat; ignore it if the heartbeat is too old."""
         sent_s = self._sent.get(number)
         if sent_s is not None:
             self._acknowledged[name] = max(sent_s, self._acknowledged.get(name, sent_s))
@@ -100,7 +97,7 @@ class Permit:
         self.expires_s = float("-inf")
 
     def stamp(self, now_s: float) -> int:
-        """Return the number of a reply that is being sent now."""
+        """Number a reply that is about to be sent."""
         self._last += 1
         self._stamps[self._last] = now_s
         while len(self._stamps) > 4 * _BEATS_PER_LEASE:
@@ -108,7 +105,7 @@ class Permit:
         return self._last
 
     def extend(self, echo: int, remaining_s: float) -> None:
-        """Handle a grant: the lease had `remaining_s` left when the host received reply `echo`."""
+        """Extend the permit: the lease had `remaining_s` left when the host got reply `echo`."""
         stamped_s = self._stamps.get(echo)
         if stamped_s is not None:
             self.expires_s = max(self.expires_s, stamped_s + remaining_s)

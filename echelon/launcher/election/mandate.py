@@ -2,14 +2,14 @@
 
 The host sends every change to all nodes, with a version number. A change takes effect once a
 majority of the electors holds it. The electors are the first nodes of the world in rank order, at
-most nine, so that the cost does not grow with the world. To change the electors, the host first
-writes a mandate that names both the former and the next electors and that needs a majority of each
-(joint consensus). So two disjoint majorities can never decide.
+most nine, so the cost does not grow with the world. To change the electors, the host first writes a
+mandate that names both the former and the next electors, and that takes effect only with a majority
+of each (joint consensus). So the former and the next electors can never decide independently.
 
-In a world of two nodes, no majority survives the loss of the host. So the host is the only elector:
-the host continues alone if the other node is lost, but the other node cannot replace the host. If
-the job has a witness, the witness is the third elector of such a world, and an additional elector
-whenever an even number of nodes are electors.
+In a world of two nodes, the loss of the host leaves no majority. So the host is the only elector:
+it continues alone if the other node is lost, but the other node cannot replace it. If the job has a
+witness, the witness is the third elector of such a world, and an additional elector whenever the
+number of electing nodes is even.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Mandate:
         return all(len(one) >= _LEAST_ELECTORS for one in self.electorates)
 
     def member(self, name: str) -> Member | None:
-        """Return the member or other elector with this name; None if there is none."""
+        """Return the member or other elector with this name, or None."""
         if name == WITNESS and self.witness:
             return Member(name=name, host=name, endpoint=self.witness, num_workers=0, node_rank=-1)
         return next((one for one in (*self.members, *self.others) if one.name == name), None)
@@ -114,7 +114,7 @@ def electors_of(
 
 
 def ballot_of(mandate: Mandate) -> Mandate:
-    """Return the part of a mandate that the witness needs, namely the mandate's electors."""
+    """Return the part of a mandate that the witness needs: the electors."""
     found = [mandate.member(name) for name in mandate.electors if name != WITNESS]
     members = tuple(one for one in found if one is not None)
     return replace(mandate, members=members, others=(), memory="")

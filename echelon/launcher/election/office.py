@@ -1,8 +1,8 @@
 """Keep the host's part of the succession: its lease, its mandate and its nodes. Pure.
 
-A world may begin once three conditions hold. A majority of the former and of the next electors
-holds the mandate that describes the world. The host still holds its lease. And every rank of the
-previous world is dead, because its node has reported that or the node's permit has expired
+A world may begin once three conditions are met. A majority of the former electors and a majority of
+the next ones hold the mandate that describes the world. The host still holds its lease. And every
+rank of the previous world is dead: its node has reported so, or the node's permit has expired
 (`Fences`).
 """
 
@@ -85,7 +85,7 @@ class Office:
     # ---- beats ----
 
     def add(self, name: str) -> None:
-        """Begin to send heartbeats to a node that has connected."""
+        """Start sending heartbeats to a node that has connected."""
         permit_ends_s = self._nodes[name].permit_ends_s if name in self._nodes else float("-inf")
         self._nodes[name] = _Node(permit_ends_s=permit_ends_s)
         self._next_beat_s = float("-inf")
@@ -108,7 +108,7 @@ class Office:
         return [(name, self._beat(name, number, now_s)) for name in self._nodes]
 
     def beat_to(self, names: Iterable[str], now_s: float) -> list[tuple[str, Beat]]:
-        """Return additional heartbeats, so that a new world begins with a fresh permit."""
+        """Return extra heartbeats for these nodes, to renew their permits for a new world."""
         number = self._lease.beat(now_s)
         return [(name, self._beat(name, number, now_s)) for name in names if name in self._nodes]
 
@@ -130,7 +130,7 @@ class Office:
         return lasts and not self.is_deposed
 
     def is_heard(self, name: str, now_s: float) -> bool:
-        """Return whether a node has replied within the duration of an elector's promise."""
+        """Return whether a node has replied recently, within the duration of a promise."""
         node = self._nodes.get(name)
         return node is not None and now_s - node.replied_s < self.promise_s
 
@@ -148,7 +148,7 @@ class Office:
             node.index = max(node.index, reply.version[1])
 
     def remaining_s(self, now_s: float) -> float:
-        """Return how many more seconds ranks may run, or 0 once a majority cannot be reached."""
+        """Return how many more seconds ranks may run; 0 if no majority can be reached."""
         if self.is_deposed:
             return 0.0
         return self._lease.remaining_s(self.mandate.electorates, now_s)
@@ -192,7 +192,7 @@ class Office:
         )
 
     def remember(self, *, restarts: int, num_attempts: int, memory: str) -> None:
-        """Add to the mandate what the next host must know; its world and electors do not change."""
+        """Record in the mandate what the next host must know, with the same world and electors."""
         self.mandate = replace(
             self.mandate,
             index=self.mandate.index + 1,
@@ -202,11 +202,9 @@ class Office:
         )
 
     def withdraw(self) -> bool:
-        """Drop the proposed electors if only the host had a vote before.
+        """Drop the proposed electors if the host was the only elector before them.
 
-        Return whether the electors were dropped.
-
-        If only the host had a vote, no decision can have been made without it.
+        Such a host alone decides, so it may take the proposal back. Return whether it did.
         """
         electorates = self.mandate.electorates
         alone = ((self.name,),)
@@ -234,7 +232,7 @@ class Office:
         )
 
     def follow_witness(self, now_s: float) -> bool:
-        """Let the witness vote only while it answers, so that losing the witness does no harm.
+        """Make the witness an elector only while it answers, so that its loss does no harm.
 
         Call this only while a world is running. Return whether there is a new mandate to send.
         """
@@ -257,7 +255,7 @@ class Office:
         return True
 
     def settle(self) -> None:
-        """Drop the former electors. Call this method once `is_held` returns True."""
+        """Drop the former electors. Call this only once `is_held` returns True."""
         electorates = (self._next,)
         if self.mandate.electorates != electorates:
             self.mandate = replace(

@@ -7,7 +7,7 @@ from echelon.launcher.election.elector import Answer, Canvass
 
 
 def asked_of(poll: m.Poll) -> Canvass:
-    """Return the request that a poll carries."""
+    """Extract the request from a poll."""
     first, second = (*poll.version, -1, -1)[:2]
     return Canvass(
         node=poll.node, term=poll.term, version=(first, second), is_binding=poll.is_binding
@@ -23,7 +23,7 @@ def poll_of(asked: Canvass, founder: str) -> m.Poll:
 
 
 def answer_of(vote: m.Vote) -> Answer:
-    """Return the answer that a vote carries."""
+    """Extract the answer from a vote."""
     return Answer(
         term=vote.term, granted=vote.granted, early=vote.early, host=vote.host,
         endpoint=vote.endpoint,

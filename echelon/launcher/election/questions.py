@@ -1,8 +1,7 @@
 """Send questions to other launchers and receive their answers, with one gRPC call per question.
 
-Each question is a session of one message, which is sealed like any other message. A peer that does
-not know the job's secret gets no answer, and an answer that does not arrive within a second is
-dropped.
+Each question is a session with a single message, sealed like any other. A peer that does not know
+the job's secret gets no answer, and an answer that does not arrive within a second is dropped.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _CLOSE_S = 3.0
 
 
 class Questions:
-    """A thread that sends questions, so that no call blocks."""
+    """A thread that sends questions, so that the callers never block."""
 
     def __init__(self, secret: bytes, tls: TlsFiles | None) -> None:
         self._secret = secret
@@ -40,7 +39,7 @@ class Questions:
     def ask(
         self, endpoint: str, question: Event, on_answer: Callable[[Event | Command], None]
     ) -> None:
-        """Ask the launcher at "host:port" a question; never blocks.
+        """Ask the launcher at "host:port" a question, without blocking.
 
         Args:
             on_answer: a function that is called with the answer on this object's thread. It is not
@@ -51,7 +50,7 @@ class Questions:
             self._loop.call_soon_threadsafe(self._begin, asking)
 
     def close(self) -> None:
-        """End the thread; wait at most 3 s."""
+        """End the thread, waiting up to 3 s for it."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._end)
         self._thread.join(_CLOSE_S)

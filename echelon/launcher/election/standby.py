@@ -1,8 +1,8 @@
 """Keep a node ready to take over the job: its vote, permit, listener, and search for a host.
 
 Every node of a job with failover has a standby, including the host. The listener is opened at the
-start: a takeover would be too late to find out that its port is taken. The listener's thread votes;
-everything else runs in the agent's loop.
+start, because at a takeover it would be too late to discover that the port is taken. The listener's
+thread votes; everything else runs in the agent's loop.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Standby:
     Args:
         name: the node's own name.
         bind_address: the "host:port" that the node listens on.
-        promise_s: how long a heartbeat of the host binds this node, in seconds. The host's own
-            value replaces it.
+        promise_s: how long a heartbeat of the host binds this node, in seconds; replaced by the
+            host's own value.
         is_open: whether this node hosts the job from the start.
 
     Attributes:
@@ -74,7 +74,7 @@ class Standby:
 
     @property
     def mandate(self) -> Mandate | None:
-        """The mandate that this node would continue the job from."""
+        """The mandate from which this node would continue the job."""
         return self._elector.mandate
 
     @property
@@ -83,7 +83,7 @@ class Standby:
         return self._candidacy
 
     def close(self) -> None:
-        """Close the listener; wait for pending messages to be sent."""
+        """Close the listener after pending messages have been sent."""
         if self._canvasser is not None:
             self._canvasser.close()
         self.server.close()
@@ -109,12 +109,12 @@ class Standby:
         return self._reply(0)
 
     def keep(self, mandate: Mandate) -> None:
-        """Keep a mandate, whether another host or this node wrote it."""
+        """Keep a mandate, regardless of whether this node or another host wrote it."""
         with self._lock:
             self._elector.on_mandate(mandate)
 
     def hold(self, term: int) -> None:
-        """Withhold this node's vote from others while the node is the host and its lease lasts."""
+        """Keep this node from voting for others while it is the host and its lease lasts."""
         with self._lock:
             self._elector.on_beat(term, self.name, now_s())
 
@@ -128,7 +128,7 @@ class Standby:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the host that this node follows has sent no heartbeat for too long."""
+        """Whether the last heartbeat of the host that this node follows was too long ago."""
         elector = self._elector
         if self._candidacy is not None or elector.host in ("", self.name):
             return False
@@ -138,8 +138,8 @@ class Standby:
         """Begin to look for another host.
 
         Args:
-            is_dead: whether the host's machine refuses connections, so that the launcher must be
-                gone.
+            is_dead: whether the host's machine refuses connections, which proves that the launcher
+                is gone.
         """
         with self._lock:
             term = self._elector.term
@@ -151,11 +151,11 @@ class Standby:
             self._canvasser = Canvasser(self._secret, self._tls)
 
     def found_host(self) -> None:
-        """End the search, because this node has connected to a host or is the host itself."""
+        """End the search, now that this node has connected to a host or has become the host."""
         self._candidacy = None
 
     def seek(self) -> Candidacy | None:
-        """Handle votes, and send polls that are due; return the state of the search."""
+        """Process votes and send the polls that are due; return the search, or None without one."""
         candidacy, canvasser, mandate = self._candidacy, self._canvasser, self.mandate
         if candidacy is None or canvasser is None or mandate is None:
             return candidacy
@@ -171,10 +171,7 @@ class Standby:
         return candidacy
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when votes may have arrived.
-
-        A search must be running.
-        """
+        """Return a descriptor that becomes readable when votes may have arrived during a search."""
         assert self._canvasser is not None
         return self._canvasser.votes.fileno()
 

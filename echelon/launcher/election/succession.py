@@ -25,11 +25,11 @@ Send = Callable[[str, m.Command], None]
 
 
 class Succession:
-    """The host's side of the succession of one job.
+    """The host's part in the succession of one job.
 
     Args:
         endpoint: the address at which other nodes dial this host, as "host:port".
-        inherited: the state of a former host that this host replaces; None at the start of a job.
+        inherited: the state of the former host that this host replaces; None at the start of a job.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class Succession:
         return self._office.remaining_s(now_s())
 
     def deadline_s(self) -> float:
-        """Return the time of `time.monotonic` at which `step` must be called again."""
+        """Return when to call `step` next, as a time of `time.monotonic`."""
         due = self._office.deadline_s()
         if self.waits_for:
             due = min(due, max(self._fences.until_s(), now_s() + 0.1))
         return time.monotonic() + due - now_s()
 
     def admit(self, hello: m.Hello) -> None:
-        """Begin to send heartbeats to a node that has connected."""
+        """Start sending heartbeats to a node that has connected."""
         if hello.node == self._office.name:
             return
         self._endpoints[hello.node] = join(hello.address, hello.port) if hello.port else ""
@@ -112,7 +112,7 @@ class Succession:
     def why_lapsed(self, *, has_world: bool) -> str:
         """Return the reason why this host has to stop, or "" while it may continue.
 
-        While no ranks run, a host waits somewhat longer for nodes to reconnect.
+        While no ranks are running, a host waits a little longer for nodes to reconnect.
         """
         if self._office.is_deposed:
             return "another node was elected to host the job"
@@ -136,8 +136,8 @@ class Succession:
     ) -> bool:
         """Return whether a world of these nodes may begin; propose the world if it is new.
 
-        A world may begin once a majority of the electors and all the world's nodes hold the mandate
-        that describes the world, and once all ranks of lost nodes are dead.
+        A world may begin once its mandate is held by all of its nodes and by a majority of the
+        electors, and once all ranks of lost nodes are dead.
         """
         if now_s() < self._witness_due_s and not self._office.is_heard(WITNESS, now_s()):
             self.waits_for = "an answer from the witness"
@@ -167,7 +167,7 @@ class Succession:
         self._publish()
 
     def begin(self, nodes: Sequence[Node]) -> None:
-        """Settle the mandate of a world that is starting, and grant its nodes fresh permits."""
+        """Finalise the mandate of a world that is starting, and grant its nodes fresh permits."""
         self._proposed = ()
         self._office.settle()
         self._publish()

@@ -1,9 +1,9 @@
 """Let an elected host wait for the other nodes and for its lease before it takes over the job.
 
-The host makes no decision before a majority holds its mandate. The reports of nodes are kept for
-the coordinator. The coordinator takes over with an `Inheritance` once the nodes of the last world
-have connected, or have had enough time to connect. If the host does not obtain a lease in time, it
-becomes an ordinary node again.
+The host makes no decision before a majority holds its mandate. Until a coordinator exists, reports
+from nodes are queued for it. The coordinator takes over with an `Inheritance` once the nodes of the
+last world have connected, or have had enough time to connect. If the host does not obtain a lease
+in time, it becomes an ordinary node again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Inheritance:
         former: the former host's name.
         hellos: the greetings of the connected nodes.
         events: the events that these nodes have reported since they connected.
-        fenced_until_s: the time of `lease.now_s` by which the ranks of unconnected nodes are dead.
+        fenced_until_s: when the ranks of unconnected nodes are certain to be dead, as a time of
+            `lease.now_s`.
     """
 
     mandate: Mandate
@@ -81,7 +82,7 @@ class Takeover:
         return self.office.is_deposed or (late and self.office.remaining_s(now_s()) <= 0)
 
     def deadline_s(self) -> float:
-        """Return the time of `lease.now_s` at which to call `step` again."""
+        """Return when to call `step` next, as a time of `lease.now_s`."""
         return min(self.office.deadline_s(), now_s() + 0.1)
 
     def step(self, events: Iterable[tuple[str, m.Event]]) -> Inheritance | None:
@@ -123,7 +124,7 @@ class Takeover:
 
 
 def beat_message(beat: Beat, promise_s: float) -> m.LeaseBeat:
-    """Return the message that sends a heartbeat."""
+    """Return a heartbeat as a message."""
     return m.LeaseBeat(
         term=beat.term, host=beat.host, number=beat.number, echo=beat.echo,
         remaining_ms=beat.remaining_ms, promise_ms=int(promise_s * 1e3), holds=beat.holds,
@@ -131,6 +132,6 @@ def beat_message(beat: Beat, promise_s: float) -> m.LeaseBeat:
 
 
 def reply_of(event: m.LeaseReply) -> Reply:
-    """Return the reply that a message carries."""
+    """Extract the reply from a message."""
     first, second = (*event.version, -1, -1)[:2]
     return Reply(term=event.term, number=event.number, stamp=event.stamp, version=(first, second))

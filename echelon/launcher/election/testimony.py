@@ -1,4 +1,4 @@
-"""Let the host query the witness.
+"""Query the witness on behalf of the host.
 
 Each query carries a message that the host also sends to the nodes: a heartbeat or a new mandate.
 """
@@ -43,7 +43,7 @@ class Testimony:
         self._events = events
 
     def send(self, command: Command) -> None:
-        """Send a heartbeat or a new mandate; never blocks."""
+        """Send a heartbeat or a new mandate, without blocking."""
         if isinstance(command, Entrust):
             mandate = unpack_mandate(command.mandate)
             self._mandate, self._term = pack_mandate(ballot_of(mandate)), mandate.term
@@ -67,5 +67,5 @@ class Testimony:
         self._questions.ask(self._endpoint, renew, take)
 
     def close(self) -> None:
-        """End the thread; wait at most 3 s."""
+        """End the thread, waiting up to 3 s for it."""
         self._questions.close()

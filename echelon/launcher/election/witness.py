@@ -2,10 +2,10 @@
 
 The witness keeps one `Elector` per job and no other state: which host it has promised not to
 replace, for how long, and which nodes may ask for its vote. Nothing is written to disk. A restarted
-witness does not know its promises, so it does not vote in a job until the job's host registers it.
-A host may register the witness only while its lease remains valid without the witness's own reply.
-Otherwise, a host that has lost the other nodes may already have been replaced, with a vote that the
-witness has forgotten.
+witness has forgotten its promises, so it does not vote in a job until the job's host registers it
+again. A host may do that only while its lease remains valid without the witness's own reply.
+Otherwise, a host that has lost the other nodes could register the witness although another host had
+already been elected with a vote that the witness has forgotten.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Renewal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Renewed:
-    """The witness's reply; `number` is that of the acknowledged heartbeat, or 0 if none."""
+    """The witness's reply; `number` names the heartbeat that it acknowledges, or is 0."""
 
     term: int
     number: int = 0
@@ -46,7 +46,7 @@ class Renewed:
 
 
 class Witness:
-    """The witness of any number of jobs; a job is identified by its founder's unique name."""
+    """The witness for any number of jobs. A job is identified by the unique name of its founder."""
 
     def __init__(self) -> None:
         self._electors: dict[str, Elector] = {}
@@ -76,7 +76,7 @@ class Witness:
         return elector.on_canvass(asked, now_s)
 
     def _forget(self, now_s: float) -> None:
-        """Forget jobs that have sent no heartbeat for a day; the end of a job is not reported."""
+        """Forget jobs that sent no heartbeat for a day, because jobs do not report their end."""
         for founder, renewed_s in list(self._renewed_s.items()):
             if renewed_s < now_s - _KEEP_S:
                 del self._electors[founder], self._renewed_s[founder]

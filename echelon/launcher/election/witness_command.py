@@ -1,4 +1,4 @@
-"""Run `echelon witness`: a voter for jobs of two nodes, on a third machine."""
+"""Run `echelon witness`: a voter on a third machine, for jobs with two nodes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from echelon.launcher.options.texts import not_negative
 
 
 class WitnessServer:
-    """A witness that listens on an address and answers on the server's thread.
+    """A witness that listens on an address and answers on the thread of its server.
 
     Raises:
         LaunchError: the address cannot be bound.
