@@ -1,1 +1,4 @@
-"""Provide the engines that move data, each in its own folder or file, behind `interface.Engine`."""
+"""Provide the engines that move data; each has its own folder or file.
+
+All of them implement `interface.Engine`.
+"""

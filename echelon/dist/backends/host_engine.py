@@ -1,8 +1,8 @@
 """Provide the parts that the Python engine and the gloo engine share.
 
-Collectives run one after the other on one thread (progress/serial.py), and messages run on another
-thread (messages/driver.py). Both threads are started on demand. So two threads suffice for any
-number of operations and tags. Callers only wait, and a signal handler may call any operation.
+One thread runs the collectives, one after the other (progress/serial.py); another runs the messages
+(messages/driver.py), regardless of the number of operations and tags. Each thread starts when it is
+first needed. Callers only wait, so even a signal handler may call any operation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CLOSE_S = 1.0
 
 
 class HostEngine(ABC):
-    """Base class of engines whose collectives block and whose messages are streams of bytes."""
+    """Base class for engines with blocking collectives and messages over byte streams."""
 
     name = ""
     device = "cpu"
@@ -47,7 +47,7 @@ class HostEngine(ABC):
 
     @abstractmethod
     def carry_out(self, operation: Operation, watch: Watch) -> None:
-        """Carry out one collective on this thread when its turn comes; block until it is done."""
+        """Run the next collective on the calling thread; block until it is done."""
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:  # noqa: ARG002
         """Return "", because every operation is supported."""
@@ -74,19 +74,19 @@ class HostEngine(ABC):
         return self._serial.submit(operation, watch)
 
     def submit_shared(self, operation: Operation, watch: Watch) -> Transfer:
-        """Start a receive from any rank that ranks of another engine may also answer."""
+        """Start an any-source receive that another engine's message may complete instead."""
         transfer = Transfer(operation, watch)
         transfer.is_shared = True
         return self._post(transfer)
 
     def submit_beside(self, operation: Operation, watch: Watch, rival: Withdrawable) -> Transfer:
-        """Start a receive from any rank that competes with the receive `rival` for one message."""
+        """Start an any-source receive that competes with the receive `rival` for one message."""
         transfer = Transfer(operation, watch)
         transfer.rival = rival
         return self._post(transfer)
 
     def batch(self) -> AbstractContextManager[object]:
-        """Do nothing special, because operations start as soon as they are submitted."""
+        """Return a context that does nothing, because submitted operations start at once."""
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:

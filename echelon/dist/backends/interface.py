@@ -1,24 +1,24 @@
 """Define the contract between a process group and the engines that carry out its operations.
 
-An engine carries out the checked operations of one group: it prepares, launches and polls them. It
-does not check arguments, number or record operations, or decide which rank is at fault, and it
-keeps no "broken", "aborted" or "closed" flag. `progress/group_state.py` does all of that for every
-engine.
+An engine carries out the operations of one group after they have been checked: it prepares,
+launches and polls them. It does not check arguments, number or record operations, or decide which
+rank is at fault, and it keeps no "broken", "aborted" or "closed" flag. `progress/group_state.py`
+does all of that for every engine.
 
-Order: collectives are carried out in the order they are submitted; sends and receives run
+Order: collectives are carried out in the order in which they are submitted; sends and receives run
 concurrently with them and with each other, in order per peer and tag.
 
 Failure: an engine raises what it observed, and `GroupState` decides what it means.
 
 | raised | meaning |
 |---|---|
-| an error of `errors.mismatch` | the engine compared the ranks' calls, and they differ |
-| an error of `errors.build` | the engine itself knows which ranks are late or dead |
-| `EndedElsewhere` | the same for another operation: the rank on which it failed may know more |
+| an error from `errors.mismatch` | the engine compared the ranks' calls, and they differ |
+| an error from `errors.build` | the engine itself knows which ranks are late or dead |
+| `EndedElsewhere` | another operation ended this one; the rank where it failed may know more |
 | `ConnectionBroken` | a connection broke; the group determines which rank is dead |
 | `Refused` | all ranks refuse the operation in the same way; the group remains usable |
 | whatever `watch.check()` raised | the group ended, or the operation's deadline passed |
-| any other exception | this rank's own library failed; all ranks get its text and its rank |
+| any other exception | this rank's own library failed; all ranks report its error and this rank |
 
 A plug-in's factory is `create(members, store, timeout_s) -> Engine`; see `registry`.
 """
@@ -38,11 +38,10 @@ CHECK_EVERY_S = 0.1  # the longest time between two calls of `Watch.check` in a 
 
 
 class ConnectionBroken(Exception):  # noqa: N818 -- not an error that a user sees
-    """A connection of the engine broke, or another rank closed its end of the connection.
+    """One of the engine's connections broke, or was closed by the rank at the other end.
 
     Attributes:
-        peer: rank within the group at the other end; None if the engine's library does not report
-            it.
+        peer: the group rank at the other end; None if the engine's library does not report it.
     """
 
     def __init__(self, text: str, peer: int | None = None) -> None:
@@ -63,7 +62,7 @@ class EndedElsewhere(Exception):  # noqa: N818 -- not an error that a user sees
 
 
 class Refused(ValueError):  # noqa: N818 -- to a user it is a ValueError
-    """The engines of all ranks refused an operation after it was numbered.
+    """The engines on all ranks refused an operation that already had a sequence number.
 
     The group remains usable.
     """
@@ -75,7 +74,7 @@ def _keep_waiting() -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Members:
-    """The members of the group for which an engine is created, and their settings.
+    """The members and settings of the group for which an engine is created.
 
     Attributes:
         name: the group's name, as errors show it.
@@ -85,9 +84,10 @@ class Members:
         device: the kind of device whose arrays the engine must carry, such as "cuda" or "xpu"; ""
             means the engine's own kind.
         device_index: the index of this rank's device among the devices of that kind.
-        address: this host's address for other hosts; "" if the store does not provide it.
-        check: raises `PeerLostError` if a member is known to have died while the group is being
-            created; engines call it while they wait in their constructors.
+        address: the address at which other hosts reach this host; "" if the store does not provide
+            it.
+        check: raises `PeerLostError` if a member is known to have died; engines call it while
+            they wait in their constructors.
     """
 
     name: str
@@ -106,10 +106,10 @@ class Members:
 
 
 class Watch(Protocol):
-    """The limits of one operation, which the engine receives together with the operation.
+    """The limits of one operation, passed to the engine along with it.
 
     Attributes:
-        deadline_s: the monotonic time at which the operation times out; the timeout starts at the
+        deadline_s: the monotonic time at which the operation times out, counted from the user's
             call.
     """
 
@@ -124,19 +124,19 @@ class Watch(Protocol):
         2 s to determine the ranks at fault. Safe on any thread.
 
         Args:
-            needed: returns the group ranks without which the operation cannot complete, if the
-                engine knows them. Then only the deaths of these ranks end the operation, and a
-                timeout names them. None means all other ranks.
+            needed: returns the group ranks that the operation still needs, if the engine knows
+                them. Then only the death of one of these ranks ends the operation, and a timeout
+                names them. None means all other ranks.
 
         Raises:
             CollectiveTimeoutError: `deadline_s` has passed.
             PeerLostError: a needed rank has died.
-            CollectiveError: the group was aborted, closed, or has failed in another operation.
+            CollectiveError: the group was aborted or closed, or it failed in another operation.
         """
 
 
 class Pending(Protocol):
-    """An operation that was submitted and may still be running."""
+    """An operation that has been submitted and may still be running."""
 
     @property
     def done(self) -> bool:
@@ -148,15 +148,15 @@ class Pending(Protocol):
 
     @property
     def error(self) -> BaseException | None:
-        """The error that the operation raised, as listed in this module.
+        """The error that the operation raised, or None.
 
-        The value is None if it did not fail.
+        The table at the top of this module lists the possible errors.
         """
 
     def wait(self, timeout_s: float | None) -> bool:
         """Block until the operation ends or the timeout expires; return whether it has ended.
 
-        On a device, make the current stream wait for the operation and return True at once.
+        For a device operation, make the current stream wait for it and return True at once.
         """
 
 
@@ -166,11 +166,11 @@ class Engine(Protocol):
     Attributes:
         name: the backend's name for users and in verdicts.
         device: the kind of device whose arrays the engine carries: "cpu", "cuda" or "xpu".
-        nests: whether a submitted operation can end while `execute` is suspended by a signal
-            handler on the thread that called it. If False, a collective that a handler calls during
-            a collective of the same group is refused.
+        nests: whether a submitted operation can finish while a signal handler interrupts `execute`
+            on the thread that called it. If False, a collective called from a signal handler during
+            another collective of the same group is refused.
 
-    The engine itself calls `watch.check()` for operations on the host, on its own threads too. For
+    For operations on the host, the engine itself calls `watch.check()`, on its own threads too. For
     operations on a device, the process's watcher thread calls it.
     """
 
@@ -187,7 +187,7 @@ class Engine(Protocol):
         """Whether operations may be nested."""
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
-        """Return why the engine cannot carry out such operations, or "" if it can. Never blocks."""
+        """Return why the engine cannot carry out this kind of operation, or "". Never blocks."""
 
     def prepare(self, operation: Operation) -> None:
         """Check conditions that `refuses` cannot check, such as the device index of the arrays.
@@ -195,7 +195,7 @@ class Engine(Protocol):
         Called before the operation gets its final sequence number. Does no I/O.
 
         Raises:
-            ValueError: the engine cannot carry this operation.
+            ValueError: the engine cannot carry out this operation.
         """
 
     def execute(self, operation: Operation, watch: Watch) -> None:
@@ -215,15 +215,15 @@ class Engine(Protocol):
         """
 
     def batch(self) -> AbstractContextManager[object]:
-        """Launch the operations submitted inside the block together, if the library can."""
+        """Return a context that launches its operations together, if the library can."""
 
     def cut(self, reason: CollectiveError | None) -> None:
         """End all local progress: every wait in the engine raises an error, on any thread.
 
         The group calls it once: from a signal handler, from the watcher, or from the thread whose
-        operation failed, which may be inside `execute`. So it takes no lock that `execute` or
-        `submit` may hold, does only local work (breaks connections, marks shared memory, aborts
-        communicators), takes at most 1 s, and never uses the store.
+        operation failed, which may be inside `execute`. It must therefore take no lock that
+        `execute` or `submit` may hold, do only local work (break connections, mark shared memory,
+        abort communicators), take at most 1 s, and never use the store.
 
         Args:
             reason: the group's first error, or None for a normal close. Engines over shared memory

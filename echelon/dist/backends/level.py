@@ -35,7 +35,7 @@ class Level:
 
     Args:
         members: the members of the subgroup.
-        places: rank in the whole group for each rank of the subgroup.
+        places: the rank of each subgroup member in the whole group.
     """
 
     def __init__(self, members: Members, engine: Engine, places: Sequence[int]) -> None:
@@ -57,7 +57,10 @@ class Level:
         reduce_op: str = "",
         root: int = -1,
     ) -> None:
-        """Carry out one step of the operation `like` among this level's members, in any dtype."""
+        """Carry out one step of the operation `like` among this level's members.
+
+        The step may use a different dtype from the operation.
+        """
         shown = source if source is not None else target
         shape = None if shown is None else (len(shown),)
         dtype = dtype or like.dtype

@@ -72,7 +72,10 @@ def check_name(name: str) -> None:
 
 
 def for_device(device: str) -> tuple[str, str]:
-    """Return the backend for a device's arrays, preferring echelon's own, or "" and the reason."""
+    """Return (backend, "") for arrays on a device, or ("", the reason) if no backend is ready.
+
+    Echelon's own backends are preferred.
+    """
     reason = f"no backend carries arrays on {device}"
     names = [_DEVICES[device]] if device in _DEVICES else []
     for name in (*names, *sorted(_plugins())):
@@ -96,7 +99,7 @@ def needs_own_device(name: str) -> bool:
 
 
 def runtime(device: str) -> Callable[[str], Any] | None:
-    """Return a plug-in's replacement for torch's runtime on a kind of device, or None."""
+    """Return a plug-in's replacement for torch's runtime for this kind of device, or None."""
     for name in sorted(_plugins()):
         with contextlib.suppress(Exception):  # a broken plug-in is not in the way
             made = _find(name)[0]

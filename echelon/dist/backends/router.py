@@ -1,16 +1,16 @@
-"""Choose a group's engine for each operation: by device, and separately for messages.
+"""Choose an engine for each of a group's operations: by device, and separately for messages.
 
 A group has more than one engine in three cases:
 
-* a host engine from the start, and a device engine from the first collective on an array of that
-  device. (All ranks take part in a collective.) In groups of `init(None)` the device engine uses
-  the device's library (see `device/choose.py`), otherwise the host engine with copies. The ranks
-  first compare that operation, including its device, over the host engine. So a rank that passes a
-  different array is named before an engine is created.
-* a device backend requested by name ("nccl"): its engine from the start, plus a host engine for
-  objects, barriers and host arrays.
-* a backend without messages: another host engine carries them. (oneCCL's CPU plug-in crashes in
-  sends and receives.)
+* It was created with a host backend. It then creates a device engine during the first collective on
+  an array of that device, in which all ranks take part. In groups of `init(None)` the device engine
+  uses the device's library (see `device/choose.py`); in other groups it uses the host engine and
+  copies the arrays. Before they create it, the ranks compare that collective, including its device,
+  over the host engine, so that a rank with a different array is named first.
+* It was created with a device backend ("nccl"). It then has that backend's engine from the start,
+  and a host engine for objects, barriers and host arrays.
+* Its backend has no messages. Another host engine then carries them. (oneCCL's CPU plug-in crashes
+  in sends and receives.)
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Router:
         host: the engine for host arrays.
         messages: the engine for host messages; None means `host`.
         device: a device engine that already exists.
-        makes_engines: whether a device without an engine may use its own library; otherwise its
+        makes_engines: whether to create engines that use a device's own library; if False, device
             arrays go through the host engine.
     """
 
@@ -89,15 +89,15 @@ class Router:
         return self._engines.get(device)
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
-        """Return why the host engines refuse such operations, or "" if they accept them."""
+        """Return why the host engine refuses this kind of operation, or "" if it accepts it."""
         engine = self._messages if kind in ("send", "recv") else self._host
         return engine.refuses(kind, dtype, reduce_op)
 
     def prepare(self, operation: Operation) -> None:
-        """Check an operation for the engine that will carry it.
+        """Check that an engine can carry out an operation.
 
         Raises:
-            ValueError: no engine can carry it.
+            ValueError: no engine can carry it out.
         """
         engine = self._find(operation)
         if engine is not None:
@@ -135,14 +135,14 @@ class Router:
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Launch operations together in each engine that supports this."""
+        """Return a context that launches its operations together, in each engine that can."""
         with contextlib.ExitStack() as stack:
             for engine in self._all():
                 stack.enter_context(engine.batch())
             yield
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """End the progress of all operations in every engine."""
+        """Stop all operations in every engine."""
         self._cut_for.append(reason)
         for engine in self._all():
             engine.cut(reason)
@@ -203,7 +203,7 @@ class Router:
         return engine
 
     def _compare(self, operation: Operation, watch: Watch) -> None:
-        """Compare the calls of all members with the help of the host engine."""
+        """Compare all members' calls over the host engine."""
         meeting = Operation(
             "barrier", operation.sequence, timeout_s=operation.timeout_s, call=operation.call
         )
@@ -217,7 +217,7 @@ class Router:
             raise
 
     def _rename(self, error: CollectiveError, meeting: Operation, operation: Operation) -> None:
-        """Make an error from the comparison name the user's operation."""
+        """Change an error from the comparison so that it names the user's operation."""
         before, now = (build.place(self._members, one) for one in (meeting, operation))
         error.args = (str(error).replace(before, now, 1),)
         error.operation = operation.kind

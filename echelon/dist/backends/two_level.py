@@ -1,22 +1,24 @@
-"""Provide the shm+gloo backend: shared memory inside a host, and Gloo between hosts.
+"""Provide the shm+gloo backend: shared memory within a host, and Gloo between hosts.
 
-With L ranks on each of H hosts and n bytes per array:
+With L ranks on each of H hosts and n bytes per array ("inside" means within each host, "across"
+means between hosts):
 
     all_reduce       reduce_scatter inside, all_reduce of n/L across, all_gather inside
-    reduce_scatter   reduce_scatter inside, reduce_scatter of the rest across
+    reduce_scatter   reduce_scatter inside, then reduce_scatter of the sums across
     all_gather       all_gather across, all_gather inside
     broadcast        across from the root, then inside on each host
     messages         inside by shared memory, across by Gloo; a receive from any rank runs on both
         levels, and one level gets the message (see messages/either.py)
 
-So each byte crosses the network once per host and not once per rank. One flat Gloo mesh is used for
-operations that have no such decomposition (all_to_all, gather, scatter, parts of unequal size), for
-sums in rank order, and for groups with one rank per host or unequal numbers of ranks per host.
+Each byte thus crosses the network once per host rather than once per rank. One flat Gloo mesh is
+used for operations that have no such decomposition (all_to_all, gather, scatter, parts of unequal
+size), for sums in rank order, and for groups with one rank per host or unequal numbers of ranks per
+host.
 
-The calls of all ranks are compared over both levels, so that a mismatch names ranks of any host on
-every rank. They are compared inside each host first, and then between hosts while the first step
-inside the hosts is running. Between two hosts, whole shares are swapped and summed, which moves as
-much data as a ring but takes half the steps.
+The ranks' calls are compared on both levels, so every rank can name a mismatching rank on any host.
+They are compared within each host first, and then between hosts while the first step within the
+hosts is running. With two hosts, an all_reduce swaps and sums whole shares, which moves as much
+data as a ring in half as many steps.
 """
 
 from __future__ import annotations
@@ -178,7 +180,7 @@ class TwoLevelEngine(HostEngine):
     # ---- dispatch ----
 
     def carry_out(self, operation: Operation, watch: Watch) -> None:
-        """Carry out one collective on this thread when its turn comes."""
+        """Run the next collective on the calling thread; block until it is done."""
         try:
             if self._across is None:
                 self._flat.carry_out(operation, watch)
@@ -218,8 +220,8 @@ class TwoLevelEngine(HostEngine):
     def _start_comparing(self, operation: Operation, watch: Watch) -> _Agree:
         """Compare calls inside the host and start comparing them between hosts.
 
-        The returned function completes the comparison. If all calls on this host are equal, the
-        host's ranks may already take a step inside, but the caller's memory must not be written
+        The returned function completes the comparison. If all calls on this host are equal, its
+        ranks may already run a step among themselves, but the caller's memory must not be written
         before the comparison is complete.
         """
         assert self._across is not None
@@ -295,9 +297,9 @@ class TwoLevelEngine(HostEngine):
         self._gather_inside(operation, watch, mine, chunk)
 
     def _total_inside(self, operation: Operation, watch: Watch, data: Flat, side: str = "") -> Flat:
-        """Return this rank's share of the host's total, in the dtype that levels accumulate in.
+        """Return this rank's share of the host's total, in the dtype used for accumulation.
 
-        Shares are equal: the last one is padded with zeros.
+        All shares have the same length; the last one is padded with zeros.
         """
         num_inside = self._inside.members.size
         length, carried = -(-len(data) // num_inside), carried_of(operation)
@@ -314,7 +316,7 @@ class TwoLevelEngine(HostEngine):
         return total
 
     def _gather_inside(self, operation: Operation, watch: Watch, total: Flat, data: Flat) -> None:
-        """Collect this host's shares of the result into `data`."""
+        """Assemble the result in `data` from the shares of this host's ranks."""
         share = total
         if total.dtype != data.dtype:
             share = self._scratch.take("share", len(total), data.dtype)
@@ -328,7 +330,7 @@ class TwoLevelEngine(HostEngine):
             np.copyto(data, whole[: len(data)])
 
     def _conclude(self, operation: Operation, out: Flat, total: Flat) -> None:
-        """Turn totals over all ranks into the result: average, and round to the array's dtype."""
+        """Turn totals over all ranks into the result: average, then round to the array's dtype."""
         if operation.reduce_op == "avg":
             divide(total, self._size, wide_of(operation))
         convert(operation.dtype, out, total)
@@ -387,7 +389,7 @@ class TwoLevelEngine(HostEngine):
     # ---- messages ----
 
     def _spans_levels(self, operation: Operation) -> bool:
-        """Return whether ranks on this host and on other hosts can both answer the receive."""
+        """Return whether a message for this receive may come from this host or from another one."""
         return operation.peer == ANY_SOURCE and 1 < len(self._hosts[self._mine]) < self._size
 
     def _submit_to_both(self, operation: Operation, watch: Watch) -> Pending:
@@ -399,7 +401,7 @@ class TwoLevelEngine(HostEngine):
         return EitherPending(inside, across, self._hosts[self._mine])
 
     def _route(self, operation: Operation, watch: Watch) -> tuple[Engine, Operation, Watch]:
-        """Return the level that carries a message, and the message in the form for that level."""
+        """Return the engine for a message, and the operation and watch mapped to its ranks."""
         near = self._hosts[self._mine]
         if operation.peer == ANY_SOURCE and len(near) == self._size:
             return self._inside.engine, operation, self._watch_inside(watch)

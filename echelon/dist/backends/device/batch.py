@@ -20,7 +20,7 @@ class Call:
 
 
 def connection_key(operation: Operation) -> tuple[object, ...]:
-    """Return the key that identifies the connections that a library uses for an operation."""
+    """Return a key for the connections that a library uses for an operation."""
     sizes = tuple(
         None if data is None else data.nbytes for data in (operation.source, operation.target)
     )

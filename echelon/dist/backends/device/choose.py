@@ -1,8 +1,8 @@
 """Choose a group's engine for device arrays: the device library's, or the host's with copies.
 
 The library's engine (NCCL, oneCCL, a plug-in's) is used if it is ready on all ranks and each rank
-has its own device. Otherwise, and in groups created with a host backend's name, arrays pass through
-pinned host memory (`staged.py`). All ranks exchange their readiness, so all make the same choice.
+has its own device. Otherwise, and in groups created with a host backend, arrays pass through pinned
+host memory (`staged.py`). The ranks exchange their readiness, so they all make the same choice.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from echelon.store import PrefixStore
 
 
 def refusal(device: str, *, is_staged: bool) -> str:
-    """Return why this rank cannot send arrays on a kind of device, or "" if it can. Local.
+    """Return why this rank cannot transfer arrays on this kind of device, or "" if it can.
+
+    The check is local to this rank.
 
     Args:
         device: the kind of device, such as "cuda" or "xpu".
@@ -44,13 +46,13 @@ def create(
 
     Args:
         members: the members of the group, with this rank's device.
-        store: a view of the store reserved for the engine.
-        host: name of the backend that carries the group's arrays on the host.
+        store: the engine's own view of the store.
+        host: name of the backend that carries the group's host arrays.
         deadline_s: deadline on the monotonic clock.
         is_staged: whether arrays may be transferred only through the host.
 
     Raises:
-        ValueError: this rank or another rank cannot carry such arrays.
+        ValueError: this rank or another one cannot carry arrays on this device.
         CollectiveTimeoutError: some members did not call this function by `deadline_s`.
     """
     name = "" if is_staged else registry.for_device(members.device)[0]

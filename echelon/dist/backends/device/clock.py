@@ -1,8 +1,9 @@
 """Convert the times of device work to the host's monotonic clock.
 
-Timing events give times only relative to each other. An event that is recorded on an idle stream
-and observed immediately ties them to the host's clock. The time between two events is given in
-float32 milliseconds, so the tie is renewed from time to time to keep the resolution.
+Timing events measure only the time between two events. An event that is recorded on an idle stream
+and observed immediately ties the events to the host's clock. The time between two events is
+measured in float32 milliseconds, so the tie is renewed from time to time to preserve the
+resolution.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ class DeviceClock:
         self._tie = self._make_tie()
 
     def tie(self) -> Tie:
-        """Return a recent tie between the clocks. Call this before the event is recorded."""
+        """Return a recent tie between the clocks. Call this before recording a timed event."""
         if time.monotonic_ns() - self._tie[1] > _TIE_AGAIN_NS:
             self._tie = self._make_tie()
         return self._tie
 
     @staticmethod
     def mono_ns(tie: Tie, event: Any) -> int:
-        """Return the host time of an event recorded after the tie, or 0 if it has no time."""
+        """Return the host time of an event recorded after the tie, or 0 if it cannot be timed."""
         happened, at_ns = tie
         try:
             return at_ns + int(1e6 * happened.elapsed_time(event))

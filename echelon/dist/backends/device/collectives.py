@@ -1,8 +1,7 @@
 """Build all collectives of a group from the few that the libraries provide.
 
-gather, scatter and all_to_all are grouped sends and receives: all members start them at the same
-time, so they cannot block each other. Sums in rank order are computed by a gather and a reduction
-with torch.
+gather, scatter and all_to_all are built from sends and receives that start together on all members,
+so they cannot block each other. A sum in rank order is a gather followed by a reduction in torch.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ _ON_BOOL = {"bor": "max", "max": "max", "band": "min", "min": "min"}
 
 
 def refuses(library: DeviceLibrary, kind: str, dtype: str, reduce_op: str) -> str:
-    """Return why the library cannot carry out such an operation, or "" if it can.
+    """Return why the library cannot carry out this kind of operation, or "" if it can.
 
-    bool arrays are sent as bytes, so that "or" is the maximum of the bytes and "and" is their
-    minimum.
+    bool arrays are reduced as bytes: "or" is the maximum of the bytes, and "and" their minimum.
     """
     del kind  # bytes can always be moved
     if not reduce_op:

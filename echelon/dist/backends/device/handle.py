@@ -40,7 +40,7 @@ class Handle:
 
     @property
     def error(self) -> BaseException | None:
-        """The error that the library raised while freeing the communicator."""
+        """The error that the library raised while freeing the communicator, or None."""
         return self._error
 
     @contextlib.contextmanager
@@ -68,7 +68,7 @@ class Handle:
             self._inside.release()
 
     def abort(self, wait_s: float) -> bool:
-        """Abort operations and free the communicator; return whether it is freed in `wait_s`."""
+        """Abort and free the communicator; return whether it was freed within `wait_s`."""
         return self._end(self._abort, wait_s)
 
     def destroy(self, wait_s: float) -> bool:

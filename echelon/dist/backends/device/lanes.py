@@ -86,7 +86,7 @@ class Lanes:
 
 
 class Opening(Outcome):
-    """Lanes that are being connected, as the engine's handle for an `open` operation."""
+    """The engine's handle for an `open` operation, which connects one or more lanes."""
 
     is_detached = False
 

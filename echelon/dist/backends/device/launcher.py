@@ -1,4 +1,4 @@
-"""Make the calls of one communicator in order, without blocking the caller.
+"""Make calls on one communicator in order, without blocking the caller.
 
 A library may block the host inside a call that uses a connection for the first time, until all
 members make the same call. Such calls are made on a separate thread. A call whose connection has
@@ -16,7 +16,7 @@ Job = Callable[[], bool]  # makes a call; returns whether it succeeded; does not
 
 
 class Launcher:
-    """Runs jobs one at a time, in the order they were submitted."""
+    """A queue that runs jobs one at a time, in the order in which they were submitted."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -27,7 +27,7 @@ class Launcher:
         self._known: set[Hashable] = set()
 
     def knows(self, key: Hashable) -> bool:
-        """Return whether a job with this key has succeeded, so that the next will not block."""
+        """Return whether a job with this key has succeeded, so the next one will not block."""
         return key in self._known
 
     def note(self, key: Hashable) -> None:
@@ -35,7 +35,7 @@ class Launcher:
         self._known.add(key)
 
     def launch(self, job: Job, key: Hashable) -> None:
-        """Run a job on this thread or on the launcher's thread.
+        """Run a job on the caller's thread or on the launcher's thread.
 
         Args:
             key: identifies the connections that the job uses; None if the job may always block.

@@ -1,7 +1,7 @@
-"""Define the interface that a device engine expects of a collectives library.
+"""Define the interface that a device engine requires from a collectives library.
 
-`DeviceLibrary` is the base of NCCL on CUDA, of oneCCL on Intel GPUs, and of the fake device in the
-tests. The library holds no group state; communicators do, and each communicator has one owner
+`DeviceLibrary` is the base class for NCCL on CUDA, oneCCL on Intel GPUs, and the fake device in the
+tests. A library holds no group state. Its communicators do, and each communicator has one owner
 (`handle.py`).
 """
 
@@ -31,7 +31,8 @@ class Communicator(Protocol):
             kind: all_reduce, reduce, all_gather, reduce_scatter, broadcast, send or recv.
             source, target: flat tensors; both are the same tensor for a broadcast.
             reduce_op: one of `DeviceLibrary.reduce_ops`; "" if the operation does not reduce.
-            peer: the root or the other rank of a message, as a rank within the communicator.
+            peer: the root of a collective, or the other rank of a message, as a rank within the
+                communicator.
             stream: a stream of the communicator's device.
         """
 

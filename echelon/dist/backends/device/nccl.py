@@ -1,9 +1,9 @@
 """Provide the nccl backend, which calls NCCL through nccl4py on CUDA arrays.
 
-`stream.py` explains how the backend works. It was written against nccl4py 0.6.0, whose signatures
-and IDs were checked with the real library (NCCL 2.32). No operation has run yet, because no machine
-with an NVIDIA GPU was available. Everything above the library is tested on the fake device of the
-tests; the tests of NCCL itself are marked `gpu`.
+`stream.py` explains how the backend works. This module was written against nccl4py 0.6.0, and its
+use of signatures and IDs was checked with the real library (NCCL 2.32). No operation has run yet,
+because no machine with an NVIDIA GPU was available. Everything above the library is tested on the
+tests' fake device; the tests of NCCL itself are marked `gpu`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def not_ready() -> str:
 def versions() -> str:
     """Return the versions of torch's NCCL and of the packages that the backend needs.
 
-    If a process loads two NCCL libraries, the first one serves both users.
+    If a process loads two NCCL libraries, torch and the backend both use the first one.
     """
     found = []
     with contextlib.suppress(Exception):  # a torch without NCCL
@@ -100,7 +100,7 @@ class NcclLibrary(DeviceLibrary):
         self._nccl: Any = importlib.import_module("nccl.core")
 
     def unique_id(self) -> bytes:
-        """Generate the ID of a communicator."""
+        """Generate an ID for a new communicator."""
         return bytes(self._nccl.get_unique_id())
 
     def open(

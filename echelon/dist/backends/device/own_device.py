@@ -12,9 +12,9 @@ from echelon.dist.membership.environment import local_rank
 def with_own_device(members: Members, accelerator: Any) -> Members:
     """Return the group's members with this rank's device filled in.
 
-    A device that the program has selected (`torch.cuda.set_device`) has priority: the current
-    device, unless it is device 0, which is also the default. Otherwise the device is LOCAL_RANK
-    modulo the number of devices.
+    If the program has selected a device (`torch.cuda.set_device`), that device is used. Device 0
+    does not count as selected, because it is the default. Otherwise the device is LOCAL_RANK modulo
+    the number of devices.
 
     Raises:
         ValueError: the process sees no device.

@@ -83,7 +83,7 @@ class Lane:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the lane is connected, so that messages do not block the host."""
+        """Whether the lane is connected; messages then do not block the host."""
         return self._launcher.knows(_MESSAGE)
 
     @property
@@ -128,7 +128,7 @@ class Lane:
     def open(
         self, opened: Callable[[BaseException | None], None], check: Callable[[], None]
     ) -> None:
-        """Start connecting the lane unless a message has already started it; never blocks.
+        """Start connecting the lane, unless a message has already done so; never blocks.
 
         Args:
             opened: called once, on any thread, with the error, or with None once the lane is open.
@@ -148,12 +148,12 @@ class Lane:
         self._launcher.launch(job, _MESSAGE)
 
     def abort(self, wait_s: float) -> bool:
-        """Abort running operations; return whether the communicator is free after `wait_s`."""
+        """Abort running operations; return whether the communicator was freed within `wait_s`."""
         self._is_over = True
         return self._handle is None or self._handle.abort(wait_s)
 
     def destroy(self, wait_s: float) -> bool:
-        """Free the communicator of an idle lane."""
+        """Free an idle lane's communicator; return whether it was freed within `wait_s`."""
         self._is_over = True
         return self._handle is None or self._handle.destroy(wait_s)
 

@@ -20,13 +20,13 @@ class LibraryFailed(RuntimeError):  # noqa: N818 -- `CollectiveError` is what us
 
 
 class DevicePending:
-    """An operation that has been passed to the device, or is about to be passed.
+    """An operation that has been, or is about to be, passed to the device.
 
     The object keeps the arrays alive until the device has completed the operation, so the allocator
     does not need to track the engine's streams.
 
     Attributes:
-        operation: the operation that was called; None once the device has completed it.
+        operation: the user's operation; None once the device has completed it.
         index: the device index.
         is_detached: whether the operation runs without the caller waiting for it.
         tensors: the flat source and target tensors; None where the operation has no such array.
@@ -42,7 +42,7 @@ class DevicePending:
         callers: Sequence[Any],
         failure: Callable[[], str],
     ) -> None:
-        """Record the current position of the callers' streams. The device must be current.
+        """Record the current position in the caller's streams. The device must be current.
 
         Args:
             index: the device index.
@@ -70,7 +70,7 @@ class DevicePending:
     # ---- launching, by the engine ----
 
     def begin(self, stream: Any, clock: DeviceClock) -> None:
-        """Make a stream wait for the callers' streams and record the start.
+        """Make a stream wait for the caller's streams, and record the start.
 
         The operation's device must be current.
         """
@@ -127,7 +127,7 @@ class DevicePending:
 
     @property
     def started_mono_ns(self) -> int:
-        """The time at which the device started the operation; it may then have waited for peers.
+        """The time at which the device started the operation, which may first wait for peers.
 
         The value is 0 until the operation ends.
         """
@@ -141,8 +141,8 @@ class DevicePending:
     def wait(self, timeout_s: float | None) -> bool:
         """Make the caller's streams wait for the operation; block the host until it is enqueued.
 
-        Enqueuing takes a long time if the library still has to connect to ranks that have not made
-        the call. Detached operations are not waited for.
+        Enqueuing takes a long time if the library still has to connect to ranks that have not yet
+        called the operation. A detached operation is not waited for.
         """
         if self.is_detached:  # made from a copy, and no result comes of it
             return True

@@ -1,4 +1,4 @@
-"""Wrap the device runtime that the engines need, which is torch's except in the tests."""
+"""Wrap the device runtime that the engines use: torch's, except in the tests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class DeviceRuntime:
         return self.torch.as_tensor(owner, device=f"{self.device}:{index}")
 
     def run(self, stream: Any, job: Callable[[], object]) -> None:
-        """Queue torch's own kernels on a stream inside the block."""
+        """Call `job`, and queue its torch kernels on a stream."""
         with self.accelerator.stream(stream):
             job()
 
@@ -50,10 +50,7 @@ class DeviceRuntime:
             return tensor.new_empty(length)
 
     def copy(self, tensor: Any, callers: Sequence[Any]) -> Any:
-        """Queue a copy of a tensor on the current stream, after its callers' work.
-
-        Return the copy.
-        """
+        """Queue a copy of a tensor behind the work on the caller's streams; return the copy."""
         for stream in callers[1:]:
             callers[0].wait_stream(stream)
         return tensor.clone()
@@ -67,7 +64,7 @@ class DeviceRuntime:
         return self.accelerator.ExternalStream(pointer, device=f"{self.device}:{index}")
 
     def is_capturing(self) -> bool:
-        """Return whether this thread's stream is capturing a graph. A capture forbids queries."""
+        """Return whether this thread's stream is capturing a graph, which forbids queries."""
         ask = getattr(self.accelerator, "is_current_stream_capturing", None)
         return ask is not None and bool(ask())
 

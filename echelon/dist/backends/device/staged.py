@@ -1,14 +1,13 @@
 """Carry out operations on device arrays with a host engine, through pinned host memory.
 
 The engine is used for ranks that share a GPU, which NCCL refuses, and for groups created with a
-host engine's name. An operation's input is copied to the host after the work on the caller's
-stream; after the copy, the host engine carries out the operation, and its result is copied back.
-One thread per group (the pump) moves operations from one stage to the next, so the caller is not
-blocked; `wait` blocks until the copy back has been queued on its stream, and orders the caller's
-stream behind that copy.
+host backend. An operation's input is copied to the host behind the work on the caller's stream, the
+host engine carries out the operation, and the result is copied back. One thread per group (the
+pump) moves operations from one stage to the next, so the caller is not blocked. `wait` blocks until
+the copy back to the device has been queued, and orders the caller's stream behind that copy.
 
-This host engine is separate from the one for the group's host arrays, so the two need not agree on
-an order of operations.
+This host engine is separate from the one for the group's host arrays, so operations on host arrays
+and on device arrays need no common order.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class StagedEngine:
         self._is_closed = False
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
-        """Return why the host engine cannot carry out such operations, or "" if it can."""
+        """Return why the host engine cannot carry out this kind of operation, or "" if it can."""
         return self._host.refuses(kind, dtype, reduce_op)
 
     def prepare(self, operation: Operation) -> None:
@@ -87,7 +86,7 @@ class StagedEngine:
             )
 
     def execute(self, operation: Operation, watch: Watch) -> None:
-        """Carry out one operation; block until its result is ordered on the caller's stream."""
+        """Carry out one operation; block until the caller's stream is ordered behind its result."""
         pending = self.submit(operation, watch)
         pending.wait(None)
         if pending.error is not None:
@@ -135,11 +134,11 @@ class StagedEngine:
         return self._reason
 
     def batch(self) -> AbstractContextManager[object]:
-        """Do nothing, because the host engine receives its operations from another thread."""
+        """Return a context that does nothing, because another thread submits to the host engine."""
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """End the progress of all operations on this rank."""
+        """Stop all operations on this rank."""
         self._reason = reason or build.closed(self._members, Operation("close", 0))
         self._host.cut(reason)
         for pending in list(self._flying):
@@ -273,7 +272,7 @@ class StagedEngine:
 
 
 def _flat(copy: Any, dtype: str) -> Flat:
-    """View host memory as the flat arrays that host engines expect."""
+    """View host memory as a flat array of the kind that host engines expect."""
     name = "uint16" if dtype == "bfloat16" else dtype if dtype in DTYPES else "uint8"
     return np.asarray(copy.numpy()).view(np.dtype(name))
 

@@ -1,14 +1,14 @@
 """Carry out a group's operations on device streams.
 
-An operation is queued on a stream of the engine, which first waits for the caller's streams; `wait`
-orders the caller's streams behind it. So the host never waits for the device: a blocking call
-returns when the operation is *ordered*, as in torch, and `Work.done` queries the event recorded
-after the operation. Calls that may block the host inside the library run on a separate thread
-(`launcher.py`), and every operation is registered before it is launched, so its timeout applies on
-that thread too.
+Each operation is queued on one of the engine's streams, behind the work on the caller's streams;
+`wait` orders the caller's streams behind the operation. So the host never waits for the device: a
+blocking call returns when the operation is *ordered*, as in torch, and `Work.done` queries the
+event recorded after the operation. Calls that may block the host inside the library run on a
+separate thread (`launcher.py`). Every operation is registered before it is launched, so its timeout
+applies on that thread too.
 
-Collectives share one communicator and one stream. Messages have lanes (`pairs.py`). During the
-capture of a graph an operation is queued directly on the captured stream, and has no event or
+Collectives share one communicator and one stream. Messages have lanes (`pairs.py`). While a graph
+is being captured, an operation is queued directly on the captured stream, and has no event or
 completion of its own.
 
 The ranks' calls are not compared: a mismatch appears as a timeout, and the black box identifies it.
@@ -88,7 +88,7 @@ class StreamEngine:
     # ---- what can be carried ----
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
-        """Return why the library cannot carry out such operations, or "" if it can."""
+        """Return why the library cannot carry out this kind of operation, or "" if it can."""
         return refuses(self._library, kind, dtype, reduce_op)
 
     def prepare(self, operation: Operation) -> None:
@@ -96,8 +96,8 @@ class StreamEngine:
 
         Raises:
             ValueError: an array is on a device other than the group's, a capture needs a connection
-                that no earlier operation has made, a receive is from any rank, or there are too
-                many lanes.
+                that no earlier operation has made, a receive does not name its source, or there are
+                too many lanes.
         """
         arrays: list[Any] = [operation.source, operation.target]
         for data in arrays:
@@ -172,10 +172,10 @@ class StreamEngine:
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Launch the operations submitted inside the block together when the block ends.
+        """When the block ends, launch all operations submitted inside it together.
 
         If the block raises, nothing is launched. Its operations then fail, because they already
-        have numbers and other ranks may launch theirs.
+        have sequence numbers and other ranks may launch theirs.
         """
         batch: list[Call] = []
         self._here.batch = batch
@@ -196,7 +196,7 @@ class StreamEngine:
                 self._launch_one(call)
 
     def drain(self, check: Callable[[], None]) -> None:
-        """Block until the device has completed the group's collectives and the caller's stream.
+        """Block until the device has completed the group's collectives and the caller's work.
 
         Messages may still be in flight, since their receivers may call `recv` later.
 
@@ -254,7 +254,7 @@ class StreamEngine:
             self._launch([call])
 
     def _launch(self, batch: Sequence[Call]) -> None:
-        """Launch several collectives in one call of the library."""
+        """Launch several collectives in one library call."""
         keys = tuple(connection_key(call.operation) for call in batch)
         key = keys[0] if len(keys) == 1 else keys
 

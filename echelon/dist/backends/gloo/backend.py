@@ -1,17 +1,17 @@
-"""Provide the gloo backend, which builds missing collectives from Gloo's fast ones.
+"""Provide the gloo backend, which builds the collectives that Gloo lacks from its fast ones.
 
-    all_reduce of float32/64, int32/64     Gloo's own ring (unless rank-ordered sums are requested;
-                                           not min and max of floats: they may lose a NaN)
+    all_reduce of float32/64, int32/64     Gloo's own ring, except for rank-ordered sums and for min
+                                           and max of floats (these may lose a NaN)
     other sums                             all_to_all of shares, summed here in rank order with
                                            float32 accumulation, then all_gather: 2 n bytes per rank
-    reduce_scatter                         all_to_all of parts, summed here: n bytes a rank
-                                           (Gloo's own is a whole all_reduce)
+    reduce_scatter                         all_to_all of parts, summed here: n bytes per rank
+                                           (Gloo's own performs a whole all_reduce)
     reduce                                 reduce_scatter, then gather
     two ranks: all_reduce, reduce_scatter, all_gather     swaps, see `Transport.swap`
 
-Before every collective the ranks exchange their calls, so that a mismatch raises an error that
-names the ranks. That exchange also serves as the barrier, and carries up to 256 bytes of data
-(`inline.py`). Messages have their own connections (`sockets.py`).
+Before every collective the ranks exchange their calls, so a mismatch raises an error that names the
+ranks. That exchange also serves as the barrier, and carries up to 256 bytes of data (`inline.py`).
+Messages have their own connections (`sockets.py`).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class GlooEngine(HostEngine):
         }
 
     def carry_out(self, operation: Operation, watch: Watch) -> None:
-        """Carry out one collective on this thread when its turn comes."""
+        """Run the next collective on the calling thread; block until it is done."""
         with _telling_apart():
             rows = self._compare_calls(operation, watch)
             if rows is not None and inline.is_small(operation):
@@ -126,9 +126,9 @@ class GlooEngine(HostEngine):
                 self._run[operation.kind](operation, watch)
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """Break the connections at both ends.
+        """If the group has failed or is busy, break the connections at both ends.
 
-        Idle connections are closed gracefully.
+        Otherwise `close` will close them gracefully.
         """
         if self._transport is not None and not (reason is None and self._serial.is_idle):
             self._transport.break_off()
@@ -158,11 +158,11 @@ class GlooEngine(HostEngine):
         return self._transport.all_gather(out, data)
 
     def start_swap(self, out: Flat, data: Flat, deadline_s: float) -> Any:
-        """Start to swap `data` with the only other member. Both members must know both sizes."""
+        """Start swapping `data` with the only other member. Both members must know both sizes."""
         return self._transport.swap(out, data, max(0.001, deadline_s - time.monotonic()))
 
     def finish(self, watch: Watch, work: Any) -> None:
-        """Wait for an operation that an earlier call started."""
+        """Wait for an operation started by `start_all_gather` or `start_swap`."""
         with _telling_apart():
             self._wait(watch, work)
 
@@ -172,7 +172,7 @@ class GlooEngine(HostEngine):
         wait(work, watch)
 
     def _compare_calls(self, operation: Operation, watch: Watch) -> Flat | None:
-        """Return every rank's call, with any small data, or None if calls are not compared."""
+        """Compare all ranks' calls and return them with any small data, or None if disabled."""
         if self._size == 1 or not self._compares:
             return None
         mine = inline.pack(operation)
@@ -232,7 +232,7 @@ class GlooEngine(HostEngine):
             np.copyto(operation.target, whole.reshape(-1)[: len(source)])
 
     def _summed_share(self, operation: Operation, watch: Watch, source: Flat) -> Flat:
-        """Sum this rank's share (1/size) of all ranks' data, which is padded to equal shares."""
+        """Sum this rank's share (1/size) of all ranks' data, padded to make all shares equal."""
         length = -(-len(source) // self._size)
         padded = source
         if length * self._size != len(source):
@@ -390,7 +390,7 @@ def _connect(members: Members, store: PrefixStore, address: str, deadline_s: flo
 
 @contextlib.contextmanager
 def _telling_apart() -> Iterator[None]:
-    """Translate Gloo's errors for broken connections; pass its other errors on unchanged."""
+    """Translate Gloo's errors about broken connections; propagate its other errors unchanged."""
     try:
         yield
     except RuntimeError as err:

@@ -2,8 +2,8 @@
 
 Gloo's sends and receives cannot be polled, wait in C where no signal handler runs, close every
 connection when one wait times out, and do not report which peer failed. So messages have their own
-connections: one per direction of each pair in use, made on demand. Each connection is written by
-one end only and read by the other, so that closing it never discards bytes in flight.
+connections: one per direction of each pair in use, opened on demand. Each connection is written
+only at one end and read only at the other, so closing it never discards bytes in flight.
 
 A connection begins with 40 bytes from the sender: its rank, and a digest of a secret that the group
 shares through its store. The digest keeps out other programs, but the data is not encrypted.
@@ -47,7 +47,10 @@ class _Out:
 
 
 class Sockets:
-    """The streams of one rank of a group. Used by one thread, except for `wake`."""
+    """One rank's byte streams to and from the other ranks of a group.
+
+    Only one thread may use them; `wake` and `has_unread` may be called on any thread.
+    """
 
     slice_s = 5.0
 
@@ -88,7 +91,7 @@ class Sockets:
         return str(found[0]), int(found[1])
 
     def introduce(self, addresses: list[Address], secret: bytes) -> None:
-        """Set the addresses of all ranks and the group's secret: [SECRET_BYTES]."""
+        """Set the addresses of all ranks, and the group's secret of SECRET_BYTES bytes."""
         self._addresses = addresses
         self._secret = secret
 
@@ -111,7 +114,7 @@ class Sockets:
             self._end_out(peer, os.strerror(code))
 
     def drop(self, peer: int) -> None:
-        """Close the connections of a peer."""
+        """Close the connections to and from a peer."""
         self._dropped.add(peer)
         self._writable.discard(peer)
         self._ending.pop(peer, None)
@@ -152,9 +155,9 @@ class Sockets:
     def broken(self) -> list[tuple[int, str]]:
         """Return the peers whose connections have ended, with the reason for each.
 
-        A peer that leaves closes all its connections. The connection to the peer may end before all
-        bytes from the peer have arrived. So the connection from the peer is still read to its own
-        end.
+        A peer that leaves closes its connections in both directions. This rank may notice that
+        before all of the peer's bytes have arrived, so it first reads the incoming connection to
+        its end.
         """
         now = time.monotonic()
         found = []
@@ -168,7 +171,7 @@ class Sockets:
         """Read the bytes that have arrived from a peer.
 
         Raises:
-            StreamBroken: the peer has closed the connection, or it broke.
+            StreamBroken: the connection broke, or the peer closed it.
         """
         incoming = self._in.get(peer)
         if incoming is None:
@@ -192,10 +195,12 @@ class Sockets:
             return False
 
     def write(self, peer: int, views: list[memoryview]) -> int:
-        """Write as many bytes as the connection accepts; `broken` reports ended connections.
+        """Write as many bytes as the connection accepts; return their number.
+
+        `broken` reports a connection that has ended.
 
         Raises:
-            StreamBroken: the connections of this peer were dropped.
+            StreamBroken: the connections to this peer were dropped.
         """
         if peer in self._dropped:
             raise StreamBroken("the peer closed the connection")
@@ -230,7 +235,7 @@ class Sockets:
         os.close(self._bell)
 
     def close_in_child(self) -> None:
-        """Close a forked child's copies of the connections, which would hide the parent's exit."""
+        """Close a forked child's copies of the connections; they would hide the parent's exit."""
         self._is_closed = True
         descriptors = [one.detach() for one in self._sockets()]
         for fd in (*descriptors, self._bell):
@@ -256,9 +261,9 @@ class Sockets:
                 self._poll.register(made, select.EPOLLIN)
 
     def _identify(self, fd: int) -> list[int]:
-        """Read the first bytes of a connection.
+        """Read a new connection's greeting.
 
-        Return the peer that sent them once the peer is known.
+        Return [peer] once the peer has been identified, and [] until then.
         """
         made, hello = self._strangers[fd]
         try:

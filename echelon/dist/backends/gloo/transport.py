@@ -66,8 +66,8 @@ class _Bridge(_core.Store):  # type: ignore[misc]  # torch's own class, untyped
 class Swap:
     """A receive and a send in progress, with the interface of a Gloo collective.
 
-    Gloo waits for messages in C, and closes all connections if a wait times out. So a thread of the
-    mesh does the waiting. The caller waits for that thread, and can check its watch while it does.
+    Gloo waits for messages in C, and closes all connections if a wait times out. So the mesh's own
+    thread waits for Gloo, while the caller waits for that thread and can check its watch.
     """
 
     def __init__(self, wait_for_both: Callable[[], None]) -> None:
@@ -76,7 +76,7 @@ class Swap:
         self._finished = threading.Event()
 
     def run(self) -> None:
-        """Wait for both the receive and the send on the mesh's thread."""
+        """On the mesh's thread, wait for both the receive and the send."""
         try:
             self._wait_for_both()
         except BaseException as err:  # noqa: BLE001 -- it belongs to the one that waits
@@ -200,12 +200,12 @@ class Transport:
         )
 
     def swap(self, out: Flat, data: Flat, timeout_s: float) -> Any:
-        """Start to exchange bytes with the only other member. Both members must know both sizes.
+        """Start exchanging bytes with the only other member. Both members must know both sizes.
 
-        Gloo's all_to_all sends first. The notice that memory is ready for the peer's data then
-        queues behind the data on the same connection, and the other direction is idle until the
-        notice arrives. On a 60 MB/s link this made half of the exchanges take twice as long. So
-        this rank posts the receive first.
+        Gloo's all_to_all sends first. Its notice that it is ready to receive then queues behind
+        that data on the same connection, and the other direction stays idle until the notice
+        arrives. On a 60 MB/s link, half of the exchanges took twice as long. This method therefore
+        posts the receive first.
         """
         if max(out.nbytes, data.nbytes) <= self.small_bytes:
             sizes = [[0, 0], [0, 0]]
@@ -253,7 +253,7 @@ class Transport:
 
 
 def tensor(data: Flat) -> Any:
-    """View bytes as a tensor; read-only arrays are allowed because Gloo only reads its inputs."""
+    """View an array as a tensor of bytes, even if it is read-only: Gloo only reads its inputs."""
     raw = data.view(np.uint8)
     if not raw.flags.writeable and raw.size:
         window: Any = (ctypes.c_uint8 * raw.size).from_address(raw.ctypes.data)

@@ -1,4 +1,4 @@
-"""Provide the shm backend, which uses the C core if it was built, or otherwise pure Python.
+"""Provide the shm backend, which uses the C core if it was built and pure Python otherwise.
 
 All members of a group use the same engine: a single member without the core, or with
 ECHELON_SHM=python in its environment, switches the whole group to the pure-Python engine.
@@ -33,8 +33,8 @@ def not_ready() -> str:
 def _python_refusal() -> str:
     """Return why the pure-Python engine cannot run here, or "" if it can.
 
-    The engine orders its stores with system calls and does not order its loads. This suffices only
-    on processors that keep loads and stores in order, such as x86 but not ARM.
+    The engine orders its stores with system calls but does not order its loads. This suffices only
+    on processors that keep loads and stores in order: x86 does, ARM does not.
     """
     if futex.STORES_STAY_IN_ORDER:
         return ""

@@ -1,4 +1,4 @@
-"""Define the reasons why a group ended, as its members exchange them in shared memory."""
+"""Define the codes that members store in shared memory to report why a group ended."""
 
 from __future__ import annotations
 

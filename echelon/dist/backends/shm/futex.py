@@ -1,7 +1,7 @@
 """Sleep on a word in shared memory, and wake the threads that sleep on it (futex(2)).
 
-The C library has no futex wrapper, so the system call is made through ctypes, which releases the
-GIL around it. The system call numbers depend on the architecture.
+The C library has no futex wrapper, so ctypes makes the system call, without holding the GIL. The
+system call numbers depend on the architecture.
 """
 
 from __future__ import annotations

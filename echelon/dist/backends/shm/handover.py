@@ -95,10 +95,10 @@ class Handover:
 def receive(
     name: str, rank: int, deadline_s: float, check: Check, pidfd: int = -1
 ) -> tuple[int, dict[int, int]]:
-    """Fetch the segment's descriptor from group rank 0, and the pidfds if this rank sends its own.
+    """Receive the segment's descriptor from group rank 0, and all pidfds if this rank sends one.
 
     Raises:
-        OSError: rank 0 has exited, runs under another user, or did not answer by `deadline_s`.
+        OSError: rank 0 has exited, runs as another user, or has not answered by `deadline_s`.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         _connect(peer, name, deadline_s, check)
@@ -131,7 +131,7 @@ def _connect(peer: socket.socket, name: str, deadline_s: float, check: Check) ->
 
 
 def _greet(peer: socket.socket) -> tuple[int, list[int]]:
-    """Return the connected rank and its pidfd, if it sent one.
+    """Return the rank that connected, and its pidfd if it sent one.
 
     The rank of an unknown process is -1.
     """

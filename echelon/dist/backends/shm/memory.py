@@ -1,10 +1,10 @@
-"""Map a group's shared memory, where each rank leaves a mark that the other ranks recognise.
+"""Map a group's shared memory, into which each rank writes a mark that the other ranks check.
 
 [Note: who owns a shared segment] The segment is an anonymous file (memfd) with no name in any file
-system: it exists as long as a process maps it, so a process that dies leaves nothing behind. Group
-rank 0 creates it and passes the descriptor to the other members over a Unix socket with a random
-abstract name (handover.py). The descriptor is closed as soon as the memory is mapped, except that
-Python before 3.13 keeps a duplicate of it.
+system. It exists only while some process maps it, so a process that dies leaves nothing behind.
+Group rank 0 creates the segment and passes its descriptor to the other members over a Unix socket
+with a random abstract name (handover.py). The descriptor is closed as soon as the memory is mapped,
+except that Python before 3.13 keeps a duplicate of it.
 
     one mark of 32 bytes per rank, padded to a page boundary | the engine's part
 """
@@ -25,7 +25,7 @@ _FILES = "/dev/shm"  # noqa: S108 -- where memfd is denied
 
 
 class SharedMemory:
-    """One mapping of the memory that `size` ranks share.
+    """This process's mapping of the memory that `size` ranks share.
 
     Attributes:
         offset: where the engine's part begins.
@@ -40,7 +40,7 @@ class SharedMemory:
         self.map = mmap.mmap(fd, self.offset + engine_bytes, **options)
 
     def write_mark(self, rank: int, mark: bytes) -> None:
-        """Write a mark, so that the other ranks can recognise this memory."""
+        """Write a rank's mark, by which the other ranks recognise this memory."""
         self.map[rank * MARK_BYTES : (rank + 1) * MARK_BYTES] = mark
 
     def read_mark(self, rank: int) -> bytes:
@@ -48,21 +48,21 @@ class SharedMemory:
         return self.map[rank * MARK_BYTES : (rank + 1) * MARK_BYTES]
 
     def close(self) -> None:
-        """Unmap the shared memory, which is freed with its last mapping."""
+        """Unmap the shared memory; the last rank to unmap it frees it."""
         with contextlib.suppress(BufferError):  # a view lives on: unmapped with it
             self.map.close()
 
 
 def marks_bytes(size: int) -> int:
-    """Return the size of the marks of `size` ranks, in bytes, rounded up to whole pages."""
+    """Return the space for the marks of `size` ranks in bytes, rounded up to whole pages."""
     return -(-size * MARK_BYTES // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def anonymous_file(num_bytes: int) -> int:
-    """Return the descriptor of anonymous memory of fixed size.
+    """Create anonymous memory of a fixed size; return its descriptor.
 
     Raises:
-        CollectiveError: the memory has to be a file in /dev/shm, which has too little space.
+        CollectiveError: memfd_create is not permitted, and /dev/shm has too little space.
     """
     try:
         fd = os.memfd_create("echelon-shm", os.MFD_CLOEXEC)
@@ -73,9 +73,9 @@ def anonymous_file(num_bytes: int) -> int:
 
 
 def _unlinked_file(num_bytes: int) -> int:
-    """Create an unlinked file and allocate it completely, to avoid a SIGBUS in a later collective.
+    """Create an unlinked file and allocate all of it.
 
-    Without the allocation, a full /dev/shm would cause that signal.
+    Otherwise a full /dev/shm would cause a SIGBUS in a later collective.
     """
     where = _FILES if os.path.isdir(_FILES) else None  # noqa: PTH112
     with tempfile.TemporaryFile(dir=where) as file:

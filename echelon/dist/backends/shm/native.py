@@ -55,18 +55,18 @@ def core() -> Any:
 
 
 def max_ranks() -> int:
-    """Return the maximum number of ranks of a group."""
+    """Return the maximum number of ranks in a group."""
     return int(_native.MAX_RANKS) if _native is not None else 0
 
 
 def engine_bytes(size: int, plan: Plan) -> int:
-    """Return the memory that the engine of a group needs, in bytes."""
+    """Return how much shared memory a group's engine needs, in bytes."""
     assert _native is not None
     return int(_native.segment_bytes(size, plan.slot_bytes, plan.ring_bytes))
 
 
 class NativePending:
-    """A ticket of the C core, with the data needed to explain its failure."""
+    """A ticket for an operation in the C core, with the data needed to explain a failure."""
 
     __slots__ = ("_engine", "_known", "_operation", "_ticket")
 
@@ -109,7 +109,7 @@ class NativePending:
 
 
 class NativeEngine:
-    """An engine in C for ranks on one host."""
+    """An engine, written in C, for ranks on one host."""
 
     name = "shm"
     device = "cpu"
@@ -142,7 +142,7 @@ class NativeEngine:
         """Do nothing, because every operation is accepted."""
 
     def execute(self, operation: Operation, watch: Watch | None = None) -> None:  # noqa: ARG002
-        """Carry out one operation on this thread; the core watches deadlines and deaths itself."""
+        """Carry out one operation on the calling thread; the core detects timeouts and deaths."""
         fault = self._engine.run(*self._arguments(operation))
         if fault is not None:
             raise self.explain(operation, fault)
@@ -152,27 +152,27 @@ class NativeEngine:
         return NativePending(self, operation, self._engine.start(*self._arguments(operation)))
 
     def submit_shared(self, operation: Operation, watch: Watch | None = None) -> NativePending:  # noqa: ARG002
-        """Start a receive from any rank that ranks of another engine may also answer."""
+        """Start an any-source receive that another engine's message may complete instead."""
         return NativePending(self, operation, self._engine.start(*self._arguments(operation), True))
 
     @property
     def statistics(self) -> dict[str, int]:
-        """Counters of waits: sleeps, spins, lost_wakes (which is always 0) and stashed messages."""
+        """Counts of sleeps, spins, lost wake-ups (`lost_wakes`, always 0) and stashed messages."""
         return dict(self._engine.statistics())
 
     def batch(self) -> AbstractContextManager[object]:
-        """Do nothing special, because submitted operations already run without Python."""
+        """Return a context that does nothing, because the core runs operations by itself."""
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """End all waits in the core, and notify other ranks whether this rank failed or left."""
+        """End all waits in the core, and record for other ranks whether this one failed or left."""
         if reason is None:
             self._engine.close()
         else:
             self._engine.abort()
 
     def abort(self) -> None:
-        """End the group on this rank; used by an engine that is built on this engine."""
+        """End the group on this rank; for engines that are built on this one."""
         self._engine.abort()
 
     def close(self) -> None:
@@ -182,7 +182,7 @@ class NativeEngine:
         self._memory.close()
 
     def explain(self, operation: Operation, fault: tuple[int, list[int], int, int, bool]) -> Any:
-        """Translate a fault of the core into the error of an operation."""
+        """Translate a fault in the core into an error for the operation."""
         reason, ranks, kind, sequence, is_adopted = fault
         mine = _KINDS[operation.kind] == kind and operation.sequence == sequence
         if reason == Fault.MISMATCH:
@@ -243,7 +243,7 @@ def _root(operation: Operation) -> int:
 
 
 def _type_id(operation: Operation) -> int:
-    """Return the number that represents a dtype when messages compare dtypes."""
+    """Return the C core's number for the operation's dtype."""
     number = _DTYPES.get(operation.dtype)
     if number is not None:
         return number
@@ -251,7 +251,7 @@ def _type_id(operation: Operation) -> int:
 
 
 def _split_bytes(operation: Operation) -> bytes | None:
-    """Return the number of bytes per rank, or None if all parts are equal."""
+    """Return the sizes of the parts in bytes, packed, or None if all parts are equal."""
     splits = [*operation.input_splits, *operation.output_splits]
     if not splits:
         return None

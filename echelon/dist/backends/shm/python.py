@@ -5,17 +5,18 @@ tests. Every chunk of every collective begins with the same phase: a rank writes
 slot, announces the data, and waits until all ranks have done so. After that each rank knows every
 other rank's call (a mismatch raises an error before any result is written) and may read all data.
 
-    up to 16 KB, or two ranks   each rank sums all slots                1 phase
-    larger sums                 each sums its share, all copy shares    2 phases
-    everything else                                                     1 phase
+    up to 16 KB, or two ranks   each rank sums all slots                         1 phase
+    larger sums                 each rank sums its share, then copies all shares 2 phases
+    everything else                                                              1 phase
 
-Two slots alternate (even and odd chunks): a rank that writes chunk k+2 has seen every rank announce
-chunk k+1, so every rank has finished reading chunk k. A third phase is therefore not needed.
+Each rank alternates between two slots, for even and odd chunks: a rank that writes chunk k+2 has
+seen every rank announce chunk k+1, so every rank has finished reading chunk k. No third phase is
+needed.
 
-Waiting adapts to the machine: with more ranks than usable cores a rank sleeps on the futex at once,
-otherwise it first yields for up to 300 us. A yield that takes over 30 us shows that another thread
-got the core for a whole time slice, so the rank then sleeps at once for a while (measured next to
-busy processes).
+Waiting adapts to the machine. If there are more ranks than usable cores, a waiting rank sleeps on
+the futex at once; otherwise it first yields for up to 300 us. A yield that takes over 30 us shows
+that another thread got the core for a whole time slice, so for a while the rank stops yielding and
+sleeps at once (measured next to busy processes).
 """
 
 from __future__ import annotations
@@ -72,12 +73,12 @@ _ENDS = {
 
 
 def engine_bytes(size: int, plan: Plan) -> int:
-    """Return the memory that the engine of a group needs, in bytes."""
+    """Return how much shared memory a group's engine needs, in bytes."""
     return segment_bytes(size, _SLOT_BYTES, plan.ring_bytes)
 
 
 class PythonEngine(HostEngine):
-    """An engine in Python for ranks on one host."""
+    """An engine, written in Python, for ranks on one host."""
 
     name = "shm"
     engine = "python"
@@ -115,7 +116,7 @@ class PythonEngine(HostEngine):
         }
 
     def carry_out(self, operation: Operation, watch: Watch) -> None:
-        """Carry out one collective on this thread when its turn comes."""
+        """Run the next collective on the calling thread; block until it is done."""
         self._call = operation.head
         self._turn ^= 1
         self._segment.write_header(self._rank, self._turn, self._call)
@@ -169,7 +170,7 @@ class PythonEngine(HostEngine):
     def _reduce_by_shares(
         self, operation: Operation, watch: Watch, parts: list[Flat], out: Flat | None
     ) -> None:
-        """Sum this rank's share of the chunk in its own slot, then copy the shares of all ranks."""
+        """Sum this rank's share of the chunk in the rank's slot, then copy all ranks' shares."""
         shares = _shares(len(parts[0]), self._size)
         mine = shares[self._rank]
         reduce_into(
@@ -258,10 +259,7 @@ class PythonEngine(HostEngine):
                 np.copyto(place, part.reshape(self._size, per_slot)[self._rank, : len(place)])
 
     def _agree_on_splits(self, operation: Operation, watch: Watch) -> int:
-        """Compare the sizes that this rank sends with the sizes that its peers expect.
-
-        Return the longest length.
-        """
+        """Check that each rank sends as much as its peers expect; return the largest size."""
         mine = np.array([*operation.input_splits, *operation.output_splits], np.int64)
         tables = np.stack(self._exchange(operation, watch, mine))
         sent, wanted = tables[:, : self._size], tables[:, self._size :].T
@@ -287,7 +285,7 @@ class PythonEngine(HostEngine):
         """Publish this rank's chunk and wait for all other ranks.
 
         Args:
-            lengths: number of elements of each rank; None if all ranks have equally many.
+            lengths: each rank's number of elements; None if it is the same on all ranks.
 
         Returns:
             Every rank's chunk, in rank order.
@@ -356,7 +354,7 @@ class PythonEngine(HostEngine):
         watch.check(self._late)
 
     def _gone(self) -> list[tuple[int, str]]:
-        """Return the ranks that have exited or left the group; called by the message thread."""
+        """Return the ranks that have exited or left, and why; called by the message thread."""
         return [
             (rank, _ENDS[Fault(fault)])
             for rank in self._others
@@ -371,7 +369,7 @@ class PythonEngine(HostEngine):
         return build.peer_lost(self._members, operation, gone)
 
     def _give_up(self, error: CollectiveError) -> None:
-        """Record the ranks at fault, so that other ranks blame those ranks instead of this rank."""
+        """Record the ranks at fault, so that other ranks blame them and not this rank."""
         fault = Fault.ABORTED
         if isinstance(error, CollectiveMismatchError):
             fault = Fault.MISMATCH

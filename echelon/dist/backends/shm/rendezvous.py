@@ -1,9 +1,9 @@
 """Make a group's members map the same memory, and verify that they do.
 
-A first gather through the store collects where each member runs. Group rank 0 then passes the
-memory's descriptor to the members, and a second gather compares the marks that each rank wrote into
-the mapping. Members are on the same host if they share the boot ID, the network namespace and the
-memory. The host name plays no role.
+A first gather through the store collects the members' locations. Group rank 0 then passes the
+memory's descriptor to the other members, and a second gather compares the marks that the ranks
+wrote into the mapping. Members are on the same host if they share the boot ID, the network
+namespace and the memory; host names are not compared.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from echelon.store import PrefixStore
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """The agreed layout of a group's shared memory, chosen by group rank 0.
+    """The layout of a group's shared memory.
 
     Attributes:
         native: whether all members run the C core.
@@ -59,7 +59,7 @@ def join(
 
     Args:
         offer: this process's capabilities and sizes; the sizes that group rank 0 offers are used.
-        engine_bytes: size of the engine's part of the memory under a plan.
+        engine_bytes: returns the size in bytes of the engine's part of the memory for a plan.
 
     Raises:
         ValueError: the members do not run on one host.
@@ -167,7 +167,7 @@ def _no_memory_from(members: Members, error: OSError) -> PeerLostError:
 
 @contextlib.contextmanager
 def _own_pidfd(facts: list[dict[str, Any]]) -> Iterator[int]:
-    """Yield this process's pidfd if members are in different PID namespaces, and otherwise -1."""
+    """Yield this process's pidfd if members are in different PID namespaces, or -1 otherwise."""
     fd = -1
     if len({fact["pids"] for fact in facts}) > 1:
         with contextlib.suppress(OSError, AttributeError):

@@ -1,14 +1,15 @@
 """Provide byte streams in shared memory: one ring per ordered pair of ranks.
 
-A ring's `tail` counts the bytes written and its `head` the bytes read, modulo twice the size of the
-ring, so that full and empty can be distinguished for any size. The rank that moves either of them
-rings the other rank's doorbell, a word on which that rank's message thread sleeps.
+A ring's `tail` counts the bytes written and its `head` the bytes read. Both count modulo twice the
+size of the ring, so that a full ring can be told from an empty one whatever its size. A rank that
+advances either counter rings the other rank's doorbell, a word on which that rank's message thread
+sleeps.
 
 [Note: no ring of a bell is lost] A sender stores the tail, makes a system call (a full barrier),
 then stores in the bell a value that it has never stored before, and wakes the bell's sleepers. A
-sleeper reads the bell first, looks at all rings, and sleeps only while the bell still has that
-value, so it either sees the tail or does not sleep. Values also differ between ranks, because two
-racing increments could otherwise restore an old value.
+sleeper first reads the bell, then checks all rings, and sleeps only while the bell still has that
+value, so it either sees the new tail or does not sleep. Values also differ between ranks, because
+two racing increments could otherwise restore an old value.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Rings:
     slice_s = 0.1  # a peer that dies rings no bell
 
     def __init__(self, segment: Segment, rank: int, gone: Gone) -> None:
-        """Set up the streams. Waits call `gone()` to find out which peers have ended, and why."""
+        """Set up the streams; `gone()` returns the peers that have ended, and why."""
         self._segment = segment
         self._words = segment.words
         self._rank = rank
@@ -54,7 +55,7 @@ class Rings:
         self._full.discard(peer)
 
     def wait(self, timeout_s: float) -> list[int]:
-        """Sleep until the bell rings or there is work.
+        """Wait for the bell, unless there is already work to do.
 
         Return the peers from which data can be read.
         """
@@ -66,7 +67,7 @@ class Rings:
         return readable
 
     def writable(self) -> list[int]:
-        """Return the peers whose ring was full and has free space again."""
+        """Return the peers whose rings were full and have space again."""
         free = self._has_room()
         self._full.difference_update(free)
         return free
@@ -109,7 +110,7 @@ class Rings:
         return done
 
     def broken(self) -> list[tuple[int, str]]:
-        """Return the peers that have ended and whose ring has been read completely."""
+        """Return the peers that have ended and left no unread data, and why they ended."""
         return [
             (peer, why)
             for peer, why in self._gone()

@@ -3,16 +3,18 @@
     per rank: control block (one page) ... | per rank: two data slots | per pair: message ring
 
 A control block holds
-    0     u32  published: number of phases announced by this rank; others sleep on it
+    0     u32  published: number of phases that this rank has announced; others sleep on it
     4     u32  failed: a `Fault` once the rank has abandoned the group
     8     u32  number of ranks that it blames, then up to 64 of these ranks as u32
     272   u32  number of collectives that the rank finished before it failed
     512   u32  doorbell of the rank's message thread, see rings.py
-    1024  two alternating headers of 1024 bytes: the rank's calls in the current and the last
+    1024  two alternating headers of 1024 bytes: the rank's calls in the current and the previous
         collective
 
-A message ring holds its `tail` (u32, bytes written; the sender's), at 64 its `head` (u32, bytes
-read; the receiver's), both modulo twice the ring's size, and at 128 its bytes.
+A message ring holds
+    0     u32  tail: bytes written, modulo twice the ring's size; stored by the sender
+    64    u32  head: bytes read, modulo twice the ring's size; stored by the receiver
+    128   the ring's bytes
 """
 
 from __future__ import annotations
@@ -51,11 +53,11 @@ class Segment:
         return self._address + 4 * word
 
     def bell_word(self, rank: int) -> int:
-        """Return the word of a rank's doorbell."""
+        """Return the index of the word that serves as a rank's doorbell."""
         return (rank * CONTROL_BYTES + _BELL_OFFSET) // 4
 
     def slot(self, rank: int, parity: int) -> npt.NDArray[np.uint8]:
-        """Return one of the two data slots of a rank: [slot_bytes] of uint8."""
+        """Return one of a rank's two data slots: [slot_bytes] of uint8."""
         start = self.size * CONTROL_BYTES + (2 * rank + parity) * self.slot_bytes
         return self._bytes[start : start + self.slot_bytes]
 
@@ -78,13 +80,13 @@ class Segment:
         return rings + (sender * self.size + receiver) * (RING_HEAD_BYTES + self.ring_bytes)
 
     def write_header(self, rank: int, parity: int, data: bytes) -> None:
-        """Write a description of this rank's call, truncated if necessary."""
+        """Write the description of a rank's call, truncated if necessary."""
         start = rank * CONTROL_BYTES + _HEADERS_OFFSET + parity * HEADER_BYTES
         data = data[: HEADER_BYTES - 2]
         self._view[start : start + 2 + len(data)] = len(data).to_bytes(2, "little") + data
 
     def read_header(self, rank: int, parity: int) -> bytes:
-        """Read a rank's description of its call."""
+        """Read the description of a rank's call."""
         start = rank * CONTROL_BYTES + _HEADERS_OFFSET + parity * HEADER_BYTES
         raw = bytes(self._view[start : start + HEADER_BYTES])
         return raw[2 : 2 + int.from_bytes(raw[:2], "little")]
@@ -106,7 +108,7 @@ class Segment:
         self.words[base + 1] = fault
 
     def blamed_by(self, rank: int) -> tuple[int, list[int]]:
-        """Return why a rank left the group and which ranks it blames, or (0, []) if it did not."""
+        """Return why a rank left and which ranks it blames, or (0, []) if it has not left."""
         base = rank * CONTROL_BYTES // 4
         fault = self.words[base + 1]
         if not fault:

@@ -2,12 +2,12 @@
 
     all_reduce, all_gather, reduce_scatter, broadcast, all_to_all: oneCCL's own
 
-    dtypes and bitwise sums that it lacks    all_gather, summed here in rank order
+    dtypes and reductions that oneCCL lacks  all_gather, reduced here in rank order
     reduce, gather                           all_reduce, all_gather into the engine's own memory
-    scatter                                  broadcast, from which each rank takes its part
-    all_to_all with splits                   all_to_all of the longest piece
-    send, recv                               refused: the plugin crashes (seen with 2022.1.2);
-                                             `router.py` makes another engine carry them
+    scatter                                  broadcast; each rank keeps its part
+    all_to_all with splits                   all_to_all of parts padded to the longest
+    send, recv                               refused, because the plugin crashes (seen with
+                                             2022.1.2); `router.py` uses another engine for them
 
 oneCCL's calls block in C and cannot be aborted. So they run on a separate thread, and the caller
 checks its watch while it waits for that thread. When an operation fails, the thread and the arrays
@@ -15,7 +15,7 @@ that it uses are abandoned, and the communicator is never destroyed; the process
 which frees the memory.
 
 All groups of a process share that thread and its queue. The library serves one call at a time, so
-every rank must make the calls on different communicators in the same order.
+all ranks must make their calls on different communicators in the same order.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class _Worker:
 
 
 class _Shared:
-    """The state that all groups of the process share, which is released with the last group."""
+    """State that all groups of the process share; it is released with the last group."""
 
     def __init__(self) -> None:
         self.lane = Lane("echelon-xccl-lane")
@@ -216,7 +216,7 @@ class XcclEngine:
         return self._shared.lane.submit(lambda: self._carry_out(operation, watch))
 
     def batch(self) -> AbstractContextManager[object]:
-        """Do nothing special, because queued operations start at once."""
+        """Return a context that does nothing, because submitted operations are queued at once."""
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:

@@ -4,8 +4,8 @@ See `device/stream.py` for how operations are carried out. This module was writt
 header. It has never run, because no machine with an Intel GPU was available. The tests use a fake
 device to cover everything above the library, and check that each call is declared as in the header.
 
-oneCCL cannot abort: the stream and the arrays of an operation that never completes are kept, and
-the process exits without running the library's destructors, which would wait for it.
+oneCCL cannot abort operations. The stream and arrays of an operation that never completes are kept,
+and the process exits without running the library's destructors, which would wait for the operation.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class XpuLibrary(DeviceLibrary):
     reduce_ops = frozenset({*library.REDUCE_OPS, "avg"})
 
     def unique_id(self) -> bytes:
-        """Generate the ID of a communicator."""
+        """Generate an ID for a new communicator."""
         return library.unique_id(self.device)
 
     def open(

@@ -1,4 +1,4 @@
-"""Handle calls that cannot be aborted: keep their memory, and let the process exit nevertheless."""
+"""Handle calls that cannot be aborted: keep their memory alive, and still let the process exit."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _kept: list[Any] = []
 
 
 def keep_for_ever(*things: Any) -> None:
-    """Keep the memory of a stuck call, and let the process exit without waiting for that call."""
+    """Keep a stuck call's memory alive, and let the process exit without waiting for the call."""
     if not _kept:
         _skip_destructors()
     _kept.append(things)
 
 
 def _skip_destructors() -> None:
-    """Make exit() end the process at once, because library destructors wait for a stuck call."""
+    """Make exit() end the process at once; library destructors would wait for a stuck call."""
     libc = ctypes.CDLL(None)
     with contextlib.suppress(AttributeError):
         libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)

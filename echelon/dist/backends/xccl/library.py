@@ -3,8 +3,8 @@
 The wheel (`oneccl`, and the runtime packages it depends on) puts its libraries into the
 environment's `lib` folder; a oneAPI installation uses its own folders. The loader searches none of
 these folders. So each missing library is first loaded by its full path, after which the loader
-finds it by name. The settings that select the CPU plugin are made here too, unless the user has
-made them; a process can use only one plugin.
+finds it by name. This module also sets the variables that select the CPU plugin, unless the user
+has set them. A process can use only one plugin.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class UniqueId(ctypes.Structure):
 
 
 def folder() -> Path | None:
-    """Return the folder of the library: the environment's, oneAPI's, or None if there is neither.
+    """Return the folder that contains the library, in the environment or in oneAPI, or None.
 
     A oneAPI installation is located through CCL_ROOT or ONEAPI_ROOT.
     """
@@ -91,8 +91,8 @@ def _folders() -> Iterator[Path]:
 def check(device: str) -> str:
     """Return why the library cannot be loaded for a kind of device, or "" if it can.
 
-    The attempt runs in a separate process. So this process is not bound to a kind of device
-    afterwards, and its environment does not contain oneCCL's settings.
+    The library is loaded in a separate process, so this process is not bound to a kind of device
+    and its environment does not receive oneCCL's settings.
     """
     if folder() is None:
         return (
@@ -118,8 +118,8 @@ def load(device: str = "cpu") -> Any:
     """Load the library for arrays on the host ("cpu") or on Intel GPUs ("xpu").
 
     Raises:
-        OSError: the library is not completely installed, or this process already uses it for the
-            other kind of array.
+        OSError: the installation is incomplete, or this process already uses the library for the
+            other kind of device.
     """
     global _serves
     path = folder()
@@ -177,7 +177,8 @@ def _declare(library: Any) -> None:
 class Communicator:
     """One oneCCL communicator.
 
-    On host memory every call blocks and cannot be aborted; on a device it is queued on the stream.
+    On host memory every call blocks and cannot be aborted; on a device, calls are queued on a
+    stream.
     """
 
     def __init__(
@@ -214,7 +215,7 @@ class Communicator:
         self._check("CommDestroy", self._library.onecclCommDestroy(self._handle))
 
     def _set_device(self) -> None:
-        """Select the communicator's device for this thread, as the library requires."""
+        """Select the communicator's device on this thread, as the library requires."""
         if self._index is not None and getattr(_here, "index", None) != self._index:
             self._check("SetDevice", self._library.onecclSetDevice(self._index))
             _here.index = self._index
