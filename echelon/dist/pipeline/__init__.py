@@ -1,7 +1,7 @@
-"""Provide pipeline parallelism: schedules as data, a simulator, and one executor for all of them.
+"""Provide pipeline parallelism: schedules as data, a simulator, and one executor for all schedules.
 
-Plans and their simulation do not need torch; `Pipeline`, `Stage` and `split` load it when first
-used.
+Plans and simulations do not need torch, which is loaded when `Pipeline`, `Stage` or `split` is
+first used.
 """
 
 from importlib import import_module

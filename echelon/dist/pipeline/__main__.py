@@ -1,4 +1,4 @@
-"""Show, check and search schedules (`python -m echelon.dist.pipeline`). Does not need torch."""
+"""Show, check and search schedules (`python -m echelon.dist.pipeline`). Torch is not needed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from echelon.dist.pipeline.simulate.trace import draw_trace
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; return the exit code: 0, 1 for an invalid plan, or 2 for bad usage."""
+    """Run a command; return 0 on success, 1 for an invalid plan, or 2 for incorrect usage."""
     arguments = _parser().parse_args(argv)
     try:
         run = {"show": _show, "check": _check, "search": _search}[arguments.command]

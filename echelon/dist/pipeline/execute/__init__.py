@@ -1,1 +1,1 @@
-"""Run stages of torch modules, with messages between stages, ties and replicas."""
+"""Run pipeline stages made of torch modules, with messages between stages, ties and replicas."""

@@ -1,4 +1,4 @@
-"""Check a pipeline's preconditions: a valid plan, the right stages, and agreement of all ranks."""
+"""Check a pipeline's preconditions: a valid plan, the right stages, and agreement among ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from echelon.dist.pipeline.plan.plan import Plan
 def plan_of(
     schedule: str | Path | Plan, num_ranks: int, num_microbatches: int | None, num_chunks: int
 ) -> Plan:
-    """Return the plan given as a schedule's name, a file or a plan, and check that it matches.
+    """Return the plan for a schedule's name, a file or a `Plan`, after checking that it matches.
 
     Raises:
         ValueError: the plan does not match the numbers of ranks, micro-batches or chunks.
@@ -49,7 +49,7 @@ def check_stages(stages: Sequence[Stage], plan: Plan, rank: int) -> None:
     """Check that a rank has the stages that the plan places on it.
 
     Raises:
-        ValueError: the rank has other stages.
+        ValueError: the rank has different stages.
     """
     indices, expected = tuple(stage.index for stage in stages), plan.stages_of(rank)
     if indices != expected:
@@ -95,8 +95,8 @@ def agree(
 ) -> str:
     """Check that all ranks have the same plan and ties; return a name for the pipeline.
 
-    Collective. The name is random, so that a message of an earlier, failed pipeline of the group is
-    never mistaken for one of this pipeline.
+    Collective. The name is random, so that a message from an earlier pipeline of the group, which
+    failed, is never mistaken for one of this pipeline's.
 
     Raises:
         ValueError: plans or ties differ, stages are on devices of different kinds, or a tied

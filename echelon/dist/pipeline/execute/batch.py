@@ -39,13 +39,13 @@ def split_batch(what: str, batch: Any, num_microbatches: int) -> list[list[torch
 
 
 def cut_off(inputs: Any) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Replace each input that belongs to a graph of the program's own with a leaf.
+    """Detach the inputs that the program itself computed: replace each with a new leaf.
 
     Each micro-batch runs its own backward, but autograd must run the program's part of the graph
-    only once, with the gradients of all micro-batches. `pass_on` does this.
+    only once, with the gradients from all micro-batches. `pass_on` runs that part.
 
     Returns:
-        The new inputs, and pairs of each replaced input with its leaf.
+        The new inputs, and pairs of a replaced input and its leaf.
     """
     listed = list(inputs) if isinstance(inputs, tuple | list) else [inputs]
     computed = []
@@ -59,7 +59,7 @@ def cut_off(inputs: Any) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
 
 
 def pass_on(computed: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Run the program's part of the backward with the gradients that the leaves received."""
+    """Run the backward of the program's own graph, with the gradients that the leaves received."""
     some = [(one, leaf.grad) for one, leaf in computed if leaf.grad is not None]
     if some:
         torch.autograd.backward([one for one, _ in some], [gradient for _, gradient in some])
@@ -69,8 +69,8 @@ def check_batch(stages: list[Stage], inputs: Any, targets: Any, *, needs_targets
     """Check that a rank received the tensors that its stages need.
 
     Raises:
-        ValueError: tensors are missing, or inputs and targets on one rank differ in their number of
-            rows.
+        ValueError: tensors are missing, or the inputs and targets on one rank have different
+            numbers of rows.
     """
     if any(stage.is_first for stage in stages) and inputs is None:
         raise ValueError("step: pass inputs on the rank of the first stage")

@@ -1,8 +1,8 @@
-"""End the groups that a step uses on all ranks if the step fails on one rank.
+"""If a step fails on one rank, end the groups that the step uses, on all ranks.
 
 In these groups, other ranks are waiting for the failed rank's outputs, gradients, shards or
 averages. An exception from a stage's module is the program's own error; a program that catches it,
-or takes long to exit, must not keep the other ranks waiting until the groups' timeout. So those
+or takes long to exit, must not keep the other ranks waiting until the groups' timeout. So the other
 ranks immediately get an error that names the failed rank.
 """
 
@@ -41,14 +41,16 @@ def ending_on_failure(
 def end_groups(
     groups: Iterable[ProcessGroup], call: str, number: int, rank: int, raised: BaseException
 ) -> None:
-    """End groups because of an error on this rank. Does not block; ended groups stay unchanged.
+    """End groups because of an error on this rank.
+
+    Does not block. Groups that have already ended are not changed.
 
     Args:
         groups: the groups in which other ranks may be waiting for this rank.
         call: the call that failed: "step" or "evaluate".
         number: the number of the call, from 0.
         rank: this process's global rank.
-        raised: the error of the call. If it came from another rank, it is passed on with that
+        raised: the error that the call raised. An error from another rank is reported with that
             rank's number.
     """
     groups = list(dict.fromkeys(groups))

@@ -1,7 +1,7 @@
 """Run a backward in two halves: input gradients now, and weight gradients later.
 
-Autograd's graph of a stage consists of nodes that compute and of parameters attached to them. For a
-typical linear layer:
+In a stage's autograd graph, nodes compute gradients, and parameters are attached to nodes. A
+typical linear layer looks like this:
 
     ... <- output -- AddmmBackward -- input <- ...
                          |-- TBackward -- weight
@@ -12,17 +12,17 @@ node with parameters; such a node skips any product that only a weight needs. Th
 each recorded node again, only for its parameters. Each product is thus computed once, by the same
 kernels as in a whole backward, so the gradients are bitwise identical.
 
-Not everything is deferred. The gradients of these parameters are computed at once, with those of
-the inputs:
+Not everything is deferred. The gradients of the following parameters are computed immediately,
+together with those of the inputs:
 
 * parameters of nodes that do not lead to an input, where nothing can be deferred;
 * parameters attached to several nodes, because the engine adds their contributions in its own
   order, which has to be kept;
-* parameters of a Python `autograd.Function`, which would compute everything twice.
+* parameters of a Python `autograd.Function`, because it would compute everything twice.
 
-A hook that changes a gradient would change it twice, once in each half. Use schedules with whole
-backwards (gpipe, 1f1b, ...) with such hooks. Activation checkpointing recomputes once in each half
-(see `recomputation.py`).
+A hook that changes a gradient would change it twice, once in each half. If you use such hooks,
+choose a schedule with whole backwards (gpipe, 1f1b, ...). With activation checkpointing, each half
+recomputes once (see `recomputation.py`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Deferred:
 
 @dataclass
 class WeightHalf:
-    """The second half of a backward, which can be run once."""
+    """The second half of a backward, which can be run only once."""
 
     _deferred: list[_Deferred] = field(default_factory=list)
 
@@ -110,7 +110,7 @@ def _run(
 def _divide(
     roots: Sequence[GradientEdge], inputs: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[_Deferred]]:
-    """Return the parameters to compute at once, and the nodes whose parameters are deferred."""
+    """Return the parameters to handle in the first half, and the nodes to defer to the second."""
     own = {id(leaf) for leaf in inputs}
     top = {edge.node for edge in roots}
     hanging: dict[Node, torch.Tensor] = {}  # parameters, and the unary chains above them
@@ -143,7 +143,7 @@ def _divide(
 
 
 def _children_first(roots: Sequence[GradientEdge]) -> list[Node]:
-    """Return all nodes of a graph, each after the nodes that it leads to."""
+    """Return all nodes of a graph, each listed after the nodes that it leads to."""
     order: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(edge.node, False) for edge in roots]

@@ -17,7 +17,7 @@ from echelon.dist.pipeline.execute.stage import Stage
 class StageModules(nn.Module):
     """A rank's stages as one module whose parameters and state have the model's names.
 
-    The module only holds the stages' modules and does not compute anything.
+    The module only contains the stages' modules; it does not compute anything.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -26,12 +26,12 @@ class StageModules(nn.Module):
         self.stages = nn.ModuleList([stage.module for stage in stages])
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield each parameter with its name in the whole model; the arguments are torch's."""
+        """Yield each parameter with its name in the whole model; the arguments are as in torch."""
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield self._whole_name(name), parameter
 
     def state_dict(self, *, keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
-        """Return the stages' states with the whole model's names.
+        """Return the stages' states under the names used in the whole model.
 
         Raises:
             ValueError: two stages use the same name.
@@ -67,6 +67,6 @@ class StageModules(nn.Module):
             stage.module.load_state_dict(own, strict=strict)
 
     def _whole_name(self, name: str) -> str:
-        """Return the whole model's name for a name such as `stages.1.layer.weight`."""
+        """Convert a name such as `stages.1.layer.weight` to the name used in the whole model."""
         _, number, local = name.split(".", 2)
         return self._stages[int(number)].prefix + local

@@ -24,7 +24,7 @@ def is_sharded(stage: Stage) -> bool:
 
 
 def groups_of(stage: Stage) -> Iterator[ProcessGroup]:
-    """Return the groups of a stage's sharded parameters; the result may contain duplicates."""
+    """Yield the groups of a stage's sharded parameters; a group may be yielded more than once."""
     for unit in units_of(stage.module):
         yield from driver_of(unit).groups()
 
@@ -62,7 +62,7 @@ class Tied:
         return self.holder().requires_grad
 
     def room(self) -> torch.Tensor:
-        """Return memory that can hold the value or gradient of another stage's copy."""
+        """Allocate memory for the value or gradient of another stage's copy."""
         shard = shards(self._stage.module).get(self.name)
         if shard is None:
             return torch.empty_like(self._parameter(), requires_grad=False)
@@ -76,7 +76,7 @@ class Tied:
         return self._gathered(shard.data)
 
     def set_value(self, value: torch.Tensor) -> None:
-        """Write the whole value, or this rank's part of it if the parameter is sharded."""
+        """Set the parameter to a whole value; if it is sharded, store only this rank's part."""
         shard = shards(self._stage.module).get(self.name)
         with torch.no_grad():
             if shard is None:

@@ -53,9 +53,9 @@ def split(
     list are named by their positions.
 
     Args:
-        model: layers that run one after the other, each on the output of the previous layer. A dict
-            gives their names in the model, which may contain dots: `{"wte": wte, "h.0": block,
-            ...}`.
+        model: layers that run one after the other, each on the output of the previous layer. A
+            dict's keys are the layers' names in the model, which may contain dots: `{"wte": wte,
+            "h.0": block, ...}`.
         num_stages: the number of stages; at most the number of layers.
         costs: the cost of each layer, in any unit, preferably measured; None means the layer's
             number of parameters plus a small constant.
@@ -98,7 +98,7 @@ def shared_with(stage: nn.Module) -> Sequence[Sequence[str]]:
     """Return the parameters that a stage shares with other stages of its `split`.
 
     Returns:
-        For each such parameter, all places that use it, as `stage:name`.
+        For each such parameter, every place that uses it, as `stage:name`.
     """
     return _shared.get(stage, ())
 
@@ -127,7 +127,7 @@ def _named(
 
 
 def _cuts(costs: list[float], num_parts: int) -> list[int]:
-    """Return the positions of the cuts, found by dynamic programming over (parts, layers)."""
+    """Find where to cut, by dynamic programming over (parts, layers)."""
     total = [0.0, *accumulate(costs)]
     num = len(costs)
     # best[n]: the highest cost among the parts of the first n layers; cut[k][n]: where the last

@@ -1,7 +1,7 @@
-"""Make activation checkpointing in a split backward recompute less, and warn about the rest.
+"""Avoid repeated recomputation when a backward with activation checkpointing is split in two.
 
 The weight half of a backward runs many small parts of the graph, each in a separate call. Torch
-recomputes a checkpointed region in each call, unless the calls are declared as one group.
+recomputes a checkpointed region in every call, unless the calls are declared to be one group.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _Group: Any = getattr(checkpoint, "GraphExecGroup", None)  # of newer versions o
 def recomputed_once() -> AbstractContextManager[object]:
     """Make the backward calls inside the block recompute each checkpointed region only once.
 
-    These calls must not use a saved tensor twice. The two halves of a backward may do that, so each
-    half needs its own block.
+    These calls must not use a saved tensor twice. The two halves of a backward may use the same
+    one, so each half needs its own block.
     """
     if _Group is None or _Group._get_current_group() is not None:
         return nullcontext()
@@ -32,7 +32,7 @@ def recomputed_once() -> AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def recomputations(module: nn.Module) -> Iterator[list[nn.Module]]:
-    """Yield a list that collects, in order, the submodules whose forward runs inside the block."""
+    """Yield a list to which each submodule is added when its forward runs inside the block."""
     own = {id(part) for part in module.modules()}
     seen: list[nn.Module] = []
 

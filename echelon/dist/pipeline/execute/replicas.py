@@ -15,9 +15,9 @@ _BUCKET_BYTES = 32 << 20
 
 
 def average_gradients(stages: Sequence[Stage], group: ProcessGroup) -> None:
-    """Average the gradients over all replicas of these stages, with zeros for missing gradients.
+    """Average the gradients over all replicas of these stages, counting missing gradients as zeros.
 
-    Collective. In a group with rank-ordered sums the ranks' gradients are added in rank order.
+    Collective. In a group with rank-ordered sums, the ranks' gradients are added in rank order.
 
     Raises:
         CollectiveError: a replica was lost or did not join.
@@ -38,7 +38,7 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters that have the same dtype and device into buckets up to a size."""
+    """Group parameters of the same dtype and device into buckets of limited size."""
     buckets: list[list[nn.Parameter]] = []
     room: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
     for parameter in parameters:

@@ -1,8 +1,9 @@
-"""Execute pipelines with any schedule.
+"""Execute a pipeline with any schedule.
 
-A rank carries out its row of the plan, computation by computation. Results are sent at once, and no
-send is waited for before the end of the step. Receives are posted ahead, and waited for when their
-data is used. Messages use channels (`messages/`), which other traffic cannot block.
+Each rank executes its row of the plan, one computation at a time. Results are sent immediately, and
+the rank waits for its sends only at the end of the step. Receives are posted ahead of time, and the
+rank waits for each when it uses the data. Messages use channels (`messages/`), which other traffic
+cannot block.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from echelon.dist.runtime import world
 
 
 class Pipeline:
-    """A model that is divided into stages, with one or several stages on each rank of a group.
+    """A model divided into stages, with one or more stages on each rank of a group.
 
         stages = [Stage(module, index=group.rank, num_stages=group.size)]
         pipe = Pipeline(stages, group=group, schedule="1f1b", num_microbatches=8, loss_fn=loss_fn)
@@ -55,7 +56,7 @@ class Pipeline:
     schedule needs them, and gradients are reduced once per step.
 
     Args:
-        stages: this rank's stages, as the schedule places them. Rank r of p holds stage r; with
+        stages: this rank's stages, placed as the schedule requires. Rank r of p holds stage r; with
             several chunks, stages r, r + p, ...; in a V (zbv, dualpipev), stages r and 2p - 1 - r.
         group: the pipeline's ranks; None means the world.
         schedule: the name of a schedule (see `schedule()`), a `Plan`, or the path of a CSV file.
@@ -65,13 +66,14 @@ class Pipeline:
             last stage's output is the loss.
         ties: the parameters that stages share, each as `["0:token.weight", "3:head.weight"]`.
         replicas: ranks that run equal stages on different data; gradients of unsharded parameters
-            are averaged among them. None if there are no replicas or everything is sharded.
+            are averaged among them. None if there are no replicas, or if all parameters are
+            sharded.
 
     The constructor is collective: every rank of the group must call it with the same arguments, and
     it blocks until all ranks have done so, within the group's timeout. If a step fails on one rank,
-    for example because a stage's module raises, the groups that the step uses end on all ranks:
-    `group`, `replicas` and the groups of sharded stages. The other ranks' errors name that rank.
-    The pipeline cannot be used afterwards.
+    for example because a stage's module raises an error, the groups that the step uses end on all
+    ranks: `group`, `replicas` and the groups of sharded stages. The other ranks' errors name the
+    failed rank. The pipeline cannot be used afterwards.
 
     Raises:
         ValueError: stages, schedule and group do not match, or the ranks' arguments differ.
@@ -136,7 +138,7 @@ class Pipeline:
     def module(self) -> StageModules:
         """This rank's stages as one module with the whole model's names, for checkpoints.
 
-        A checkpoint's state accepts the pipeline itself: `save(path, {"model": pipe})`.
+        A checkpoint's state may contain the pipeline itself: `save(path, {"model": pipe})`.
         """
         return StageModules(self.stages)
 
@@ -172,7 +174,7 @@ class Pipeline:
     def step(
         self, inputs: Any = None, targets: Any = None, *, loss_scale: float = 1.0
     ) -> list[torch.Tensor] | None:
-        """Run the forwards and backwards of one batch; average gradients over the micro-batches.
+        """Run the forwards and backwards of one batch, averaging gradients over the micro-batches.
 
         Gradients are added to the parameters' `.grad`, as in autograd; the caller runs the
         optimizer. Sizes may differ between steps and between micro-batches.
@@ -181,18 +183,18 @@ class Pipeline:
             inputs: on the first stage's rank, a tensor or a tuple of tensors, [batch_size, ...].
                 Tensors that require gradients receive them.
             targets: on the last stage's rank, the targets in the same form.
-            loss_scale: the scale of a gradient scaler, the same on all ranks. It multiplies the
-                gradients but not the losses. `GradScaler(over=...)` with a group of all stages'
-                ranks then unscales them, and skips the step on all ranks if any rank had an
-                overflow.
+            loss_scale: the current scale of a gradient scaler, which must be the same on all ranks.
+                It multiplies the gradients but not the losses. `GradScaler(over=...)` with a group
+                of all stages' ranks then unscales them, and skips the step on all ranks if any rank
+                had an overflow.
 
         Returns:
             On the last stage's rank, `num_microbatches` scalar losses; None on other ranks.
 
         Raises:
             ValueError: inputs or targets are missing or cannot be split, `loss_scale` is invalid,
-                or a loss does not require gradients. The last case ends the groups, as an error in
-                a module does.
+                or a loss does not require gradients. In the last case the groups end, as they do
+                after an error in a module.
             CollectiveError: a rank was lost or exceeded the group's timeout.
         """
         if not torch.is_grad_enabled():
@@ -222,13 +224,13 @@ class Pipeline:
     ) -> list[torch.Tensor]:
         """Run the forwards and backwards of one batch without adding or reducing any gradients.
 
-        `echelon.train.same_bits` builds on it. The caller gathers sharded stages beforehand.
+        `echelon.train.same_bits` builds on this method. Sharded stages must already be gathered.
 
         Args:
             inputs: on the first stage's rank, the tensors of each micro-batch.
             targets: on the last stage's rank, the tensors of each micro-batch's targets.
-            listener: sets random numbers before each forward, and takes the gradients out of
-                `.grad` after each backward.
+            listener: seeds the random generators before each forward, and removes the gradients
+                from `.grad` after each backward.
 
         Returns:
             On the last stage's rank, the loss of each micro-batch; an empty list on other ranks.
@@ -257,7 +259,7 @@ class Pipeline:
 
         Args:
             inputs: as in `step`.
-            targets: as in `step`; None if no loss is to be computed.
+            targets: as in `step`; None to return outputs instead of losses.
 
         Returns:
             On the last stage's rank, the loss of each micro-batch or, without targets, the output
@@ -309,14 +311,14 @@ class Pipeline:
         return ending_on_failure(call, next(self._numbers), rank, self._fail)
 
     def _fail(self) -> Iterator[ProcessGroup]:
-        """Prevent further steps, because the channels still contain messages of the failed step."""
+        """Prevent further steps, since the channels still contain messages from the failed step."""
         self._failed = True
         for stage in self.stages:
             stage.forget()
         return self._groups()
 
     def _groups(self) -> Iterator[ProcessGroup]:
-        """Return the groups in which other ranks may be waiting for this rank during a step."""
+        """Yield the groups in which other ranks may be waiting for this rank during a step."""
         yield self.group
         if self._replicas is not None:
             yield self._replicas

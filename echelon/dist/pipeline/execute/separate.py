@@ -1,8 +1,8 @@
-"""SeparateStep: a step that never adds the gradients of different micro-batches.
+"""SeparateStep: a step that never adds gradients of different micro-batches to each other.
 
-After each backward, or each half of one, a listener removes the gradients. The state of the random
+After each backward or half of a backward, a listener removes the gradients. The state of the random
 generators travels from stage to stage with each micro-batch's activations, so that a micro-batch
-draws the same numbers wherever the model is divided.
+draws the same random numbers wherever the model is divided.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ class Listener(Protocol):
     def random(
         self, stage: Stage, microbatch: int, state: torch.Tensor | None
     ) -> AbstractContextManager[object]:
-        """Return the context of a forward, which sets the generators and restores them afterwards.
+        """Return a context for a forward; it sets the random generators and then restores them.
 
         Args:
-            stage: the stage that computes.
+            stage: the stage whose forward runs.
             microbatch: the index of the micro-batch in the batch.
-            state: the state in which the previous stage left the generators; None in the first
-                stage.
+            state: the generators' state after the previous stage; None in the first stage.
         """
 
     def random_state(self, stage: Stage) -> torch.Tensor:
-        """Return the state of the generators, uint8, for the next stage."""
+        """Return the state of the generators, to be passed to the next stage: uint8."""
 
     def computed(self, stage: Stage, microbatch: int, *, is_complete: bool) -> None:
         """Take the gradients after a backward.
@@ -48,7 +47,7 @@ class Listener(Protocol):
 
 
 class SeparateStep(Step):
-    """A step on one rank. Sharded stages must have been gathered; nothing is reduced.
+    """A step on one rank. Sharded stages must already be gathered; gradients are not reduced.
 
     Args:
         stages: see `Step`.

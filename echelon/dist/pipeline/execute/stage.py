@@ -1,8 +1,8 @@
 """Wrap a torch module that is one part of the model, and run its computations.
 
-A stage takes the tensors that the previous stage returned, each as one argument, and returns one or
-several tensors. Autograd's graph is cut between two stages: the inputs are new leaves, and their
-gradients are returned to the previous stage.
+A stage takes each tensor that the previous stage returned as one argument, and returns one or more
+tensors. Autograd's graph is cut between two stages: the inputs are new leaves, and their gradients
+are returned to the previous stage.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Stage:
     """One part of a model.
 
     Args:
-        module: called with the previous stage's outputs, or in the first stage with the
+        module: called with the previous stage's outputs or, in the first stage, with the
             micro-batch.
         index: the index of this stage, from 0.
         num_stages: the number of stages of the whole model.
@@ -90,7 +90,7 @@ class Stage:
         return None if first is None else first.device
 
     def keep(self, microbatch: int, inputs: Sequence[Any], outputs: Any) -> None:
-        """Keep the data that the backward of `outputs` needs."""
+        """Keep the data that the backward of a micro-batch needs."""
         if not torch.is_grad_enabled():
             return
         leaves = [one for one in inputs if isinstance(one, torch.Tensor) and one.requires_grad]
@@ -141,7 +141,7 @@ class Stage:
             )
 
     def forget(self) -> None:
-        """Drop all kept data after a failure."""
+        """Discard all kept data after a failure."""
         self._saved.clear()
 
 

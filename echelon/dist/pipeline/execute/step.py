@@ -1,8 +1,8 @@
-"""Carry out one rank's row of the plan for one batch.
+"""Execute one rank's row of the plan for one batch.
 
-In the black box, each computation is a span `compute` with the action's text (`1F3`), and each wait
-for another rank is a span `pipeline` with the awaited data and its rank. So the analysis of a hang
-can name the action.
+The black box records each computation as a span `compute` with the action's text (`1F3`), and each
+wait for another rank as a span `pipeline` that names the awaited data and its sender. The analysis
+of a hang can therefore name the action.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Step:
         loss_fn: see `Pipeline`.
         inputs, targets: the inputs and targets of each micro-batch; empty on ranks without them.
         num_microbatches: the number of micro-batches of the whole batch.
-        seed: the gradient of each micro-batch's loss; None if there is no backward.
+        seed: the gradient of each micro-batch's loss; None to run only forwards.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class Step:
         self.results: list[Any] = [None] * num_microbatches
 
     def carry_out(self, row: list[Action]) -> None:
-        """Carry out a row of the plan with its messages; return once all sends have completed.
+        """Execute a row of the plan, including its messages; return once all sends have completed.
 
-        Each send is launched with the computation that produces its data, ahead of its position in
-        the row. Receives are posted no later than at their position, and usually `_AHEAD`
+        Each send starts right after the computation that produces its data, ahead of its position
+        in the row. Receives are posted no later than at their position, and usually `_AHEAD`
         computations before their use. So every message is ready at both ends no later than in the
-        plan's order, which is proven free of deadlock even if a send blocks everything after it.
+        plan's order, which is provably free of deadlock even if a send blocks everything after it.
         """
         steps = [part for action in row for part in action.computations or (action,)]
         computations = [action for action in steps if action.is_compute]
@@ -115,7 +115,7 @@ class Step:
     def _compute(
         self, stage: Stage, microbatch: int, inputs: list[torch.Tensor]
     ) -> tuple[Any, list[torch.Tensor]]:
-        """Return a stage's outputs (on the last stage, the loss), and what the stage sends on."""
+        """Return a stage's outputs (on the last stage, the loss), and the tensors to send on."""
         outputs = stage.module(*inputs)
         if not stage.is_last:
             return outputs, tensors_of(outputs, stage)

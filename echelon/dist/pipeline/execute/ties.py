@@ -1,10 +1,10 @@
 """Tie parameters that several stages share, such as an embedding that is also the output layer.
 
-Each stage has a copy. The copies start with the first stage's value. At the end of each step they
-all get the same gradient, which is the sum of the stages' gradients in the order of the stages. So
-the copies stay equal. Two stages of one rank may also hold the same parameter object, for example
-after a whole model was split. Autograd adds the gradients of such stages itself, so they are
-treated as one copy here.
+Each stage has a copy, and all copies start with the first stage's value. At the end of each step,
+every copy gets the same gradient: the sum of the stages' gradients, added in the order of the
+stages. So the copies stay equal. Two stages on one rank may also hold the same parameter object,
+for example if a whole model was split. Autograd itself adds the gradients from such stages, so they
+count as one copy here.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Ties:
     def begin(self, group: ProcessGroup, name: str, device: torch.device) -> None:
         """Open a channel to every rank with a copy, and set all copies to the first stage's value.
 
-        Blocks until those ranks do the same.
+        Block until those ranks have done the same.
 
         Args:
             group: the pipeline's ranks.
@@ -63,14 +63,14 @@ class Ties:
             tie.begin(group.rank, channels)
 
     def trained(self) -> list[list[tuple[str, bool]]]:
-        """Return, for each tie, whether each of this rank's copies requires gradients."""
+        """Return, for each tie, the name of each local copy and whether it requires gradients."""
         return [
             [(f"{stage}:{tied.name}", tied.is_trained) for stage, tied in tie.mine.items()]
             for tie in self._ties
         ]
 
     def set_aside(self) -> None:
-        """Set aside the gradients of earlier steps, so that they are not summed in this step."""
+        """Set aside the gradients of earlier steps, so that this step does not sum them."""
         for tie in self._ties:
             for tied in tie.distinct():
                 tied.set_aside()
@@ -100,7 +100,7 @@ class _Tie:
         self._channels: Mapping[int, Channel] = {}
 
     def distinct(self) -> list[Tied]:
-        """Return this rank's copies, counting an object that several stages hold only once."""
+        """Return this rank's copies; an object that several stages hold is listed only once."""
         first: dict[int, Tied] = {}
         for tied in self.mine.values():
             first.setdefault(id(tied.holder()), tied)
@@ -132,7 +132,7 @@ class _Tie:
     def _exchange(
         self, stages: Sequence[int], own: dict[int, torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """Send this rank's tensors to the other holders; return the tensors of `stages`."""
+        """Send this rank's tensors to the other holders, and receive the tensors of `stages`."""
         others = [self._channels[rank] for rank in self.holders if rank != self._rank]
         sends = [
             channel.send(tensor.contiguous(), async_op=True)

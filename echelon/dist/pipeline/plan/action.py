@@ -7,7 +7,7 @@ pipelining, so that schedules can be exchanged with PyTorch:
     2I0  2W0             the backward in two parts: gradients of the inputs, of the weights
     (0F4;3B1)OVERLAP_F_B several computations whose communication may overlap
     1SEND_F3  2RECV_F3   stage 1's output of micro-batch 3 goes to stage 2
-    2SEND_B3  1RECV_B3   its gradient returns
+    2SEND_B3  1RECV_B3   its gradient goes back to stage 1
     1UNSHARD  1RESHARD  1REDUCE_GRAD   actions of a sharded stage around its computations
 
 An action defines what is done, and for which micro-batch. Its position in a row determines when.
@@ -51,8 +51,8 @@ _TEXT = re.compile(
 class Action:
     """An action of one rank.
 
-    `microbatch` is -1 for sharding actions, which have none. An overlap holds its computations in
-    `parts`, and its own stage and micro-batch are -1.
+    For sharding actions, which do not belong to a micro-batch, `microbatch` is -1. For an overlap,
+    `parts` contains the computations, and `stage` and `microbatch` are -1.
 
     Example:
         >>> Action.parse("1F0")
@@ -68,12 +68,12 @@ class Action:
 
     @property
     def is_compute(self) -> bool:
-        """Whether the action computes rather than moving data or parameters."""
+        """Whether the action is a computation, rather than moving data or parameters."""
         return self.kind in COMPUTE
 
     @property
     def computations(self) -> tuple[Action, ...]:
-        """The action's computations in order: itself, or an overlap's parts; () for other kinds."""
+        """The computations in order: an overlap's parts, or the action itself; else ()."""
         if self.kind is Kind.OVERLAP:
             return self.parts
         return (self,) if self.is_compute else ()
@@ -128,17 +128,17 @@ def forward(stage: int, microbatch: int) -> Action:
 
 
 def backward(stage: int, microbatch: int) -> Action:
-    """Return the action for a whole backward of a micro-batch in a stage."""
+    """Return the whole backward action of a micro-batch in a stage."""
     return Action(stage, Kind.BACKWARD, microbatch)
 
 
 def input_grad(stage: int, microbatch: int) -> Action:
-    """Return the action for the half of a backward that the previous stage waits for."""
+    """Return the action for the half of a backward that the previous stage needs."""
     return Action(stage, Kind.INPUT_GRAD, microbatch)
 
 
 def weight_grad(stage: int, microbatch: int) -> Action:
-    """Return the action for the half of a backward that no rank waits for."""
+    """Return the action for the half of a backward that no other rank needs."""
     return Action(stage, Kind.WEIGHT_GRAD, microbatch)
 
 

@@ -1,4 +1,4 @@
-"""Create the plan of a schedule, given the schedule's name."""
+"""Create a schedule's plan from the schedule's name."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def schedule(
     Args:
         name: gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv, dualpipev.
         num_ranks: the number of ranks in the pipeline, 1 or more.
-        num_microbatches: the number of micro-batches, 1 or more; may be lower than the number of
+        num_microbatches: the number of micro-batches, 1 or more; may be smaller than the number of
             ranks or stages.
-        num_chunks: the number of stages per rank; None means 1 for gpipe and 1f1b, and otherwise 2.
-            Only the interleaved and looped schedules accept other numbers.
+        num_chunks: the number of stages per rank; None means 1 for gpipe and 1f1b, and 2 for the
+            others. Only the interleaved and looped schedules accept other numbers.
 
     Raises:
         ValueError: the schedule is unknown, or is not defined for these numbers.

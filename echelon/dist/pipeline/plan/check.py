@@ -1,7 +1,7 @@
-"""Check before a run whether a plan can be executed, and locate the fault if it cannot.
+"""Check whether a plan can be executed before running it, and locate any fault.
 
-Generated plans pass by construction, which a test verifies. The checks are for plans that people
-write.
+Generated plans pass by construction, which a test verifies. The checks are meant for plans written
+by hand.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_plan(plan: Plan) -> None:
 class _Index:
     """The position of each action in a plan.
 
-    Parts of an overlap have the position of the overlap.
+    The parts of an overlap share its position.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -104,7 +104,7 @@ def _check_one(index: _Index, stage: int, microbatch: int, row: list[Action]) ->
 
 
 def _check_order(plan: Plan, index: _Index) -> None:
-    """Check the order of actions within a rank, such as a forward before its backward."""
+    """Check the order of actions within a rank: a forward must precede its backward, and so on."""
     for rank, row in enumerate(plan.rows):
         own = {thing: action for action in computations(row) for thing in makes(action)}
         made = set()
@@ -146,7 +146,7 @@ def _check_messages(plan: Plan, index: _Index) -> None:
 
 
 def required_messages(plan: Plan) -> Iterator[tuple[Action, Action]]:
-    """Yield each pair of a send and a receive that stages on different ranks need."""
+    """Yield each send and matching receive that stages on different ranks need."""
     owner = plan.rank_of_stage
     for stage in range(plan.num_stages - 1):
         if owner[stage] == owner[stage + 1]:
@@ -177,7 +177,7 @@ def _backward(message: Action, index: _Index) -> Action:
 
 
 def _check_sharding(plan: Plan) -> None:
-    """Check, in a plan with sharding actions, that stages compute only with gathered parameters."""
+    """In a plan with sharding actions, check that stages compute only with gathered parameters."""
     for rank, row in enumerate(plan.rows):
         if not any(action.kind in SHARDING for action in row):
             continue

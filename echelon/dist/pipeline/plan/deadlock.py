@@ -1,9 +1,8 @@
-"""Detect deadlocks between ranks that carry out their rows in order, and find the cause.
+"""Detect deadlocks between ranks that execute their rows in order, and find the cause.
 
 There are two machine models. With asynchronous messages, as in echelon's executor, an action waits
-only for the data it needs. `rendezvous` is the strictest model: a send does not end before its
-receive begins, and both ranks do nothing else until then. A plan that runs in the strictest model
-runs anywhere.
+only for the data it needs. `rendezvous` is the strictest model: a send and its receive block both
+ranks until the two meet. A plan that runs in the strictest model runs anywhere.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def blocked(plan: Plan) -> PlanError:
 
 
 class _Machine:
-    """The state of all ranks: the action that each has reached in its row."""
+    """The state of all ranks: how far each has advanced in its row."""
 
     def __init__(self, plan: Plan, rendezvous: bool) -> None:
         self._plan = plan
@@ -56,7 +55,7 @@ class _Machine:
         self._made: set[Thing] = set()
 
     def run(self) -> bool:
-        """Advance all ranks as far as possible; return whether any rank has not finished."""
+        """Advance all ranks as far as possible; return whether any rank is stuck."""
         going = True
         while going:
             going = False
@@ -116,9 +115,9 @@ class _Machine:
         return True
 
     def _lack(self, rank: int) -> tuple[str, int]:
-        """Describe what a stopped rank is waiting for, and return the rank that it waits for.
+        """Return what a stopped rank is waiting for, and the rank that must provide it.
 
-        The result is -1 if there is none.
+        The rank is -1 if no other rank can provide it.
         """
         action = self._here(rank)
         if action is None:

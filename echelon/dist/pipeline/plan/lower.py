@@ -1,7 +1,7 @@
 """Lower a plan of computations by adding messages and sharding actions.
 
 [Note: one order for all messages] A send and its receive are added to their two rows at the same
-moment of one simulated run, so every row is a part of a single order in which the two ends of a
+moment of one simulated run, so every row is part of a single order in which the two ends of a
 message are adjacent. Ranks that follow that order cannot wait for each other in a cycle, even if a
 send blocks until its receiver has joined.
 """
@@ -55,17 +55,17 @@ def order_messages(plan: Plan) -> Plan:
 
 
 def add_sharding(plan: Plan, keep: int | None = None) -> Plan:
-    """Return the plan with the sharding actions of stages whose parameters are sharded.
+    """Return the plan with sharding actions added, for stages whose parameters are sharded.
 
     A stage's parameters are gathered one computation ahead of need, kept while they are needed
-    again soon, and released otherwise. Its gradients are reduced once, after the last of them has
-    been computed.
+    again soon, and released otherwise. Its gradients are reduced once, after the last one has been
+    computed.
 
     Args:
         plan: a plan with or without messages; a plan that has sharding actions is returned
             unchanged.
-        keep: parameters are released unless one of the next `keep` computations needs them; None
-            means twice the rank's number of stages, so that nothing is gathered in the steady
+        keep: parameters stay gathered if one of the next `keep` computations needs them; None means
+            twice the rank's number of stages, so that no parameters are gathered in the steady
             state.
     """
     if any(action.kind in SHARDING for row in plan.rows for action in row):

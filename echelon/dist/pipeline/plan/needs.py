@@ -1,4 +1,4 @@
-"""Define the dependencies of each computation, and thereby the order of training.
+"""Define the dependencies of each computation, which determine the order of training.
 
     forward of stage s        the forward of s - 1
     backward of stage s       the forward of s, and the backward or input gradients of s + 1
@@ -50,9 +50,9 @@ def makes(action: Action) -> list[Thing]:
 
 
 def needs(action: Action, num_stages: int) -> list[Thing]:
-    """Return the products needed before a computation begins.
+    """Return the products that a computation needs before it begins.
 
-    An overlap needs all of them at once.
+    An overlap needs the products of all its parts before it begins.
     """
     return [thing for part in action.computations for thing in _needs(part, num_stages)]
 

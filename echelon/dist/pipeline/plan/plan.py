@@ -1,8 +1,8 @@
-"""Define the plan: plain data that lists the row of actions of each rank, in order.
+"""Define the plan, which is plain data: one row per rank, with the rank's actions in order.
 
-A plan contains computations. It may also contain messages and sharding actions if its author wrote
-them, but it need not, because `lower.py` adds them. A plan does not contain times. The order
-between ranks follows from the rows and from the dependencies of each action.
+A plan contains computations. It may also contain messages and sharding actions; if it does not,
+`lower.py` adds them. A plan does not contain times. The order across ranks follows from the rows
+and from the dependencies of each action.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _IDLE = ("", "None")
 
 
 class PlanError(ValueError):
-    """A plan cannot be executed; `row` and `column` give the position of the fault, both from 0.
+    """A plan cannot be executed; `row` and `column` locate the fault, both counted from 0.
 
     Example:
         >>> try:
@@ -45,8 +45,8 @@ class Plan:
         rows: each rank's actions in order.
         num_microbatches: the number of micro-batches of a step's batch.
         num_chunks: the maximum number of stages on a rank.
-        columns: for each row, the column of each action in its file; empty if the columns are the
-            positions in the row.
+        columns: for each row, the column of each action in the plan's file; empty if an action's
+            column is simply its position in the row.
 
     Example:
         >>> plan = schedule("1f1b", num_ranks=2, num_microbatches=2)
@@ -135,7 +135,7 @@ def _parse(field: str, row: int, column: int) -> Action:
 
 
 def plan_of(rows: Sequence[Sequence[Action]], name: str) -> Plan:
-    """Create a plan from rows, from which the numbers of micro-batches and chunks are taken.
+    """Create a plan from rows; derive the numbers of micro-batches and chunks from them.
 
     Raises:
         PlanError: the rows contain no computation.

@@ -1,1 +1,1 @@
-"""Simulate the cost of a plan, draw the plan, and search for a cheap plan, all without torch."""
+"""Simulate a plan's cost, draw the plan, and search for a cheap plan; torch is not needed."""

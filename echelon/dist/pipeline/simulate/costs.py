@@ -1,4 +1,4 @@
-"""Define the costs for a simulation: durations, link speeds and activation sizes.
+"""Define the costs in a simulation: durations, link speeds and activation sizes.
 
 Any unit of time can be used, as long as all costs use the same unit.
 """
@@ -22,8 +22,8 @@ class Costs:
         backward: duration of a whole backward; None means input_grad + weight_grad.
         overlap: duration of an overlapped pair, as a fraction of the sum of its parts.
         latency: latency of a message between two ranks.
-        bandwidth: number of bytes that a link carries per unit of time; the messages of a link are
-            sent one after the other.
+        bandwidth: number of bytes that a link carries per unit of time; each link sends one message
+            at a time.
         message_bytes: size of a stage's output for one micro-batch, and of its gradient.
         activation_bytes: number of bytes that a stage keeps for one micro-batch until its weight
             gradients are computed.
@@ -64,7 +64,7 @@ class Costs:
             raise ValueError("bandwidth must be above 0")
 
     def duration(self, action: Action) -> float:
-        """Return the duration of an action, which is 0 if the action does not compute."""
+        """Return the duration of an action; 0 if the action is not a computation."""
         if action.kind is Kind.OVERLAP:
             return self.overlap * sum(self.duration(part) for part in action.parts)
         if not action.is_compute:

@@ -1,9 +1,9 @@
-"""Create a fitted schedule, in which a free rank always takes the most urgent possible action.
+"""Create a fitted schedule, in which a free rank always takes the most urgent action that can run.
 
-Input gradients are the most urgent, the earliest stage's first, because they free memory. Forwards
-follow, as far as memory allows. Weight gradients fill idle time, and come first once memory is
-short. The schedule has no closed form: it is the order of a simulated run. So it cannot deadlock,
-and it may beat the named schedules if stages differ in cost.
+Input gradients are the most urgent because they free memory; those of the earliest stage come
+first. Forwards follow, as far as memory allows. Weight gradients fill idle time, and come first
+when memory is short. The schedule has no closed form: it is the order of a simulated run. So it
+cannot deadlock, and it may beat the named schedules if the stages differ in cost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def fitted(
         rank_of_stage: the rank that holds each stage.
         num_microbatches: the number of micro-batches, 1 or more.
         costs: the costs of each stage.
-        memory_bytes: the limit for the activations of a rank.
+        memory_bytes: the limit on each rank's activations.
     """
     ranks = [_Rank(rank, rank_of_stage, num_microbatches, costs, memory_bytes)
              for rank in range(max(rank_of_stage) + 1)]  # fmt: skip

@@ -14,7 +14,7 @@ def draw_grid(simulation: Simulation, step: float | None = None) -> str:
 
     Args:
         simulation: the simulation to show.
-        step: the duration of a line; None means the duration of the shortest action.
+        step: the time that one line represents; None means the duration of the shortest action.
 
     Raises:
         ValueError: the grid would have more than 2000 lines.
@@ -55,7 +55,7 @@ def _column(slots: list[Slot], num_lines: int, step: float, origin: float) -> li
 
 
 def draw_summary(simulation: Simulation) -> str:
-    """Return two lines of text: the figures of the plan, and its critical path."""
+    """Return two lines of text: the plan's key figures, and its critical path."""
     plan = simulation.plan
     peaks = ", ".join(str(peak) for peak in simulation.peak_activations)
     path = simulation.critical_path

@@ -1,4 +1,4 @@
-"""Draw a simulated plan as an SVG with a lane per rank and an outlined critical path."""
+"""Draw a simulated plan as an SVG, with one lane per rank and the critical path outlined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Search by simulation for the best schedule, given measured costs and a memory limit.
+"""Use simulation to find the best schedule for measured costs and a memory limit.
 
 The search tries the named schedules with their possible numbers of chunks, and a fitted schedule
 for each way of placing the stages (`simulate/fitted.py`).
@@ -72,7 +72,7 @@ def search(
         num_ranks: the number of ranks in the pipeline.
         microbatches: the numbers of micro-batches to try.
         load: the cost of a rank's share.
-        memory_bytes: the limit for the activations of each rank.
+        memory_bytes: the limit on each rank's activations.
         max_chunks: the maximum number of stages per rank.
 
     Raises:

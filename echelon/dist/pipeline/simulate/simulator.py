@@ -1,8 +1,8 @@
-"""Simulate the cost of a plan: times of actions, idle times, memory, and the critical path.
+"""Simulate a plan's cost: when actions run, idle time, memory, and the critical path.
 
-Every rank carries out its row in order; an action begins when its rank is free and everything that
-the action needs has arrived. Messages are asynchronous and overlap with computations, as in
-`run.py`. The simulation is deterministic, because the rows determine all times.
+Every rank executes its row in order; an action begins once its rank is free and everything that it
+needs has arrived. Messages are asynchronous and overlap with computations, as in `run.py`. The
+simulation is deterministic, because the rows determine all times.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from echelon.dist.pipeline.simulate.costs import Costs, PerStage, of_stage
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """An action with its times.
+    """An action with its start and end times.
 
     `cause` is the slot that the action waited for last, as (rank, position in that rank's slots),
     or None. `idle` is how long the rank was idle before the action.
@@ -40,10 +40,11 @@ class Simulation:
     Attributes:
         makespan: the time from the first action's start to the last action's end, in the costs'
             unit.
-        bubble: the fraction of time, averaged over all ranks, that a rank is idle, 0 to 1.
+        bubble: the fraction of time that a rank is idle, averaged over all ranks, from 0 to 1.
         peak_activations: per rank, the maximum number of (stage, micro-batch) pairs whose
             activations it holds at once, from the forward to the weight gradients.
-        peak_bytes: the same maximum in bytes, according to `Costs.activation_bytes`.
+        peak_bytes: the maximum number of bytes of activations per rank, according to
+            `Costs.activation_bytes`.
         slots: for each rank, its computations with their times.
         critical_path: the slots that make up the makespan, from first to last.
     """
@@ -69,11 +70,11 @@ def simulate(
 
     Args:
         plan: any plan. Its messages and sharding actions take no time themselves.
-        forward: the cost of one chunk's forward, for all stages or per stage.
+        forward: the cost of one chunk's forward, as one number for all stages or one per stage.
         input_grad: cost of the gradient of one chunk's input.
         weight_grad: cost of the gradient of one chunk's weights; a whole backward takes
             input_grad + weight_grad.
-        costs: all costs, which replace the three arguments above.
+        costs: all costs; replaces the three arguments above.
 
     Raises:
         PlanError: an action can never run.
@@ -106,7 +107,7 @@ def simulate(
 
 
 class _Clock:
-    """A simulated clock that runs each rank in turn as far as possible, until all have finished."""
+    """A simulated clock that advances all ranks in turn, as far as possible, until they finish."""
 
     def __init__(self, plan: Plan, costs: Costs) -> None:
         self._plan = plan
@@ -171,7 +172,7 @@ class _Clock:
 
 
 def _peaks(slots: list[Slot], costs: Costs) -> tuple[int, float]:
-    """Return the maximum number of activations that a rank holds at once, and their bytes."""
+    """Return the maximum number of activations, and of their bytes, that a rank holds at once."""
     count = most = 0
     held = most_held = 0.0
     for slot in slots:

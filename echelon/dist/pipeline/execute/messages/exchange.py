@@ -25,7 +25,7 @@ _NAMES = {Product.OUTPUT: "RECV_F", Product.INPUT_GRAD: "RECV_B"}
 
 
 class Routes:
-    """What each rank sends to this rank, and in which order, as derived from the plan."""
+    """The messages that each rank sends to this rank, in order, as derived from the plan."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.owner = plan.rank_of_stage
@@ -41,7 +41,7 @@ class Routes:
         return sorted(near - {self.rank})
 
     def sent_by(self, peer: int, *, backward: bool) -> list[Thing]:
-        """Return, in order, the outputs and gradients that a rank sends to this rank in a step."""
+        """Return the outputs and gradients that a rank sends to this rank in a step, in order."""
         return [one for one in self._sent[peer] if backward or one.product is Product.OUTPUT]
 
     def destination(self, thing: Thing) -> int | None:
@@ -100,14 +100,14 @@ class Exchange:
         }
 
     def want(self, things: Sequence[Thing]) -> None:
-        """Post the receives that this rank will need, and those that headers have announced."""
+        """Post the receives that will be needed for `things`, and those announced by headers."""
         for thing in things:
             self._incoming[self._routes.source(thing)].want(thing)
         for incoming in self._incoming.values():
             incoming.advance()
 
     def want_for(self, *actions: Action) -> None:
-        """Post the receives that some computations need."""
+        """Post the receives that the given computations need."""
         self.want([thing for action in actions for thing in self._routes.needed(action)])
 
     def put(self, thing: Thing, tensors: Sequence[torch.Tensor]) -> None:
@@ -128,7 +128,7 @@ class Exchange:
         """Return the tensors that a computation needs, blocking until they have arrived.
 
         Outputs arrive as leaves that require gradients if they did on the sending rank. On a
-        device, the current stream waits for the data and the host does not.
+        device, the current stream waits for the data, but the host does not.
 
         Raises:
             CollectiveError: the sending rank was lost, or did not send within the group's timeout.
@@ -164,7 +164,7 @@ class Exchange:
 
 
 def received(message: Action) -> Thing:
-    """Return the output or gradient that a receive action of a plan obtains."""
+    """Return the output or gradient that a plan's receive action obtains."""
     if message.kind is Kind.RECV_F:
         return Thing(Product.OUTPUT, message.stage - 1, message.microbatch)
     assert message.kind is Kind.RECV_B, message

@@ -1,8 +1,8 @@
 """Encode the headers that describe a micro-batch's outputs.
 
-A header gives the number of tensors that a stage returned, the dtype and dims of each, and whether
-it requires a gradient. The header is read on the host before the tensors are created, so it is
-always a host tensor, even if the payload is on a device.
+A header gives the number of tensors that a stage returned and, for each tensor, its dtype, its dims
+and whether it requires a gradient. The header is read on the host before the tensors are created,
+so it is always a host tensor, even if the payload is on a device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ALIGNMENT = 64
 
 
 class Place(IntEnum):
-    """Where the payload that a header describes is sent."""
+    """The channel that carries the payload of a header."""
 
     MAIN = 0  # on the data channel
     SPILL = 1  # on the spill channel: the receive posted for it on the data channel is too small
@@ -36,7 +36,7 @@ class Place(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """The specification of one tensor, which suffices to create the tensor."""
+    """The information needed to create one tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -80,7 +80,7 @@ class Header:
 
 
 def describe(tensors: Sequence[torch.Tensor]) -> tuple[Spec, ...]:
-    """Return the header that describes some tensors.
+    """Return a description of each of the tensors.
 
     Raises:
         ValueError: there are too many tensors, or a tensor has too many dims or a dtype that cannot
@@ -109,7 +109,7 @@ def pack(tensors: Iterable[torch.Tensor], payload: torch.Tensor) -> None:
 
 
 def unpack(specs: Iterable[Spec], payload: torch.Tensor) -> Tensors:
-    """Return views of the tensors in their payload, as leaves with the header's `requires_grad`."""
+    """Return views of a payload's tensors, as leaves with the `requires_grad` of the header."""
     tensors: Tensors = []
     at = 0
     for spec in specs:

@@ -1,12 +1,12 @@
 """Manage this rank's receives from one peer during a step.
 
-Messages of a channel arrive in the order they are sent, which is the order of the peer's
-row in the plan. So receives are posted in that order, a few computations ahead of need, even if
-their data is needed in another order.
+A channel's messages arrive in the order in which they are sent, which is that of the peer's row in
+the plan. So receives are posted in that order, a few computations ahead of need, even if their data
+is needed in another order.
 
 A receive of outputs can be posted before their header has arrived, because both ends remember the
 size from the previous step. A micro-batch may have a different shape in the next step; outputs that
-have grown take one more message. In the first step a receive waits for its header.
+turn out larger take one more message. In the first step a receive waits for its header.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Arrival:
     """The receives for one thing (see `Thing`).
 
     Attributes:
-        works: the works that receive the thing's data.
+        works: the receives of the thing's data.
         header: for outputs, the receive of the header and its buffer.
         specs: the contents of the header, once it has been read.
         payload: for outputs, the buffer of the payload.
@@ -55,7 +55,7 @@ class Incoming:
 
     Args:
         link: the link to the peer.
-        order: the things that the peer sends in this step, in the order of sending.
+        order: the things that the peer sends in this step, in the order in which it sends them.
         device: the device of the data.
     """
 
@@ -73,7 +73,7 @@ class Incoming:
         self._expected: dict[Thing, Tensors] = {}
 
     def want(self, thing: Thing) -> None:
-        """Allow the receives up to a given result, and post those that can be posted."""
+        """Allow receives up to the given result, and post those that can already be posted."""
         if self._place[thing] >= self._num_wanted:
             self._num_wanted = self._place[thing] + 1
             self.advance()
@@ -88,7 +88,7 @@ class Incoming:
         self.advance()
 
     def advance(self) -> None:
-        """Post the receives that can be posted. Does not block."""
+        """Post all receives that can be posted now. Does not block."""
         while self._num_headers < self._num_wanted:
             self._post_header(self._order[self._num_headers])
             self._num_headers += 1
@@ -98,7 +98,7 @@ class Incoming:
     def is_here(self, thing: Thing) -> bool:
         """Return whether `take` would not block.
 
-        On a device, return whether the header has arrived.
+        On a device, only the header has to have arrived.
         """
         if self._place[thing] >= self._num_posted:
             return False
@@ -110,9 +110,9 @@ class Incoming:
         return self._device.type != "cpu" or all(work.done for work in arrival.works)
 
     def take(self, thing: Thing) -> Tensors:
-        """Return the tensors of a result.
+        """Return the tensors of a result, blocking until they have arrived.
 
-        Block until they have arrived or, on a device, are ordered.
+                On a device, only the current stream waits for the data.
 
         Raises:
             CollectiveError: the peer was lost, or did not send within the group's timeout.
@@ -134,7 +134,7 @@ class Incoming:
         return unpack(arrival.specs, arrival.payload)
 
     def _read_headers(self, thing: Thing) -> None:
-        """Wait for the headers of all results up to a given one, and read the headers.
+        """Wait for the headers of all results up to the given one, and read them.
 
         Headers are read in the peer's order, because receives from the spill channel must also be
         posted in that order.
@@ -169,7 +169,7 @@ class Incoming:
         self._arrivals[thing].header = work, numbers
 
     def _size(self, thing: Thing) -> int | None:
-        """Return the size that the outputs had in the previous step."""
+        """Return the size that these outputs had in the previous step."""
         return self._link.received.get((thing.stage, thing.microbatch))
 
     def _post(self, thing: Thing) -> bool:

@@ -1,10 +1,11 @@
 """Open the channels from this rank to the ranks that hold its stages' neighbours.
 
-There are three channels per peer, each in the sender's order. The host reads headers, and the
-host's engine carries them. The engine of the stages' device carries data. The third channel, spill,
-is for outputs that are larger than the receive posted for them. On a device, data and spill each
-use a two-rank communicator per direction. Data is connected when the pipeline is created, and spill
-when the first outputs need it.
+There are three channels per peer, each of which delivers messages in the order in which they are
+sent. The headers channel uses the host's engine, because the host reads the headers. The data
+channel uses the engine of the stages' device. The spill channel is for outputs that are larger than
+the receive posted for them. On a device, the data and spill channels each use one two-rank
+communicator per direction. The data channel is connected when the pipeline is created, and the
+spill channel when outputs first need it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Link:
     Attributes:
         rank: the peer's rank within the group.
         headers, data, spill: the three channels (see the module).
-        is_joined: whether a header is sent in one message with a payload of known size, as for host
+        is_joined: whether a header and a payload of known size are sent in one message, as for host
             data.
         sent, received: the size of each output's last payload, which is the same at both ends.
     """
@@ -44,11 +45,11 @@ class Link:
 def open_links(
     group: ProcessGroup, name: str, peers: Iterable[int], device: torch.device
 ) -> dict[int, Link]:
-    """Open channels to peers, which must make the same call; block until devices are connected.
+    """Open channels to peers, which must do the same; block until devices are connected.
 
     Args:
         group: the pipeline's ranks.
-        name: the pipeline's name, which is unique and the same on all its ranks.
+        name: the pipeline's name, which is unique to it and the same on all its ranks.
         peers: the group ranks of the peers.
         device: the device of the data.
 
@@ -70,7 +71,7 @@ def open_links(
 
 
 def connect(channels: Iterable[Channel], device: torch.device) -> None:
-    """Connect all channels for a device at once, so that the order among ranks is irrelevant."""
+    """Connect all of a device's channels at once, so that their order may differ between ranks."""
     like = torch.empty(1, device=device)
     for opening in [channel.open(like, async_op=True) for channel in channels]:
         assert opening is not None

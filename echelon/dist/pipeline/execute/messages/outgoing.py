@@ -21,7 +21,7 @@ from echelon.dist.work import Work
 
 
 class Outgoing:
-    """The sends to one peer, which are kept until they have completed."""
+    """The sends to one peer, each kept until it has completed."""
 
     def __init__(self, link: Link) -> None:
         self.rank = link.rank
@@ -31,8 +31,8 @@ class Outgoing:
     def outputs(self, thing: Thing, tensors: Sequence[torch.Tensor]) -> None:
         """Send a micro-batch's outputs.
 
-        The receiver may have posted a receive with the size from the previous step. So exactly that
-        many bytes are sent over the data channel, and the rest is sent over the spill channel.
+        The receiver may already have posted a receive of the previous step's size. So exactly that
+        many bytes are sent over the data channel, and any further bytes over the spill channel.
 
         Raises:
             ValueError: the tensors cannot be sent.

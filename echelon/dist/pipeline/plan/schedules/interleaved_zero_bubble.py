@@ -1,8 +1,8 @@
 """Interleaved zero bubble: interleaved 1F1B with the backward in two halves.
 
-Other ranks wait only for the gradients of the inputs, and the gradients of the weights fill the
-gaps. Rank r defers r weight gradients, so that every rank has a weight gradient for each gap at the
-end. Ranks hold at most (chunks x ranks) micro-batches.
+Other ranks wait only for input gradients, so weight gradients can fill the gaps. Rank r defers r
+weight gradients, so that it has one for each gap at the end. Ranks hold at most (chunks x ranks)
+micro-batches.
 """
 
 from __future__ import annotations

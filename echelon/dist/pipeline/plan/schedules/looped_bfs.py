@@ -1,4 +1,4 @@
-"""Looped breadth-first: GPipe over several chunks per rank, one whole chunk before the next.
+"""Looped breadth-first: GPipe with several chunks per rank, processed one whole chunk at a time.
 
 The schedule has the bubble of interleaved 1F1B and the memory of GPipe. Each chunk's parameters are
 needed once in each direction, which suits sharded stages.

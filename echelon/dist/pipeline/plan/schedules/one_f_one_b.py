@@ -1,7 +1,7 @@
 """1F1B: each rank runs a backward as soon as it can, and then one more forward.
 
-A rank idles as long as in GPipe, and holds at most as many micro-batches as there are ranks from
-itself to the last.
+A rank idles for as long as in GPipe, but holds at most as many micro-batches as there are ranks
+from itself to the last rank, inclusive.
 """
 
 from __future__ import annotations

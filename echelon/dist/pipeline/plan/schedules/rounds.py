@@ -1,10 +1,10 @@
 """Compute the order in which a rank visits its chunks, with micro-batches passing in rounds.
 
-A round of micro-batches passes through chunk 0, then through chunk 1, and so on, before the next
-round begins; in the backward direction the last chunk comes first. A round has as many
-micro-batches as there are ranks, so that the first micro-batch returns to rank 0 when the last has
-left. If the micro-batches cannot be divided evenly, rounds are as equal as possible, and never
-smaller than the number of ranks unless there is only one round.
+A round of micro-batches passes through chunk 0, then chunk 1, and so on, before the next round
+begins; in the backward direction, the last chunk comes first. A round has as many micro-batches as
+there are ranks, so the first one returns to rank 0 just after the last one has left. If the
+micro-batches cannot be divided evenly, the rounds' sizes are as equal as possible; no round is
+smaller than the number of ranks unless it is the only one.
 """
 
 from __future__ import annotations

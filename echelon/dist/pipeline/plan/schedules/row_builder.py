@@ -1,6 +1,6 @@
-"""Write a row and count its actions, so that a schedule only has to name stages.
+"""Build a row and count its actions, so that a schedule only has to name stages.
 
-Micro-batches pass through a stage in order. So the number of actions of a kind so far is also the
+Micro-batches pass through a stage in order. So the number of actions of one kind so far is also the
 index of the next micro-batch for that kind.
 """
 
@@ -20,7 +20,7 @@ from echelon.dist.pipeline.plan.action import (
 
 
 class RowBuilder:
-    """A row that is being written."""
+    """A row that is being built."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
@@ -29,33 +29,33 @@ class RowBuilder:
         self._backwards: Counter[int] = Counter()
 
     def num_forwards(self, stage: int) -> int:
-        """Return the number of forwards of a stage that are on the row."""
+        """Return the number of a stage's forwards in the row so far."""
         return self._forwards[stage]
 
     def owes(self, stage: int) -> bool:
-        """Return whether the row has input gradients of a stage but not all weight gradients."""
+        """Return whether the row still lacks weight gradients that a stage has deferred."""
         return any(owed == stage for owed, _ in self._owed)
 
     def forward(self, *stages: int) -> None:
-        """Write the next forward of each given stage."""
+        """Append the next forward of each given stage."""
         self.actions += [self._forward(stage) for stage in stages]
 
     def backward(self, stage: int) -> None:
-        """Write the next whole backward of a stage."""
+        """Append the next whole backward of a stage."""
         self.actions.append(self._backward(stage))
 
     def overlap(self, forward_stage: int, backward_stage: int) -> None:
-        """Write a forward and a whole backward as one action."""
+        """Append a forward and a whole backward as one action."""
         self.actions.append(overlap(self._forward(forward_stage), self._backward(backward_stage)))
 
     def inputs(self, stage: int) -> None:
-        """Write the next input gradients of a stage, and defer the weight gradients."""
+        """Append the next input gradients of a stage, and defer the weight gradients."""
         microbatch = self._count(self._backwards, stage)
         self._owed.append((stage, microbatch))
         self.actions.append(input_grad(stage, microbatch))
 
     def weights(self, stage: int | None = None) -> None:
-        """Write the weight gradients that were deferred first, of one stage or of any stage."""
+        """Append the oldest deferred weight gradients, either of a given stage or of any stage."""
         owed = next(pair for pair in self._owed if stage in (None, pair[0]))
         self._owed.remove(owed)
         self.actions.append(weight_grad(*owed))
@@ -73,7 +73,7 @@ class RowBuilder:
 
 
 def kept(action: Action, num_microbatches: int) -> list[Action]:
-    """Remove micro-batches that do not exist. An overlap may lose one or both of its parts."""
+    """Drop computations of micro-batches that do not exist; an overlap may lose both parts."""
     parts = [part for part in action.computations if part.microbatch < num_microbatches]
     if action.kind is not Kind.OVERLAP:
         return parts

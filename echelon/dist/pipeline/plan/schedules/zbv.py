@@ -2,11 +2,11 @@
 
 Rank r holds stages r and 2p - 1 - r, so that the last rank holds both stages at the turn of the V,
 and rank 0 holds both ends. If forward, input gradients and weight gradients take equal time, ranks
-idle only during the ramp of p - 1 chunks, and hold no more activations than rank 0 in 1F1B. (The
-schedule is Qi et al.'s, "Pipeline Parallelism with Controllable Memory".)
+idle only during the ramp of p - 1 chunks, and no rank holds more activations than rank 0 does in
+1F1B. (The schedule is Qi et al.'s, "Pipeline Parallelism with Controllable Memory".)
 
-The schedule is regular for 2p - 1 or more micro-batches. For fewer micro-batches, the order for 2p
-- 1 is used, and micro-batches that do not exist are left out.
+The schedule is regular for 2p - 1 or more micro-batches. With fewer micro-batches, the order for 2p
+- 1 is used without the micro-batches that do not exist.
 """
 
 from __future__ import annotations
