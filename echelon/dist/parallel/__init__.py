@@ -1,6 +1,6 @@
-"""Divide a model over one mesh into replicas, shards, pipeline stages and tensor-parallel slices.
+"""Divide a model over a mesh: replicas, shards, pipeline stages and tensor-parallel slices.
 
-Plans do not need torch; `parallelize` and `Parallel` load it when first used.
+Plans do not need torch, which is loaded when `parallelize` or `Parallel` is first used.
 """
 
 from importlib import import_module

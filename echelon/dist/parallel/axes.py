@@ -1,4 +1,4 @@
-"""Provide the groups of a mesh by the purpose of each axis."""
+"""Provide a mesh's groups, named after the purpose of each axis."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Axes:
     """A mesh whose axes have the names that `parallelize` uses.
 
     Attributes:
-        mesh: a mesh with all four axes, where axes missing from the caller's mesh have one rank.
+        mesh: a mesh with all four axes; those missing from the caller's mesh have size 1.
         stages: the ranks that hold the model's stages.
         tensor: the ranks among which layers are divided.
     """

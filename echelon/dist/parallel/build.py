@@ -1,4 +1,4 @@
-"""Divide a model that every rank has into the parts of the ranks."""
+"""Divide a model, which every rank has built in full, among the ranks."""
 
 from __future__ import annotations
 
@@ -52,33 +52,34 @@ def parallelize(
         parallel.clip_grad_norm_(1.0)
         optimizer.step()
 
-    A mesh may have any of these axes, in this order: "pp" for the stages of a pipeline; "replicate"
-    for equal copies trained on different data; "shard" for `fully_shard`; and "tp" for layers
-    divided by heads and features. Axis "tp" needs the fastest links, so its ranks are neighbours.
-    Every rank of the world must call this function with the same arguments and an equal model. The
-    model is divided in place. The function blocks until all ranks have called it, within the
-    groups' timeouts. Initial values are taken from the first rank along each axis except "pp".
+    The mesh may have any of these axes, in this order: "pp" for the stages of a pipeline;
+    "replicate" for identical copies trained on different data; "shard" for `fully_shard`; and "tp"
+    for layers that are divided by heads and features. Axis "tp" needs the fastest links, so its
+    ranks are neighbours. Every rank of the world must call this function with the same arguments
+    and an identical model. The model is divided in place. The function blocks until all ranks have
+    called it, within the groups' timeouts. Initial values are taken from the first rank along each
+    axis except "pp".
 
     Args:
         model: the model, on the host, on a device, or on the meta device.
         mesh: the mesh of ranks to divide the model over.
         plan: how to divide this kind of model; None means `model.plan()`.
-        loss_fn: called with the model's output and the targets; returns the mean loss over them.
-            None if the model's output is the loss.
+        loss_fn: called with the model's output and the targets; returns the mean loss over the
+            targets. None if the model's output is the loss.
         num_microbatches: the number of parts into which a rank's batch is split along dim 0, with
             or without a pipeline; gradients are averaged over these parts and reduced once.
         schedule: the name of the pipeline's schedule.
         num_chunks: the number of pipeline stages per rank.
-        sequence: whether to use sequence parallelism: norms and residuals hold an even part of each
-            sequence on each rank of axis "tp".
+        sequence: whether to use sequence parallelism: norms and residuals are divided evenly by
+            position over the ranks of axis "tp".
         mp_policy: as in `fully_shard`.
         reshard_after_forward: as in `fully_shard`.
         offload_policy: as in `fully_shard`.
         prefetch: as in `fully_shard`.
         memory_budget_bytes: as in `fully_shard`.
         device: for a model on the meta device, as in `fully_shard`.
-        init: for a model on the meta device, as in `fully_shard`. The slices on ranks of "tp" are
-            drawn from different seeds.
+        init: for a model on the meta device, as in `fully_shard`. The ranks of "tp" draw their
+            slices from different seeds.
 
     Raises:
         ValueError: an argument is invalid, or the model, plan and mesh do not match.
@@ -159,10 +160,10 @@ def _shard(
     axes: Axes,
     settings: dict[str, Any],
 ) -> None:
-    """Make units of the blocks in each top module and of its remaining parameters, if needed.
+    """If needed, make a unit of each block in a top module, and one of its remaining parameters.
 
-    A rank that does not share its parameters with others has nothing to gather; it needs units only
-    to compute in another dtype or to allocate a model on the meta device.
+    A rank that holds its parameters alone has nothing to gather. It needs units only to compute in
+    another dtype or to allocate a model that is on the meta device.
     """
     is_meta = any(parameter.is_meta for top in tops for parameter in top.parameters())
     needs_units = is_meta or settings["mp_policy"] is not None or settings["offload_policy"]
@@ -179,7 +180,7 @@ def _shard(
 
 @contextlib.contextmanager
 def _own_seed(axes: Axes) -> Iterator[None]:
-    """Use a different seed on each rank of axis tp, whose slices form one random matrix."""
+    """Use a different seed on each rank of axis tp, so that all slices have different values."""
     if axes.tensor.size == 1:
         yield
         return
@@ -189,7 +190,7 @@ def _own_seed(axes: Axes) -> Iterator[None]:
 
 
 def _make_copies_equal(tops: Sequence[nn.Module], undivided: Undivided, axes: Axes) -> None:
-    """Copy the values of undivided parameters from the first rank of axis tp to its other ranks."""
+    """Copy undivided parameters from the first rank of axis tp to the other ranks of the axis."""
     whole = {id(one) for one in (*undivided.partial, *undivided.equal)}
     if axes.tensor.size == 1:
         return

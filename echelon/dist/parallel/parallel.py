@@ -25,14 +25,14 @@ from echelon.dist.pipeline.execute.stage import LossFn
 
 
 class Parallel:
-    """One rank's part of a model, with the calls that train it. Created by `parallelize`.
+    """One rank's part of a model, with methods to train it. Created by `parallelize`.
 
     Attributes:
-        model: this rank's module, with the whole model's names; in a pipeline, a module of this
+        model: this rank's module, with the whole model's names; in a pipeline, it contains this
             rank's stages. Use it in a checkpoint's state: `{"model": parallel.model, ...}`.
         mesh: the mesh with all four axes.
-        data: the index of this rank's share of the batch and the number of shares. Ranks with equal
-            `data` must get the same data.
+        data: the index of this rank's share of the batch, and the number of shares. Ranks with
+            equal `data` must receive the same data.
         pipeline: the pipeline that runs the stages; None without axis "pp".
 
     Example:
@@ -76,7 +76,7 @@ class Parallel:
 
     @property
     def has_loss(self) -> bool:
-        """Whether this rank computes losses, which is the case if it holds the last stage."""
+        """Whether this rank computes losses, because it holds the last stage."""
         return self.pipeline is None or self.pipeline.has_last
 
     def step(self, inputs: Any, targets: Any = None, *, loss_scale: float = 1.0) -> Tensor:
@@ -89,13 +89,12 @@ class Parallel:
             inputs: a tensor or a tuple of tensors, [batch_size, ...], the same on all ranks with
                 equal `data`. Stages after the first ignore them.
             targets: the targets for the loss, in the same form; stages before the last ignore them.
-            loss_scale: the scale of a gradient scaler, the same on all ranks. It multiplies the
-                gradients but not the losses.
+            loss_scale: the current scale of a gradient scaler, which must be the same on all ranks.
+                It multiplies the gradients but not the losses.
 
         Returns:
-            This rank's term of the mean loss, a scalar without a graph; the sum of these terms over
-                all ranks of the world is the mean loss. The term is 0 on ranks without a loss
-                (`has_loss`).
+            This rank's term of the mean loss, a detached scalar. The mean loss is the sum of these
+            terms over all ranks of the world; the term is 0 on ranks without a loss (`has_loss`).
 
         Raises:
             ValueError: an argument is invalid, or ranks of axis "tp" received different data.
@@ -213,10 +212,10 @@ class Parallel:
         return torch.device("cpu") if first is None else first.device
 
     def _compare(self, inputs: Any, targets: Any) -> None:
-        """Check before the first step that all ranks of axis tp received the same data.
+        """Before the first step, check that all ranks of axis tp received the same data.
 
-        Otherwise each rank would silently combine its own data with the other ranks' parts of the
-        layers.
+        Otherwise each rank would silently combine its own data with other ranks' results for other
+        data.
         """
         group = self._axes.tensor
         if self._has_compared or group.size == 1:
@@ -232,7 +231,7 @@ class Parallel:
             )
 
     def _ending_on_failure(self, call: str) -> contextlib.AbstractContextManager[None]:
-        """End the groups if a pipeline's step fails: other ranks may be waiting in axis tp."""
+        """End the groups if a pipeline's step fails: other ranks of axis tp may be waiting."""
         group = self._axes.tensor
         rank = group.ranks[group.rank]
         return ending_on_failure(call, next(self._numbers), rank, lambda: [group])

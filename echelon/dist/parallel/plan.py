@@ -1,4 +1,4 @@
-"""Describe the units, the divided modules and the stages of a model."""
+"""Describe a model's units, divided modules and stages."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ _STYLES = get_args(TensorStyle)
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A description of how to divide a kind of model. In names, `*` matches one dotted part.
+    """How to divide one kind of model. In a name, `*` matches one dotted part.
 
     Attributes:
-        blocks: the modules that become units of `fully_shard`, in the order of the model. The rest
-            of the model, or of a stage, is one more unit.
-        tensor: the modules that tensor parallelism changes, and how:
+        blocks: the modules that become units of `fully_shard`, in the order of the model. All other
+            parameters of the model, or of a stage, form one more unit.
+        tensor: the modules that tensor parallelism changes, each with its style:
 
-            * "region": a module whose first argument enters the divided part of the model, and
-              which contains "column" and "row" modules: attention, a feed-forward network.
+            * "region": a module that contains "column" and "row" modules, such as attention or a
+            feed-forward network; its first argument enters the divided part of the model.
             * "column": an `nn.Linear` divided by its outputs.
             * "row": an `nn.Linear` divided by its inputs; its outputs are summed over the ranks.
-            * "vocabulary": an `nn.Embedding` divided evenly by its rows if possible; otherwise
-                treated like "embedding".
+            * "vocabulary": an `nn.Embedding` divided evenly by its rows if possible, and otherwise
+            treated like "embedding".
             * "embedding": an `nn.Embedding` that every rank holds.
-            * "head": an `nn.Linear` whose outputs are divided evenly if possible, and gathered
-                again.
+            * "head": an `nn.Linear` whose outputs are divided evenly, if possible, and then
+            gathered.
 
         stages: called with the model, the index of a stage and the number of stages; returns the
-            stage's module, with the model's names. None if the model cannot be a pipeline.
-        divisors: attributes whose values must be multiples of the number of ranks, such as the
-            number of heads, keyed by their names in messages.
+            stage's module, with the model's names. None if the model cannot run as a pipeline.
+        divisors: attributes that must be multiples of the number of ranks, such as the number of
+            heads, keyed by the names to use for them in messages.
 
     Example:
         >>> plan = Plan(
@@ -77,7 +77,7 @@ def matches(
     """Yield the name, module and pattern of each match, in the model's order.
 
     Raises:
-        ValueError: a pattern matches no module.
+        ValueError: a pattern does not match any module.
     """
     unused = list(patterns)
     wanted = tuple(unused)

@@ -13,7 +13,7 @@ from echelon.dist.pipeline.plan.plan import Plan as Schedule
 
 
 def cut(model: nn.Module, plan: Plan, schedule: Schedule, group: ProcessGroup) -> list[Stage]:
-    """Return this rank's stages of a model, according to the schedule's placement.
+    """Return this rank's stages of a model, as placed by the schedule.
 
     Raises:
         ValueError: the plan does not define stages, or the model cannot be cut into that many
@@ -32,7 +32,7 @@ def cut(model: nn.Module, plan: Plan, schedule: Schedule, group: ProcessGroup) -
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """Return a dict from every name of a parameter to the first name of the same parameter."""
+    """Map every name of a parameter to the first of the parameter's names."""
     first: dict[int, str] = {}
     return {
         name: first.setdefault(id(parameter), name)
@@ -43,7 +43,7 @@ def first_names(model: nn.Module) -> dict[str, str]:
 def find_ties(
     stages: Sequence[Stage], first: dict[str, str], group: ProcessGroup
 ) -> list[list[str]]:
-    """Return the parameters that several stages hold, in the form `Pipeline` takes. Collective.
+    """Return the parameters that several stages hold, in `Pipeline`'s format. Collective.
 
     Args:
         stages: this rank's stages.
@@ -70,7 +70,7 @@ def find_ties(
 
 
 def copies(stages: Sequence[Stage], ties: Sequence[Sequence[str]]) -> list[nn.Parameter]:
-    """Return this rank's copies of the parameters that are counted by an earlier stage."""
+    """Return this rank's copies of parameters that an earlier stage already counts."""
     by_index = {
         stage.index: dict(stage.module.named_parameters(remove_duplicate=False)) for stage in stages
     }

@@ -1,4 +1,4 @@
-"""Assemble the whole model from all ranks' parts: first shards, then slices, then stages."""
+"""Assemble the whole model from all ranks' parts: first from shards, then slices, then stages."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def full_state_dict(model: nn.Module, axes: Axes, names: dict[str, str]) -> dict
     Args:
         model: this rank's part of the model, with the whole model's names.
         axes: the mesh axes that the model is divided over.
-        names: maps every name of a parameter in the whole model to its first name; the two differ
-            for tied parameters.
+        names: maps every name of a parameter in the whole model to the first of the parameter's
+            names; tied parameters have several.
 
     Raises:
         CollectiveError: a rank was lost or did not join.
@@ -48,7 +48,7 @@ def _joined(value: Tensor, part: Slice, group: ProcessGroup) -> Tensor:
 
 
 def _from_all_stages(mine: dict[str, Tensor], group: ProcessGroup) -> dict[str, Tensor]:
-    """Collect the entries of each stage from the first rank that has them."""
+    """Collect the entries of all stages, each from the first rank that has it."""
     forms = {name: [list(value.shape), str(value.dtype)] for name, value in mine.items()}
     every = group.all_gather_object(forms)
     found: dict[str, Tensor] = {}

@@ -1,1 +1,1 @@
-"""Manage operations in progress: how they are executed and waited for, and how they end."""
+"""Manage operations in progress: execute them, wait for them, and determine how they end."""

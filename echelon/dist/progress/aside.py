@@ -1,4 +1,4 @@
-"""Run a job on a separate thread that can be abandoned if the job blocks in a library."""
+"""Run a job on a separate thread, so that it can be abandoned if it blocks in a library."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def make_aside(
         make: a function that may block in a library without being interruptible.
         drop: called with the result, on either thread, to release it if the caller has stopped
             waiting.
-        check: called every 0.1 s during the wait; an exception from it is raised here, and `make`
-            is abandoned on its thread.
+        check: called every 0.1 s while waiting. If it raises an exception, that exception is raised
+            here, and `make` is abandoned on its thread.
 
     Raises:
         Exception: an exception that `make` or `check` raised.

@@ -1,6 +1,6 @@
-"""Define how a group obtains information about other ranks that its engine does not have.
+"""Define how a group obtains information about other ranks that its engine lacks.
 
-`membership/liveness.py` implements it for groups of several ranks.
+`membership/liveness.py` implements `Evidence` for groups of several ranks.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Evidence(Protocol):
     """Information about the other members that does not come from the engine."""
 
     def serve(self, state: GroupState) -> None:
-        """Start answering other ranks' liveness checks, and let their verdicts fail `state`."""
+        """Start answering other ranks' liveness checks; their verdicts can now fail `state`."""
 
     def dead(self, ranks: Sequence[int]) -> list[int]:
-        """Return the given group ranks whose processes are known to have ended. Local work only."""
+        """Return which of the given group ranks' processes are known to have ended. Local."""
 
     def find(
         self,
@@ -46,28 +46,28 @@ class Evidence(Protocol):
         """
 
     def explain(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return a better explanation of the engine's error if another rank has published one."""
+        """Return an error that explains the engine's error better, or `error` if there is none."""
 
     def hear(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return the verdict of the rank whose failure ended an operation, or else `error`.
+        """If another rank's failure ended the operation, return its verdict; otherwise `error`.
 
         Blocks for at most 3 s, while that rank determines which rank is at fault.
         """
 
     def arriving(self) -> AbstractContextManager[object]:
-        """During the block, notify the other members that this rank is in a monitored barrier."""
+        """Notify the other members, during the block, that this rank is in a monitored barrier."""
 
     def publish(self, error: CollectiveError) -> None:
-        """Notify the other members of why the group ended on this rank. Returns at once."""
+        """Report to the other members why the group ended on this rank. Does not block."""
 
     def leave(self) -> None:
-        """Notify the other members that this rank closed the group. Returns at once."""
+        """Notify the other members that this rank closed the group. Does not block."""
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Release all resources. Calling this twice is safe.
 
         Args:
-            timeout_s: how long publishing pending notices may take.
+            timeout_s: how long to keep publishing pending notices.
         """
 
 
@@ -81,7 +81,7 @@ class NoEvidence:
         """Do nothing."""
 
     def dead(self, ranks: Sequence[int]) -> list[int]:  # noqa: ARG002
-        """Return no ranks, because the group has no others."""
+        """Return an empty list: the group has no other ranks."""
         return []
 
     def find(
@@ -91,7 +91,7 @@ class NoEvidence:
         needed: Sequence[int] | None,
         dead: Sequence[int] = (),  # noqa: ARG002
     ) -> CollectiveError:
-        """Return the error that the engine observed, without naming further ranks."""
+        """Return the error that the engine observed, without naming any ranks."""
         if broken is not None:
             return build.connection_broken(self._members, operation, broken)
         return build.timed_out(self._members, operation, needed or [])

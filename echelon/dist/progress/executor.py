@@ -1,7 +1,7 @@
-"""Provide a lane for a library that allows only one call at a time per process (oneCCL).
+"""Provide a lane that serializes calls to a library that allows only one at a time (oneCCL).
 
-All groups share the lane, so a collective may be called on any thread and waits for its turn. A
-blocking call runs on the caller's thread if the lane is idle.
+All groups in a process share the lane. A collective may be called on any thread; it waits for its
+turn. A blocking call runs on the caller's thread if the lane is idle.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LanePending(Outcome):
             raise self.error
 
     def run(self, job: Callable[[], None]) -> None:
-        """Carry out the operation on this thread."""
+        """Run the operation on this thread."""
         try:
             job()
         except BaseException as err:  # noqa: BLE001 -- it belongs to the one that waits for it
@@ -37,7 +37,7 @@ class LanePending(Outcome):
 
 
 class Lane:
-    """A queue of jobs that run one after the other."""
+    """A queue of jobs that run one at a time."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -65,7 +65,7 @@ class Lane:
         return pending
 
     def run(self, job: Callable[[], None]) -> None:
-        """Run a job on this thread: at once if the lane is idle, otherwise in its turn."""
+        """Run a job: on this thread if the lane is idle, otherwise when its turn comes."""
         with self._changed:
             inline = not self._busy and not self._jobs
             self._busy = self._busy or inline
@@ -80,7 +80,7 @@ class Lane:
                 self._changed.notify_all()
 
     def close(self, *, wait: bool = True) -> None:
-        """Stop the thread after the queued jobs. The caller has already made all of them fail."""
+        """Stop the thread after the queued jobs. The caller has already made them all fail."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

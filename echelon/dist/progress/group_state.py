@@ -1,15 +1,16 @@
 """Track a group's calls, its operations in progress, and how the group ended.
 
 This is the only place that records whether a group is broken, aborted or closed. Engines raise what
-they observed (see `backends/interface.py`). This module turns that into the group's first error.
-Every later call reports that error, on this rank and, through `Evidence`, on the other ranks.
+they observed (see `backends/interface.py`). This module converts the first observation into the
+group's error. Every later call reports that error, on this rank and, through `Evidence`, on the
+other ranks.
 
-[Note: the end of a group] The first of a failure, an abort and a close wins, decided by one atomic
-`dict.setdefault`, so that no lock is needed: `abort` may be called by a signal handler on a thread
-that holds any lock of this object. The winner cuts the engine. The engine is released (`close`)
-only once no thread is inside it: `close` waits briefly for other threads, and if the caller itself
-is inside (a signal handler that calls `shutdown`), the interrupted call releases the engine when it
-returns.
+[Note: the end of a group] A group can end by a failure, an abort or a close; the first of these
+wins. An atomic `dict.setdefault` decides which one is first. A lock would not work, because a
+signal handler may call `abort` on a thread that already holds the lock. The winner cuts the
+engine's connections. The engine is released (`close`) only once no thread is inside it. So `close`
+waits briefly for other threads. If its caller is itself inside the engine (a signal handler that
+calls `shutdown`), the interrupted call releases the engine when it returns.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ if hasattr(os, "register_at_fork"):
 class Turn:
     """A lock that records its owner, because a signal handler may request it on the owner's thread.
 
-    Used as `with turn as is_nested`. A nested block runs within the owner's block.
+    Use it as `with turn as is_nested`. A nested block runs within the owner's block.
     """
 
     __slots__ = ("_depth", "_lock", "_owner")
@@ -96,7 +97,7 @@ class _End:
 
 
 class GroupState:
-    """The operations of one group on this rank, from the first number until the group ends."""
+    """The operations of one group on this rank, from the first one until the group ends."""
 
     def __init__(self, members: Members, engine: Engine, evidence: Evidence | None = None) -> None:
         self.members = members
@@ -127,7 +128,7 @@ class GroupState:
     def error(self) -> CollectiveError | None:
         """The error that ended the group.
 
-        The value is None if the group has not ended, or ended without an error.
+        The value is None if the group has not ended or has ended without an error.
         """
         end = self._ends.get("end")
         return None if end is None else end.error
@@ -139,7 +140,7 @@ class GroupState:
         return self._message_numbers.get((kind, peer), 0)
 
     def admit(self, operation: Operation, *, is_nested: bool = False) -> None:
-        """Assign an operation its final number, unless it is refused.
+        """Assign an operation its final number, unless the operation is refused.
 
         The caller must hold the turn.
 
@@ -162,7 +163,7 @@ class GroupState:
     # ---- carrying out ----
 
     def run(self, operation: Operation) -> None:
-        """Carry out one admitted operation on this thread.
+        """Run an admitted operation on this thread.
 
         Raises:
             CollectiveError: the operation failed, and the group has ended.
@@ -184,10 +185,10 @@ class GroupState:
             spent.collectives_s = before_s + time.monotonic() - began_s
 
     def launch(self, operation: Operation, record: int) -> Work:
-        """Start one admitted operation.
+        """Start an admitted operation.
 
         Raises:
-            CollectiveError: the operation failed at once, and the group has ended.
+            CollectiveError: the operation failed immediately, and the group has ended.
         """
         watch = OperationWatch(self, operation)
         me = (threading.get_ident(), operation)
@@ -236,7 +237,7 @@ class GroupState:
                     self._settle(work)
 
     def settle(self, work: Work) -> None:
-        """Record an operation's end after the ends of earlier ones, so that the cause comes first.
+        """Record an operation's end after those of earlier ones, so that the cause comes first.
 
         An operation on a device may still be running after a wait. In that case its end is recorded
         later.
@@ -301,7 +302,7 @@ class GroupState:
     # ---- failing ----
 
     def raise_end(self, operation: Operation, raised: BaseException) -> NoReturn:
-        """Raise the error of an operation to the user.
+        """Raise the error to report for an operation.
 
         Raises:
             BaseException: always.
@@ -361,8 +362,8 @@ class GroupState:
         """End the group with the verdict of another rank; never blocks.
 
         A rank that failed in a collective has finished all earlier collectives, so all ranks took
-        part in those. If an earlier collective is still in progress on this rank, it is given a
-        moment to end by itself.
+        part in those. An earlier collective that is still in progress on this rank is given a
+        moment to finish.
         """
         number = error.sequence
         if error.operation in COLLECTIVES and self._is_before(number):
@@ -377,7 +378,7 @@ class GroupState:
         self.fail(error)
 
     def _is_before(self, number: int) -> bool:
-        """Return whether a collective with a number below a given one is in progress."""
+        """Return whether a collective with a number lower than `number` is in progress."""
         if 0 <= self._running < number:
             return True
         return any(
@@ -426,7 +427,7 @@ class GroupState:
     # ---- the end ----
 
     def close(self) -> None:
-        """End the group on this rank and release its resources. Does local work for at most 1 s.
+        """End the group on this rank and release its resources. Local; takes at most 1 s.
 
         Within that second, the method waits for a pending verdict to be published. If the store
         does not answer in time, the watcher continues publishing after the method has returned.

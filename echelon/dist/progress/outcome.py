@@ -26,7 +26,7 @@ class Outcome:
 
     @property
     def error(self) -> BaseException | None:
-        """The error with which the operation failed; None if it succeeded or has not ended."""
+        """The error that the operation failed with; None if it succeeded or has not ended."""
         return self._error
 
     @property

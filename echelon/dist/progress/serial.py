@@ -1,9 +1,9 @@
-"""Run the collectives of a blocking engine one after the other on one thread.
+"""Run the collectives of a blocking engine one at a time, on one thread.
 
 Every collective runs on that thread, even if the caller waits for it. So a Python signal handler
-never interrupts a collective halfway, because the handler runs on the caller's thread, which only
-waits. Collectives that the handler calls are queued after the current one. Callers do not take
-locks, because the queue (`queue.SimpleQueue`) is reentrant for handlers.
+never interrupts a collective halfway: the handler runs on the caller's thread, which is only
+waiting. Collectives that the handler calls are queued behind the current one. Callers do not need
+locks, because handlers can safely reenter the queue (`queue.SimpleQueue`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Job(Outcome):
 
 
 class Serial:
-    """A queue that runs one engine's collectives in the order they were called."""
+    """A queue that runs one engine's collectives in the order in which they were called."""
 
     def __init__(self, name: str, carry_out: CarryOut) -> None:
         self._name = name
@@ -63,10 +63,10 @@ class Serial:
         return job
 
     def run(self, operation: Operation, watch: Watch) -> None:
-        """Carry out a collective when its turn comes; block until it has ended.
+        """Run a collective when its turn comes; block until it has ended.
 
         Raises:
-            Exception: an exception that the collective raised, or that ended it before its turn.
+            Exception: the exception that the collective raised, or that ended it before its turn.
         """
         job = self.submit(operation, watch)
         while not job.wait(CHECK_EVERY_S):
@@ -76,7 +76,7 @@ class Serial:
             raise job.error
 
     def close(self, timeout_s: float) -> bool:
-        """Stop the thread after its current job; return whether the thread has ended in time."""
+        """Stop the thread after its current job; return whether the thread ended in time."""
         self._is_closing = True
         self._inbox.put(None)
         thread = self._thread.get("serial")
@@ -113,7 +113,7 @@ class Serial:
         job.finish(error)
 
     def _check_waiting(self) -> None:
-        """End queued jobs whose deadline has passed while the running job takes long."""
+        """End queued jobs whose deadlines pass while they wait for a long-running job."""
         self._take(block=False)
         now = time.monotonic()
         for job in [one for one in self._waiting if now >= one.watch.deadline_s]:

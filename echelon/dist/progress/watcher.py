@@ -1,9 +1,9 @@
 """Run the watcher: one thread per process that monitors the operations of all groups.
 
 The watcher settles operations that no caller waits for, so that the black box records their ends.
-It checks deadlines and deaths for engines without a thread of their own. It also runs jobs that
-must not delay a failing call, such as publishing a verdict. The thread ends while there is nothing
-to watch. A forked child has its own watcher.
+For engines without a thread of their own, it checks for missed deadlines and dead ranks. It also
+runs jobs that must not delay a failing call, such as publishing a verdict. The thread exits when
+there is nothing left to watch, and starts again when needed. A forked child has its own watcher.
 """
 
 from __future__ import annotations
@@ -72,9 +72,8 @@ class Watcher:
     def flush(self, timeout_s: float) -> None:
         """Wait until the jobs posted so far have run or the timeout expires.
 
-        Jobs that did not finish within one flush are not waited for again, so that closing many
-        groups costs only one timeout in total. These jobs still run, unless the process exits
-        first.
+        After a timeout, further flushes do not wait for the same jobs, so closing many groups costs
+        only one timeout in total. The jobs still run, unless the process exits first.
         """
         if threading.current_thread() is self._thread or self._is_behind:
             return

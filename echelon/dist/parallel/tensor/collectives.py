@@ -1,18 +1,18 @@
-"""Provide differentiable collectives for the entry and exit of the divided part of a model.
+"""Provide differentiable collectives to enter and leave the divided part of a model.
 
-Outside the divided part every rank has the same features or, with `sequence`, an even part of each
-sequence. Each function runs a collective in forward, and in backward the collective that gives
-every rank the gradient of its input:
+Outside the divided part, every rank has the same features or, with `sequence`, an equal part of
+each sequence. Each function runs one collective in forward. In backward, it runs the collective
+that gives every rank the gradient of its input:
 
     enter               identity                    backward: all_reduce
     enter, sequence     all_gather of positions     backward: reduce_scatter
     leave               all_reduce                  backward: identity
     leave, sequence     reduce_scatter              backward: all_gather
-    gather              all_gather of a dim         backward: this rank's part, with no message
+    gather              all_gather of a dim         backward: this rank's part, without a message
 
-The collectives of `group` do all communication: `enter` and `leave` move the features of a layer
+All communication uses the collectives of `group`. `enter` and `leave` each move a layer's features
 once in forward and once in backward. All functions block, at most for the group's timeout, and
-raise the group's `CollectiveError`s. In a compiled module, each function splits the graph.
+raise the group's `CollectiveError`s. In a compiled module, each function causes a graph break.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def leave(x: Tensor, group: ProcessGroup, *, sequence: bool) -> Tensor:
 
 @uncompiled_call
 def gather(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """Concatenate all ranks' parts along a dim. Every rank then continues with the same values."""
+    """Concatenate all ranks' parts along a dim. All ranks then have the same values."""
     return cast(Tensor, _Gather.apply(x, group, dim))  # type: ignore[no-untyped-call]
 
 

@@ -1,4 +1,4 @@
-"""Divide a model's layers according to a plan, and find the parameters that stay whole."""
+"""Divide a model's layers according to a plan, and find the parameters that remain whole."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Undivided:
     """The parameters that every rank of the group holds whole.
 
     Attributes:
-        partial: parameters for which each rank computes only a part of the gradient; the parts are
+        partial: parameters for which each rank computes only part of the gradient; these parts are
             summed.
         equal: parameters for which every rank computes the whole gradient. The gradients are
-            averaged, so that copies stay equal even if a device adds in no fixed order.
+            averaged, so that the copies stay equal even if a device adds in no fixed order.
     """
 
     partial: tuple[nn.Parameter, ...] = ()

@@ -1,4 +1,4 @@
-"""Keep gradients equal for parameters that every rank of a tensor-parallel group holds."""
+"""Keep the gradients of parameters equal if every rank of a tensor-parallel group holds them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SharedGradients:
 
     Args:
         undivided: the undivided parameters of the whole model.
-        held: this rank's parameters whose `.grad` an optimizer uses: shards, if there are any.
+        held: the tensors whose `.grad` this rank's optimizer uses: shards, if there are any.
         group: the ranks that hold the same parameters.
     """
 
@@ -42,7 +42,7 @@ class SharedGradients:
                     parameter.grad = None
 
     def drop(self) -> None:
-        """Drop the gradients of a failed step, and restore the gradients that were set aside."""
+        """Discard the gradients of a failed step, and restore those that were set aside."""
         if self._group.size > 1:
             for parameter in self.parameters:
                 parameter.grad = self._kept.pop(id(parameter), None)
@@ -50,7 +50,7 @@ class SharedGradients:
     def reduce(self) -> None:
         """Sum or average the step's gradients over the group, and add the gradients set aside.
 
-        A parameter without a gradient on any rank still has none afterwards. Collective.
+        A parameter that has no gradient on any rank still has none afterwards. Collective.
 
         Raises:
             CollectiveError: a rank was lost or did not join.
@@ -93,7 +93,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters that have the same dtype and device into buckets up to a size."""
+    """Group parameters of the same dtype and device into buckets of limited size."""
     buckets: list[list[nn.Parameter]] = []
     open_ones: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
     for parameter in parameters:

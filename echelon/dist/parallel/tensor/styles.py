@@ -2,12 +2,12 @@
 
 A divided layer keeps its module, its name and its parameter object; the parameter becomes this
 rank's slice, and the module's `forward` is replaced by a function that communicates with the other
-ranks. Only plain tensors are used, so `fully_shard`, pipelines and optimizers work on the layer as
-on any model.
+ranks. Only plain tensors are used, so `fully_shard`, pipelines and optimizers work as with any
+other layer.
 
 Torch's DTensor was tried and rejected: `fully_shard` cannot place DTensors in its flat vectors,
-torch needs a second world beside echelon's, and the same layers took 2.3 times the processor time
-(width 128, 2 ranks).
+torch needs a second world besides echelon's, and the same layers took 2.3 times as much processor
+time (width 128, 2 ranks).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Setting:
 
 
 def check(name: str, module: nn.Module, style: str, size: int) -> None:
-    """Check, before any module is divided, that a module can be divided according to a plan.
+    """Check that a module can be divided in a given style, before any module is divided.
 
     Raises:
         ValueError: the module cannot be divided.
@@ -73,7 +73,7 @@ def make_region(name: str, module: nn.Module, setting: Setting) -> None:
 
 
 def make_column(name: str, module: nn.Module, setting: Setting, *, enters: bool) -> None:
-    """Divide a linear layer by its outputs, so that it returns this rank's features only."""
+    """Divide a linear layer by its outputs, so that it returns only this rank's features."""
     linear = _linear(name, module)
     linear.out_features = _divide_rows(name, linear, setting)
     if not enters:
@@ -102,7 +102,7 @@ def make_row(name: str, module: nn.Module, setting: Setting) -> None:
 
 
 def make_vocabulary(name: str, module: nn.Module, setting: Setting) -> None:
-    """Divide an embedding evenly by its rows if possible; each rank looks up its own tokens."""
+    """Divide an embedding evenly by its rows, if possible, so each rank looks up its own tokens."""
     embedding = _embedding(name, module)
     if embedding.num_embeddings % setting.group.size:
         make_embedding(name, module, setting)
@@ -134,7 +134,7 @@ def make_embedding(name: str, module: nn.Module, setting: Setting) -> None:
 
 
 def make_head(name: str, module: nn.Module, setting: Setting) -> None:
-    """Divide a linear layer evenly by its outputs if possible, and gather the outputs."""
+    """Divide a linear layer evenly by its outputs, if possible, and gather the outputs."""
     linear = _linear(name, module)
     group, sequence = setting.group, setting.sequence
     if linear.out_features % group.size:
@@ -157,7 +157,7 @@ def make_head(name: str, module: nn.Module, setting: Setting) -> None:
 def divide(name: str, parameter: Tensor, dim: int, group: ProcessGroup) -> int:
     """Reduce a parameter to this rank's slice; return the slice's length along `dim`.
 
-    A parameter used in several places is divided once.
+    A parameter used in several places is divided only once.
 
     Raises:
         ValueError: the parameter cannot be divided evenly, is already divided along another dim, or
@@ -198,7 +198,7 @@ class _Forward:
         return self._forward(x)
 
     def __deepcopy__(self, memo: object) -> _Forward:
-        """Refuse to copy, because the copy would compute with the original's weights."""
+        """Raise an error, because a copy would compute with the original's weights."""
         raise ValueError(
             "a model divided by parallelize cannot be copied. Copy the model first, and divide "
             "the copy too; for a moving average, keep clones of its parameters"
@@ -234,11 +234,11 @@ def _described(module: nn.Module) -> str:
 
 
 def _check_tokens(name: str, tokens: Tensor, num_all: int) -> None:
-    """Check that each token is a row of the embedding; otherwise no rank would look it up.
+    """Check that each token is a row of the embedding, so that some rank looks it up.
 
     Raises:
-        IndexError: a token is not a row, as in `nn.Embedding`. Checked only on the host, where this
-            does not wait for a device.
+        IndexError: a token is not a row, as in `nn.Embedding`. Checked only on the host, where the
+            check does not have to wait for a device.
     """
     if tokens.device.type == "cpu" and tokens.numel():
         least, most = int(tokens.min()), int(tokens.max())
