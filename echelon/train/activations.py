@@ -7,8 +7,8 @@
                  are the most expensive to recompute, and recomputes the rest.
 
 The recomputed forward repeats the first one operation by operation, with the same random numbers,
-so gradients have the same bits. Only a block's `forward` is replaced, not its hooks. So
-`fully_shard` gathers a unit around either forward, and it may be called before or after
+so gradients have the same bits. Only a block's `forward` is replaced, not its hooks. Therefore,
+`fully_shard` gathers a unit around both forwards, and may be called before or after
 `checkpoint_activations`. No module is wrapped, so no name in a state dict changes.
 """
 
@@ -100,7 +100,7 @@ def costly_operations() -> list[Any]:
 
 
 class _Checkpointed:
-    """The checkpointed forward of a block. It is an object, so that copying the block copies it."""
+    """The checkpointed forward of a block; it is an object so that a copied block gets its own."""
 
     def __init__(self, forward: Callable[..., Any], kept: frozenset[Any] | None) -> None:
         self._forward = forward

@@ -2,11 +2,11 @@
 
     average  <-  decay * average + (1 - decay) * parameter        after each step of the optimizer
 
-The average has the form of an optimizer: it keeps one tensor of the same shape for each parameter.
+The average is built like an optimizer: it keeps one tensor of the same shape for each parameter.
 Under `fully_shard`, each rank therefore keeps only the average of its own shards, and nothing is
 communicated. A checkpoint saves the average under the parameter's name, like an optimizer's state,
-and can be loaded into any number of ranks. The class has no `step`, because torch and the recorder
-count the calls of `step` as training steps.
+and can be loaded on any number of ranks. The class has no `step`, because torch and the recorder
+count calls of `step` as training steps.
 
 Buffers are not averaged, and neither are parameters that do not require gradients.
 """
@@ -29,14 +29,15 @@ _STATE = "average"
 class ExponentialMovingAverage(torch.optim.Optimizer):
     """The averages of a model's parameters, which start as copies of the parameters.
 
-    Create the averages after `fully_shard`. They need the memory of one more copy of this rank's
-    shards, in float32 for lower-precision parameters, and of a second copy inside `applied()`.
+    Create the averages after `fully_shard`. They take as much memory as another copy of this rank's
+    shards (in float32 for lower-precision parameters), and as much as two copies inside
+    `applied()`.
 
     Args:
         parameters: a model, a pipeline stage, a pipeline, or an iterable of parameters.
         decay: the decay per update, between 0 and 1.
-        warmup: whether to use the smaller of `decay` and (1 + n) / (10 + n) in update n. Otherwise,
-            the averages of the first 1 / (1 - decay) steps would mostly consist of the values
+        warmup: whether to use the smaller of `decay` and (1 + n) / (10 + n) in update n. Without
+            it, for the first 1 / (1 - decay) steps, the averages would consist mostly of the values
             before training.
 
     Raises:
@@ -138,7 +139,7 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
             self.state[parameter][_STATE] = _copy(average.to(parameter.device), parameter.dtype)
 
     def step(self, closure: Any = None) -> Any:  # noqa: ARG002 -- as the base class has it
-        """Raise an error, because averages are updated by `update()`.
+        """Raise an error, because `update()` is what updates the averages.
 
         Raises:
             TypeError: always.

@@ -49,7 +49,7 @@ class NonFinite:
 
 
 class FiniteGuard:
-    """Clips gradients, and skips the optimizer's step if the norm of the gradients is not finite.
+    """A guard that clips gradients and skips the optimizer's step if their norm is not finite.
 
     A gradient scaler skips overflows itself. With a scaler, call the guard only if `unscale_`
     returned True, so that steps in which the scale is still adapting are not counted.
@@ -57,8 +57,8 @@ class FiniteGuard:
     Args:
         model: the sharded model, or this rank's stages or pipeline.
         max_in_a_row: raise an error after this many consecutive skipped steps.
-        over: a group of all ranks that hold parameters of the model, which is needed for pipeline
-            stages and for experts. None means the largest group that parameters are sharded across.
+        over: a group of all ranks that hold parameters of the model; needed for pipeline stages and
+            experts. None means the largest group that parameters are sharded across.
         replicas: see `clip_grad_norm_`.
         aliases: see `clip_grad_norm_`.
         norm: a function that measures the norm instead of `clip_grad_norm_(model, inf, ...)`. It
@@ -105,7 +105,7 @@ class FiniteGuard:
 
     @property
     def num_in_a_row(self) -> int:
-        """The number of consecutive steps skipped up to now."""
+        """The number of consecutive skipped steps, up to and including the latest step."""
         return self._num_in_a_row
 
     def clip_grad_norm_(self, max_norm: float) -> float:
@@ -155,10 +155,10 @@ class FiniteGuard:
         return self._is_finite
 
     def locate(self) -> NonFinite | None:
-        """Find the ranks that hold a gradient that is not finite. Collective among `over`.
+        """Find the ranks that hold infinite or NaN gradients. Collective among `over`.
 
         Returns:
-            None if all gradients are finite.
+            The location, or None if all gradients are finite.
 
         Raises:
             CollectiveError: a rank was lost or did not join.

@@ -169,7 +169,7 @@ def _recompute(ctx: Any, upstream: Tensor) -> _Gradients:
 
 
 class _Gradients:
-    """The sums over chunks of the gradients of `hidden` and `weight`; None if not needed."""
+    """The gradients of `hidden` and `weight`, summed over chunks; None if not needed."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, plan: _Plan, wants: tuple[bool, ...]
@@ -204,7 +204,7 @@ class _Gradients:
             self.of_weight.add_(slopes.t() @ states)
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply the gradients in place, because they are as large as the weight."""
+        """Multiply the gradients in place; a copy would take as much memory as the weight."""
         for one in (self.of_hidden, self.of_weight):
             if one is not None:
                 one.mul_(factor)
@@ -220,7 +220,7 @@ def _parts(numel: int, size: int) -> list[slice]:
 def _states(hidden: Tensor, counts: Tensor, plan: _Plan) -> Tensor:
     """Return a chunk in the dtype of the products, with zeros for ignored tokens.
 
-    A NaN in an ignored token would otherwise stay NaN when it is multiplied by a weight of 0.
+    Otherwise, a NaN in an ignored token would remain NaN even when multiplied by 0.
     """
     return hidden.to(plan.dtype).masked_fill(counts.logical_not()[:, None], 0.0)
 

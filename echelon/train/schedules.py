@@ -1,4 +1,4 @@
-"""Define learning-rate schedules, which give the factor of the peak rate as a function of the step.
+"""Define learning-rate schedules, which scale the peak rate as a function of the step.
 
     constant                 1   /----------------------
     cosine                   1   /--..__                      ends at `floor`
@@ -59,7 +59,7 @@ class Cosine:
 
     Args:
         num_steps: the length of the run in steps, including the warm-up.
-        num_warmup: the number of steps of the rise.
+        num_warmup: the number of steps over which the factor rises.
         floor: the last factor, between 0 and 1.
 
     Raises:
@@ -95,9 +95,10 @@ class WarmupStableDecay:
     that point, schedules that differ only in `num_steps` agree.
 
     Args:
-        num_steps: length of the run, including the warm-up and the fall.
-        num_decay: the number of steps of the fall; None means a tenth of the run, but at least 1.
-        num_warmup: the number of steps of the rise.
+        num_steps: the length of the run in steps, including the warm-up and the fall.
+        num_decay: the number of steps over which the factor falls; None means a tenth of the run,
+            but at least 1.
+        num_warmup: the number of steps over which the factor rises.
         floor: the last factor, between 0 and 1.
         shape: the shape of the fall: "linear", "sqrt" (1 - sqrt; Hägele et al. 2024) or "cosine".
 
@@ -148,7 +149,7 @@ def make_schedule(name: str, **settings: Any) -> Schedule:
 
     Raises:
         ValueError: the name is unknown, or a value is invalid.
-        TypeError: the schedule does not have one of the settings, or a setting is missing.
+        TypeError: a setting is missing, or the schedule has no such setting.
 
     Example:
         >>> make_schedule("cosine", num_steps=100) == Cosine(num_steps=100)

@@ -4,8 +4,8 @@
     lr = 3e-4
 
 A section is a dataclass. A field is a number, text, a boolean, a choice (`Literal`), a tuple of
-these types, or an optional value; None is written by omitting the field. Unknown names and values
-of the wrong type are refused, and the message suggests the nearest name.
+these types, or an optional value; to set None, omit the field. Unknown names and values of the
+wrong type are refused, and the message suggests the nearest name.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def override(values: dict[str, Any], name: str, value: Any) -> None:
     """Set a value in nested dicts in place, addressed by its dotted name.
 
     Raises:
-        ValueError: a parent in the name refers to a value, not to a section.
+        ValueError: a parent in the name is a value, not a section.
 
     Example:
         >>> values = {"training": {"lr": 0.1}}

@@ -1,4 +1,4 @@
-"""Implement `echelon plot RUN...`, which draws the figures of several runs over each other."""
+"""Implement `echelon plot RUN...`, which overlays the figures of several runs."""
 
 from __future__ import annotations
 

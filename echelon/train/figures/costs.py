@@ -1,4 +1,4 @@
-"""Measure the cost of a step on this process and on the ranks of a group: time, waits, memory."""
+"""Measure what a step costs this process and the ranks of a group: time, waits, memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The time that the calling thread had spent until some moment, in seconds."""
+    """A reading of the clock and of the calling thread's waiting times so far, in seconds."""
 
     time_s: float
     data_wait_s: float
@@ -29,7 +29,7 @@ class Moment:
 
     @classmethod
     def now(cls, time_s: float) -> Moment:
-        """Return the totals of the calling thread up to now."""
+        """Return the calling thread's totals so far, with the given time."""
         return cls(time_s, spent.spans_ns.get("data_wait", 0) / 1e9, spent.collectives_s)
 
     def __sub__(self, other: Moment) -> Moment:

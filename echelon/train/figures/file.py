@@ -1,8 +1,8 @@
-"""Append to a file with one JSON object per step, truncate the file on resume, and read it.
+"""Maintain a file with one JSON object per step: append to it, truncate it on resume, read it.
 
-A run that is killed may leave an incomplete line, and lines of steps that are newer than the
-checkpoint from which the run resumes. Both are at the end of the file, so the file is truncated
-there and never rewritten. Earlier lines therefore survive a crash at any point.
+A run that is killed may leave an incomplete line, and lines for steps after the checkpoint from
+which it resumes. Both are at the end of the file, so the file is truncated there and never
+rewritten. Earlier lines therefore survive a crash at any point.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class FigureLog:
 
     A resumed run first drops the lines of steps after `first_step` and then appends. A full disk,
     or any other failure of the file or of a writer, is reported once and never ends the training.
-    The log is used by the training thread only.
+    Use the log only from the training thread.
 
     Args:
         path: the path of the file, which is created with its folder; with None, no file is written.
@@ -49,10 +49,10 @@ class FigureLog:
         peak_flops: the peak operations per second of all ranks together, from which MFU is
             computed; with 0, no MFU is logged.
         first_step: the number of steps that were finished before this run.
-        group: the ranks whose waits and memory are compared. All of these ranks must then make the
-            same calls. Each call sends 32 bytes of host memory per rank. With None, only the
-            figures of this process are logged.
-        writers: further outputs, which are used on the rank that writes the log.
+        group: the ranks whose waits and memory are compared. All of these ranks must make the same
+            calls. Each call sends 32 bytes of host memory per rank. With None, only the figures of
+            this process are logged.
+        writers: further outputs, used only on the rank that writes the log.
         now: the clock, which returns seconds.
 
     Raises:
@@ -170,7 +170,7 @@ class FigureLog:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Exclude the time of the block, such as an evaluation or checkpoint, from all figures."""
+        """Exclude the time spent in the block, such as an evaluation, from all figures."""
         before = Moment.now(self._now())
         try:
             yield
@@ -178,7 +178,7 @@ class FigureLog:
             self._began += Moment.now(self._now()) - before
 
     def forget_pause(self) -> None:
-        """Restart the timing of the current step, which excludes a pause before this call."""
+        """Restart the timing of the current step, to exclude a pause before this call."""
         self._began = Moment.now(self._now())
 
     def close(self) -> None:
@@ -193,7 +193,7 @@ class FigureLog:
     # ---- figures ----
 
     def _rates(self, costs: npt.NDArray[Any], num_steps: int) -> dict[str, float]:
-        """Return the speed, waits and memory of the steps since the last call."""
+        """Return the speed, waits and memory use of the steps since the last call."""
         iteration_s = max(float(costs[:, 0].max()) / num_steps, 1e-9)
         figures = {"iteration_s": iteration_s, "peak_memory_bytes": float(costs[:, 3].max())}
         if self._tokens_per_step:

@@ -22,7 +22,7 @@ _PANEL_INCHES = (5.6, 2.5)
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """The description of how one figure is drawn.
+    """How to draw one figure.
 
     Attributes:
         name: the figure's name in the log.
@@ -30,9 +30,8 @@ class Panel:
         scale: the factor that the figure's values are multiplied by.
         is_log: whether the axis is logarithmic when the values span more than a factor of ten.
         from_zero: whether the axis starts at 0.
-        is_noisy: whether the values of single steps mean little, so that a running median is drawn
-            too.
-        beside: a second figure, which is drawn dashed, and its label.
+        is_noisy: whether single values mean little; a running median is then drawn too.
+        beside: the name and the label of a second figure, which is drawn dashed.
     """
 
     name: str
@@ -71,7 +70,7 @@ PANELS = (
 
 
 def plot(runs: Sequence[Run], out: Path, *, title: str = "") -> None:
-    """Draw several runs over each other into a file; panels without figures are left out.
+    """Plot several runs on shared axes into a file; panels without data are left out.
 
     Args:
         out: the file to write: a .png, .svg or .pdf, or an .html page that needs no other file.
@@ -172,7 +171,7 @@ def _draw_beside(
 def _end(
     steps: Sequence[int], values: Sequence[float], text: str, colour: str
 ) -> list[tuple[float, float, str, str]]:
-    """Return the position of a line's label, which is next to the line's last finite value."""
+    """Return where to put a line's label: next to the line's last finite value."""
     finite = [(s, v) for s, v in zip(steps, values, strict=True) if not math.isnan(v)]
     if not finite:
         return []

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Run:
-    """The log of one run, as read.
+    """The log of one run, read from its file.
 
     Attributes:
         name: the run's label in the plot.
@@ -43,8 +43,7 @@ class Run:
 def smoothed(values: Sequence[float], width: int) -> list[float]:
     """Return, for each value, the median of the `width` values around it; NaN stays NaN.
 
-    The first values have smaller neighbourhoods, so that a series that falls steeply keeps its
-    start.
+    The first values have smaller neighbourhoods, to preserve the start of a steeply falling series.
     """
     out = []
     for i, value in enumerate(values):

@@ -45,7 +45,7 @@ class Writer(Protocol):
 
 
 class TensorBoardWriter:
-    """Writes figures as scalars of TensorBoard, through `torch.utils.tensorboard`.
+    """A writer of figures as TensorBoard scalars, through `torch.utils.tensorboard`.
 
     Args:
         folder: the folder of the event files.
@@ -73,7 +73,7 @@ class TensorBoardWriter:
         self._writer = make(str(folder), purge_step=purged)
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """Add the figures as scalars; one of TensorBoard's threads writes the scalars to disk."""
+        """Add the figures as scalars; one of TensorBoard's threads writes them to disk."""
         for name, value in figures.items():
             self._writer.add_scalar(f"{_FOLDERS.get(name, 'training')}/{name}", value, step)
 
@@ -83,7 +83,7 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """Writes figures to a run of Weights & Biases.
+    """A writer of figures to a run in Weights & Biases.
 
     Args:
         project: the name of the project in Weights & Biases.
@@ -129,7 +129,7 @@ class WandbWriter:
         )
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """Log the figures; one of wandb's processes writes the figures to disk."""
+        """Log the figures; one of wandb's processes writes them to disk."""
         self._run.log(dict(figures), step=step)
 
     def close(self) -> None:

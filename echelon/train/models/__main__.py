@@ -6,7 +6,7 @@
 
 A checkpoint stores the config of its model as the plain value `model_config`, which `import` writes
 and `config.to_dict()` returns. For checkpoints without this value, pass `--like` or `--config`. The
-exit code is 0 on success, 1 if a file cannot be read or written, and 2 for a wrong command line.
+exit code is 0 on success, 1 if a file cannot be read or written, and 2 for bad usage.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Define a layer of a transformer: attention and a feed-forward network, each preceded by a norm.
 
-Queries, keys and values are computed by separate layers, so that tensor parallelism divides each of
-these layers into whole heads. A rank's layers then have fewer heads, so the code takes the number
-of heads from the shapes of the tensors.
+Separate layers compute queries, keys and values, so that tensor parallelism can divide each of them
+into whole heads. Since a rank's layers may then have fewer heads, the code takes the number of
+heads from the tensors' shapes.
 
 Shapes: B sequences, T tokens, C width, H heads, D head width, F hidden.
 """
@@ -35,7 +35,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotary: Tensor | None, mask: Tensor | None) -> Tensor:
         """Attend from each position to itself and earlier positions: [B, T, C] -> [B, T, C].
 
-        A `mask` replaces this choice of positions.
+        A `mask` overrides this choice of positions.
 
         Args:
             x: the features of all positions.
@@ -82,7 +82,7 @@ class SwiGLU(nn.Module):
 
 
 class GELU(nn.Module):
-    """A two-layer feed-forward network: down(gelu(up(x))), with the tanh form as in GPT-2."""
+    """A two-layer feed-forward network: down(gelu(up(x))), with GPT-2's tanh approximation."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

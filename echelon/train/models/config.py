@@ -68,7 +68,8 @@ class ModelConfig:
         hidden: the number of features inside the feed-forward network; 0 means 4 x width for
             "gelu", and 8/3 x width rounded up to a multiple of 64 for "swiglu".
         norm: "rms" (RMSNorm) or "layer" (LayerNorm).
-        mlp: "swiglu" (layers gate, up and down) or "gelu" (layers up and down, with the tanh form).
+        mlp: "swiglu" (layers gate, up and down) or "gelu" (layers up and down, with GELU's tanh
+            approximation).
         positions: "rotary" or "learned".
         rotary_base: for rotary positions, the base of the frequencies.
         rotary_scaling: for rotary positions, how the frequencies are scaled; None means that they
@@ -104,7 +105,7 @@ class ModelConfig:
     eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        """Replace zeros with default values, and refuse sizes that no model can have.
+        """Replace zeros with default values, and reject impossible sizes.
 
         Raises:
             ValueError: a size is below one, a choice is unknown, or one size does not divide

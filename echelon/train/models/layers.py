@@ -48,7 +48,7 @@ class Embedding(nn.Embedding):
 
 
 class RMSNorm(nn.Module):
-    """Divides each position's features by their root mean square, in float32 as in Llama."""
+    """A norm that divides each position's features by their RMS, in float32 as in Llama."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()

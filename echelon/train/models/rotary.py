@@ -40,8 +40,8 @@ class RotaryTable(nn.Module):
     """The cosines and sines of every position's angles.
 
     The table stays float32 whatever dtype the model is converted to, because bfloat16 cannot
-    resolve the angles of neighbouring positions. The table is recomputed when a model on the meta
-    device is given memory.
+    resolve the angles of neighbouring positions. The table is recomputed when a model is moved off
+    the meta device.
 
     Attributes:
         table: the cosines and sines: float32 [2, context, D / 2]; not saved in checkpoints.

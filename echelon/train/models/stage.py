@@ -1,4 +1,4 @@
-"""Cut a transformer into pipeline stages; the weights keep their names in the whole model."""
+"""Cut a transformer into pipeline stages whose weights keep their names in the whole model."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class TransformerStage(nn.Module):
 
     The first stage also has the embeddings, and the last one has the head.
 
-    If the head is tied to the embedding, the last stage holds both under the names of the whole
-    model, so that an optimizer's state is always saved under `token.weight`.
+    If the head is tied to the embedding, the last stage holds both under the whole model's names,
+    so that an optimizer's state is always saved under `token.weight`.
 
     Args:
         model: the whole model, whose modules the stage uses.
@@ -116,7 +116,7 @@ def make_stage(model: Transformer, index: int, num_stages: int) -> TransformerSt
 
 
 def stage_ties(config: ModelConfig, num_stages: int) -> list[list[str]]:
-    """Return the weights that stages share (the tied embedding), in the form for `Pipeline`.
+    """Return the weights that stages share (the tied embedding), as `Pipeline` expects them.
 
     Example:
         >>> stage_ties(gpt2("124m"), num_stages=4)

@@ -160,7 +160,10 @@ def run(
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """Return which positions of a document each of them may attend to: bool [B, 1, T, T]."""
+    """Return the mask that keeps attention within documents: bool [B, 1, T, T].
+
+    A position may attend to itself and to earlier positions of its own document.
+    """
     same = documents[:, :, None] == documents[:, None, :]
     return same.tril()[:, None]
 

@@ -1,4 +1,4 @@
-"""Gather each whole matrix from its shards on one rank, and return its update to the shards.
+"""Gather each matrix from its shards on one rank, and send the update back to the shards.
 
 [Note: rounds]
 
@@ -108,7 +108,7 @@ class Bucket:
     def _one_round(
         self, matrices: Sequence[Matrix], dtype: torch.dtype, *, is_mine: bool
     ) -> Tensor:
-        """Return this rank's results or, in other replicas' rounds, buffers for the results."""
+        """Return this rank's results, or empty buffers in another replica's round."""
         # A replica's momentum moves in every round, whichever rank computes.
         parts = [matrix.momentum().reshape(-1).to(self.device, dtype) for matrix in matrices]
         sent = torch.cat(parts)

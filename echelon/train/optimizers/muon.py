@@ -42,9 +42,9 @@ _ALGORITHMS = ("muon", "adamw")
 class Muon(Optimizer):
     """Muon for hidden matrices and AdamW for the rest, as one optimizer.
 
-    Under `fully_shard`, a step is collective among the ranks of each unit, and either all of these
-    ranks or none must take it. `GradScaler` and `FiniteGuard` ensure this. Clip with
-    `clip_grad_norm_` as usual, although the size of a matrix's gradient does not affect its update.
+    Under `fully_shard`, a step is collective among the ranks of each unit: either all of these
+    ranks must take it, or none. `GradScaler` and `FiniteGuard` ensure this. Clip with
+    `clip_grad_norm_` as usual, although the norm of a matrix's gradient does not affect its update.
 
     Args:
         params: a module, a pipeline or the result of `parallelize`, which `matrix_groups` then

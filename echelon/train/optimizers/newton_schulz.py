@@ -19,7 +19,7 @@ def orthogonalize(matrix: Tensor, num_iterations: int = 5) -> Tensor:
 
     Args:
         matrix: a matrix [n, m] of any floating-point dtype, in which the products are computed.
-        num_iterations: the number of iterations; 5 are enough for an optimizer.
+        num_iterations: the number of iterations; 5 is enough for an optimizer.
 
     Raises:
         ValueError: `matrix` is not a floating-point matrix.

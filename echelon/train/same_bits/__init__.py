@@ -1,4 +1,4 @@
-"""Train to the same bits on any number of ranks, whether replicated, sharded or in a pipeline."""
+"""Train replicas, shards or pipelines to the same weights, bit for bit, on any number of ranks."""
 
 from echelon.train.same_bits.fingerprint import fingerprint
 from echelon.train.same_bits.micro_random import micro_batch_random, micro_batch_seed

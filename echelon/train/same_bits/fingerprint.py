@@ -1,4 +1,4 @@
-"""Hash all weights and the optimizer's state, with equal results for any number of ranks."""
+"""Hash all weights and the optimizer's state, with the same result on any number of ranks."""
 
 from __future__ import annotations
 

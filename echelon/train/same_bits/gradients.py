@@ -50,11 +50,10 @@ class Gradients:
         self.device = self._vectors[0].device if self._vectors else None
 
     def check_trained(self) -> None:
-        """Check that all parameters that require gradients did so when this object was created.
+        """Check that no parameter has started to require gradients since this object was created.
 
         Raises:
-            ValueError: a parameter began to require gradients later, and therefore belongs to no
-                vector.
+            ValueError: a parameter started to require gradients later, so it is not in any vector.
         """
         known = {id(one) for _, one in self._trained}
         for name, parameter in self._module.named_parameters():
@@ -96,11 +95,11 @@ class Gradients:
             sums.add(number, one)
 
     def reduce(self, values: Sequence[float] | None = None) -> list[float]:
-        """Add the sums over the ranks, and put the averages into `.grad`. Collective.
+        """Add up the ranks' sums, and put the averages into `.grad`. Collective.
 
         Args:
-            values: one value per micro-batch of this rank, gathered in a message that the ranks
-                exchange in any case; None on all ranks if there are no values.
+            values: one value per micro-batch of this rank, sent along in a message that the ranks
+                exchange anyway; None on all ranks if there are no values.
 
         Returns:
             The values of all micro-batches, in order of their numbers.
@@ -190,7 +189,10 @@ def _sum_of(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tens
 
 
 def merge(one: list[Taken], other: list[Taken]) -> list[Taken]:
-    """Combine the two halves of a backward, each of which has the gradients of some parameters."""
+    """Combine the gradients from the two halves of a backward.
+
+    Each half has the gradients of some of the parameters.
+    """
     return [
         [b if a is None else a for a, b in zip(first, second, strict=True)]
         for first, second in zip(one, other, strict=True)
@@ -198,7 +200,7 @@ def merge(one: list[Taken], other: list[Taken]) -> list[Taken]:
 
 
 def digest(taken: list[Taken]) -> str:
-    """Return a hash of the gradients' bits and of which gradients are absent."""
+    """Return a hash of the gradients' bits, which also depends on which gradients are absent."""
     found = hashlib.sha256()
     for gradients in taken:
         for one in gradients:

@@ -38,7 +38,7 @@ def micro_batch_random(
 
 @contextlib.contextmanager
 def continued_random(state: torch.Tensor, device: torch.device) -> Iterator[None]:
-    """Continue with the random numbers of another stage, and restore the generators afterwards.
+    """Continue another stage's sequence of random numbers, and restore the generators afterwards.
 
     Args:
         state: what `random_state` returned at the end of that stage.

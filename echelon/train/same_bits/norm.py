@@ -16,8 +16,8 @@ from echelon.dist.group import ProcessGroup
 def square_sums(module: nn.Module, group: ProcessGroup) -> dict[str, float]:
     """Return the sum of squares of each gradient, keyed by the parameter's name.
 
-    Collective over `group` and the groups of the sharded units. Each rank computes the sums of some
-    of the parameters that all ranks hold whole.
+    Collective over `group` and the groups of the sharded units. Parameters that all ranks hold
+    whole are divided among the ranks, each of which computes the sums of its part.
 
     Args:
         module: a module whose gradients have been reduced.
@@ -76,7 +76,7 @@ def _divided(sizes: Mapping[str, int], num_parts: int) -> list[set[str]]:
 
 
 def norm_of(sums: Mapping[str, float]) -> float:
-    """Return the 2-norm of all gradients, which are added in the order of their names."""
+    """Return the 2-norm of all gradients, adding their squares in the order of their names."""
     if not sums:
         return 0.0
     ordered = [sums[name] for name in sorted(sums)]

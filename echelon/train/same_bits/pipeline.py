@@ -1,4 +1,4 @@
-"""Train a pipeline with weights that have the same bits as the whole model in one process.
+"""Train a pipeline to the same weights, bit for bit, as the whole model in one process.
 
 Each stage adds the gradients of its micro-batches in the canonical tree, over its replicas or
 shards. The state of the random generators travels with the activations. The norm is added over the
@@ -45,10 +45,10 @@ Take = Callable[[int, Stage, list[Taken]], None]
 
 
 class SameBitsPipeline:
-    """Computes a pipeline's gradients, losses and norms with bits that do not depend on its layout.
+    """Pipeline training steps whose gradients, losses and norms do not depend on the layout.
 
-    Weights, losses and norms have the bits of `SameBits` with the whole model, for any number of
-    stages, replicas and shards. Creating this object is collective.
+    Weights, losses and norms have the same bits as those of `SameBits` on the whole model, for any
+    number of stages, replicas and shards. Creating this object is collective.
 
     Args:
         pipe: the pipeline, made with `replicas`, the ranks that run the same stages; a group of one
@@ -64,8 +64,8 @@ class SameBitsPipeline:
         run: the micro-batches of this rank's pipeline.
 
     Raises:
-        ValueError: an argument is invalid, the pipeline has ties or no `replicas`, or as for
-            `SameBits`.
+        ValueError: an argument is invalid, or the pipeline has ties or no `replicas`; also raised
+            in the cases listed for `SameBits`.
         CollectiveMismatchError: the runs are not contiguous parts of the same total.
 
     Example:
@@ -124,8 +124,8 @@ class SameBitsPipeline:
     def backward(self, step: int, batch: Batch) -> float:
         """Compute the micro-batches of a step and put the average gradients into `.grad`.
 
-        Earlier gradients are dropped. The method is collective over all ranks of the pipelines, and
-        blocks until all have computed their micro-batches, for at most the groups' timeout.
+        Earlier gradients are dropped. The method is collective over all ranks of the pipelines. It
+        blocks until all of them have computed their micro-batches, for at most the groups' timeout.
 
         Args:
             step: the number of the optimizer step, which is part of the key of the random numbers.
@@ -162,7 +162,7 @@ class SameBitsPipeline:
         return self.mean(losses)
 
     def mean(self, values: Sequence[float]) -> float:
-        """Return the mean of one value per micro-batch, such as a metric, in the tree's order.
+        """Average one value per micro-batch, such as a metric, in the order of the canonical tree.
 
         Collective over all ranks of the pipelines; the result has the same bits on every rank.
 
@@ -220,7 +220,7 @@ class SameBitsPipeline:
     # ---- one batch ----
 
     def _carry_out(self, step: int, numbers: list[int], batch: Batch, take: Take) -> list[float]:
-        """Compute as many micro-batches as the plan has; return the losses that this rank has."""
+        """Run the plan on as many micro-batches as it has; return the losses that this rank has."""
         pipe = self._pipe
         inputs: list[list[torch.Tensor]] = []
         targets: list[list[torch.Tensor]] = []
@@ -246,7 +246,7 @@ class SameBitsPipeline:
     # ---- the probe ----
 
     def _probe(self, step: int, batch: Batch) -> None:
-        """Compute micro-batch 0 twice in every pipeline, with another in between; compare the bits.
+        """Compute micro-batch 0 twice in every pipeline, with another one in between, and compare.
 
         The plan has a fixed number of micro-batches, so the remaining places are filled with
         micro-batch 0.
@@ -281,15 +281,16 @@ class SameBitsPipeline:
 
 
 class _Listener:
-    """Keys the random numbers of a batch, and collects the gradients of each micro-batch.
+    """A listener that seeds each micro-batch's random numbers and collects its gradients.
 
     Args:
         seed: the seed of the run.
         step: the number of the optimizer step.
-        numbers: the number of each micro-batch of the batch.
+        numbers: the numbers of the micro-batches in this batch.
         gradients: the gradients of each stage, keyed by its index.
         replicas: the ranks that run the same stages.
-        take: called with a micro-batch's number, a stage and the complete gradients.
+        take: a function that is called with a micro-batch's number, a stage and the complete
+            gradients.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Train with weights that have the same bits on any number of ranks.
+"""Train to the same weights, bit for bit, on any number of ranks.
 
 Each micro-batch is computed by one rank, in its own shape and with its own random numbers.
 Gradients, losses and the norm are added in the canonical tree over the numbers of the
@@ -37,7 +37,7 @@ Compute = Callable[[int], torch.Tensor]
 
 
 class SameBits:
-    """Computes gradients, losses and norms that do not depend on the number of ranks.
+    """Training steps whose gradients, losses and norms do not depend on the number of ranks.
 
     Creating a `SameBits` is collective, because unsharded parameters and buffers are copied from
     the group's first rank.
@@ -144,7 +144,7 @@ class SameBits:
         return self._mean(gradients.reduce(losses))
 
     def mean(self, values: list[float]) -> float:
-        """Return the mean of one value per micro-batch, such as a metric, in the tree's order.
+        """Average one value per micro-batch, such as a metric, in the order of the canonical tree.
 
         Collective; the result has the same bits on every rank.
 
@@ -202,7 +202,7 @@ class SameBits:
     # ---- the probe ----
 
     def _probe(self, step: int, compute: Compute) -> None:
-        """Compute micro-batch 0 twice on every rank, with another in between; compare the bits."""
+        """Compute micro-batch 0 twice on every rank, with another one in between, and compare."""
         first = self._digest(step, 0, compute)
         if self.run.total > 1:
             self._digest(step, self.run.total - 1, compute)

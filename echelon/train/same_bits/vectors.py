@@ -1,4 +1,4 @@
-"""Define the vectors in which gradients are reduced, for whole parameters and for sharded units."""
+"""Define the vectors that gradients are reduced in, for whole parameters and for sharded units."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NUMEL = 1 << 24  # of one vector of whole parameters: few large collectives cos
 
 
 class Vector(Protocol):
-    """The gradients of several parameters, which are reduced in one vector.
+    """The gradients of several parameters, reduced together as one vector.
 
     Attributes:
         dtype: the dtype of the sums.
@@ -35,7 +35,7 @@ class Vector(Protocol):
     owners: list[nn.Parameter]
 
     def take(self) -> Taken:
-        """Return one micro-batch's gradients in the dtype of the sums, and drop them."""
+        """Take one micro-batch's gradients out of `.grad`, converted to the dtype of the sums."""
 
     def drop(self) -> None:
         """Drop all gradients, both of the micro-batches and of the last step."""

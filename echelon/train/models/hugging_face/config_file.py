@@ -1,8 +1,7 @@
 """Read and write config.json, and refuse models with features that this package does not have.
 
-An unsupported setting is an error, and so is an unknown key, because a model that computes
-something different from what it was trained for would give wrong results without any error. The
-caller may name unknown keys that do not matter (`ignore`).
+Unsupported settings and unknown keys are errors, because ignoring them could silently give wrong
+results. The caller may name unknown keys that do not matter (`ignore`).
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ class _Reader:
         """Check all keys that have not been read so far.
 
         Raises:
-            CheckpointError: a key stands for a feature that is not implemented, or is unknown.
+            CheckpointError: a key is unknown, or stands for a feature that is not implemented.
         """
         left = set(self._content) - self._seen - _WITHOUT_EFFECT - set(ignore)
         for key in sorted(left & set(_MUST_BE)):
@@ -128,7 +127,7 @@ class _Reader:
         return [f"{self.path}: dropout is not implemented; ignored: {', '.join(dropouts)}"]
 
     def error(self, reason: str) -> CheckpointError:
-        """Return an error with the given reason that names the file."""
+        """Return an error that names the file and gives the reason."""
         return CheckpointError(f"{self.path}: {reason}", path=self.path)
 
 

@@ -47,8 +47,8 @@ class HuggingFaceFolder:
     Args:
         folder: a folder of safetensors files.
         config: the config of the stored model.
-        compare: whether to compare a stored head with the embedding that it is tied to; it suffices
-            if one rank does so.
+        compare: whether to compare a stored head with the embedding that it is tied to; only one
+            rank needs to do so.
 
     Attributes:
         path: the folder.

@@ -111,7 +111,7 @@ def is_derived(name: str) -> bool:
 
 
 def lacks_prefix(names: Iterable[str]) -> bool:
-    """Return whether a file has GPT-2's names without their usual prefix, as published files do."""
+    """Return whether a file's names lack GPT-2's usual prefix, as those of published files do."""
     return "wte.weight" in names
 
 

@@ -132,7 +132,7 @@ def config_of(model: nn.Module) -> ModelConfig:
 
 
 def _require_same(path: Path, found: ModelConfig, wanted: ModelConfig) -> None:
-    """Check that a model computes the same as the stored one. Equal shapes do not prove this.
+    """Check that a model computes the same function as the stored one; equal shapes are not enough.
 
     Raises:
         ValueError: the two configs differ in a setting.

@@ -1,4 +1,4 @@
-"""Read and write the rotary frequencies in config.json, which have an older and a newer form.
+"""Read and write the rotary settings in config.json, which come in an older and a newer form.
 
 Up to version 4, `transformers` writes `rope_theta` and `rope_scaling`; from version 5 on, it writes
 `rope_parameters`, which holds both.
@@ -28,7 +28,7 @@ class Reader(Protocol):
         ...
 
     def error(self, reason: str) -> CheckpointError:
-        """Return an error with the given reason that names the file."""
+        """Return an error that names the file and gives the reason."""
         ...
 
 

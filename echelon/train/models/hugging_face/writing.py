@@ -71,10 +71,10 @@ def save_pretrained(
 ) -> None:
     """Write a model in the form of `transformers`: config.json and safetensors. Collective.
 
-    A divided model (by `fully_shard`, as DTensors, or in stages) is first saved as a checkpoint
-    inside the folder, which temporarily needs twice the space. Rank 0 then writes one tensor at a
-    time, and the other ranks wait, at most for the world's timeout. Other files in the folder, such
-    as those of a tokenizer, are kept.
+    A model that is divided (by `fully_shard`, as DTensors, or in stages) is first saved as a
+    checkpoint inside the folder, which temporarily needs twice the space. Rank 0 then writes one
+    tensor at a time, and the other ranks wait, at most for the world's timeout. Other files in the
+    folder, such as those of a tokenizer, are kept.
 
     Args:
         model: a `Transformer` or this rank's stage of one, which may be wrapped.
@@ -123,7 +123,7 @@ def convert(
     max_piece_bytes: int = MAX_PIECE_BYTES,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint's model in the form of `transformers`, without other ranks.
+    """Write a checkpoint's model in the form of `transformers`, in a single process.
 
     Args:
         checkpoint: the checkpoint's folder, or one version in that folder; it may have been saved
@@ -183,7 +183,7 @@ def _module_key(source: Version, key: str | None) -> str:
 
 
 def _untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors keyed by name; a tied tensor has two names, and the first is used."""
+    """Return tensors keyed by name; a tied tensor appears only under its first name."""
     names: dict[int, str] = {}
     for name, one in tensors.items():
         names.setdefault(id(one), name)
@@ -195,7 +195,7 @@ def _stored(tensor: Tensor) -> StoredTensor:
 
 
 class _Writer:
-    """Converts echelon's tensors to tensors of `transformers`, one at a time."""
+    """A converter from echelon's tensors to those of `transformers`, one at a time."""
 
     def __init__(
         self,
