@@ -1,5 +1,5 @@
-"""Plan a training job: find the layouts that fit into memory and estimate the fastest of them.
+"""Plan a training job: find the layouts that fit into memory, and estimate which is fastest.
 
-The planner turns sizes into estimates. Nothing here loads torch or starts a process, except
-`measure`, which runs as a separate job that measures the links and processors.
+The planner turns sizes into estimates. Nothing here loads torch or starts a process. `measure` and
+`pairs` run as separate jobs, to measure links and processors.
 """

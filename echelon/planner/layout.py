@@ -21,11 +21,11 @@ class Job:
         ranks_per_node: the number of neighbouring ranks that share a machine and its fast links.
         batch: the number of sequences per step, over all ranks.
         context: the number of tokens in a sequence.
-        compute_bytes: the size in bytes of a number in computations: 2 (bf16) or 4.
+        compute_bytes: the size in bytes of a number in the compute dtype: 2 (bf16) or 4.
         loss_chunks: the number of chunks in which logits are computed and freed; with 1, they are
             all computed at once.
-        on_host: whether the ranks compute in host memory, where the heap takes more space than the
-            tensors themselves.
+        on_host: whether the ranks compute in host memory; the heap then takes more space than the
+            tensors alone.
     """
 
     ranks: int

@@ -1,7 +1,7 @@
 """Describe the speed of ranks and links, which is measured, read from a file, or assumed.
 
-A link is described by two numbers (Hockney's model), so that a message of S bytes takes latency + S
-/ bandwidth. The bandwidth is what a rank sends per second while all groups of the same kind are
+A link is described by two numbers (Hockney's model): a message of S bytes takes latency + S /
+bandwidth. The bandwidth is what a rank sends per second while all groups of the same kind are
 active. A ring all_reduce of S bytes over n ranks therefore takes 2 (n - 1) (latency + S / n /
 bandwidth).
 """
@@ -22,7 +22,7 @@ TERA = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A likely value with low and high bounds that contain nine in ten draws."""
+    """A likely value, with a low and a high bound; nine in ten draws lie between the bounds."""
 
     likely: float
     low: float

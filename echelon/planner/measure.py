@@ -1,4 +1,4 @@
-"""Measure the speed of ranks and links for `echelon plan --links FILE`. Run it as a separate job:
+"""Measure the speed of ranks and links for `echelon plan --links FILE`, as a separate job:
 
     echelon run --nproc-per-node 4 -m echelon.planner.measure --out links.json
 
@@ -70,7 +70,7 @@ def measure(world: ProcessGroup) -> dict[str, Any]:
 
 
 def _kinds(world: ProcessGroup) -> Iterator[tuple[int, int]]:
-    """Yield the (size, rank stride) of each kind of group to measure, those inside nodes first."""
+    """Yield the (size, rank stride) of each kind of group to measure, starting inside nodes."""
     per_node = min(int(os.environ.get("LOCAL_WORLD_SIZE", world.size)), world.size)
     for size in range(2, per_node + 1):
         if per_node % size == 0:

@@ -2,9 +2,9 @@
 
     echelon run --nproc-per-node 2 -m echelon.planner.pairs FILE '[[[0, 1]]]' [BACKEND]
 
-This runs as a separate job, which takes seconds. All ranks measure an all_reduce and then the given
-pairs, in rounds in which no rank belongs to two pairs. The first rank of each host writes the
-results to FILE on that host.
+This runs as a separate job, which takes seconds. All ranks measure an all_reduce, and then the
+given pairs in rounds; no rank belongs to two pairs of a round. The first rank of each host writes
+the results to FILE on that host.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def measure(world: ProcessGroup, rounds: Sequence[Sequence[Pair]]) -> dict[str, Any]:
-    """Return all ranks' measurements; each pair is [rank, rank, s, bytes/s]. Collective."""
+    """Measure, and return all ranks' results; each pair is [rank, rank, s, bytes/s]. Collective."""
     if world.size == 1:
         return {"error": "a single rank has no links: start more ranks with --nproc-per-node"}
     latency_s, bytes_per_s = _middles(world, world)

@@ -33,8 +33,8 @@ class Course:
     Attributes:
         makespan: the duration of a step, in the unit of the costs.
         busiest: the compute time of the rank with the most work.
-        peaks: for each rank, the number of micro-batches whose activations the rank holds at its
-            peak, averaged over its stages.
+        peaks: for each rank, the peak number of micro-batches whose activations it holds, averaged
+            over its stages.
     """
 
     makespan: float
@@ -65,8 +65,8 @@ def course(
     """Simulate a schedule.
 
     Args:
-        schedule, pp, microbatches, chunks: the schedule's name, and its numbers of ranks, of
-            micro-batches, and of stages per rank.
+        schedule, pp, microbatches, chunks: the schedule's name, and the numbers of ranks,
+            micro-batches, and stages per rank.
         forward: the cost of one micro-batch's forward pass in each stage.
         backward: the cost of backward as a multiple of the cost of forward: 2, or 3 with
             recomputation.

@@ -1,9 +1,9 @@
 """Rank the layouts of a job: find those that fit, time them, and quantify the uncertainty.
 
 The machine's figures have bounds, so many possible machines are drawn, and every layout is timed on
-each of them. Factors that all layouts share, such as slow processors, affect all layouts equally
-and do not change their order. In addition, every layout gets a random error of its own, as large as
-the measured error of the model (docs/planner.md).
+each of them. Factors that all layouts share, such as slow processors, do not change their order. In
+addition, every layout gets a random error of its own, as large as the measured error of the model
+(docs/planner.md).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Candidate:
     """A layout that fits into memory.
 
     Attributes:
-        step_s: the low, likely and high time of a step; nine in ten draws lie between low and high.
+        step_s: the low, likely and high estimates of a step's time; nine in ten draws lie between
+            low and high.
         wins: the fraction of draws in which this layout is the fastest.
         is_tie: whether the figures show no difference between this layout and the first one.
     """

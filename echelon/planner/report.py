@@ -1,4 +1,4 @@
-"""Render the outcome of planning as text for readers, or as JSON."""
+"""Render the outcome of planning as readable text or as JSON."""
 
 from __future__ import annotations
 

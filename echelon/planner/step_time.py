@@ -1,10 +1,10 @@
 """Estimate the time of a layout's step on a given machine, part by part.
 
-The time of computation is the number of operations divided by the rate that training reaches. A
-ring collective takes one latency per ring step, plus its bytes divided by the bandwidth.
-Computation hides the communication of `fully_shard` and of replicas as far as the machine permits,
-but not the communication of tensor parallelism. A pipeline's idle time is taken from a simulation
-of its schedule.
+Computation takes the number of operations divided by the rate that training reaches. A ring
+collective takes one latency per ring step, plus its bytes divided by the bandwidth. Computation
+hides the communication of `fully_shard` and of replicas as far as the machine permits, but not the
+communication of tensor parallelism. A pipeline's idle time is taken from a simulation of its
+schedule.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class StepTime:
     """The time of a step, in seconds.
 
     Attributes:
-        compute: the computation of the rank that has the most to compute.
-        tensor: the collectives of tensor parallelism.
-        exposed: the part of gathers and reductions that computation does not hide.
-        bubble: the time that the same rank spends waiting for other stages and for messages between
+        compute: the computation time of the rank that has the most to compute.
+        tensor: the time of tensor parallelism's collectives.
+        exposed: the time of gathers and reductions that computation does not hide.
+        bubble: the time that this rank spends waiting for other stages and for messages between
             stages.
         optimizer: the time to read and write the optimizer's state.
     """
@@ -140,7 +140,7 @@ def _exposed_s(model: Model, layout: Layout, job: Job, machine: Machine, compute
 
 
 def _messages_s(model: Model, layout: Layout, job: Job, machine: Machine, tokens: int) -> float:
-    """Return the delay of messages between stages: one forward pass and one backward pass."""
+    """Return how long messages between stages delay one forward pass and one backward pass."""
     if layout.pp == 1:
         return 0.0
     link = machine.link(2, is_across=layout.spans("pp") > job.ranks_per_node)

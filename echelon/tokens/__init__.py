@@ -1,4 +1,4 @@
-"""Prepare text as token shards, which any number of ranks then read from an exact position."""
+"""Prepare text as token shards, and let any number of ranks read them from an exact position."""
 
 from echelon.tokens.loader import Batch, TokenLoader
 from echelon.tokens.mixture import Source

@@ -40,7 +40,7 @@ def documents_of(path: Path, *, field: str) -> Iterator[Document]:
 
 
 def dataset_documents(name: str, *, split: str, field: str) -> Iterator[Document]:
-    """Yield the rows of a Hugging Face data set as documents, without loading the whole set.
+    """Yield the rows of a Hugging Face data set as documents, without loading the whole data set.
 
     Args:
         name: the data set's name on the hub, or a local folder that `datasets` can load.

@@ -1,4 +1,4 @@
-"""Describe and read the index of a folder of token shards, which lists the expected files.
+"""Define and read the index of a folder of token shards: the list of its files.
 
     FOLDER/index.json           this index; a folder without it is not a folder of token shards
     FOLDER/tokens_00000.bin     tokens, little-endian, of the index's dtype
@@ -50,9 +50,8 @@ class Index:
     Attributes:
         dtype: the dtype of the stored tokens: "uint8", "uint16" or "uint32".
         vocabulary_size: every token is less than this number.
-        tokenizer: the name of the tokenizer, as it was given to `echelon prepare`.
-        end_of_document: the token that follows each document; None means that there is no such
-            token.
+        tokenizer: the name of the tokenizer, as passed to `echelon prepare`.
+        end_of_document: the token that follows each document, or None.
     """
 
     dtype: str

@@ -62,7 +62,7 @@ class Batch:
 
     @property
     def positions(self) -> NDArray[np.int64]:
-        """The position of each token within its document, counted within the row: int64 [B, T]."""
+        """The position of each token within the part of its document in that row: int64 [B, T]."""
         places = np.broadcast_to(np.arange(self.documents.shape[1]), self.documents.shape)
         starts = np.zeros_like(self.documents)
         begins = self.documents[:, 1:] != self.documents[:, :-1]
@@ -91,10 +91,10 @@ class _Pending:
 class TokenLoader:
     """An endless iterator over batches; each epoch of a source has a different order.
 
-    Each source is cut into windows of `context` tokens, each read with the token that follows, or
-    its documents are packed into samples of that size. Each sample is drawn once per epoch.
-    Background threads read ahead; the time for which the caller waits for them is recorded as a
-    `data_wait` span. A loader may be used by only one thread at a time.
+    Either each source is cut into windows of `context` tokens (each read with the token that
+    follows), or its documents are packed into samples of that size. Each sample is drawn once per
+    epoch. Background threads read ahead; the time for which the caller waits for them is recorded
+    as a `data_wait` span. A loader may be used by only one thread at a time.
 
     Args:
         sources: the sources from which samples are drawn; their names must differ.
@@ -200,7 +200,7 @@ class TokenLoader:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's position as plain values, which are equal on all ranks."""
+        """Return the loader's position as plain values, the same on all ranks."""
         saved = zip(self.sources, self._position.taken, self._position.credits, strict=True)
         return {
             "version": _VERSION,

@@ -63,10 +63,10 @@ class Drawn:
 
 
 class Mixture:
-    """Draws sources in proportion to their weights.
+    """A sequence of sources, drawn in proportion to their weights.
 
     Args:
-        weights: one weight per source, of which at least one is above 0.
+        weights: one weight per source; at least one must be above 0.
     """
 
     def __init__(self, weights: list[float]) -> None:

@@ -49,7 +49,7 @@ class Packs:
 
     @property
     def padding(self) -> float:
-        """The fraction of all rows' tokens that is padding, from 0 to 1."""
+        """The fraction of tokens in all rows that are padding, from 0 to 1."""
         return 1.0 - float(self._sizes.sum()) / (len(self) * self.context)
 
     def read(self, number: int) -> Row:
@@ -75,7 +75,7 @@ class Packs:
 
 
 def first_fit(sizes: NDArray[np.int64], room: int) -> NDArray[np.int64]:
-    """Return the row of each piece, which is the first open row that has room for the piece.
+    """Return the row of each piece: the first open row that has room for it.
 
     Args:
         sizes: the sizes of the pieces, each between 1 and `room`: int64 [num_pieces].

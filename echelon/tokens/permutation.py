@@ -3,7 +3,7 @@
 The permutation is a Feistel network over the next power of four, which is applied again until the
 result is below n ("cycle walking": Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA
 2002). The round function is the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). The
-permutation is meant for the order of samples, not for secrets.
+permutation is meant for ordering samples, not for keeping secrets.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Make tokenizers by name: bytes, or a tokenizer of the packages `tiktoken` and `tokenizers`."""
+"""Make tokenizers by name: bytes, or one from the package `tiktoken` or `tokenizers`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMES = "bytes, tiktoken:ENCODING (such as tiktoken:gpt2) or tokenizers:FILE (a
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenizer:
-    """Converts text to tokens and back.
+    """A converter between text and tokens.
 
     Attributes:
         name: the name that was passed to `make_tokenizer`.

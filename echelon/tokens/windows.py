@@ -22,12 +22,12 @@ class Row:
 
 
 class Windows:
-    """Consecutive samples of `context` tokens, each with the next token; a remainder is dropped.
+    """Consecutive samples of `context` tokens, each with the next token; any remainder is dropped.
 
     Args:
         shards: the tokens to cut into samples.
         context: T, the number of tokens in a sample.
-        masks: exclude the first token of each document from the targets.
+        masks: whether to exclude the first token of each document from the targets.
 
     Raises:
         ValueError: the shards have fewer than `context` + 1 tokens.

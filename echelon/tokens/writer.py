@@ -25,7 +25,7 @@ SHARD_TOKENS = 100_000_000  # 200 MB of uint16: few files, none too large to cop
 
 
 class _OpenFile:
-    """A file that is being written, with its current length and checksum."""
+    """A file that is being written, with its length and checksum so far."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -54,15 +54,15 @@ class _OpenFile:
 
 
 class ShardWriter:
-    """Writes documents into a folder of token shards, one at a time.
+    """A writer of documents into a folder of token shards, one at a time.
 
     Use the writer in a `with` block. When the block ends, the folder is complete under its final
     name; if the block raises, the folder does not exist. Not thread-safe.
 
     Args:
         folder: the folder to create. The folder must not exist, but its parent must.
-        vocabulary_size: the upper bound that every token is less than. It determines whether tokens
-            are stored as uint8, uint16 or uint32.
+        vocabulary_size: every token must be less than this number. It determines whether tokens are
+            stored as uint8, uint16 or uint32.
         tokenizer: the tokenizer's name, which is stored in the index for readers.
         end_of_document: the token to write after each document; with None, no token is written.
         shard_tokens: the number of tokens per shard; the last shard may have fewer.
