@@ -1,12 +1,12 @@
 """Coordinate a job: gather the nodes, start worlds, collect incidents, and end the job.
 
-The coordinator runs in the agent's loop of the node that owns the endpoint. It communicates with
+The coordinator runs on the node that owns the endpoint, in the agent's loop. It communicates with
 all nodes, including its own, only through messages. Pure classes make the decisions, and the
-coordinator carries them out: `Roster` decides which nodes take part, `decide.Attempt` which actions
-follow from a world's events, and `StallRule` what counts as a stall. Each node reads the stacks of
-its ranks before it stops the ranks. So a stop is sent at once, even while an incident is being
-collected. Only the end of an attempt waits for the incident. Verdicts arrive when they are ready
-(`Verdicts`); `Restarting` decides how long a restart waits for a verdict.
+coordinator carries them out: `Roster` decides which nodes take part, `decide.Attempt` derives the
+actions that follow from a world's events, and `StallRule` defines what counts as a stall. A stop is
+sent at once, even while an incident is being collected, because each node reads the stacks of its
+ranks before it stops them. Only the end of an attempt waits for the incident. Verdicts arrive when
+they are ready (`Verdicts`); `Restarting` decides how long a restart waits for one.
 
 Failures are ordered by their arrival at the coordinator, never by a clock.
 """
@@ -59,7 +59,7 @@ Send = Callable[[str, m.Command], None]
 
 
 class Coordinator:
-    """The coordinator of a job. Call `take` for each message, `step` after messages and deadlines.
+    """The coordinator of a job. Call `take` per message, and `step` after messages and deadlines.
 
     Args:
         succession: decides whether a world may begin in a job with failover; None without failover.
@@ -135,7 +135,7 @@ class Coordinator:
             self._inherit(succession, succession.inherited)
 
     def deadline_s(self) -> float:
-        """Return the time by which `step` must be called again."""
+        """Return the time by which `step` must be called."""
         due = min(self._verdicts.deadline_s(), self._own_deadline_s())
         if self._succession is not None:
             due = min(due, self._succession.deadline_s())
@@ -270,7 +270,7 @@ class Coordinator:
         self._tell(present, m.TellStatus(visitor=visitor))
 
     def _stop(self, node: str, number: int) -> None:
-        """Handle a user's request to stop one launcher: end the job, or let that node leave."""
+        """Handle a user's stop signal to one launcher: end the job, or let that node leave."""
         world = self._world
         is_host = node == self._options.node_name
         if not is_host and (world is None or node not in world.nodes):
@@ -300,7 +300,7 @@ class Coordinator:
             self._decide(world, decide.LeaveRequested(number))
 
     def _note_ended(self, world: World, ended: Mapping[int, int]) -> None:
-        """Record that ranks ended at the same time, each with its exit code or LOST."""
+        """Record that several ranks ended together, each with its exit code or LOST."""
         self._look_at_losses(world)  # the ranks may have continued after an earlier one
         for rank, code in ended.items():
             world.note_ended(rank, None if code == LOST else code)
@@ -341,7 +341,7 @@ class Coordinator:
         self._decide(world, decide.WorkerEnded(event.rank, 1, "could not be killed"))
 
     def _lived_ns(self) -> int:
-        """Return the time used to judge ranks, which excludes this process's standstills."""
+        """Return the time for judging ranks, which stops while this process is not running."""
         return int(self._lived.at(time.monotonic()) * 1e9)
 
     def _look(self, world: World) -> None:
@@ -358,7 +358,7 @@ class Coordinator:
             self._decide(world, decide.StallSeen(stall.reason))
 
     def _look_early(self, world: World) -> None:
-        """Collect an incident if an operation exceeds its own limit, unless the job has stalled."""
+        """Collect an incident if an operation exceeds its learned limit before the job stalls."""
         was_reported = world.limits.is_reported
         early = world.look_early(self._lived_ns())
         if world.rule.is_stalled or world.attempt.phase is not decide.Phase.RUNNING:
@@ -398,7 +398,7 @@ class Coordinator:
         self._explain_waiting(now_s)
 
     def _has_lapsed(self, succession: Succession) -> bool:
-        """Send heartbeats; stop this node and return True if it may no longer host the job."""
+        """Send heartbeats. If this node may no longer host the job, stop it and return True."""
         succession.step()
         world = self._world
         running = world is not None and world.clearing is None
@@ -414,7 +414,7 @@ class Coordinator:
         return True
 
     def _inherit(self, succession: Succession, inherited: Inheritance) -> None:
-        """Take over a job whose former host was lost together with its ranks."""
+        """Take over a job after its host was lost, together with that node's ranks."""
         mandate = inherited.mandate
         self._restarts.num_used, self._report.attempts = mandate.restarts, mandate.num_attempts
         self._numbers = max(self._numbers, mandate.attempt + 1)
@@ -449,7 +449,7 @@ class Coordinator:
             self._say(f"waiting for {now_s - self._waits_since_s:.0f} s: {why}")
 
     def _why_waiting(self) -> str:
-        """Return what the job is waiting for in its current state; "" while ranks run."""
+        """Return what the job is currently waiting for; "" while ranks are running."""
         if self._ending is not None:
             return "the analysis of an incident"
         if self._world is not None:
@@ -479,7 +479,7 @@ class Coordinator:
         self._store_died = bool(how)
 
     def _act_all(self, world: World) -> None:
-        """Carry out the pending actions, except that a new incident waits for the current one."""
+        """Carry out the pending actions; a new incident has to wait for the current one."""
         waiting: deque[decide.Action] = deque()
         while self._todo:
             action = self._todo.popleft()
@@ -517,7 +517,7 @@ class Coordinator:
         self._remember()
 
     def _remember(self) -> None:
-        """Send the other nodes what was decided and probed, so that they can continue from here."""
+        """Send the other nodes all decisions and findings, so that one of them can take over."""
         if self._probing.is_over:
             self._restarting.suspected = None
         if self._succession is not None:
@@ -619,7 +619,7 @@ class Coordinator:
             self._say(f"{here} of {low} required nodes connected; waiting for more")
 
     def _note_cleared(self, world: World, end: decide.EndAttempt) -> None:
-        """Report a world's cleanup once; the next step may still wait for a verdict."""
+        """Report once that a world was cleaned up; the next step may still wait for a verdict."""
         if not world.is_reported:
             world.is_reported = True
             how = end.ended_by.value
@@ -627,7 +627,7 @@ class Coordinator:
             self._observers.tell(told)
 
     def _check_verdicts(self, now_s: float) -> None:
-        """Conclude the job once its incidents are explained or the time for that has run out."""
+        """Conclude the job once its incidents are explained or the deadline has passed."""
         assert self._ending is not None
         world, end = self._ending
         stopped_by_user = self._stop_signal or end.ended_by in (EndedBy.SIGNAL, EndedBy.LEAVE)
@@ -637,7 +637,7 @@ class Coordinator:
         self._conclude(world, end)
 
     def _restart(self, world: World, end: decide.EndAttempt) -> bool:
-        """Return whether another attempt follows, and print the reason for that decision."""
+        """Decide whether another attempt follows, and print the reason."""
         if world.unkillable or self._stop_signal:
             return False
         follows = self._restarting.decide(world, end)

@@ -5,18 +5,18 @@
        +--a stall that lasts, with `stop`; a signal; a leave---------+          30 s: give up
        +--all succeeded--> over                     all ended in any phase: over <---------+
 
-The pause after the first failure lets the other ranks report how they ended, so that the black
-boxes hold both cause and effect. (The other ranks notice a failure within 0.1 s.) A second failure
-does not extend the pause. The pause ends early once all workers have ended, except after a stop
-signal that the launcher did not send. Such a signal may come from a scheduler that signals every
-process of a node, including the launcher. In that case no rank has failed. If a worker is lost and
-the other workers continue, the phase does not change, and an incident is collected after the same
-pause.
+After the first failure there is a pause, so that the other ranks can report how they ended and the
+black boxes contain both cause and effect. (The other ranks notice a failure within 0.1 s.) A second
+failure does not extend the pause. The pause ends early once all workers have ended, unless a stop
+signal that the launcher did not send ended the first one. A scheduler may be signalling every
+process on a node, including the launcher; in that case no rank has failed. If a worker is lost and
+the others continue, the phase does not change, and an incident is collected after a pause of the
+same length.
 
-Each node measures the grace between SIGTERM and SIGKILL from the moment at which it signalled its
-workers. The coordinator's backstop only catches a node that does not kill its workers in time. A
+Each node measures the grace period between SIGTERM and SIGKILL from the moment when it signalled
+its workers. The coordinator's backstop is only for a node that does not kill its workers in time. A
 second request to stop changes the outcome but never the grace period; the node that received the
-request handles the user's impatience.
+request handles an impatient user.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ class StallSeen:
 
 @dataclass(frozen=True, slots=True)
 class SlowSeen:
-    """An event: an operation is taking longer than its history suggests, and no rank is active."""
+    """An event: no rank is active, and an operation is taking longer than its history suggests."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class StallExamined:
-    """An event: the incident of a stall is complete.
+    """An event: the incident for a stall is complete.
 
     `lasts` means that no rank has made progress since the incident began.
     """
@@ -111,7 +111,7 @@ class LeaveRequested:
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """An event: time has passed, so a deadline may have expired."""
+    """An event: a deadline may have expired."""
 
 
 Event = (
@@ -124,7 +124,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class CollectIncident:
-    """An action: take a snapshot of all ranks and have it explained.
+    """An action: take a snapshot of all ranks and have it analysed.
 
     Attributes:
         is_early: whether a learned limit triggered the incident. Such an incident stops no rank.
@@ -142,7 +142,7 @@ class StopWorkers:
     """An action: signal all workers; each node kills its remaining workers after the grace period.
 
     Attributes:
-        urgent: whether to stop without waiting until an incident has been collected.
+        urgent: whether to stop without waiting for an incident to be collected.
     """
 
     number: int
@@ -212,7 +212,7 @@ class Attempt:
     def _on_worker_lost(self, event: WorkerLost, now_s: float) -> list[Action]:
         """Record the loss of a worker.
 
-        Its incident is collected later, together with further losses.
+        After a short pause, one incident is collected for this loss and any others.
         """
         self._running.discard(event.rank)
         if not self._losses:
@@ -229,7 +229,7 @@ class Attempt:
 
     @property
     def _may_be_stopped(self) -> bool:
-        """Whether the first failure may be due to a scheduler that also stops the launcher."""
+        """Whether a scheduler that is also stopping the launcher may have caused the failure."""
         first = self._first_failure
         settles = self.phase is Phase.SETTLING
         return settles and first is not None and -first.code in _STOP_SIGNALS

@@ -1,8 +1,8 @@
-"""Collect one job's incidents from the nodes, have them explained, and show the verdicts.
+"""Collect one job's incidents from the nodes, have them analysed, and show the verdicts.
 
 One incident is collected at a time. An incident that cannot be stored (on a full disk) is reported
-and dropped: ending the job matters more than explaining it. An examined stall is passed back to the
-attempt as an event, since it may end the attempt; a failure has already ended the attempt.
+and dropped: ending the job matters more than explaining it. An examined stall is reported to the
+attempt as an event, because it may end the attempt; a failure has already ended it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Incidents:
     """All incidents of a job; at most one of them is being collected.
 
     Args:
-        node_name: this node, which shows verdicts without a command.
+        node_name: this node, which needs no command to show a verdict.
         tell: sends a command to nodes.
         examined: receives an examined stall, with its incident if one was kept.
         observers: the objects that report on the job.
@@ -92,7 +92,7 @@ class Incidents:
             self._collection.deadline_s = min(self._collection.deadline_s, hurried_s)
 
     def note_lost(self, node: str) -> None:
-        """Stop waiting for a node that was lost."""
+        """Stop waiting for a lost node."""
         if self._collection is not None:
             self._collection.waiting.discard(node)
 
@@ -102,7 +102,7 @@ class Incidents:
             self._collection.note_harvested(node, event)
 
     def note_progress(self, world: World) -> None:
-        """Record that a stall has cleared: the one being collected, or the last one."""
+        """Record that a stall has cleared: the one being collected, or else the latest one."""
         self._observers.tell(StallCleared(attempt=world.number))
         if self._collection is not None:
             self._collection.is_overtaken = True
@@ -114,9 +114,9 @@ class Incidents:
         self._say("stall cleared: ranks are making progress again")
 
     def covers_stall(self) -> bool:
-        """Return whether the incident that is being collected also covers a newly seen stall.
+        """Return whether a new stall belongs to the incident that is being collected.
 
-        When a stall clears node by node, the nodes that are still waiting look like a new stall.
+        When nodes recover one after another, those still waiting look like a new stall.
         """
         collection = self._collection
         if collection is None or collection.kind != "stall" or collection.is_early:
@@ -125,7 +125,7 @@ class Incidents:
         return True
 
     def _has_running_ranks(self, action: decide.CollectIncident) -> bool:
-        """Return whether ranks may progress during the analysis; if so, no restart waits for it."""
+        """Return whether ranks may run during the analysis, so that no restart waits for it."""
         if action.kind == "stall":
             return action.is_early or not self._stalls_end
         return bool(action.lost)
@@ -179,7 +179,7 @@ class Incidents:
         self._tell(list(self._collection.waiting), collect)
 
     def _early_look(self, world: World, action: decide.CollectIncident) -> Incident | None:
-        """Return the early look at the current stall, or None if there was no early look."""
+        """Return the early incident of the current stall, or None."""
         last = self._report.incidents[-1] if self._report.incidents else None
         is_stall = action.kind == "stall" and not action.is_early
         if last is None or not (is_stall and last.is_early and last.attempt == world.number):
@@ -187,7 +187,7 @@ class Incidents:
         return None if last.recovered else last
 
     def _add(self, incident: Incident, former: Incident | None) -> None:
-        """Add an incident to the report, replacing the early look that the incident continues."""
+        """Add an incident to the report, replacing the early incident that it continues, if any."""
         if former is None:
             self._report.incidents.append(incident)
             return
@@ -204,7 +204,7 @@ class Incidents:
             self._give_up(world, err)
 
     def is_complete(self, now_s: float) -> bool:
-        """Return whether the current incident has received all dumps that can still arrive."""
+        """Return whether the current incident has all its dumps or its deadline has passed."""
         return self._collection is not None and self._collection.is_complete(now_s)
 
     def finish(self, world: World) -> None:
@@ -250,7 +250,7 @@ class Incidents:
     ) -> None:
         """Pass an examined stall to its attempt, which may then end.
 
-        An early look never ends an attempt.
+        An early incident never ends an attempt.
         """
         if not is_early:
             self._examined(world, event, incident)

@@ -1,16 +1,16 @@
-"""Ranks that an attempt continues without: which losses it survives, and how.
+"""Decide which losses of ranks an attempt survives, and let the remaining ranks continue.
 
 With `--on-loss shrink`, a rank that is killed by a signal, or lost with its node, does not end its
 attempt if every other rank holds what it needs to continue. The remaining ranks are then published
-in the job's store, as an epoch, and each of them reports in its folder once it is ready to continue
-training. The rank's node passes this report on. A loss that cannot be survived is an ordinary
-failure, and one line gives the reason.
+in the job's store, as an epoch. Each of them reports in its folder once it is ready to continue
+training, and its node passes this report on. A loss that cannot be survived is an ordinary failure,
+and one line gives the reason.
 
 [Note: one world] Only the launcher that hosts the store publishes epochs, and a world begins only
 once all ranks of an epoch have met in that store. So ranks that are cut off from that store never
-begin another world. Nor can they end a step of the former world, because its barrier needs all of
-its ranks. With failover, nodes that are cut off may elect another host. So with failover, the loss
-of a node is an ordinary failure: this host cannot know whether the host itself is cut off.
+begin another world. Nor can they finish a step of the former world, because its barrier needs all
+of its ranks. With failover, nodes that are cut off may elect another host. Then this host cannot
+know whether it has itself been cut off, so with failover the loss of a node is an ordinary failure.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Losses:
-    """The losses of the present attempt.
+    """The losses of the current attempt.
 
     Args:
-        report: receives an account of how each loss was survived.
+        report: receives a record of how each loss was survived.
         say: prints a line.
     """
 
@@ -88,7 +88,7 @@ class Losses:
             self._begin(world.number)
 
     def takes(self, world: World, ended: Mapping[int, int]) -> bool:
-        """Return whether the attempt continues without ranks that ended; if so, publish an epoch.
+        """Return whether the attempt continues without these ranks; if so, publish an epoch.
 
         Args:
             ended: the exit codes of ranks that ended at the same time, as in `subprocess`, or LOST.
@@ -113,12 +113,10 @@ class Losses:
         return True
 
     def _note_left(self, world: World, ranks: Sequence[int]) -> None:
-        """Publish that a rank ended by itself, for the ranks that are waiting for an epoch.
+        """Publish that ranks ended by themselves, so that ranks waiting for an epoch stop waiting.
 
-        These ranks cannot get another epoch.
-
-        Ranks that do not need that rank are not disturbed: all ranks may be ending after a
-        requested stop.
+        No further epoch can include all the ranks that they need. Ranks that are not waiting are
+        not disturbed, because all ranks may be ending after a requested stop.
         """
         known = self._standings(world)
         early = [one for one in ranks if one in known and known[one].state is not State.DONE]
@@ -187,7 +185,7 @@ class Losses:
         return "" if living else "no rank is left"
 
     def _publish(self, world: World, lost: list[int], known: Mapping[int, Standing]) -> str:
-        """Publish the remaining ranks; return why that is not possible, or ""."""
+        """Publish the remaining ranks; return "", or the reason why that is impossible."""
         done = [one for one, standing in known.items() if standing.state is State.DONE]
         gone = {*world.ended, *done}
         epoch = Epoch(

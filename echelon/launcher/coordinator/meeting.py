@@ -1,10 +1,10 @@
-"""Run the job's store server as a child process that ends with the agent.
+"""Run the job's store server as a child process that exits together with the agent.
 
-The server is a separate process so that neither a flood of output nor an analysis in the agent can
-delay a rank's rendezvous. The server's standard input is a pipe from the agent. When the agent
-ends, for whatever reason, the pipe closes and the server exits. The server ignores SIGTERM. A
-scheduler that sends SIGTERM to every process of a node gives the ranks time to save, and the ranks
-may need the store for that.
+The server is a separate process so that a flood of output or an analysis in the agent cannot delay
+a rank's rendezvous. The server's standard input is a pipe from the agent. When the agent ends, for
+any reason, the pipe closes and the server exits. The server ignores SIGTERM: a scheduler that sends
+SIGTERM to every process on a node gives the ranks time to save, and they may need the store to do
+so.
 
 Through the same pipe, the agent sends addresses to admit, values for the ranks to read, and the
 request to drop all keys, so that every attempt starts with an empty store.
@@ -29,13 +29,13 @@ _CLOSE_S = 5.0
 
 
 class MeetingPlace(Protocol):
-    """The interface through which the coordinator uses the store where an attempt's ranks meet."""
+    """The coordinator's interface to the store at which the ranks of an attempt meet."""
 
     host: str  # as ranks dial it
     port: int
 
     def admit(self, address: str) -> None:
-        """Admit clients from a numeric address, although such clients cannot prove the secret."""
+        """Admit clients from a numeric address even though they cannot prove their membership."""
 
     def publish(self, key: str, value: str) -> None:
         """Store a value for the ranks to read; key and value are one word each."""
@@ -92,7 +92,7 @@ class StoreProcess:
         return process
 
     def admit(self, address: str) -> None:
-        """Admit torch's clients from a numeric address; never blocks.
+        """Admit torch's clients from a numeric address, without blocking.
 
         Raises:
             LaunchError: the server cannot be reached.
@@ -125,7 +125,7 @@ class StoreProcess:
     def renew(self) -> None:
         """Drop all members and keys; if the server has died, start a new one at another port.
 
-        Wait at most 5 s for the server's confirmation, and 2 min for a new server.
+        Waits up to 5 s for the server to confirm, or up to 2 min for a new server to start.
 
         Raises:
             LaunchError: no server can be started.
@@ -158,7 +158,7 @@ class StoreProcess:
             raise LaunchError(f"cannot send {line!r} to the store server: {err}") from err
 
     def close(self) -> None:
-        """End the server; wait at most 5 s. Safe to call twice."""
+        """End the server, waiting up to 5 s for it. Safe to call twice."""
         if self._is_stopped():
             self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):

@@ -1,7 +1,7 @@
 """Admit, refuse and dismiss nodes.
 
-`Roster` decides which nodes take part in a world. This module sends the outcome to each node, and
-admits the node's address at the store.
+`Roster` decides which nodes take part in a world. This module informs each node of the decision,
+and admits the node's address at the store.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Membership:
         return next((one.host for one in self._roster.nodes if one.name == node), node)
 
     def let_go(self, node: str, number: int) -> None:
-        """End a node's launcher, which has received a stop signal from the user."""
+        """End the launcher of a node whose user has sent it a stop signal."""
         self._roster.leave(node)
         self._send(node, m.Over(exit_code=128 + number, ended_by=EndedBy.SIGNAL.value))
 
@@ -67,7 +67,7 @@ class Membership:
         )
 
     def _admit(self, hello: m.Hello) -> None:
-        """Admit a node's torch store clients, which cannot prove that they know the secret."""
+        """Admit a node's torch store clients by address, as they cannot prove their membership."""
         if not hello.address:
             return  # this node itself
         try:

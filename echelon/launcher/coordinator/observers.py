@@ -1,7 +1,7 @@
 """Report events of a job to observers, which keep accounts, send notices and serve metrics.
 
 An observer makes no decisions. Observers are called on the coordinator's own thread, so they must
-return at once. An observer that fails is removed and never affects the job.
+not block. An observer that raises an exception is removed and never affects the job.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from echelon.launcher.job.report import Incident
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptBegan:
-    """The nodes were told to start their ranks; `hosts` holds the host name of each rank."""
+    """The nodes were told to start their ranks; `hosts` maps each rank to its host name."""
 
     attempt: int
     restart: int  # how many attempts there were before
@@ -58,7 +58,7 @@ class VerdictKnown:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptEnded:
-    """All ranks of an attempt have ended, and none of their processes is left."""
+    """All ranks of an attempt have ended, along with every process that they started."""
 
     attempt: int
     failed: bool
@@ -75,7 +75,7 @@ class Restarting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LapsReported:
-    """A node reported how its ranks advance."""
+    """A node reported how its ranks are advancing."""
 
     node: str
     laps: m.Laps

@@ -1,8 +1,8 @@
 """Probe suspect nodes between two attempts, before they are used again.
 
-    WAITING --pause over--> ASKED --all answered, or 20 s--> over, if all is whole
+    WAITING --pause over--> ASKED --all answered, or 20 s--> over, if all probes passed
        ^                      |
-       +-- back-off ----------+-- a probe failed: excluded where another node can take its place
+       +-- back-off ----------+-- a probe failed: excluded if another node can take its place
 
 To measure a link, a partner node is asked to listen, and then the suspect node measures the link to
 the partner. Nothing in this module blocks on a probe: a message requests the probe, and `take` and
@@ -43,7 +43,7 @@ class _Round:
 
     Attributes:
         tasks: the tasks of each node in the current phase.
-        links: the (suspect, partner) pairs to measure once the partner listens.
+        links: the (suspect, partner) pairs to measure once the partner is listening.
         found: the (node, finding) pairs so far.
     """
 
@@ -58,11 +58,11 @@ class _Round:
 
 
 class Probing:
-    """The probes of one job's nodes between its attempts.
+    """The probes that run on a job's nodes between two attempts.
 
     Args:
         decisions: the decisions in the report; findings are added to the last decision.
-        host_address: the address that nodes use to reach the hosting node.
+        host_address: the address at which nodes reach the hosting node.
         note: a function that is called after each round of probes.
     """
 
@@ -100,7 +100,7 @@ class Probing:
 
     @property
     def waits_for(self) -> str:
-        """What the check is waiting for, in words; "" if it is not waiting."""
+        """What the probing is waiting for, in words; "" if it is not waiting."""
         hosts = ", ".join(self._host_of(name) for name in self._suspects)
         return f"probes of {hosts} ({', '.join(self._probes)})" if hosts else ""
 
@@ -111,12 +111,12 @@ class Probing:
         return self._next_s if self._round is None else self._round.due_s
 
     def begin(self, failure: Failure | None, attempt: int, now_s: float) -> None:
-        """Begin to check the nodes that a failure makes suspect.
+        """Begin to probe the nodes that a failure casts suspicion on.
 
         Args:
             failure: the failure; None means that no node is suspect.
             attempt: the number of the next attempt.
-            now_s: the time at which the check begins, which is after the pause.
+            now_s: the time at which the probing begins, after the pause.
         """
         self._round, self._failed, self._suspects = None, {}, []
         self._probes = () if failure is None else probes_for(failure)
@@ -144,7 +144,7 @@ class Probing:
                 present.found.append((node, finding))
 
     def step(self, now_s: float) -> None:
-        """Send the requests, repeat them, or conclude the check, whichever is due."""
+        """Do what is due: send the requests, repeat them, or conclude the probing."""
         if not self._suspects:
             return
         if self._round is None:
@@ -191,7 +191,7 @@ class Probing:
             yield Task(probe=STORAGE, folder=str(self._options.checkpoint_dir))
 
     def _links(self) -> Iterator[tuple[str, str]]:
-        """Yield each remaining suspect together with the node to which its link is measured."""
+        """Yield each remaining suspect with the partner for measuring its link."""
         if self._has_pairs:  # the links between those that the failure names
             pairs = zip(self._named, self._named[1:], strict=False)
             yield from ((a, b) for a, b in pairs if a in self._suspects and self._is_here(b))
@@ -206,7 +206,7 @@ class Probing:
         return len(self._named) > 1
 
     def _ask_links(self, present: _Round, now_s: float) -> None:
-        """Ask the suspects to measure the links to the partners that now listen."""
+        """Ask the suspects to measure the links to their partners, now that these are listening."""
         present.is_second = True
         present.number, present.due_s = self._new_number(), now_s + _ANSWER_S
         for suspect, partner in present.links:
@@ -232,7 +232,7 @@ class Probing:
             self._send(name, m.Probe(number=present.number, tasks=packed))
 
     def _note_silent(self, present: _Round) -> None:
-        """Treat nodes that have not answered by the deadline as having failed their probes."""
+        """Count the probes of nodes that have not answered by the deadline as failed."""
         for name, tasks in present.tasks.items():
             for task in tasks:
                 if task.probe != LISTEN:
@@ -265,7 +265,7 @@ class Probing:
             self._suspects = []
 
     def _exclude(self, name: str, broken: Sequence[Finding]) -> bool:
-        """Avoid a node that fails its probes, if another node can take its place."""
+        """Exclude a node that failed its probes, if another node can take its place."""
         self._failed[name] = self._failed.get(name, 0) + 1
         is_due = any(self._failed[name] >= tries_of(one.probe) for one in broken)
         is_only_a_link = self._has_pairs and all(one.probe == NETWORK for one in broken)
@@ -288,7 +288,7 @@ class Probing:
         self._say(f"probe of {self._host_of(name)} failed: {what}; {after}")
 
     def _keep(self, rows: Sequence[tuple[str, Finding]]) -> None:
-        """Add findings to the decision, and keep only the failures among the earlier findings."""
+        """Add findings to the decision; of the earlier findings there, keep only the failures."""
         kept = [one for one in self._last().get("probes", []) if one["state"] == State.BROKEN.value]
         for name, finding in rows:
             kept.append({"before": self._attempt, "host": self._host_of(name), **finding.to_json()})

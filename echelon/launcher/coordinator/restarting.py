@@ -1,8 +1,8 @@
-"""Handle the end of an attempt: wait for the verdict, decide on a restart, report, and pause.
+"""Handle the end of an attempt: wait for the verdict, decide on a restart, report it, and pause.
 
-Under the smart policy, a restart waits a few seconds at most for the verdict. The verdict on a
-small job is ready within one or two seconds, and a job that restarts without a verdict may repeat a
-failure that no restart can cure. A verdict that arrives later is used for later decisions.
+Under the smart policy, a restart waits a few seconds at most for the verdict. For a small job, the
+verdict is ready within one or two seconds, and without it the job might repeat a failure that no
+restart can fix. A verdict that arrives later is used for later decisions.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Restarting:
         self.over = -1  # the latest attempt that has ended
 
     def awaits_verdict(self, world: World, end: EndAttempt, now_s: float) -> bool:
-        """Return whether the decision must wait for the verdict on an attempt's end."""
+        """Return whether the decision must wait for the verdict on how an attempt ended."""
         incident = incident_of(world, self._report.incidents, end.ended_by)
         is_open = incident is not None and self._verdicts.is_open(incident)
         changed = self._options.max_nodes > 1 and (world.lost or world.leaving)
@@ -76,7 +76,7 @@ class Restarting:
         return False
 
     def decide(self, world: World, end: EndAttempt) -> bool:
-        """Decide whether another attempt follows, report why, and return the decision."""
+        """Decide whether another attempt follows, report the reason, and return the result."""
         self.over, self.suspected = world.number, None
         self._revise()
         known: list[Failure] = []
@@ -115,7 +115,7 @@ class Restarting:
         return json.dumps({"format": 1, "attempts": self._report.decisions[-_MAX_TOLD:]})
 
     def memory(self) -> str:
-        """Return what another node needs in order to continue the job's restart policy."""
+        """Return what another node needs to continue the restart policy of this job."""
         known = Memory(
             failures=tuple(self.restarts.failures),
             avoided=self._roster.avoided,

@@ -1,9 +1,9 @@
 """Decide whether another attempt follows, from how the earlier ones ended. Pure.
 
-A lost node does not use up a restart, since the world that follows has a replacement or fewer nodes
-and may succeed. But a node that is lost repeatedly just after the start (a pod that runs out of
+A lost node does not count as a restart, because the next world may succeed with a replacement or
+with fewer nodes. But a node that is lost repeatedly just after the start (a pod that runs out of
 memory whenever the model is built) would restart the world indefinitely. So after a few such losses
-in a row, each further loss uses up a restart, as a failure does. The policy (`policy/policy.py`)
+in a row, each further loss counts as a restart, as a failure does. The policy (`policy/policy.py`)
 decides what follows a failure, within `--max-restarts`. Leaves, preemptions and stops by the user
 are not failures.
 """
@@ -64,7 +64,7 @@ class Restarts:
         return self._policy == "smart" and self.num_used < self._max
 
     def is_failure(self, end: EndAttempt) -> bool:
-        """Return whether an attempt failed, rather than succeeded or was stopped from outside."""
+        """Return whether an attempt failed: it neither succeeded nor was stopped from outside."""
         by = end.ended_by
         return end.failed and (by is EndedBy.WORKER or (by is EndedBy.STALL and self._after_stalls))
 
@@ -92,11 +92,10 @@ class Restarts:
             left: whether nodes left the attempt on purpose.
             lasted_s: how long the attempt ran, in seconds.
             num_nodes: how many nodes are connected now.
-            low: the least number of nodes that a world needs.
+            low: the minimum number of nodes in a world.
             explain: a function that returns what is known about the failure, called only if the
                 decision depends on it.
-            others: a function that returns how many nodes could take part, not counting the given
-                ones.
+            others: a function that returns how many nodes could take part besides the given ones.
         """
         is_leave = end.failed and end.ended_by is EndedBy.LEAVE
         if not (is_leave or self.is_failure(end)):
@@ -137,7 +136,7 @@ class Restarts:
         )
 
     def _is_free(self, lost: bool, left: bool, lasted_s: float) -> bool:
-        """Return whether nodes were lost or left, and not repeatedly just after the start."""
+        """Return whether lost or departed nodes cost no restart; repeated losses at start-up do."""
         if not self._is_elastic or not (lost or left):
             return False
         is_short = lost and lasted_s < SHORT_S

@@ -1,11 +1,11 @@
 """Choose the nodes of the next world from the nodes that join and leave. Pure.
 
-A world begins once one of three conditions holds: `max_nodes` nodes are connected; all nodes of the
-last world are connected, except those that left; or `min_nodes` nodes are connected and the last
-call is over. The last call is an adaptive waiting time that allows for the delay between two nodes
-that were started together. It lasts at most 3 s unless the user sets it. Nodes that connect later,
-or beyond `max_nodes`, wait for the next world; at most `spares` nodes may wait. Avoided nodes are
-chosen only if fewer than `min_nodes` other nodes are connected.
+A world begins once one of three conditions is met: `max_nodes` nodes are connected; all nodes of
+the last world are connected, except those that left; or `min_nodes` nodes are connected and the
+last call is over. The last call is an adaptive waiting time for nodes that were started together
+but do not connect at the same moment. It lasts at most 3 s unless the user sets it. Nodes that
+connect later, or beyond `max_nodes`, wait for the next world; at most `spares` nodes may wait.
+Avoided nodes are chosen only if fewer than `min_nodes` other nodes are connected.
 
 Ranks are numbered in the order of the nodes. In the first world, nodes with a `--node-rank` come
 first, in that order, then the coordinator's node, then the other nodes by host name in natural
@@ -74,7 +74,7 @@ class Roster:
         return tuple(self._nodes.values())
 
     def resume(self, former: Sequence[str]) -> None:
-        """Continue with the nodes of another host's world; these nodes keep their places."""
+        """Continue with the nodes of a former host's world; they keep their places."""
         self._former = tuple(former)
         self._awaited = frozenset(name for name in former if name in self._nodes)
 
@@ -106,7 +106,7 @@ class Roster:
         return tuple(sorted(self._avoided))
 
     def count_without(self, names: Sequence[str]) -> int:
-        """Return how many nodes are connected, not counting the given nodes or the avoided ones."""
+        """Return how many nodes are connected besides the given nodes and the avoided ones."""
         return len(self._nodes.keys() - self._avoided - set(names))
 
     def _eligible(self) -> dict[str, Node]:
@@ -137,7 +137,7 @@ class Roster:
         return chosen
 
     def _placed(self, nodes: Mapping[str, Node]) -> list[Node]:
-        """Choose the next world's nodes from these nodes, in rank order."""
+        """Return the nodes chosen for the next world, in rank order."""
         others = sorted(
             (node for node in nodes.values() if node.name not in self._former),
             key=lambda node: node.order,
@@ -154,7 +154,7 @@ class Roster:
         return placed[: self._max]
 
     def deadline_s(self) -> float:
-        """Return the time by which `world` must be called again."""
+        """Return the time by which `world` must be called."""
         if self._enough_since_s is None:
             return self._opened_s + self._join_timeout_s
         return self._last_call_s()
@@ -164,7 +164,7 @@ class Roster:
         return self._enough_since_s is None and now_s >= self._opened_s + self._join_timeout_s
 
     def shortage(self) -> str:
-        """Return a sentence that says how many nodes have connected, and which."""
+        """Return a sentence on how many nodes have connected, and which."""
         came = ", ".join(node.host for node in self._nodes.values()) or "none"
         return (
             f"{len(self._nodes)} of {self._min} required nodes connected within "

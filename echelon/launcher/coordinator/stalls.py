@@ -1,9 +1,9 @@
 """Decide when a lasting stall ends the attempt under `--on-stall restart`.
 
-The decision waits for the verdict. A hung program stays hung. A slow rank, a cut link, an
+The decision waits for the verdict. A hung program stays hung. But a slow rank, a cut link, an
 unresponsive disk, or ranks that are still loading on a busy machine may recover, and a restart
-helps none of them. So stalls with these causes are given time first, and progress within that time
-ends the stall. If a restart led to the same stall, the next stall gets more time.
+would not help. So a stall with such a cause is given some time to clear. If a restart leads to the
+same stall again, the new stall is given more time.
 """
 
 from __future__ import annotations
@@ -105,5 +105,5 @@ class Stalls:
 
     @property
     def _patience_s(self) -> float:
-        """Return how long this stall may last: longer if earlier stalls did not end in time."""
+        """Return how long this stall may last: longer if earlier stalls did not clear in time."""
         return self._least_patience_s * float(2 ** min(self._num_in_vain, _MAX_DOUBLINGS))

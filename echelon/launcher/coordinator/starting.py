@@ -15,7 +15,7 @@ from echelon.launcher.options.options import Options
 def world_of(
     nodes: Sequence[Node], number: int, options: Options, now_mono_ns: int
 ) -> tuple[World, list[int]]:
-    """Return an attempt on these nodes (in rank order), and the first rank of each node.
+    """Return an attempt on these nodes, given in rank order, and the first rank of each node.
 
     Args:
         now_mono_ns: the current time of the clock by which the ranks will be judged.

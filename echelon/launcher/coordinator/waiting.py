@@ -1,4 +1,4 @@
-"""Describe what a job is waiting for, if a state lasts longer than a user expects."""
+"""Describe what a job is waiting for, for a user who has been waiting unusually long."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def why_world_waits(world: World, awaited: Collection[str]) -> str:
     """Describe what a world is waiting for; return "" while its ranks are running.
 
     Args:
-        awaited: the nodes whose diagnostics have not arrived yet.
+        awaited: the nodes that have not sent all their dumps yet.
     """
     if world.clearing is not None and not world.clearing:
         return "the verdict, which decides whether to restart"

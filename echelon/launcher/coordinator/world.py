@@ -16,12 +16,12 @@ from echelon.recorder.stall.watchdog import Sight, Stall, StallRule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LostEarlier:
-    """The ranks that an attempt had already lost, and continued without, before an event.
+    """The ranks that were lost before an event, when the attempt continued without them.
 
     Attributes:
         ranks: the first epoch without each lost rank, keyed by rank.
         since_mono_ns: the time at which the current epoch began; 0 if no rank was lost.
-        since_there_ns: the same for ranks on other nodes, each by the clock of its own node.
+        since_there_ns: the same for ranks on other nodes, each on its own node's clock.
     """
 
     ranks: Mapping[int, int] = field(default_factory=dict)
@@ -37,15 +37,15 @@ class World:
         nodes: each node's ranks.
         hosts: each node's host name.
         lost: the nodes that were lost.
-        leaving: the nodes that were asked to stop while others continue, with the signal sent.
+        leaving: the nodes that were asked to stop while others continue, each with its signal.
         unkillable: the ranks that survived SIGKILL, with the reason.
         end: how the attempt ended, once all workers have ended.
         clearing: the nodes that are not idle yet, once all workers have ended.
         is_reported: whether the observers were told that all processes of the attempt have ended.
-        epochs: the time at which the first rank of each complete epoch was ready, by the monotonic
+        epochs: the time at which the first rank of each complete epoch was ready, on the monotonic
             clock.
-        epochs_there: the times at which ranks on other nodes were ready, each by the clock of its
-            own node, keyed by epoch.
+        epochs_there: the times at which ranks on other nodes were ready, each on its own node's
+            clock, keyed by epoch.
     """
 
     number: int
@@ -116,7 +116,7 @@ class World:
 
     @property
     def ranks_lost_first(self) -> list[int]:
-        """The ranks of lost nodes if the first failure of the attempt was the loss of a node."""
+        """The ranks of lost nodes, if the attempt's first failure was the loss of a node."""
         failed = [ended for ended in self.ended.values() if ended.code != 0]
         first = min(failed, key=lambda ended: ended.order, default=None)
         if first is None or first.code is not None:
@@ -125,7 +125,7 @@ class World:
 
     @property
     def records(self) -> bool:
-        """Whether any rank records its operations; its ring then shows the rank's progress."""
+        """Whether any rank records its operations, so that its ring shows its progress."""
         return any(key < 0 for key in self._sights)
 
     def node_of(self, rank: int) -> str:
@@ -224,7 +224,7 @@ class World:
         return self.rule.look(list(self._sights.values()), now_mono_ns)
 
     def look_early(self, now_mono_ns: int) -> Look | None:
-        """Return an early look if the ranks' histories call for one before a stall is detected."""
+        """Return the early examination that is due according to the ranks' histories, or None."""
         return self.limits.look([self._views.get(node) for node in self.present], now_mono_ns)
 
     def why_absent(self, rank: int, late: Collection[str]) -> str:
@@ -240,7 +240,7 @@ class World:
 
 
 def _folded(first_rank: int) -> int:
-    """Return the key of a node's combined row, which never equals a rank's number."""
+    """Return the key for a node's combined row, which cannot be a rank number."""
     return -1 - first_rank
 
 

@@ -1,1 +1,1 @@
-"""Decide whether and how to restart a job, by pure functions over a table of causes."""
+"""Decide whether and how to restart a job, with pure functions over a table of causes."""

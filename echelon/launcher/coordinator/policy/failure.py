@@ -1,4 +1,4 @@
-"""Define the facts of a failed attempt that the restart policy uses."""
+"""Define what the restart policy knows about a failed attempt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Failure:
     Attributes:
         cause: the verdict's cause. If the verdict is late, the cause is derived from exit codes and
             error files.
-        is_likely: whether there is a verdict with the confidence `likely` or `certain`.
+        is_likely: whether the verdict's confidence is `likely` or `certain`.
         is_certain: whether the verdict's confidence is `certain`.
         said: one clause for users, such as "rank 2 raised ValueError: a corrupt batch".
         site: what failed and where ("ValueError at train.py:88 in compute"). Repetitions of a
@@ -27,7 +27,7 @@ class Failure:
         last_step: the last step that the culprit began; -1 if the culprit recorded no steps.
         is_killed: whether the culprit was killed by a signal, or lost with its node.
         is_outside: whether the culprit's error is about the network or a file system.
-        owns_memory: whether the job itself exhausted the memory; None if unknown.
+        owns_memory: whether the job itself used up the memory; None if unknown.
     """
 
     attempt: int

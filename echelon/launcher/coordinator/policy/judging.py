@@ -1,8 +1,7 @@
 """Collect the facts of a failed attempt from its world, its incident and, if known, the verdict.
 
 If the verdict is late, the facts are the exit code and the error of the first rank that ended. The
-error is read from that rank's dump. At most a few files are read to find it, each of them the
-black box of one rank.
+error is read from that rank's black box; at most a few black boxes are read to find it.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ def _last_step(
 
 
 def _look(incident: Incident | None, ranks: Sequence[int]) -> Circumstances | None:
-    """Read the circumstances of the first of these ranks whose record exists."""
+    """Read the circumstances of the first of the given ranks that has a record."""
     if incident is None:
         return None
     from echelon.launcher.incident.circumstances import circumstances  # imported only if needed

@@ -1,7 +1,7 @@
 """Convert the policy's knowledge of a job to text for the nodes that may host the job next.
 
-Without this knowledge, a repeating error or a repeatedly failing node would get all its restarts
-again after each failover, and suspect nodes would be used without having been probed.
+Without this knowledge, each failover would reset the restarts of a repeating error or a repeatedly
+failing node, and suspect nodes would be used without a probe.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MOST_KEPT = 16  # failures, and decisions: every node gets them
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """What the policy knows about a job, as of the latest start or end of an attempt.
+    """What the policy knows about a job, as of when an attempt last started or ended.
 
     Attributes:
         failures: the job's failures, oldest first.

@@ -1,10 +1,10 @@
-"""Decide what follows a failure, given the earlier failures, by a pure function over the table.
+"""Decide what follows a failure, given the earlier failures. A pure function over the table.
 
-A failure repeats an earlier failure if both have the same cause and site and the job gained no step
-in between. An error at the same line five thousand steps later is not a repetition, because a
-restart got past the first occurrence. An error that repeats at a different step may not be
-deterministic, so the job gets one more attempt. Failures of other kinds in between do not reset the
-count; gained steps do.
+A failure repeats an earlier failure if both have the same cause and site and the job has completed
+no new step in between. An error at the same line five thousand steps later is not a repetition,
+because a restart got past the first occurrence. An error that repeats at a different step may not
+be deterministic, so the job gets one more attempt. Failures of other kinds in between do not reset
+the count; new steps do.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Action(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """A decision about what follows a failed attempt, and why.
+    """The decision about what follows a failed attempt, with the reason.
 
     Attributes:
         reason: the reason, as one clause.
@@ -53,8 +53,7 @@ def decide(
 
     Args:
         history: the job's earlier failures, oldest first.
-        exclude_after: the number of a node's own failures after which the node is avoided; 0 means
-            never.
+        exclude_after: how many failures a node may cause before it is avoided; 0 means any number.
         can_replace: whether enough other nodes are connected to replace the failed ones.
     """
     row = row_for(failure)
@@ -74,7 +73,7 @@ def decide(
 
 
 def repeated(failure: Failure, history: Sequence[Failure]) -> list[Failure]:
-    """Return the earlier occurrences of a failure since the job last gained a step."""
+    """Return the earlier occurrences of a failure since the job last completed a new step."""
     return [one for one in _since_progress(failure, history) if failure.repeats(one)]
 
 
@@ -125,5 +124,5 @@ def _about_nodes(
 
 
 def _blames(failure: Failure) -> bool:
-    """Return whether a failure counts against its nodes, which requires more than a guess."""
+    """Return whether a failure counts against its nodes; a mere guess is not enough."""
     return row_for(failure).blames_node and (failure.is_certain or failure.is_killed)

@@ -1,9 +1,9 @@
-"""Define which probes a suspect node must pass before it is used again, by the failure's cause.
+"""Define which probes a suspect node must pass before it is used again, for each cause of failure.
 
 `docs/restarts.md` prints both tables. A cause that is not listed requires no probe: a program that
-hangs or raises an error does so on every machine. A node with a broken device or too little memory
-is replaced at once. A node with a faulty network or disk is given some time, since the fault may
-also affect the other nodes.
+hangs or raises an error would do so on any machine. A node with a broken device or too little
+memory is replaced at once. A node with a faulty network or disk is given some time, since the fault
+may also affect the other nodes.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ class Answer:
     """The consequence of a failed probe.
 
     Attributes:
-        tries: the number of failed probes after which another node replaces the failing node, if
-            possible.
+        tries: the number of failed probes after which the node is replaced, if possible.
         checks: what the probe checks, in words.
     """
 
@@ -81,7 +80,7 @@ ANSWERS = (
 
 
 def probes_for(failure: Failure) -> tuple[str, ...]:
-    """Return the names of the probes that a failure requires; () if it requires none."""
+    """Return the names of the probes that a failure requires; () for none."""
     for row in ASKED:
         if failure.cause in row.causes and (failure.is_outside or not row.if_outside):
             return row.probes
@@ -94,7 +93,7 @@ def tries_of(probe: str) -> int:
 
 
 def wait_s(num_failed: int) -> float:
-    """Return the pause before the next attempt, in seconds, after that many failures in a row."""
+    """Return the pause before the next try, in seconds, after `num_failed` failures in a row."""
     return float(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(num_failed - 1, 30)))
 
 

@@ -1,9 +1,8 @@
 """Define the policy's table, which maps cause and evidence to what follows a failure.
 
-The first row that fits a failure applies. `repeats` limits how often the same failure may be
-followed by another attempt if no step was gained in between: 0 stops the job at once, 1 stops it at
-the second occurrence, and None leaves the limit to `--max-restarts`. `docs/restarts.md` contains
-the table.
+The first row that fits a failure applies. `repeats` limits how often the job is restarted after the
+same failure without having completed a new step: 0 stops the job at once, 1 stops it at the second
+occurrence, and None leaves the limit to `--max-restarts`. `docs/restarts.md` contains the table.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ class Row:
     Attributes:
         causes: the causes that the row covers; () means any other cause.
         blames_node: whether failures count against the culprit's node (`--exclude-after`).
-        may_pass: whether a stall with this cause may resolve on its own. If so, `--on-stall
-            restart` waits first.
+        may_pass: whether a stall with this cause may resolve itself; `--on-stall restart` then
+            waits before it restarts.
         why: a clause that completes the message "no restart: ...".
     """
 
