@@ -4,18 +4,18 @@ The signs of activity are the processor time of the worker and its descendants, 
 and the bytes on its connections. Connections to the store are ignored, because a hanging client
 keeps polling the store.
 
-An inactive worker inside a collective of torch's Gloo backend has a pending operation, as a ring
-would show. A Gloo thread that waits for the interpreter's lock looks the same at a single look,
-because it also waits with a timeout. But such a thread wakes two hundred times per second to
+An inactive worker inside a collective of torch's Gloo backend is treated as having a pending
+operation. In a single sample, a Gloo thread that is waiting for the interpreter's lock looks the
+same, because it also waits with a timeout. But such a thread wakes two hundred times per second to
 request the lock.
 
 Threads that only poll a clock always use some processor time, so less than 1/50 of a core counts as
-inactivity. On a badly overloaded machine, a worker that is computing gets no more than that. The
-kernel counts how long its main thread was ready to run without a processor. If this is a large
-share of the time, it counts as activity. The same goes for the main threads of compilers that the
-worker has started. A hung rank's main thread may poll, which looks similar on such a machine, so
-this excuse ends after a while. Connections are examined only after a worker has been inactive for a
-while.
+inactivity. On a badly overloaded machine, a worker that is computing may get no more than that. So
+the time for which its main thread was ready to run, but had no processor, is read from the kernel;
+if it is a large share of the time, it counts as activity. This includes the main threads of
+compilers that the worker has started. A hung rank whose main thread polls looks similar on such a
+machine, so this excuse expires after a while. Connections are examined only after a worker has been
+inactive for a while.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Activity:
     """One worker's activity, seen from outside. Timestamps are in ns of the monotonic clock.
 
     Args:
-        quiet_s: the time without a sign of activity after which connections are examined, in
+        quiet_s: how long there must be no sign of activity before connections are examined, in
             seconds.
-        looks_inside: whether the system calls that threads are waiting in are then examined, too.
+        looks_inside: whether to also examine the system calls in which threads are waiting.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Activity:
         self.is_in_collective = False  # inside one, and otherwise inactive
 
     def look(self, num_printed_bytes: int, now_mono_ns: int) -> None:
-        """Record what the worker has done since the last look."""
+        """Record what the worker has done since the previous call."""
         ticks = self._cpu_ticks()
         elapsed_s = (now_mono_ns - self._since_ns) / 1e9
         self.is_in_collective = False
@@ -93,7 +93,7 @@ class Activity:
             self.is_in_collective = num_waiting > self._num_polling(pid, now_mono_ns)
 
     def rest(self, num_printed_bytes: int, now_mono_ns: int, ticks: int | None = None) -> None:
-        """Restart the counts, because earlier activity was recorded or the launcher caused it."""
+        """Restart the counts: activity so far has been recorded, or was caused by the launcher."""
         self._ticks = self._cpu_ticks() if ticks is None else ticks
         self._waited = self._waited_for_cpu_ns()
         self._since_ns = now_mono_ns
@@ -101,7 +101,7 @@ class Activity:
         self._carried = None
 
     def _starves(self, now_mono_ns: int) -> bool:
-        """Return whether the worker or a descendant is ready to run but gets hardly any time."""
+        """Return whether the worker or a descendant is ready to run but hardly ever gets to."""
         elapsed_ns = now_mono_ns - self._since_ns
         if elapsed_ns < _STARVED_LEAST_NS or now_mono_ns - self._worked_ns > _STARVED_NS:
             return False
@@ -111,7 +111,7 @@ class Activity:
         return sum(_waited_ns(pid) for pid in (self._pid, *descendants(self._pid)))
 
     def _num_polling(self, pid: int, now_mono_ns: int) -> int:
-        """Return the number of Gloo threads that have polled since the last look."""
+        """Return the number of Gloo threads that have been polling since the previous call."""
         before, self._wakes = self._wakes, _gloo_wakes(pid)
         elapsed_s = (now_mono_ns - self._woke_ns) / 1e9
         self._woke_ns = now_mono_ns

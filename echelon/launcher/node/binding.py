@@ -7,8 +7,8 @@
 
 The worker with local rank r has the r-th visible GPU. If there are no GPUs, or more workers than
 GPUs, workers are spread evenly over the NUMA nodes. Only processors that the launcher itself may
-use are assigned. A machine that does not report its NUMA nodes counts as having one; the same holds
-for caches.
+use are assigned. A machine that does not report its NUMA nodes is treated as a single node; one
+that does not report its caches, as having a single cache.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def describe(mode: str, processors: Sequence[frozenset[int]]) -> str:
 
 
 class Topology:
-    """A machine's processors, as /sys shows them; only processors in `allowed` may be used."""
+    """A machine's processors, according to /sys; only those in `allowed` may be used."""
 
     def __init__(self, sys: Path, allowed: frozenset[int]) -> None:
         self._cpu = sys / "devices/system/cpu"

@@ -1,7 +1,7 @@
 """Create a control group (version 2) for each worker, if the machine delegates control groups.
 
-With a group, a single write ends a worker and all processes that it has started, and neither a fork
-nor a missing permission can prevent that. Without a group, the guard walks over the worker's
+With a group, a single write ends a worker and all processes that it has started, even if they keep
+forking or may not be signalled individually. Without a group, the guard walks over the worker's
 descendants instead. The groups set no limits; the limits of the launcher's group still apply.
 """
 
@@ -38,7 +38,7 @@ class Containment:
         return str(group)
 
     def close(self) -> None:
-        """Remove the empty groups; the guard removes the remaining ones. Safe to call twice."""
+        """Remove the empty groups; the guard removes the others. Safe to call twice."""
         if self.folder is not None:
             with contextlib.suppress(OSError):
                 for group in self.folder.iterdir():

@@ -17,11 +17,11 @@ A worker inherits the launcher's own environment, with these variables set:
 | ECHELON_RESUME | the job's newest committed checkpoint, if there is one |
 | ECHELON_ATTEMPTS | JSON file: how the attempts before this one ended |
 | ECHELON_ON_LOSS | with --on-loss shrink: "shrink" |
-| ECHELON_MODULES_FILE | with --standby: where to write which modules this worker has imported |
+| ECHELON_MODULES_FILE | with --standby: where to list the modules that this worker has imported |
 | ECHELON_TORCH_BACKEND | with --torch-backend: see `echelon_torch_autoload` |
 | TORCH_FR_DUMP_TEMP_FILE and others | see torch_dumps.py |
-| ECHELON_TERMINAL_COLUMNS | width, only if the launcher prints to a terminal: a line that ends in
-  a carriage return is shown there as a live line |
+| ECHELON_TERMINAL_COLUMNS | the width, only if the launcher prints to a terminal: a line that ends
+  in a carriage return is shown there as a live line |
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _OURS_ALONE = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """The facts about one start of this node's workers that their environments need."""
+    """What the environments of this node's workers need to know about an attempt."""
 
     number: int  # in the names of its folders: RUN/rank_<r>/attempt_<number>
     restart: int  # within this job

@@ -1,4 +1,4 @@
-"""Take a snapshot of this node's ranks for one incident, in steps between which the loop runs."""
+"""Take a snapshot of this node's ranks for an incident, in steps, to keep the loop running."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echelon.recorder.read.dump import pack_dump, write_dump
 
 
 class Examination:
-    """The handling of one incident on this node, until the dumps have been handed over.
+    """One incident's examination on this node, until its dumps have been sent.
 
     Attributes:
         command: the request for the snapshot.

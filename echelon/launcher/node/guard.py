@@ -1,9 +1,8 @@
-"""Run the guard: the parent of a node's workers, which ends all processes that they start.
+"""Run the guard: the parent of a node's workers, which ends every process that they have started.
 
 The guard is a separate program (`python -I -S guard.py FD`) with a single thread, which imports
-nothing from the package. The guard does two things that the agent itself cannot do: it forks
-without other threads in the process, and it outlives a killed agent just long enough to end the
-workers.
+nothing from the package. The guard does two things that the agent itself cannot do: it forks from a
+process without other threads, and it outlives a killed agent just long enough to end the workers.
 
 * Each worker leads its own session and receives a death signal when the guard ends.
 * The guard is the child subreaper. Any process that a worker leaves behind, even after `setsid`,
@@ -15,8 +14,8 @@ workers.
 * No error ends the guard before its work is done. A process that may not be signalled is reported,
   and without /proc the guard still handles its direct children.
 
-The agent and the guard communicate over a Unix stream socket. A message is a u32 length and then
-JSON; the descriptors of a worker's streams travel with the request. End of file on that socket
+The agent and the guard communicate over a Unix stream socket. A message is a u32 length followed by
+JSON; the descriptors of a worker's streams are sent with the request. End of file on that socket
 means that the agent has died, so the guard kills all processes.
 
     agent -> guard   spawn {index, argv, env, cwd, processors, group, waits} + 3 descriptors, or 4
@@ -29,8 +28,8 @@ A process that `waits` is a standby: it is not a worker yet, and has a fourth de
 `take` makes it the worker `as`. `group` is the worker's own cgroup, or "" if none can be created.
 `alone` spares the worker's children, because forked data loaders have no handler for the user's own
 signals. No worker may run after the time of a `fence` (on the clock that also counts while the
-machine is suspended). At that time the guard kills all workers, even while the agent is stopped,
-and starts no worker until a later fence is set.
+machine is suspended). At that time the guard kills all workers, even while the agent is stopped. It
+starts no more workers until a later fence is set.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ _KILL_ROUNDS = 200  # a fork bomb may outrun one walk over its tree; this bounds
 
 
 class Guard:
-    """A server for one agent, which ends when that agent closes the connection."""
+    """A server for one agent. It ends when the agent closes the connection."""
 
     def __init__(
         self, agent: socket.socket, prctl: ctypes._NamedFuncPointer, ignored: frozenset[int]
@@ -86,7 +85,7 @@ class Guard:
         self._is_agent_done = False  # whether the agent has announced its end
 
     def run(self) -> None:
-        """Carry out the agent's requests; when the agent has ended, kill all processes."""
+        """Carry out the agent's requests until the agent ends, and then kill all processes."""
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         poll = select.poll()  # not select(), which is limited to 1024 descriptors
@@ -161,7 +160,7 @@ class Guard:
             self._say(event="swept", count=count, denied=denied)
 
     def _until_fence_ms(self) -> int | None:
-        """Return for how many ms workers may still run, rounded up; None without a fence."""
+        """Return how many more ms workers may run, rounded up; None without a fence."""
         if self._is_fenced or self._fence_s == float("inf"):
             return None
         left_s = self._fence_s - time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -204,7 +203,7 @@ class Guard:
         self._say(event="started", index=message["index"], pid=pid)
 
     def _take(self, message: dict[str, object]) -> None:
-        """Make a standby a worker, in the worker's cgroup."""
+        """Turn a standby into a worker, in the worker's cgroup."""
         group, index = str(message["group"]), int(str(message["index"]))
         if group:
             self._groups.append(group)
@@ -324,10 +323,10 @@ class Guard:
                 self._say(event="exited", index=index, code=code, mono_ns=now)
 
     def _sweep(self, number: int) -> tuple[int, list[int]]:
-        """Signal all descendants except workers; return their number and the denied pids.
+        """Signal all descendants except workers; return their number and the pids that were denied.
 
-        Standbys belong to no attempt: they and any processes that their imports have started are
-        left alone.
+        Standbys do not belong to an attempt: they, and any processes that their imports have
+        started, are left alone.
         """
         has_workers = len(self._workers) > len(self._waiting)
         if number == signal.SIGKILL and not has_workers:
@@ -381,7 +380,7 @@ def _print(text: str) -> None:
 
 
 def _where_none_can_start() -> str:
-    """If no process can be started, return a note for the report of the agent's death."""
+    """If no process can be started, return a clause that says so; otherwise return ""."""
     try:
         pid = os.fork()
         if pid == 0:
@@ -410,7 +409,7 @@ def _bring_home(rank_dir: str, folder: str) -> None:
 
 
 def _copy_sparse(source: io.BufferedReader, target: io.BufferedWriter) -> None:
-    """Copy a file and leave holes for blocks of zeros, which make up most of a ring."""
+    """Copy a file, leaving holes for blocks of zeros, which make up most of a ring."""
     zeros = bytes(_BLOCK_BYTES)
     while block := source.read(_BLOCK_BYTES):
         if block == zeros[: len(block)]:
@@ -471,7 +470,7 @@ def _reap_one() -> bool:
 
 
 def _signal_stray(pid: int, number: int) -> bool:
-    """Signal a descendant of this process, unless its pid now belongs to another process.
+    """Signal a descendant of this process, unless its pid has been reused by another process.
 
     Returns:
         False if this process may not signal the descendant.
@@ -502,7 +501,7 @@ def _is_below(pid: int, root: int) -> bool:
 
 
 def _try(send: Callable[[int, int], None], target: int, number: int) -> bool:
-    """Send a signal; return False if this process lacks the permission to do so."""
+    """Send a signal; return False if this process is not permitted to."""
     try:
         send(target, number)
     except ProcessLookupError:
@@ -543,7 +542,7 @@ def _remove_group(group: str) -> None:
 
 
 def _ignorable() -> list[int]:
-    """Return the signals that could end or stop the guard, except those for its own faults."""
+    """Return the signals that could end or stop the guard, except those of its own faults."""
     keep = {*_UNCATCHABLE, *_OWN_FAULTS, signal.SIGCHLD}
     return [number for number in signal.valid_signals() if number not in keep]
 

@@ -1,9 +1,9 @@
 """Run `--before-restart CMD`: a shell command that this node runs before its workers restart.
 
-The command runs under the guard, as workers do, so no process of the command outlives the job.
+The command runs under the guard, as workers do, so none of its processes outlives the job.
 Environment variables give the reason for the restart. The command's time is limited. If the command
-fails or takes too long, one line reports that and the workers start anyway, because a cleanup
-command must not be able to end a job.
+fails or takes too long, one line reports that and the workers start anyway: a cleanup command must
+not be able to end a job.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Hook:
             selector.register(pipe, selectors.EVENT_READ, lambda pipe=pipe: self._pass_on(pipe))
 
     def tick(self, now_s: float) -> bool:
-        """Kill the command once its time is over.
+        """Kill the command once its time limit has passed.
 
         Return True if the command survives the signal.
         """
@@ -73,11 +73,11 @@ class Hook:
         return False
 
     def kill(self) -> None:
-        """Kill the command; its end is then reported like any other end."""
+        """Kill the command. Its exit is then reported as usual."""
         self._guard.signal(self.index, signal.SIGKILL)
 
     def note_end(self, code: int | None, error: str = "") -> None:
-        """Print the rest of the command's output, and how it failed if it did.
+        """Print the rest of the command's output and, if the command failed, how.
 
         Args:
             code: the command's exit code; None if the command could not be started.
@@ -97,7 +97,7 @@ class Hook:
             self._drop(pipe)
 
     def _pass_on(self, pipe: int) -> None:
-        """Print the command's output from a pipe."""
+        """Print the output that has arrived in one of the command's pipes."""
         if pipe not in self._rest:
             return
         with contextlib.suppress(BlockingIOError):

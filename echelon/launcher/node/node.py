@@ -133,7 +133,7 @@ class NodeAgent:
 
     @property
     def where_rings_lie(self) -> str:
-        """Return a phrase that says where the rings are; "" if they are in the run directory."""
+        """A phrase that says where the rings are; "" if they are in the run directory."""
         return str(self._memory)
 
     @property
@@ -167,7 +167,7 @@ class NodeAgent:
             self._standbys.start_next()
 
     def _is_steady(self) -> bool:
-        """Return whether all ranks are training, so that starting a standby delays none of them."""
+        """Return whether all ranks are training steadily, so that a new standby delays none."""
         if self._examination is not None or self._hook is not None:
             return False
         if not self.has_workers:
@@ -183,7 +183,7 @@ class NodeAgent:
         return bool(self._workers) and all(worker.exit_code == 0 for worker in self._workers)
 
     def _prepare_before_start(self) -> None:
-        """Let standbys load before the ranks are known, from this node's options alone."""
+        """Let standbys load before the ranks are known, based on this node's options alone."""
         per_node = self._options.nproc_per_node
         likely = m.Start(
             attempt=0,
@@ -289,10 +289,10 @@ class NodeAgent:
     def _launch(
         self, command: m.Start, attempt: environment.Attempt, local_rank: int
     ) -> dict[str, str]:
-        """Start one rank, from a standby if one is ready and fits; return its environment.
+        """Start one rank, from a standby if one is ready and fits; return the rank's environment.
 
-        If there is already a rank with the same local rank, this rank takes its place. The rank
-        must not have a folder for this attempt yet.
+        The rank replaces any earlier rank with the same local rank. It must not have a folder for
+        this attempt yet.
         """
         rank = attempt.first_rank + local_rank
         folder = self._directory.make_rank_dir(rank, attempt.number)
@@ -421,7 +421,7 @@ class NodeAgent:
         return self._kept is not None
 
     def keep_snapshot(self) -> None:
-        """Take a snapshot of this node's ranks for the next coordinator."""
+        """Take a snapshot of this node's ranks, to be collected once there is a new coordinator."""
         self._examination = self._stop_after_examination = None
         if self._kept is None and self.has_workers:
             self._kept = harvest(self._workers, self._occasion("failure"), self._pump)
@@ -567,7 +567,7 @@ class NodeAgent:
         return sum(s.num_bytes for s in self._streams.values() if s.source.rank == rank)
 
     def tell_status(self, visitor: str) -> None:
-        """Send the state of this node's ranks for a status client."""
+        """Send the state of this node's ranks on behalf of a status client."""
         rows = [self._status(worker).pack() for worker in self._workers]
         self._tell(
             m.Statuses(

@@ -4,8 +4,8 @@ There are two deadlines:
 
 * A user's request to stop goes to the coordinator. If no command to stop arrives within a few
   seconds, the node stops on its own. A second Ctrl-C at least a second later means that the user
-  does not want to wait, so this node's workers are killed, but not those of other nodes. A
-  scheduler's repeated signal has no such meaning.
+  does not want to wait: this node's workers are then killed, but not those of other nodes. If a
+  scheduler repeats its signal, nothing more happens.
 * Workers that were asked to stop are killed at the end of their grace period, which begins with the
   signal. A rank that survives SIGKILL is reported after a few seconds and abandoned after 30 s.
 """
@@ -23,7 +23,7 @@ UNKILLABLE_S = 30.0  # from SIGKILL to abandoning them
 
 
 class Asked(Enum):
-    """What a user requests with a stop signal."""
+    """What a user asks for by sending a stop signal."""
 
     STOP = "stop"
     HURRY = "hurry"
@@ -40,7 +40,7 @@ class UserRequest:
     _hurried: bool = False
 
     def on(self, number: int, now_s: float) -> Asked:
-        """Handle a stop signal; return what the user requests with it."""
+        """Handle a stop signal; return what the user is asking for."""
         if not self.first:
             self.first, self._first_s = number, now_s
             return Asked.STOP
@@ -54,7 +54,7 @@ class UserRequest:
         self._is_answered = True
 
     def deadline_s(self) -> float:
-        """Return the time at which this node stops on its own, or infinity without a request."""
+        """Return the time at which this node stops on its own; infinity if it need not."""
         if not self.first or self._is_answered:
             return float("inf")
         return self._first_s + ANSWER_S
@@ -94,7 +94,7 @@ class Grace:
     def due(self, now_s: float) -> Due:
         """Return the action that is due now; each action is returned once.
 
-        Call this while workers run.
+        Call this while workers are running.
         """
         if self._killed_s == float("inf"):
             return Due.KILL if now_s >= self._kill_s else Due.NOTHING
@@ -107,7 +107,7 @@ class Grace:
         return Due.NOTHING
 
     def deadline_s(self) -> float:
-        """Return the time at which to call `due` again."""
+        """Return when to call `due` next."""
         if self._killed_s == float("inf"):
             return self._kill_s
         if not self._named:

@@ -1,6 +1,6 @@
 """Run this node's probes between two attempts, each in a process that the agent's loop polls.
 
-A listener runs until the measuring node's time is up. The next attempt ends all probes.
+A listener runs until the other node's time for measuring is over. The next attempt ends all probes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Probes:
         self._listeners: list[Child] = []
 
     def begin(self, command: m.Probe) -> None:
-        """Start the requested probes; drop an earlier request that has not been answered."""
+        """Start the requested probes, and drop any earlier request that is still unanswered."""
         self._end(self._children)
         self._number = command.number
         self._children = [Child(self._placed(text), self._command) for text in command.tasks]
@@ -55,7 +55,7 @@ class Probes:
         return min((child.due_s for child in [*waiting, *self._listeners]), default=float("inf"))
 
     def tick(self) -> None:
-        """Send the findings once all probes have ended; end listeners whose time is over."""
+        """Send the findings once all probes have ended; end listeners whose time has run out."""
         late = [one for one in self._listeners if time.monotonic() >= one.due_s]
         self._end(late)
         self._listeners = [one for one in self._listeners if one not in late]

@@ -5,13 +5,13 @@ file system, and the next store to such a page waits for the journal. While anot
 the disk busy (a checkpoint is enough), every rank then stops for seconds in a plain store to
 memory. So the launcher gives the rings a folder in /dev/shm. Like the disk, this folder belongs to
 the node and outlives the ranks, but a store to it never waits. Once the workers have ended, each
-ring is moved to its place in the run directory. The guard does the same if the agent is killed, so
-that no ring stays in memory.
+ring is moved to its place in the run directory. If the agent is killed, the guard moves the rings,
+so that none is left in memory.
 
-If agent and guard are killed together, the next launcher on the node cleans up. The file `home` in
-the folder names the run to which the folder belongs, and agent and guard hold a lock on that file
-for as long as they live. If /dev/shm is not a tmpfs, or is too small (containers often give it 64
-MB), the rings stay where the recorder puts them.
+If the agent and the guard are killed together, the next launcher on the node cleans up. The file
+`home` in the folder names the run to which the folder belongs, and the agent and the guard hold a
+lock on that file for as long as they live. If /dev/shm is not a tmpfs, or is too small (containers
+often give it 64 MB), the rings remain where the recorder puts them.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class RingMemory:
             print(f"echelon: {rank_dir / 'ring'} stays in memory: {err}", file=sys.stderr)
 
     def close(self) -> None:
-        """Remove the folder; rings that could not be moved are kept and have been reported."""
+        """Remove the folder, but keep the rings that could not be moved, as already reported."""
         if self.folder is not None:
             _remove_if_empty(self.folder)
             os.close(self._lock)
@@ -89,7 +89,7 @@ class RingMemory:
 
 
 def _clear_up_after_the_killed() -> None:
-    """Recover the rings of launchers that were killed together with their guard."""
+    """Recover the rings of launchers that were killed along with their guards."""
     for folder in _MEMORY.glob(f"{_PREFIX}{os.getuid()}-*"):
         with contextlib.suppress(OSError):
             if folder.lstat().st_uid != os.getuid():

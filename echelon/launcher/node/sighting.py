@@ -1,9 +1,9 @@
 """Report what this node sees of its live ranks, for the stall rule.
 
-Ranks that record are combined into one row, so that a coordinator's work grows with the number of
-nodes and not with the number of ranks. This is possible because the stall rule needs only the
+Ranks with rings are combined into one row, so that a coordinator's work grows with the number of
+nodes and not with the number of ranks. One row is enough, because the stall rule needs only the
 oldest pending operation, the latest progress, and whether any rank moved. Ranks that record nothing
-are examined from outside and get a row each, because it matters which of these ranks wait for which
+are examined from outside and get a row each, because it matters which of them are waiting for which
 other ranks.
 """
 
@@ -30,7 +30,7 @@ class Sighting:
 
     Args:
         start: the command that started the attempt. Silence is measured only while this process
-            runs.
+            is running.
         workers: the workers to examine.
         num_printed: a function that returns how many bytes a rank has printed.
     """
@@ -61,7 +61,7 @@ class Sighting:
         self._reports = Reports(start.sights_ms / 1e3, start.stall_timeout_ms)
 
     def report(self, *, at_once: bool = False) -> m.Sights | None:
-        """Examine the ranks; return a report if one must be sent now, and None otherwise."""
+        """Examine the ranks; return a report if one must be sent now, otherwise None."""
         sights = self.look()
         if sights is None or not self._reports.is_due(sights, time.monotonic(), at_once=at_once):
             return None
@@ -159,11 +159,11 @@ class Sighting:
         ]
 
     def _sight(self, ring: LiveRing, worker: Worker, now: int) -> Sight:
-        """Examine a rank that records.
+        """Examine a rank that has a ring.
 
-        A program that is recorded through hooks marks no phases. A long evaluation in such a
-        program shows in its resource use and its output, not in its ring. Before initialisation, a
-        rank imports and loads, which takes long if it gets no processor time.
+        A program that is recorded through hooks marks no phases, so a long evaluation is visible in
+        its resource use and its output, but not in its ring. Before initialisation, a rank is
+        importing and loading, which takes a long time on a busy machine.
         """
         sight = ring.sight(worker.rank)
         if ring.is_hooked:
@@ -183,8 +183,8 @@ class Sighting:
     def _from_outside(self, worker: Worker, now: int) -> list[int]:
         """Examine a rank without an open ring, which may be starting, exiting, or not recording.
 
-        Destructors may take long on a busy machine. As long as they use processor time, they do not
-        count as a hang.
+        Destructors may take a long time on a busy machine. As long as they use processor time, they
+        do not count as a hang.
         """
         activity = self._active(worker, now)
         age_ms = self._age_ms(now, activity.last_mono_ns)
@@ -214,9 +214,10 @@ class Sighting:
 class Reports:
     """The rule for when a node reports on its ranks. Pure.
 
-    Thousands of nodes that reported at every look would overload a coordinator, so a node reports
-    rarely while its ranks show nothing unusual. A node reports at once if ranks have waited for
-    half the limit, if they had done so at the last report, or if they begin or end an operation.
+    If thousands of nodes reported every time, they would overload the coordinator. So a node
+    reports rarely while its ranks show nothing unusual. It reports at once if ranks have been
+    waiting for half the limit, if they had been at the last report, or if they begin or end an
+    operation.
     """
 
     def __init__(self, every_s: float, stall_timeout_ms: int) -> None:

@@ -1,6 +1,6 @@
 """Pass on what this node's ranks report about their part in `resilient.run`.
 
-Each rank keeps its report in a file in its own folder, which only its node can read.
+Each rank keeps its report in a file in its own folder, which other nodes may not be able to read.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def to_row(rank: int, standing: Standing) -> list[int]:
 
 
 def of_row(row: Sequence[int]) -> tuple[int, Standing]:
-    """Return the rank and the standing in a row, with times by this process's clock."""
+    """Return the rank and the standing in a row, with times on this process's clock."""
     rank, is_done, epoch, step, repeats, age_ms, there_ns = row
     return rank, Standing(
         state=State.DONE if is_done else State.PROTECTED,

@@ -9,7 +9,7 @@ from echelon.host.process import sample
 
 
 def why_it_lives(pid: int) -> str:
-    """Explain why a killed process still exists, from its state and what it waits for."""
+    """Explain, from its state and wait channel, why a killed process still exists."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

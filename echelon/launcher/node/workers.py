@@ -1,6 +1,6 @@
-"""Control the workers through the guard: start workers, signal them, receive their exits.
+"""Control the workers through the guard: start them, signal them and receive their exits.
 
-No method waits for long: `events()` returns what has arrived, and the agent's loop watches
+No method blocks for long: `events()` returns what has arrived, and the agent's loop watches
 `fileno()`.
 """
 
@@ -56,7 +56,7 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """Processes left behind were signalled; `denied` lists the pids where this failed."""
+    """Processes left behind were signalled; `denied` lists the pids for which this failed."""
 
     count: int
     denied: list[int]
@@ -115,7 +115,9 @@ class Workers:
         has_stdin: bool = False,
         control: int = -1,
     ) -> tuple[int, int]:
-        """Request a worker; return the read ends of its stdout and stderr, which the caller owns.
+        """Ask the guard to start a worker; return the read ends of its stdout and stderr.
+
+        The caller must close both.
 
         Args:
             processors: the processors that the worker may use; None means all that the launcher may
@@ -148,7 +150,7 @@ class Workers:
         return ends[0][0], ends[1][0]
 
     def take(self, index: int, as_index: int, env: Mapping[str, str], *, group: str = "") -> None:
-        """Make a standby a worker: it answers with `Started`, or with `Failed` if it has ended.
+        """Turn a standby into a worker; `Started` follows, or `Failed` if the standby has ended.
 
         Args:
             index: the standby's index.
@@ -160,7 +162,7 @@ class Workers:
         self._send({"do": "take", "index": index, "as": as_index, "env": rings, "group": group})
 
     def hold(self, folder: str) -> None:
-        """Let the guard hold a folder for rings and remove the folder if the agent is killed."""
+        """Have the guard lock a folder of rings, and remove it if the agent is killed."""
         self._send({"do": "hold", "folder": folder})
 
     def signal(self, index: int, number: int, *, alone: bool = False) -> None:
@@ -175,11 +177,11 @@ class Workers:
         self._send({"do": "fence", "at_s": at_s})
 
     def sweep(self, number: int) -> None:
-        """Signal the processes that ended workers left behind; the guard answers with `Swept`."""
+        """Signal the processes that workers left behind; the guard replies with `Swept`."""
         self._send({"do": "sweep", "signal": int(number)})
 
     def events(self) -> list[Event]:
-        """Return the events that have arrived; block only if no event has arrived.
+        """Return the events that have arrived; block if there are none.
 
         Raises:
             LaunchError: the guard has died, and with it the workers and all processes that they
@@ -204,7 +206,7 @@ class Workers:
         return events
 
     def close(self) -> None:
-        """Kill all remaining processes and end the guard; wait at most 5 s. Safe to call twice."""
+        """Kill all remaining processes and end the guard. Waits at most 5 s. Safe to call twice."""
         with contextlib.suppress(OSError):
             self._socket.send(_framed({"do": "end"}), socket.MSG_DONTWAIT)
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -237,10 +239,10 @@ def _become_subreaper() -> None:
 
 
 def _kill_descendants() -> None:
-    """Kill all descendants of this process, because the guard can no longer do so.
+    """Kill all descendants of this process, now that the guard no longer can.
 
-    The descendants include the store and a running analysis. Neither is needed any longer, because
-    the job is over.
+    They include the store and a running analysis. Neither is needed any longer, because the job is
+    over.
     """
     deadline_s = time.monotonic() + _CLOSE_S
     while (left := descendants(os.getpid())) and time.monotonic() < deadline_s:

@@ -1,1 +1,1 @@
-"""Standbys: processes that have loaded their libraries and are waiting to become a rank."""
+"""Standbys: processes that have loaded their libraries and are waiting to become ranks."""

@@ -2,11 +2,12 @@
 
 The node's agent owns the standbys. Their parent is the guard, which is also the workers' parent. So
 they end with the job, with the agent and with the guard, and leave nothing behind. Standbys load
-one after another, at idle priority, while the job is in its steady state. An attempt takes the
-standbys that are ready and fit its ranks, and waits for none. Every other rank starts as usual.
+one after another, at idle priority, while training is running steadily. An attempt takes the
+standbys that are ready and fit its ranks, and does not wait for the others. All other ranks start
+as usual.
 
-A standby that ends by itself is reported in one line, and another one is started after a pause, up
-to `_MAX_LOST` times. No standbys are kept in three cases, and one line gives the reason: the
+A standby that ends unexpectedly is reported in one line, and another one is started after a pause,
+up to `_MAX_LOST` times. No standbys are kept in three cases, and one line gives the reason: the
 program's folder hides a library that standbys load; the program sets a variable that such a library
 reads; or the interpreter does not run the hook (hook/sitecustomize.py).
 """
@@ -73,7 +74,7 @@ class Standbys:
 
     @property
     def wants_more(self) -> bool:
-        """Whether a standby is to be started once the job is in its steady state."""
+        """Whether to start another standby once training is running steadily."""
         return (
             bool(self._ranks)
             and len(self._waiting) < self._size
@@ -83,7 +84,7 @@ class Standbys:
         )
 
     def prepare_for(self, ranks: Sequence[Identity], modules: Path) -> None:
-        """Record which ranks the next standbys are for; end standbys that fit none of these ranks.
+        """Set the ranks for which to keep standbys; end the standbys that fit none of them.
 
         Args:
             ranks: the environment and the processors of each rank of this node.
@@ -95,7 +96,7 @@ class Standbys:
                 self._kill(one)
 
     def start_next(self) -> None:
-        """Start the next standby, or first the check of the interpreter."""
+        """Start the next standby; before the first one, start a check of the interpreter."""
         if not self._size:
             return
         try:
@@ -141,7 +142,7 @@ class Standbys:
         return self._next_index
 
     def tick(self) -> None:
-        """Raise the priority of a standby that is slow to load; kill it after a longer time."""
+        """Raise the priority of a standby that is slow to load; kill it if it takes too long."""
         now_s = time.monotonic()
         for one in list(self._waiting.values()):
             if one.is_ready or not one.pid:
@@ -157,7 +158,7 @@ class Standbys:
     def take(
         self, environ: Mapping[str, str], processors: Collection[int] | None
     ) -> Waiting | None:
-        """Remove and return a standby that a rank may take; None if there is none."""
+        """Remove and return a standby that a rank may take, or None."""
         fitting = [one for one in self._waiting.values() if one.fits(environ, processors)]
         if not fitting:
             return None
@@ -239,7 +240,7 @@ class Standbys:
         one.close()
 
     def close(self) -> None:
-        """Close the standbys' pipes and sockets, which ends them; the guard kills the rest."""
+        """Close the pipes and sockets, so that the standbys exit; the guard kills the others."""
         for one in list(self._waiting.values()):
             self._drop(one)
 

@@ -1,4 +1,4 @@
-"""One standby, as the agent sees it: what it was started with, and whether a rank may take it."""
+"""One standby, from the agent's side: how it was started, and whether a rank may take it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Waiting:
         pipes: the read ends of the process's stdout and stderr. They are not read until a rank
             takes the standby.
         is_ready: whether a rank may take the standby.
-        obstacle: why no rank may take any standby of this program; "" if there is no reason.
+        obstacle: the reason why no rank may take any standby of this program; "" if one may.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Waiting:
 
     @property
     def rank(self) -> str | None:
-        """The rank for which the standby was started, with that rank's environment."""
+        """The rank whose environment the standby was started with."""
         return self._environ.get("RANK")
 
     def hear(self) -> bool:
@@ -104,7 +104,7 @@ class Waiting:
         return all((name in own) == (name in environ) for name in self._tested)
 
     def release(self, environ: Mapping[str, str], cwd: str, *, has_stdin: bool) -> None:
-        """Let the standby run the program; if it has ended, the guard reports the rank's end."""
+        """Let the standby run the program; if it has already ended, the guard reports an exit."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.control.close)
             file = os.memfd_create("echelon-standby", os.MFD_CLOEXEC)
@@ -118,9 +118,10 @@ class Waiting:
                 socket.send_fds(self.control, [b"!"], descriptors, socket.MSG_DONTWAIT)
 
     def _for_rank(self, environ: Mapping[str, str]) -> dict[str, object]:
-        """Return what a rank's environment is, and how it differs from that of the start.
+        """Return a rank's environment, and how it differs from the one the standby started with.
 
-        A variable that the interpreter or its startup files have added is in neither, and stays.
+        Variables that the interpreter or its startup files have added appear in neither
+        environment, so they are kept.
         """
         own = self._environ
         return {
@@ -130,14 +131,14 @@ class Waiting:
         }
 
     def close(self) -> None:
-        """Close the standby's pipes and its control socket, which makes it end by itself."""
+        """Close the standby's pipes and its control socket; the standby then exits."""
         self.control.close()
         for pipe in self.pipes:
             with contextlib.suppress(OSError):
                 os.close(pipe)
 
     def private_bytes(self) -> int:
-        """Return the size of the standby's unshared memory; 0 if this cannot be read."""
+        """Return the size of the standby's unshared memory, in bytes; 0 if it cannot be read."""
         try:
             lines = Path(f"/proc/{self.pid}/smaps_rollup").read_text().splitlines()
         except OSError:
@@ -145,7 +146,7 @@ class Waiting:
         return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_"))
 
     def raise_priority(self) -> None:
-        """Give all threads the usual priority, and again later in case it is lowered only now."""
+        """Give all threads the usual priority; repeat this later in case it is lowered again."""
         self.raise_at_s += _AGAIN_S
         if os.sched_getscheduler(0) == os.SCHED_IDLE:
             return  # it has inherited that, and has not lowered it
@@ -166,12 +167,12 @@ def _obstacle(hidden: str, variable: str) -> str:
 
 
 def environment(environ: Mapping[str, str], modules: Path) -> dict[str, str]:
-    """Return the environment with which a standby for a rank starts.
+    """Return the environment in which a rank's standby starts.
 
     Args:
         environ: the rank's environment.
         modules: a file with the names of the modules to load. If it does not exist, the modules
-            that the script's own text names are loaded.
+            that the script imports by name are loaded.
     """
     given = {"pythonpath": environ.get("PYTHONPATH"), "modules": str(modules)}
     return {**_hooked(environ), "ECHELON_STANDBY": json.dumps(given)}

@@ -1,25 +1,24 @@
-"""Hold a Python process between its start and its script, with the libraries loaded.
+"""Pause a Python process between its start and its script, with the libraries loaded.
 
 [Note: how a standby waits] A standby is started with the rank's own command line, such as `python
 -u train.py`, and this folder at the front of PYTHONPATH. The interpreter imports this file at the
 end of its own start-up, before it opens the script. The file loads the libraries, and returns only
-when the agent hands the process to a rank. From then on the interpreter does what it always does.
-So `__main__`, `sys.path[0]`, exit codes, tracebacks and the command line are those of a process
-that was started normally. If the script were run from another program instead (`runpy`), all of
-these would differ.
+when the agent assigns the process to a rank. From then on the interpreter runs normally. So
+`__main__`, `sys.path[0]`, exit codes, tracebacks and the command line are those of a process that
+was started as usual. If another program ran the script instead (`runpy`), all of these would
+differ.
 
 Any error before that must end the process. If an exception left this file, the interpreter would
-run the script, as a rank that is unknown to the launcher. For the same reason the agent first
+run the script, as a rank that the launcher does not know about. For the same reason the agent first
 starts one interpreter with `ECHELON_STANDBY=check`, which exits here.
 
 Imports read the environment. The variables that they read are noted, because a rank with a
-different value must not take this process. Nothing from the package is imported: the program may
-use a different interpreter from the launcher's. The control socket carries JSON and descriptors
-only.
+different value must not take this process. Nothing from the package is imported: the program's
+interpreter may not be the launcher's. The control socket carries JSON and descriptors only.
 
     agent -> standby   one byte, with the descriptors of a file and perhaps of stdin; the file is
                        {environ, gone, changed, cwd}: the rank's environment, and the names of the
-                       variables that it has not, or has with another value
+                       variables that it lacks, or has with a different value
     standby -> agent   {read, tested, hidden, set} and a newline; then it is ready
 """
 
@@ -109,7 +108,7 @@ def _main() -> None:
 
 
 def _leave_no_trace(pythonpath: str | None) -> None:
-    """Restore the environment and `sys.path` of a process that was started as usual."""
+    """Give this process the environment and `sys.path` that it would have without the hook."""
     for name in _VARIABLES:
         os.environ.pop(name, None)
     if pythonpath is not None:
@@ -149,7 +148,7 @@ def _load(names: list[str]) -> None:
 
 
 def _is_read_early(name: str, before: dict[str, str]) -> bool:
-    """Return whether libraries read a variable that the program sets before it loads them."""
+    """Return whether libraries, as they load, read a variable that the program sets."""
     if name == "PYTHONPATH":  # what a standby was started with differs from what its rank has
         return False
     is_read = name in _Noted.read or name in _Noted.tested or name.startswith(_READ_FROM_C)
@@ -160,7 +159,7 @@ def _is_read_early(name: str, before: dict[str, str]) -> bool:
 
 
 def _listed(path: str) -> tuple[list[str], list[str]] | None:
-    """Return the modules that earlier ranks had loaded, and the variables that they had set."""
+    """Return the modules that earlier ranks loaded, and the variables that they set."""
     try:
         with open(path) as file:
             told = json.load(file)
@@ -281,7 +280,7 @@ def _hidden(loaded: set[str]) -> str:
 
 
 def _folder_of(script: str) -> str:
-    """Return what the interpreter puts at the front of `sys.path` for a script."""
+    """Return the folder that the interpreter puts at the front of `sys.path` for a script."""
     if os.path.isdir(script):
         return script
     import zipfile
@@ -293,7 +292,7 @@ def _folder_of(script: str) -> str:
 
 
 def _lower_priority() -> bool:
-    """Use only idle processor time, if this can be undone; return whether it can."""
+    """Use only idle processor time, provided that this can be undone; return whether it can be."""
     try:
         with open("/proc/self/status") as file:
             (mask,) = (line.split()[1] for line in file if line.startswith("CapEff:"))
@@ -316,7 +315,7 @@ def _restore_priority() -> None:
 
 
 def _rename(name: str) -> str:
-    """Set the name that `ps` shows for this process; return the former name."""
+    """Set the name that `ps` shows for this process; return the previous name."""
     try:
         with open("/proc/self/comm", "r+") as file:
             former = file.read().strip()
@@ -331,7 +330,7 @@ def _rename(name: str) -> str:
 
 
 def _wait(control: int, told: dict[str, object]) -> None:
-    """Wait for a rank, and take its environment and folder; exit if the agent has ended."""
+    """Wait to be given a rank; adopt its environment and folder. Exit if the agent has ended."""
     with socket.socket(fileno=control) as agent:
         agent.sendall(json.dumps(told).encode() + b"\n")
         data, descriptors, _, _ = socket.recv_fds(agent, 1, 2)
@@ -351,9 +350,10 @@ def _wait(control: int, told: dict[str, object]) -> None:
 
 
 def _keep(file: int) -> None:
-    """Keep the rank's environment open for `fr-analyze --attach`: /proc shows that of the start.
+    """Keep the rank's environment in an open file for `fr-analyze --attach`.
 
-    Its number is a high one, so that the program's own files have their usual numbers.
+    /proc shows only the environment at the start. The file gets a high descriptor number, so that
+    the program's own files have their usual numbers.
     """
     import fcntl
 
