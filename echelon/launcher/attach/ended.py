@@ -1,4 +1,4 @@
-"""Find the ranks that end while they are being examined, and how each ended if still known.
+"""Find the ranks that end while being examined and, if it is still known, how each ended.
 
 The kernel keeps the exit status of an ended process until the parent process waits for it. After
 that, only the launcher's output shows how the process ended.

@@ -27,7 +27,7 @@ _EXTRA_S = 60.0  # for the login, and the start of Python
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """One machine's sighting, or the reason that it has none."""
+    """One machine's sighting, or the reason why it has none."""
 
     host: str
     sighting: Sighting | None = None

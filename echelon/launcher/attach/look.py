@@ -193,7 +193,7 @@ def keep(sighting: Sighting, folder: Path, world_size: int, reason: str) -> None
 
 
 def torch_dump(one: FoundRank) -> bytes:
-    """Return the dump that torch has written for a rank's process, or b"" without one."""
+    """Return the dump that torch has written for a rank's process, or b"" if there is none."""
     path = dump_path(one.environ, one.rank)
     try:
         status = path.stat() if path is not None else None
@@ -222,7 +222,7 @@ def _waits(record: Record) -> bool:
 def _left(
     ranks: Sequence[FoundRank], records: Sequence[Record], waiting: Sequence[int]
 ) -> tuple[Left, ...]:
-    """Return the ranks that have left a loop another rank is still in, if all ranks are waiting."""
+    """Return the ranks that have left a loop while another is still in it, if all are waiting."""
     if len(waiting) != len(records):
         return ()
     pids = {one.rank: one.pid for one in ranks}

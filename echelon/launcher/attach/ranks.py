@@ -165,7 +165,7 @@ def ranks_below(pid: int) -> Search:
 
 
 def numbered(pids: Iterable[int]) -> tuple[FoundRank, ...]:
-    """Number processes as ranks in the given order, for want of environment variables."""
+    """Treat processes as ranks, numbered in the given order."""
     listed = list(pids)
     return tuple(
         FoundRank(
@@ -188,7 +188,7 @@ def environment(pid: int, denied: list[str]) -> dict[str, str]:
 
 
 def _of_former_standby(pid: int) -> dict[str, str]:
-    """Return the environment from the file that a former standby keeps open; {} without one."""
+    """Return the environment from the file that a former standby keeps open, or {}."""
     with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
         for file in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):  # closed by now

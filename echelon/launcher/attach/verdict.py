@@ -68,7 +68,7 @@ def judge(sighting: Sighting, folder: Path, world_size: int) -> Report:
 
 
 def _ended(sighting: Sighting, present: tuple[int, ...]) -> Finding:
-    """Return the finding for ranks that ended in between: the job is failing or finishing."""
+    """Return the finding for ranks that ended during the examination: the job is ending."""
     ended = tuple(sorted(sighting.ended))
     left = tuple(rank for rank in present if rank not in sighting.ended)
     waiting = tuple(rank for rank in left if rank in sighting.waiting)
@@ -95,7 +95,7 @@ def _ended(sighting: Sighting, present: tuple[int, ...]) -> Finding:
 
 
 def _left(sighting: Sighting, present: tuple[int, ...]) -> Finding:
-    """Return the finding for uneven batches: some ranks have left a loop others are still in."""
+    """Return the finding for uneven batches: some ranks have left a loop while others are in it."""
     behind = tuple(sorted(one.rank for one in sighting.left))
     within = tuple(rank for rank in present if rank not in behind)
     first = sighting.left[0]

@@ -343,7 +343,7 @@ async def _why_ended(call: grpc.aio.StreamStreamCall[bytes, bytes]) -> LaunchErr
 
 
 async def _why_not(endpoint: str) -> str:
-    """Find out why a connection fails, which gRPC does not report; "" if it succeeds."""
+    """Return why connecting fails, which gRPC does not report; "" if it succeeds."""
     host, _, port = endpoint.rpartition(":")
     try:
         opening = asyncio.open_connection(host.strip("[]"), int(port))

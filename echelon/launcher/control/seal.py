@@ -26,7 +26,7 @@ def new_nonce() -> bytes:
 
 
 class Seal:
-    """Seals and opens the frames of one session, on one side.
+    """One side's keys and counters for sealing and opening a session's frames.
 
     Args:
         secret: the job's secret.

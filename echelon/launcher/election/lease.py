@@ -51,7 +51,7 @@ class Lease:
         self._acknowledged: dict[str, float] = {}  # elector -> when the beat it replied to was sent
 
     def beat(self, now_s: float) -> int:
-        """Number a heartbeat that is about to be sent."""
+        """Register a heartbeat that is about to be sent; return its number."""
         self._last += 1
         self._sent[self._last] = now_s
         while len(self._sent) > 4 * _BEATS_PER_LEASE:
@@ -97,7 +97,7 @@ class Permit:
         self.expires_s = float("-inf")
 
     def stamp(self, now_s: float) -> int:
-        """Number a reply that is about to be sent."""
+        """Register a reply that is about to be sent; return its number."""
         self._last += 1
         self._stamps[self._last] = now_s
         while len(self._stamps) > 4 * _BEATS_PER_LEASE:

@@ -204,7 +204,7 @@ class Office:
     def withdraw(self) -> bool:
         """Drop the proposed electors if the host was the only elector before them.
 
-        Such a host alone decides, so it may take the proposal back. Return whether it did.
+        Such a host decides alone, so it can withdraw the proposal. Return whether it did.
         """
         electorates = self.mandate.electorates
         alone = ((self.name,),)

@@ -155,7 +155,7 @@ class Standby:
         self._candidacy = None
 
     def seek(self) -> Candidacy | None:
-        """Process votes and send the polls that are due; return the search, or None without one."""
+        """Process votes and send the polls that are due; return the search, if there is one."""
         candidacy, canvasser, mandate = self._candidacy, self._canvasser, self.mandate
         if candidacy is None or canvasser is None or mandate is None:
             return candidacy
@@ -171,7 +171,7 @@ class Standby:
         return candidacy
 
     def fileno(self) -> int:
-        """Return a descriptor that becomes readable when votes may have arrived during a search."""
+        """Return a descriptor that is readable when votes have arrived. Needs a running search."""
         assert self._canvasser is not None
         return self._canvasser.votes.fileno()
 

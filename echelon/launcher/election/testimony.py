@@ -26,7 +26,7 @@ from echelon.launcher.election.questions import Questions
 
 
 class Testimony:
-    """Sends questions to the witness; puts the witness's replies into `events`."""
+    """A sender of questions to the witness; it puts the replies into `events`."""
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ Every rank's time, from the start of the job to its end, is cut into consecutive
 segment into parts. The parts of a rank add up to the job's time to the nanosecond.
 
     start-up    until the first step of the first attempt
-    useful      steps that no earlier attempt had finished, except for the next three parts
+    useful      steps that no earlier attempt had finished, minus the next three parts
     waiting     blocked in collectives and messages within those steps
     data        waiting for the next batch within those steps
     checkpoint  saving and loading within or between steps
@@ -137,7 +137,7 @@ class _Cut:
         ]
 
     def segments(self) -> Iterator[Segment]:
-        """Yield the segments in order: before the first lap, the laps, and after the last lap."""
+        """Yield the segments in order: those before the laps, the laps, and those after them."""
         at, run = self._began, self._run
         before = Category.RESTART if self._index else Category.START_UP
         if run.laps:

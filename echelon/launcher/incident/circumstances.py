@@ -178,7 +178,7 @@ def _owns_host_memory(record: Record) -> bool | None:
 
 
 def _owns_device_memory(text: str) -> bool | None:
-    """Return whether, by torch's error, the job used up a device's memory; None if unknown."""
+    """Return whether torch's error shows that the job used up a device's memory, or None."""
     capacity, own = _CAPACITY.search(text), _OWN_USE.search(text)
     if capacity is None or own is None:
         return None

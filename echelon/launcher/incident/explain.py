@@ -109,7 +109,7 @@ class Analysis:
         return self._process.stdout.fileno()
 
     def poll(self) -> Explanation | None:
-        """Return the explanation, which may report a failure; None while analysis is running."""
+        """Return the explanation, which may report a failure; None if it is not ready yet."""
         try:
             while data := os.read(self.fileno(), 1 << 16):
                 self._answer += data
@@ -145,7 +145,7 @@ class Analysis:
 
 
 def explain_now(incident: Path, shown: Path, columns: int | None) -> Explanation:
-    """Analyse an incident and wait for the result; only for when the node's job is over."""
+    """Analyse an incident and wait for the result. Use this only once the job is over."""
     try:
         analysis = Analysis(gives_way=False)
     except OSError as err:

@@ -121,7 +121,7 @@ def _wait_for_answers(witnesses: Sequence[Witness], is_urgent: Callable[[], bool
 def _on_threads(
     looks: Sequence[Callable[[], None]], limit_s: float, is_urgent: Callable[[], bool]
 ) -> Waits:
-    """Run functions on a few threads; give up those that have not finished after `limit_s`.
+    """Run functions on a few threads; give up on those not finished after `limit_s`.
 
     If no thread can be started, nothing runs; stacks are then requested by signal.
     """

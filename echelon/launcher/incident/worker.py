@@ -1,4 +1,4 @@
-"""Define the worker that an incident's collection examines, and the reason for the collection."""
+"""Define a worker that is examined for an incident, and the reason for the examination."""
 
 from __future__ import annotations
 

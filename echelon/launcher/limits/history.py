@@ -1,6 +1,6 @@
 """Learn a time limit for one call site in a group, or for one phase, from past durations.
 
-A history provides two times. One must not be too short, the other must not be too long:
+A history provides two times:
 
 * `limit_s`: how long an operation may be pending before it is examined, even though the stall
   rule's fixed limit has not passed. A false alarm is worse than a late alarm, so this limit needs

@@ -20,7 +20,7 @@ _UNIT_NS = 1000.0  # the upper edge of the first bucket
 
 
 class Sketch:
-    """The counts of durations in buckets."""
+    """Counts of durations, by bucket."""
 
     __slots__ = ("_counts", "num")
 
