@@ -1,8 +1,8 @@
 """Checkpoints compared with torch.save and torch.distributed.checkpoint (DCP).
 
-    python benchmarks/checkpoint.py                           # 2 ranks, replicas, 192 MiB of state
-    python benchmarks/checkpoint.py --ranks 4 --shard         # shards of FSDP2
-    python benchmarks/checkpoint.py --mib 1024 --folder /mnt/shared
+    python -m benchmarks.checkpoint                           # 2 ranks, replicas, 192 MiB of state
+    python -m benchmarks.checkpoint --ranks 4 --shard         # shards of FSDP2
+    python -m benchmarks.checkpoint --mib 1024 --folder /mnt/shared
 
 All contenders save the same model and AdamW state in turn, in every round, on the same ranks and
 disk. The table shows the best and median time of the slowest rank. "stall" is how long a background

@@ -1,7 +1,7 @@
 """Pipelines: a step's time compared with torch's pipelining over gloo, and with the simulation.
 
-    python benchmarks/pipeline.py                       # about 3 minutes on 2 quiet cores
-    python benchmarks/pipeline.py --preset thin --rounds 30 --only zbv
+    python -m benchmarks.pipeline                       # about 3 minutes on 2 quiet cores
+    python -m benchmarks.pipeline --preset thin --rounds 30 --only zbv
 
 Each row is printed as soon as it is measured.
 

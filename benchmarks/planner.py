@@ -1,7 +1,7 @@
 """The estimates of `echelon plan` compared with measurements: memory and step time.
 
     echelon run --nproc-per-node 4 -m echelon.planner.measure --out /tmp/links.json
-    python benchmarks/planner.py --links /tmp/links.json
+    python -m benchmarks.planner --links /tmp/links.json
 
 Each layout is a separate job, on ranks of this machine: a Llama-shaped model in fp32 with AdamW,
 through `parallelize`. Memory is the resident peak of the largest rank less what the rank took

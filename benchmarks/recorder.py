@@ -1,6 +1,6 @@
 """Measure the cost of recording: compared with torch's flight recorder, and in a training step.
 
-    python benchmarks/recorder.py [--rounds N] [--only NAME] [--markdown FILE]
+    python -m benchmarks.recorder [--rounds N] [--only NAME] [--markdown FILE]
 
 All costs are processor time of the measured thread or process rather than wall time, so other work
 on the machine disturbs them less. Everything ends within a minute. Cases:
@@ -35,9 +35,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runner.machine import Conditions
-from runner.options import finish, parser
-from runner.rounds import Case, Measure, fastest_tenth, measure, spread
+from benchmarks.runner.machine import Conditions
+from benchmarks.runner.options import finish, parser
+from benchmarks.runner.place import ROOT, child_environ
+from benchmarks.runner.rounds import Case, Measure, fastest_tenth, measure, spread
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -47,7 +48,7 @@ from echelon.recorder.read import read_ring
 from echelon.recorder.read.dump import write_dump
 from echelon.recorder.write.recorder import Recorder
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+EXAMPLES = ROOT / "examples"
 NUM_CALLS = 1000  # of a turn: some milliseconds
 NUM_TORCH_CALLS = 1000
 NUM_SLOTS = 4096
@@ -278,7 +279,7 @@ def all_reduce_costs_us(rounds: int) -> dict[bool, list[float]]:
             "--run-dir", tempfile.mkdtemp(), __file__, "--rank", "--rounds", str(rounds),
         ],
         capture_output=True, text=True, check=True,
-        env={name: text for name, text in os.environ.items() if name != "ECHELON_RANK_DIR"},
+        env={name: text for name, text in child_environ().items() if name != "ECHELON_RANK_DIR"},
     )  # fmt: skip
     line = next(line for line in done.stdout.splitlines() if '"off"' in line)
     found = json.loads(line[line.index("{") :])

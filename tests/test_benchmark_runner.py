@@ -5,16 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-
-from runner import machine, options, rounds
-from runner.table import Table
-
+from benchmarks.runner import machine, options, rounds
+from benchmarks.runner.table import Table
 from tools.docs import bench
 
 PAGE = """# Page

@@ -15,8 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from plan import KINDS, SAVE_EVERY, STEP_S, Plan
-
+from benchmarks.campaign.plan import KINDS, SAVE_EVERY, STEP_S, Plan
+from benchmarks.runner.place import ROOT
 from tests.hosts import Host, hosts
 
 LAUNCHERS = ("echelon", "torchrun")
@@ -28,7 +28,6 @@ _CUT_S = 10.0
 _SPARE_AFTER_S = 8.0  # so that the spare node is the spare one under both launchers
 _POLL_S = 0.05
 _RANK = Path(__file__).with_name("rank.py")
-_ROOT = Path(__file__).parents[2]
 
 
 def run_job(plan: Plan, launcher: str, folder: Path) -> dict[str, Any]:
@@ -102,7 +101,7 @@ class _Job:
     def _environ(self, index: int) -> dict[str, str]:
         return {
             **os.environ,
-            "PYTHONPATH": str(_ROOT),
+            "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             "CAMPAIGN_NODE": str(index),
             "ECHELON_SECRET": "a-secret-of-the-campaign",

@@ -1,9 +1,9 @@
 """Random faults in training jobs, under echelon's launcher and under torchrun, side by side.
 
-    python benchmarks/campaign/run.py --jobs 8                 # kinds seen while developing
-    python benchmarks/campaign/run.py --jobs 8 --held-back     # the others
-    python benchmarks/campaign/run.py --jobs 80 --minutes 30 --most-load 1   # on an idle machine
-    python benchmarks/campaign/run.py --table                  # of all records so far
+    python -m benchmarks.campaign.run --jobs 8                 # kinds seen while developing
+    python -m benchmarks.campaign.run --jobs 8 --held-back     # the others
+    python -m benchmarks.campaign.run --jobs 80 --minutes 30 --most-load 1   # on an idle machine
+    python -m benchmarks.campaign.run --table                  # of all records so far
 
 Each job has four ranks on two nodes, or on two and a spare one, in network namespaces (root). Every
 job runs under both launchers at the same time, with the same script, checkpoints, faults and
@@ -28,17 +28,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from jobs import LAUNCHERS, WITH_STANDBYS, run_job
-from plan import MEAN_GAP_S, Plan, plan_of
-from runner.machine import Conditions
-from table import bars, table
+from benchmarks.campaign.jobs import LAUNCHERS, WITH_STANDBYS, run_job
+from benchmarks.campaign.plan import MEAN_GAP_S, Plan, plan_of
+from benchmarks.campaign.table import bars, table
+from benchmarks.runner.machine import Conditions
+from benchmarks.runner.place import RESULTS, ROOT
 
 _lock = threading.Lock()
 _may_run: dict[str, bool] = {}  # by plan
-_OUT = Path(__file__).parents[1] / "results" / "campaign" / "faults.jsonl"
+_OUT = RESULTS / "campaign" / "faults.jsonl"
 _OWN_LOAD = 2.0  # what a pair of jobs that has just ended may have left in the mean of a minute
 
 
@@ -102,7 +100,7 @@ def _one(plan: Plan, launcher: str, options: argparse.Namespace, until_s: float)
 def _commit() -> str:
     done = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
-        capture_output=True, text=True, check=False, cwd=Path(__file__).parent,
+        capture_output=True, text=True, check=False, cwd=ROOT,
     )  # fmt: skip
     return done.stdout.strip()
 

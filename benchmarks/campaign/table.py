@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from plan import STEP_S
+from benchmarks.campaign.plan import STEP_S
 
 Record = dict[str, Any]
 _NUM_FAULTS = 200

@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.runner.place import ROOT
+
 CORES = sorted(os.sched_getaffinity(0))
 
 
@@ -26,7 +28,7 @@ class Conditions:
         """Return the conditions; call it when everything has been measured."""
         return {
             "date": time.strftime("%Y-%m-%d"),
-            "command": shlex.join(["python", _relative(sys.argv[0]), *sys.argv[1:]]),
+            "command": shlex.join(["python", "-m", _module(sys.argv[0]), *sys.argv[1:]]),
             "processor": _processor(),
             "num_cores": len(CORES),
             "python": platform.python_version(),
@@ -70,7 +72,8 @@ def _processor() -> str:
     return platform.machine()
 
 
-def _relative(script: str) -> str:
-    root = Path(__file__).resolve().parents[2]
+def _module(script: str) -> str:
     path = Path(script).resolve()
-    return str(path.relative_to(root)) if path.is_relative_to(root) else path.name
+    if not path.is_relative_to(ROOT):
+        return path.stem
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)

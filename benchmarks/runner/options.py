@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.machine import Conditions, sentence
-from runner.table import Table
-
-RESULTS = Path(__file__).resolve().parents[1] / "results"
+from benchmarks.runner.machine import Conditions, sentence
+from benchmarks.runner.place import RESULTS
+from benchmarks.runner.table import Table
 
 
 def parser(doc: str | None, *, rounds: int | None) -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scores import Answer
+from benchmarks.verdicts.scores import Answer
 
 _TIMEOUT_S = 120.0
 _TORCH_CAUSES = {

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from engine import Engine
-from families.scene import Family, Scene, Truth
-from faults import FAMILIES, is_decidable
-from layouts import RANKS_PER_HOST
-from programs import PROGRAMS, draw_shape
-from recorder import FORMATS, Manner, Recorder, moves
+from benchmarks.verdicts.engine import Engine
+from benchmarks.verdicts.families.scene import Family, Scene, Truth
+from benchmarks.verdicts.faults import FAMILIES, is_decidable
+from benchmarks.verdicts.layouts import RANKS_PER_HOST
+from benchmarks.verdicts.programs import PROGRAMS, draw_shape
+from benchmarks.verdicts.recorder import FORMATS, Manner, Recorder, moves
 
 SIZES = (8, 16, 32, 64)
 LARGE = 1024

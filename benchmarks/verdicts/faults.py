@@ -8,10 +8,16 @@ not from any analyzer's answer.
 
 from __future__ import annotations
 
-from engine import Engine, Launch
-from families.calls import all_alike, dtype_mismatch, even_splits, op_mismatch, shape_mismatch
-from families.devices import device_kernel, device_unnoticed, network
-from families.health import (
+from benchmarks.verdicts.engine import Engine, Launch
+from benchmarks.verdicts.families.calls import (
+    all_alike,
+    dtype_mismatch,
+    even_splits,
+    op_mismatch,
+    shape_mismatch,
+)
+from benchmarks.verdicts.families.devices import device_kernel, device_unnoticed, network
+from benchmarks.verdicts.families.health import (
     healthy_active_only,
     healthy_after_stall,
     healthy_end,
@@ -19,7 +25,7 @@ from families.health import (
     healthy_slow_rank,
     healthy_wrapped,
 )
-from families.hosts import (
+from benchmarks.verdicts.families.hosts import (
     dead_host,
     dead_rank,
     hang_and_lost_dump,
@@ -29,9 +35,18 @@ from families.hosts import (
     host_hang_subgroup,
     two_host_hangs,
 )
-from families.messages import p2p_dtype, p2p_missing, p2p_size, p2p_wrong_peer
-from families.scene import ALL, BATCHED, COLLECTIVE, NCCL, PIPELINES, SUBGROUPS, Family, Truth
-from families.streams import extra, order_desync, skipped, uneven_inputs
+from benchmarks.verdicts.families.messages import p2p_dtype, p2p_missing, p2p_size, p2p_wrong_peer
+from benchmarks.verdicts.families.scene import (
+    ALL,
+    BATCHED,
+    COLLECTIVE,
+    NCCL,
+    PIPELINES,
+    SUBGROUPS,
+    Family,
+    Truth,
+)
+from benchmarks.verdicts.families.streams import extra, order_desync, skipped, uneven_inputs
 
 FAMILIES: tuple[Family, ...] = (
     Family("healthy_end", healthy_end, ALL),

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from engine import Group
+from benchmarks.verdicts.engine import Group
 
 RANKS_PER_HOST = 8
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 
-from engine import Call, Host, Instruction, Kernel, Part, Sync, Wait
-from layouts import Layout, mesh
+from benchmarks.verdicts.engine import Call, Host, Instruction, Kernel, Part, Sync, Wait
+from benchmarks.verdicts.layouts import Layout, mesh
 
 Step = list[Instruction]
 StepMaker = Callable[["Shape", int, int], Step]

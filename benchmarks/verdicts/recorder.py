@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine import Engine, Group, Launch, Rank
-from layouts import Layout
+from benchmarks.verdicts.engine import Engine, Group, Launch, Rank
+from benchmarks.verdicts.layouts import Layout
 
 EPOCH_NS = 1_795_000_000_000_000_000
 WATCHDOG_S = 0.1

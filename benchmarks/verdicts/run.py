@@ -1,9 +1,9 @@
 """Write the cases, run the analyzers, print the table.
 
-    python benchmarks/verdicts/run.py                          # 450 cases and 6 of 1,024 ranks
-    python benchmarks/verdicts/run.py --only host_hang,network --wrong
-    python benchmarks/verdicts/run.py --write FOLDER           # only write the cases
-    python benchmarks/verdicts/run.py --answers FILE           # score another analyzer's answers
+    python -m benchmarks.verdicts.run                          # 450 cases and 6 of 1,024 ranks
+    python -m benchmarks.verdicts.run --only host_hang,network --wrong
+    python -m benchmarks.verdicts.run --write FOLDER           # only write the cases
+    python -m benchmarks.verdicts.run --answers FILE           # score another analyzer's answers
 
 The seed "develop" is for work on an analyzer; the table is made with another. `--answers` takes a
 JSON object of case name to {"cause", "culprit_ranks", "confidence"}, or null for no alarm.
@@ -21,10 +21,10 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from analyzers import ANALYZERS
-from cases import Case, plan, write_case
-from faults import FAMILIES
-from scores import Answer, Mark, Score
+from benchmarks.verdicts.analyzers import ANALYZERS
+from benchmarks.verdicts.cases import Case, plan, write_case
+from benchmarks.verdicts.faults import FAMILIES
+from benchmarks.verdicts.scores import Answer, Mark, Score
 
 _CHUNK = 15
 

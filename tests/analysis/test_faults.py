@@ -1,23 +1,14 @@
-"""A small part of the fault matrix (`benchmarks/faults.py`), through real jobs."""
+"""A small part of the fault matrix (`benchmarks/analysis/faults.py`), through real jobs."""
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-# By its path: the open verdict benchmark has a module of this name too.
-_spec = importlib.util.spec_from_file_location("fault_matrix", BENCHMARKS / "faults.py")
-assert _spec is not None
-assert _spec.loader is not None
-faults = importlib.util.module_from_spec(_spec)
-sys.modules["fault_matrix"] = faults
-_spec.loader.exec_module(faults)
+from benchmarks.analysis import faults
 
 CHOSEN = [
     "shape_mismatch-OtherShape-4r3",

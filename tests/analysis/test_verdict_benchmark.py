@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "verdicts"))
-
-from analyzers import ask_echelon
-from cases import Case, plan, write_case
-from faults import FAMILIES
-from scores import Answer, Mark, Score
+from benchmarks.verdicts.analyzers import ask_echelon
+from benchmarks.verdicts.cases import Case, plan, write_case
+from benchmarks.verdicts.faults import FAMILIES
+from benchmarks.verdicts.scores import Answer, Mark, Score
 
 
 def sample() -> list[Case]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import unmodified_tables
 from benchmarks.runner.table import Table
+from benchmarks.unmodified import tables
 from tests.examples.runs import EXAMPLES, launch
 
 pytestmark = pytest.mark.ranks
@@ -94,7 +94,7 @@ def test_the_tables_of_the_matrix_are_saved_from_its_cases(tmp_path):
     no_line = {**case, "fault": "gil", "line": False}
     quiet = {**case, "fault": "saves", "alarm": False, "line": None}
     ended = {**once_wrong, "fault": "lock", "attach": True, "ended": True}
-    unmodified_tables.save([once_wrong, case, no_line, quiet, ended], tmp_path)
+    tables.save([once_wrong, case, no_line, quiet, ended], tmp_path)
     faults = Table.from_json((tmp_path / "two-ranks.json").read_text())
     rows = {row[0]: row[1:] for row in faults.rows}
     assert rows["user"] == ["right", *["-"] * 5]

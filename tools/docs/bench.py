@@ -13,16 +13,12 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from pathlib import Path
 
+from benchmarks.runner.table import Table
 from tools.docs import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
-
-from runner.table import Table  # noqa: E402 -- where it lies was not known before
-
 PAGES = ROOT / "docs" / "benchmarks"
 RESULTS = ROOT / "benchmarks" / "results"
 # Their scripts write them by themselves.

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine import Call
-
-from families.scene import Scene, Truth
+from benchmarks.verdicts.engine import Call
+from benchmarks.verdicts.families.scene import Scene, Truth
 
 
 def plain(call: Call) -> bool:

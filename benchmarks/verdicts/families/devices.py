@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine import NEVER, Kernel
-from layouts import RANKS_PER_HOST
-
-from families.scene import Scene, Truth
+from benchmarks.verdicts.engine import NEVER, Kernel
+from benchmarks.verdicts.families.scene import Scene, Truth
+from benchmarks.verdicts.layouts import RANKS_PER_HOST
 
 
 def device_kernel(scene: Scene) -> Truth:

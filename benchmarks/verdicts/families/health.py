@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from engine import Host
-
-from families.scene import Scene, Truth
+from benchmarks.verdicts.engine import Host
+from benchmarks.verdicts.families.scene import Scene, Truth
 
 _HEALTHY = Truth(causes=("healthy",), culprits=((),))
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from engine import Call, Die, Hang, Instruction
-from layouts import RANKS_PER_HOST
-
-from families.scene import Scene, Truth
+from benchmarks.verdicts.engine import Call, Die, Hang, Instruction
+from benchmarks.verdicts.families.scene import Scene, Truth
+from benchmarks.verdicts.layouts import RANKS_PER_HOST
 
 _HOST = ("host_hang", "data_starvation", "storage_stall", "compile_stall", "gil_hang", "unknown")
 _DEAD = ("dead_process", "out_of_memory", "frozen_process", "host_hang")

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine import Call, Host, Part
-
-from families.scene import Scene, Truth
+from benchmarks.verdicts.engine import Call, Host, Part
+from benchmarks.verdicts.families.scene import Scene, Truth
 
 
 def _p2p_place(scene: Scene) -> tuple[int, int, int, Call]:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from engine import NEVER, Call, Instruction
-from programs import PROGRAMS, Shape, Step
+from benchmarks.verdicts.engine import NEVER, Call, Instruction
+from benchmarks.verdicts.programs import PROGRAMS, Shape, Step
 
 Programs = list[list[Step]]  # rank, step, instruction
 NCCL = tuple(name for name, one in PROGRAMS.items() if one.backend == "nccl")

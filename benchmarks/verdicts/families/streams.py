@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from engine import Call
-
-from families.calls import plain, with_majority
-from families.scene import Scene, Truth
+from benchmarks.verdicts.engine import Call
+from benchmarks.verdicts.families.calls import plain, with_majority
+from benchmarks.verdicts.families.scene import Scene, Truth
 
 # With several groups, a rank that left a call out and waits in the next group cannot be told from
 # one that makes the two calls in the other order.

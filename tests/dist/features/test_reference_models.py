@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-_FOLDER = Path(__file__).parents[3] / "benchmarks"
-
-
-@pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(_FOLDER))
-    yield importlib.import_module("reference_models")
-    for name in [
-        one for one in sys.modules if one.split(".")[0] in ("reference_models", "reference")
-    ]:
-        del sys.modules[name]
-
+from benchmarks.reference import run as bench
 
 _OPTIONS = {"device": "cpu", "batch": 1}
 
@@ -36,7 +22,7 @@ def _write(path, *lines):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"case": "torn')
 
 
-def test_a_ratio_is_taken_to_the_peer_in_the_same_round(bench, tmp_path):
+def test_a_ratio_is_taken_to_the_peer_in_the_same_round(tmp_path):
     path = tmp_path / "out.jsonl"
     _write(
         path,
@@ -53,7 +39,7 @@ def test_a_ratio_is_taken_to_the_peer_in_the_same_round(bench, tmp_path):
     assert (row["cold_s"], row["warm_s"]) == (9.0, 10.0)
 
 
-def test_a_row_that_torch_cannot_run_stands_with_its_error(bench, tmp_path, monkeypatch):
+def test_a_row_that_torch_cannot_run_stands_with_its_error(tmp_path, monkeypatch):
     path = tmp_path / "out.jsonl"
     _write(path, {"case": "eager", "round": 0, "options": _OPTIONS, "error": "RuntimeError: a|b"})
     monkeypatch.setattr(bench, "machine", lambda: {"date": "today"})
@@ -61,7 +47,7 @@ def test_a_row_that_torch_cannot_run_stands_with_its_error(bench, tmp_path, monk
     assert text.splitlines()[-1] == "| eager | RuntimeError: a/b | | | | | | | |"
 
 
-def test_an_interrupted_run_measures_only_what_is_missing(bench, tmp_path, monkeypatch):
+def test_an_interrupted_run_measures_only_what_is_missing(tmp_path, monkeypatch):
     asked = []
 
     def measure(case, *_):
@@ -80,7 +66,7 @@ def test_an_interrupted_run_measures_only_what_is_missing(bench, tmp_path, monke
     assert len(asked) == 3
 
 
-def test_a_row_that_took_too_long_is_measured_again_with_more_time(bench, tmp_path, monkeypatch):
+def test_a_row_that_took_too_long_is_measured_again_with_more_time(tmp_path, monkeypatch):
     limits = []
 
     def measure(case, _, cache, limit_s):
@@ -96,7 +82,7 @@ def test_a_row_that_took_too_long_is_measured_again_with_more_time(bench, tmp_pa
     assert limits == [1.0, 9.0, 9.0]
 
 
-def test_rows_are_chosen_by_name_or_by_words(bench):
+def test_rows_are_chosen_by_name_or_by_words():
     assert [one.name for one in bench.chosen("", ["whole, inductor"])] == ["whole, inductor"]
     assert {one.name for one in bench.chosen("never,MATH", ["eager"])} == {
         "eager", "SDPA MATH", "SDPA MATH, bfloat16", "lengths vary, blocks, dynamic never",
@@ -105,7 +91,7 @@ def test_rows_are_chosen_by_name_or_by_words(bench):
     assert bench.chosen("nothing", []) == []
 
 
-def test_every_row_has_a_name_of_its_own_and_a_peer(bench):
+def test_every_row_has_a_name_of_its_own_and_a_peer():
     names = [case.name for case in bench.CASES]
     assert len(names) == len(set(names))
     assert {case.peer for case in bench.CASES} <= set(names)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import attach as table
+from benchmarks.launcher import attach as table
 from echelon.cli import analyze
 from echelon.host.stacks import can_spy
 from echelon.host.threads import threads

@@ -1,4 +1,4 @@
-"""What torchrun gets wrong and we must not; `benchmarks/launcher.py` measures both side by side.
+"""What torchrun gets wrong and we must not; `benchmarks/launcher/run.py` measures both.
 
 Rows that have their tests elsewhere: a killed agent, SIGTERM, exit code 42 (test_run.py), a lost
 and a silent node (test_nodes.py), one node of two (test_roster.py).
@@ -18,11 +18,11 @@ from pathlib import Path
 import grpc
 import pytest
 
+from benchmarks.launcher import rendezvous
+from benchmarks.launcher import run as benchmark
 from echelon.launcher.control.client import METHOD
 from echelon.launcher.control.seal import NONCE_BYTES
 from tests.ranks import read_json, run_echelon
-
-sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
 pytestmark = pytest.mark.ranks
 
@@ -200,7 +200,6 @@ def test_what_a_stranger_writes_is_never_unpickled_and_hurts_nobody(cluster, tmp
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler, to shift a clock")
 def test_nodes_whose_wall_clocks_are_apart_work_together(cluster, tmp_path):
     job = cluster("print('worked')")
-    import launcher as benchmark
 
     library = benchmark.shifted_clock(tmp_path)
     shift = {"LD_PRELOAD": str(library), "CLOCK_SHIFT_S": "-900"}
@@ -215,8 +214,6 @@ def test_nodes_whose_wall_clocks_are_apart_work_together(cluster, tmp_path):
 
 
 def test_many_agents_meet(tmp_path):
-    import rendezvous
-
     measured = rendezvous.in_fresh_process(32, steady_s=1.0)
     assert measured.cpu_s > 0
     assert measured.loss_s > -0.5, "a connection that broke may be made again for 1.5 s"

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks" / "campaign"))
-
-from plan import KINDS, STEP_S, plan_of
-from table import bars, is_late, is_wrong_stop, table, useful, wasted
+from benchmarks.campaign.plan import KINDS, STEP_S, plan_of
+from benchmarks.campaign.table import bars, is_late, is_wrong_stop, table, useful, wasted
 
 
 @pytest.mark.parametrize("held_back", [False, True])

@@ -3,7 +3,7 @@
 Agents are threads of two processes with torch's own c10d rendezvous handler, each with a store
 client of its own, as in one agent a node. They start no workers.
 
-    python benchmarks/torch_agents.py 64 [LIMIT_S]
+    python -m benchmarks.launcher.torch_agents 64 [LIMIT_S]
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sharding_model import Size, make_model
 from torch import nn
 
 import echelon.dist as dist
+from benchmarks.sharding.model import Size, make_model
 from echelon.dist.fsdp import clip_grad_norm_, fully_shard, gradient_sync
 from echelon.train.same_bits import SameBits
 

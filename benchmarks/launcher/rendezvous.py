@@ -1,6 +1,6 @@
 """The cost of N agents to the coordinator: meeting, reporting, a stall, a loss, a failure, the end.
 
-    python benchmarks/rendezvous.py [--agents 16,64,256,1024] [--ranks 8] [--steady 10]
+    python -m benchmarks.launcher.rendezvous [--agents 16,64,256,1024] [--ranks 8] [--steady 10]
 
 The coordinator, its server and its decisions are the real ones; agents are simulated, in two
 processes, and start no workers. They meet and report what their ranks show for `--steady` seconds.
@@ -31,7 +31,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from agents import SECRET, STALL_S, simulate
+from benchmarks.launcher.agents import SECRET, STALL_S, simulate
+from benchmarks.runner.place import ROOT
 
 NUM_PROCESSES = 2
 _LIMIT_S = 400.0  # beside the steady state
@@ -200,10 +201,11 @@ def _rss_mib() -> float:
 
 def in_fresh_process(num_agents: int, ranks: int = 8, steady_s: float = 0.0) -> Measured:
     """Measure in a separate process: gRPC's event loop belongs to the first one that uses it."""
-    code = f"from rendezvous import measure; print(*measure({num_agents}, {ranks}, {steady_s}))"
+    call = f"measure({num_agents}, {ranks}, {steady_s})"
+    code = f"from benchmarks.launcher.rendezvous import measure; print(*{call})"
     process = subprocess.Popen(
         [sys.executable, "-c", code],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parent,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
         start_new_session=True,
     )  # fmt: skip
     try:

@@ -1,8 +1,8 @@
 """Probe echelon's launcher and torchrun side by side: leftovers, times, and blamed ranks.
 
-    python benchmarks/launcher.py                       # every row, some twelve minutes
-    python benchmarks/launcher.py --only exit_code,agent_killed --rounds 1
-    python benchmarks/launcher.py --list
+    python -m benchmarks.launcher.run                       # every row, some twelve minutes
+    python -m benchmarks.launcher.run --only exit_code,agent_killed --rounds 1
+    python -m benchmarks.launcher.run --list
 
 Every row is one probe, run in turn under both launchers with the same worker (`launched.py`); every
 probe is bounded in time. A row in which torchrun always hits the limit is run once for it. Without
@@ -29,12 +29,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import rendezvous
-from launched import Event, Job, job, seconds_until
-from runner.machine import Conditions
-from runner.options import finish, parser
-from runner.rounds import Case, Samples, measure
-from torch_agents import hostile_bytes
+from benchmarks.launcher import rendezvous
+from benchmarks.launcher.launched import Event, Job, job, seconds_until
+from benchmarks.launcher.torch_agents import hostile_bytes
+from benchmarks.runner.machine import Conditions
+from benchmarks.runner.options import finish, parser
+from benchmarks.runner.place import ROOT
+from benchmarks.runner.rounds import Case, Samples, measure
 
 COLUMNS = tuple((title, "left") for title in ("probe", "torchrun", "ours", "bar", "met"))
 LIMIT_S = 45.0  # how long a probe waits for a reaction
@@ -244,12 +245,12 @@ def _store_port(folder: Path) -> int:
 def _try_to_write_key(port: int, data: bytes) -> None:
     """Set torch's rendezvous key, if torch is here; being refused is a good answer."""
     code = (
-        "import sys; from torch_agents import write_key; "
+        "import sys; from benchmarks.launcher.torch_agents import write_key; "
         "write_key(int(sys.argv[1]), 'torch.rendezvous.bench', bytes.fromhex(sys.argv[2]))"
     )
     subprocess.run(
         [sys.executable, "-c", code, str(port), data.hex()],
-        cwd=Path(__file__).parent, check=False, capture_output=True, timeout=60,
+        cwd=ROOT, check=False, capture_output=True, timeout=60,
     )  # fmt: skip
 
 

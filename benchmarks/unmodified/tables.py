@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.runner.table import Table
-from benchmarks.unmodified_cases import CAUSES, ENDS_A_JOB, HEALTHY, Case
+from benchmarks.unmodified.cases import CAUSES, ENDS_A_JOB, HEALTHY, Case
 
 SCRIPTS = ("ddp", "fsdp2", "accelerate_loop", "lightning_fit", "trainer", "deepspeed_zero")
 _SELECTIONS = {"two-ranks": (2, False), "four-ranks": (4, False), "attached": (2, True)}

@@ -1,7 +1,7 @@
 """How `fr-analyze` scales with other shapes than collectives, compared with torch's analyzer.
 
-    python benchmarks/analyze_shapes.py                      # all shapes, each once
-    python benchmarks/analyze_shapes.py --only receives --torch-timeout 120
+    python -m benchmarks.analysis.shapes                      # all shapes, each once
+    python -m benchmarks.analysis.shapes --only receives --torch-timeout 120
 
 - `receives`: 512 ranks in a ring, each with its receives posted a step ahead; one hangs, and the
   others follow one by one. In echelon's dumps and in torch's; torch's analyzer reads the latter
@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from analyze import START_NS, Figure, Plan, measure, measure_torch_analyzer
 
+from benchmarks.analysis.scale import START_NS, Figure, Plan, measure, measure_torch_analyzer
 from echelon.recorder.format.schema import (
     OPERATION,
     SPAN,

@@ -1,12 +1,12 @@
 """Sharded training compared with torch's FSDP2 and DDP over Gloo: step time, CPU time, memory.
 
-    python benchmarks/sharding.py                                  # the tables and the plot's data
-    python benchmarks/sharding.py --sizes 10M --ranks 2 --rounds 5
-    python benchmarks/sharding.py --mixed-precision bf16 --contenders echelon,fsdp2,ddp,alone
-    python benchmarks/sharding.py --mixed-precision bf16 --accumulate 4
-    python benchmarks/sharding.py --link 60                        # MB/s between hosts, as root
-    python benchmarks/sharding.py --plot docs/images/sharding-memory.svg   # memory against ranks
-    python benchmarks/sharding.py --compile                       # blocks against the whole model
+    python -m benchmarks.sharding.run   # the tables and the plot's data
+    python -m benchmarks.sharding.run --sizes 10M --ranks 2 --rounds 5
+    python -m benchmarks.sharding.run --mixed-precision bf16 --contenders echelon,fsdp2,ddp,alone
+    python -m benchmarks.sharding.run --mixed-precision bf16 --accumulate 4
+    python -m benchmarks.sharding.run --link 60   # MB/s between hosts, as root
+    python -m benchmarks.sharding.run --plot docs/images/sharding-memory.svg  # memory by ranks
+    python -m benchmarks.sharding.run --compile   # blocks against the whole model
 
 The contenders train the same char GPT on the same data. Each rank of each contender is a fresh
 process; once all are ready, the contenders take one step in turn, so that a slow moment of the
@@ -40,7 +40,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sharding_model import SIZES, Size, make_batch, make_model
+from benchmarks.runner.place import child_environ
+from benchmarks.sharding.model import SIZES, Size, make_batch, make_model
 
 CONTENDERS = ("echelon", "fsdp2", "ddp")
 
@@ -181,7 +182,7 @@ class Team:
                 [*prefix, sys.executable, __file__, "--serve", contender, "--sizes", size_name,
                  *training.arguments()],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **one},
+                env=child_environ(OMP_NUM_THREADS="1", **one),
             )
             for one, prefix in zip(environ, prefixes, strict=True)
         ]  # fmt: skip
@@ -337,7 +338,6 @@ def show_heading() -> None:
 @contextlib.contextmanager
 def throttled(count: int, mb_per_s: float) -> Iterator[list[Any]]:
     """Create hosts whose sending rate is limited."""
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from tests.hosts import hosts
 
     with hosts(count) as made:
@@ -372,7 +372,7 @@ def plot_memory(path: str, size: str, counts: list[int]) -> None:
 
     Two steps each: the second one allocates as much as any later one.
     """
-    import sharding_plot
+    from benchmarks.sharding import plot
 
     lines: dict[str, dict[int, float]] = {one: {} for one in CONTENDERS}
     formula = {}
@@ -386,7 +386,7 @@ def plot_memory(path: str, size: str, counts: list[int]) -> None:
     title = f"Peak resident memory of a rank, {size} parameters, fp32 AdamW, MiB"
     labels = {"echelon": "fully_shard", "fsdp2": "FSDP2, Gloo", "ddp": "DDP, Gloo"}
     series = [(labels[name], line) for name, line in lines.items()]
-    Path(path).write_text(sharding_plot.draw(title, "ranks", series, ("16 P / N", formula)))
+    Path(path).write_text(plot.draw(title, "ranks", series, ("16 P / N", formula)))
 
 
 def main() -> None:
@@ -413,7 +413,7 @@ def main() -> None:
         plot_memory(options.plot, options.sizes.split(",")[-1], counts)
         return
     if options.compile:
-        from sharding_compile import time_compilation
+        from benchmarks.sharding.compile import time_compilation
 
         time_compilation(options.sizes.split(",")[0])
         return

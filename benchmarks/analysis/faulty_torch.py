@@ -1,6 +1,6 @@
 """Faults of the torch half of the fault matrix: plain torch programs over Gloo.
 
-    echelon run --nproc-per-node 4 benchmarks/faulty_torch.py Hang 2 --timeout 6
+    echelon run --nproc-per-node 4 benchmarks/analysis/faulty_torch.py Hang 2 --timeout 6
 
 runs 30 steps of three all_reduces; rank 2 hangs in step 10. It does not import echelon: torch's own
 timeout ends operations that wait for too long. `faults.py --torch` runs all faults and judges the

@@ -1,6 +1,6 @@
 """Faults of the fault matrix: every class is a job in which one rank errs, or none.
 
-    echelon run --nproc-per-node 4 benchmarks/faulty.py HangInCode 2
+    echelon run --nproc-per-node 4 benchmarks/analysis/faulty.py HangInCode 2
 
 trains for 40 steps with numbers for gradients; rank 2 hangs in step 20. `faults.py` runs all of
 them and judges the verdicts.

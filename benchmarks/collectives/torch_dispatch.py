@@ -1,6 +1,6 @@
 """The cost of a call under torch: a small all_reduce over echelon, over Gloo, and without torch.
 
-    python -m echelon run --nproc-per-node 2 benchmarks/torch_dispatch.py   # 20 s
+    python -m echelon run --nproc-per-node 2 benchmarks/collectives/torch_dispatch.py   # 20 s
 
 Prints the median and the best time of a blocking call on 8 bytes, in microseconds, each backend in
 turn in one run; and the same in a world of one, where nothing is sent: that is the dispatch alone.

@@ -1,6 +1,6 @@
 """How often `fr-analyze --attach` explains a job that plain torchrun launched.
 
-    python benchmarks/attach.py [--ranks 2 4] [--faults ...] [--json FILE]
+    python -m benchmarks.launcher.attach [--ranks 2 4] [--faults ...] [--json FILE]
 
 Each fault of `attach_job.py` stops rank 1 of a DDP job on Gloo. Once the job hangs, it is examined
 from outside; a row shows whether cause, culprits and line are those of the fault.

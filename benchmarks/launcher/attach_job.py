@@ -1,6 +1,6 @@
 """A plain DDP program on Gloo that a fault stops; it does not import echelon.
 
-torchrun --standalone --nproc-per-node 2 benchmarks/attach_job.py FAULT
+torchrun --standalone --nproc-per-node 2 benchmarks/launcher/attach_job.py FAULT
 
 Rank 1 meets the fault at step 5. Each faulty line ends with a comment that names its fault.
 """

@@ -1,6 +1,6 @@
 """Time from a rank's kill to the next attempt's first step, without and with `--standby`.
 
-    python benchmarks/standbys.py --rounds 5 --keep launcher/standbys
+    python -m benchmarks.launcher.standbys --rounds 5 --keep launcher/standbys
 
 Jobs of two ranks on one node take steps of 20 ms. Once the standbys are ready (without them, after
 as long as it took with them before), rank 1 is killed. One program imports torch and echelon, the
@@ -20,11 +20,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from runner.machine import Conditions
-from runner.options import finish, parser
-from runner.rounds import Case, Samples, measure, spread
+from benchmarks.runner.machine import Conditions
+from benchmarks.runner.options import finish, parser
+from benchmarks.runner.place import ROOT
+from benchmarks.runner.rounds import Case, Samples, measure, spread
 
-_ROOT = Path(__file__).resolve().parents[1]
 _LIMIT_S = 600.0
 _CALM_S = 5.0  # of steps before the kill, on either side
 _COLUMNS = (
@@ -75,7 +75,7 @@ def restart(imports: str, num_standbys: int) -> Mapping[str, float]:
             "--run-dir", str(folder / "run"), str(folder / "train.py"), name,
         ]  # fmt: skip
         log = stack.enter_context((folder / "log").open("w+"))
-        environ = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         job = subprocess.Popen(
             command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environ
         )

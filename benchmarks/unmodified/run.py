@@ -1,11 +1,11 @@
 """Faults in unmodified programs, and the verdicts of `echelon run`: cause, culprit and line.
 
-    python -m benchmarks.unmodified run [--out RESULTS.jsonl] [--scripts ddp,fsdp2] [--faults ...]
-        [--ranks 2,4] [--seconds 280] [--healthy 10] [--attach] [--keep DIR]
-    python -m benchmarks.unmodified table [RESULTS.jsonl]    # then: make bench-docs
-    python -m benchmarks.unmodified overhead [--runs 30]
+    python -m benchmarks.unmodified.run cases [--out RESULTS.jsonl] [--scripts ddp,fsdp2]
+        [--faults ...] [--ranks 2,4] [--seconds 280] [--healthy 10] [--attach] [--keep DIR]
+    python -m benchmarks.unmodified.run table [RESULTS.jsonl]    # then: make bench-docs
+    python -m benchmarks.unmodified.run overhead [--runs 30]
 
-`run` appends one line per case and skips cases that the file already holds, so that it can run in
+`cases` appends one line per case and skips cases that the file already holds, so that it can run in
 pieces; a wrong case runs again once the code has changed, and its last result counts. With
 `--attach`, plain torchrun launches the jobs and `fr-analyze --attach` examines them. A case is
 right if cause and culprits are; `line` records whether the verdict names the line of
@@ -28,7 +28,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.unmodified_cases import (
+from benchmarks.runner.place import RESULTS, ROOT
+from benchmarks.unmodified.cases import (
     CASE_S,
     CAUSES,
     ENDS_A_JOB,
@@ -39,9 +40,9 @@ from benchmarks.unmodified_cases import (
     attach_case,
     launch_case,
 )
-from benchmarks.unmodified_tables import SCRIPTS, key, latest, save
+from benchmarks.unmodified.tables import SCRIPTS, key, latest, save
 
-RESULTS = Path(__file__).parent / "results" / "unmodified" / "cases.jsonl"
+_CASES = RESULTS / "unmodified" / "cases.jsonl"
 _PACKAGES = {
     "accelerate_loop": "accelerate",
     "lightning_fit": "lightning",
@@ -94,7 +95,7 @@ def _code() -> str:
     """Return git's hash of the runtime and the examples as committed: what the cases exercise."""
     told = subprocess.run(
         ["git", "rev-parse", "HEAD:echelon", "HEAD:examples/unmodified"],
-        capture_output=True, text=True, check=True, cwd=Path(__file__).parent,
+        capture_output=True, text=True, check=True, cwd=ROOT,
     )  # fmt: skip
     return " ".join(one[:10] for one in told.stdout.split())
 
@@ -130,7 +131,7 @@ def _steps(kind: str, record: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="unmodified_") as folder:
         argv = [
             sys.executable, "-m", "echelon", "run", "--nproc-per-node=2", f"--run-dir={folder}",
-            str(Path(__file__).with_name("unmodified_steps.py")), kind,
+            str(Path(__file__).with_name("steps.py")), kind,
         ]  # fmt: skip
         environ = {**os.environ, "ECHELON_RECORD": record, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
@@ -144,8 +145,8 @@ def _steps(kind: str, record: str) -> dict[str, Any]:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     commands = parser.add_subparsers(required=True)
-    run = commands.add_parser("run")
-    run.add_argument("--out", default=RESULTS)
+    run = commands.add_parser("cases")
+    run.add_argument("--out", default=_CASES)
     run.add_argument("--scripts", type=lambda text: text.split(","), default=SCRIPTS)
     run.add_argument(
         "--faults",
@@ -160,7 +161,7 @@ def _parse() -> argparse.Namespace:
     run.add_argument("--keep", type=Path, help="keeps the run directories of wrong verdicts")
     run.set_defaults(act=_measure)
     table = commands.add_parser("table")
-    table.add_argument("out", type=Path, nargs="?", default=RESULTS)
+    table.add_argument("out", type=Path, nargs="?", default=_CASES)
     table.set_defaults(act=lambda args: save(_read(args.out), args.out.parent))
     overhead = commands.add_parser("overhead")
     overhead.add_argument("--runs", type=int, default=30)

@@ -1,11 +1,11 @@
 """Collectives, compared with commonly used libraries: interleaved runs, medians, ratios.
 
-    python benchmarks/collectives.py --ranks 2 --backends native,python,gloo,mpich,xccl
-    python benchmarks/collectives.py --ranks 4 --neighbours 2 --sizes 8,1048576
-    python benchmarks/collectives.py --ranks 4 --hosts 2 --backends shm+gloo,flat,gloo   # as root
-    python benchmarks/collectives.py --ranks 2 --latency         # 4 bytes: blocking, async, barrier
-    python benchmarks/collectives.py --ranks 2 --overlap
-    python benchmarks/collectives.py --ranks 2 --backends native --against ../other-checkout
+    python -m benchmarks.collectives.run --ranks 2 --backends native,python,gloo,mpich,xccl
+    python -m benchmarks.collectives.run --ranks 4 --neighbours 2 --sizes 8,1048576
+    python -m benchmarks.collectives.run --ranks 4 --hosts 2 --backends shm+gloo,flat,gloo  # root
+    python -m benchmarks.collectives.run --ranks 2 --latency   # 4 bytes: blocking and not
+    python -m benchmarks.collectives.run --ranks 2 --overlap
+    python -m benchmarks.collectives.run --ranks 2 --backends native --against ../other-checkout
 
 Every round takes one sample of each library, in rotating order, so that a slow moment of the
 machine affects all of them. Every sample begins with a call whose result is checked on every rank;
@@ -46,10 +46,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from collectives_rank import LATENCY, OPERATIONS
+from benchmarks.collectives.rank import LATENCY, OPERATIONS
 
 SIZES = (8, 65536, 1 << 20, 16 << 20, 64 << 20)
-_RANK_SCRIPT = Path(__file__).with_name("collectives_rank.py")
+_RANK_SCRIPT = Path(__file__).with_name("rank.py")
 _BEFORE = " before"
 _SLOWER = 1.05  # what counts as slower than another checkout, in the median of the rounds' ratios
 _START_S = 120.0
@@ -227,7 +227,6 @@ def network(count: int) -> Iterator[list[Any]]:
     if not count:
         yield []
         return
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     from tests.hosts import hosts
 
     with hosts(count) as places:

@@ -7,20 +7,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
-from sharding_model import SIZES, make_batch, make_model
+from benchmarks.runner.place import ROOT
+from benchmarks.sharding.model import SIZES, make_batch, make_model
 
 
 def time_compilation(size: str) -> None:
     """Print the first and the best step with the blocks compiled, and with the whole model."""
     print("| compiled | first step s | best step s |\n|---|---|---|", flush=True)
     for what in ("nothing", "each block", "the whole"):
-        code = f"import sharding_compile; sharding_compile.compile_and_step({size!r}, {what!r})"
-        folder = Path(__file__).resolve().parent
+        call = f"compile.compile_and_step({size!r}, {what!r})"
+        code = f"from benchmarks.sharding import compile; {call}"
         with tempfile.TemporaryDirectory() as cache:
             environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"}
-            subprocess.run([sys.executable, "-c", code], cwd=folder, env=environ, check=True)
+            subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, check=True)
 
 
 def compile_and_step(size: str, what: str) -> None:

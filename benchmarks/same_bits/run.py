@@ -1,6 +1,6 @@
 """What the same bits cost: a step of `SameBits` beside one whose sums are in rank order.
 
-    python benchmarks/same_bits.py [--ranks 4] [--per-rank 1,2,4,8] [--tokens 512] [--turns 5]
+    python -m benchmarks.same_bits.run [--ranks 4] [--per-rank 1,2,4,8] [--tokens 512] [--turns 5]
 
 A char GPT of 10.7M parameters, float32, AdamW, gradients clipped by their norm. Each rank has some
 micro-batches per step; the peer accumulates their gradients in `.grad` and reduces once, in the
@@ -18,9 +18,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from runner.machine import Conditions
-from runner.options import finish, parser
-from runner.rounds import Case, Figures, Measure, Samples, measure, middle, spread
+from benchmarks.runner.machine import Conditions
+from benchmarks.runner.options import finish, parser
+from benchmarks.runner.place import child_environ
+from benchmarks.runner.rounds import Case, Figures, Measure, Samples, measure, middle, spread
 
 KINDS = ("rank-ordered", "canonical")
 COLUMNS = (
@@ -30,7 +31,7 @@ COLUMNS = (
     ("ratio", "right"),
     ("ratio of processor time", "right"),
 )
-_RANK = Path(__file__).with_name("same_bits_rank.py")
+_RANK = Path(__file__).with_name("rank.py")
 
 
 def main() -> None:
@@ -64,7 +65,7 @@ def _side(options: argparse.Namespace, layout: str, per_rank: int) -> Measure:
                     f"--per-rank={per_rank}", f"--tokens={options.tokens}",
                     f"--turns={options.turns}", f"--order={number}", f"--out={out}",
                 ],
-                check=True, stdout=sys.stderr,
+                check=True, stdout=sys.stderr, env=child_environ(),
             )  # fmt: skip
             samples = json.loads(out.read_text())
         return {

@@ -1,7 +1,7 @@
 """The cost of recording: steps of DDP or FSDP2 with and without it, in a separate program.
 
-    python -m benchmarks.unmodified overhead    # processes in turn: the losses, too
-    echelon run --nproc-per-node 2 benchmarks/unmodified_steps.py ddp --turns 30 [--width 512]
+    python -m benchmarks.unmodified.run overhead    # processes in turn: the losses, too
+    echelon run --nproc-per-node 2 benchmarks/unmodified/steps.py ddp --turns 30 [--width 512]
 
 With `--turns`, recording is switched on and off in turn within one job, on all ranks at the same
 step, so that both variants see the same machine: a turn is several steps with it, and as many

@@ -1,4 +1,4 @@
-"""One rank of benchmarks/collectives.py: runs the requested samples and checks every result.
+"""One rank of benchmarks/collectives/run.py: runs the requested samples and checks every result.
 
 The driver sends one line of JSON per sample and receives one line: seconds per call. A library is
 an object with the calls of echelon's groups, all under the same names, so that cases are written

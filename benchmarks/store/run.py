@@ -1,6 +1,6 @@
 """Compare echelon's store with torch's: same machine, same run, same load generator.
 
-    python benchmarks/store.py [--rounds N] [--only NAME] [--markdown FILE]
+    python -m benchmarks.store.run [--rounds N] [--only NAME] [--markdown FILE]
 
 Both servers run in separate processes and are measured in turn, round after round, so that other
 work on the machine affects both. Cases and servers are run in random order, and servers and load
@@ -22,10 +22,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.machine import CORES, Conditions, pin
-from runner.options import finish, parser
-from runner.rounds import Case, Samples, measure, middle, ratio
-from store_load import (
+from benchmarks.runner.machine import CORES, Conditions, pin
+from benchmarks.runner.options import finish, parser
+from benchmarks.runner.rounds import Case, Samples, measure, middle, ratio
+from benchmarks.store.load import (
     Load,
     Server,
     dial,
@@ -38,7 +38,6 @@ from store_load import (
     start_server,
     take,
 )
-
 from echelon.store.wire import protocol as p
 
 COLUMNS = (
@@ -274,9 +273,7 @@ def without_dns() -> None:
     rules = Path(tempfile.gettempdir()) / f"echelon-nsswitch-{os.getpid()}"
     rules.write_text("hosts: files\n")
     script = 'mount --bind "$0" /etc/nsswitch.conf; rm "$0"; exec "$@" --dns on'
-    os.execvp(
-        "unshare", ["unshare", "-m", "sh", "-c", script, str(rules), sys.executable, *sys.argv]
-    )
+    os.execvp("unshare", ["unshare", "-m", "sh", "-c", script, str(rules), *sys.orig_argv])
 
 
 def main() -> int:

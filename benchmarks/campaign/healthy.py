@@ -1,6 +1,6 @@
 """Hours of healthy jobs, and every alarm that the launcher raised in them: each is a false one.
 
-    python benchmarks/healthy.py --jobs 5 --minutes 60 --keep campaign/healthy
+    python -m benchmarks.campaign.healthy --jobs 5 --minutes 60 --keep campaign/healthy
 
 The jobs run at the same time, at a low priority, beside whatever else the machine does
 (`healthy_rank.py` is the program). They wait for most of their time, so that many fit on a machine.
@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runner.machine import Conditions
-from runner.options import finish, parser
+from benchmarks.runner.machine import Conditions
+from benchmarks.runner.options import finish, parser
+from benchmarks.runner.place import ROOT
 
 _RANK = Path(__file__).with_name("healthy_rank.py")
-_ROOT = Path(__file__).parents[1]
 _NICE = 19
 _POLL_S = 5.0
 _END_S = 900.0  # for start, compilation and end on a busy machine, beyond the job's minutes
@@ -198,7 +198,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _environ() -> dict[str, str]:
     return {
-        **os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1",
+        **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
         "ECHELON_SECRET": "a-secret-of-the-benchmark",
     }  # fmt: skip
 

@@ -1,10 +1,10 @@
 """Inject faults into real jobs and compare the verdicts with what was injected.
 
-    python benchmarks/faults.py                  # the whole matrix, a few minutes
-    python benchmarks/faults.py --only host_hang,exception
-    python benchmarks/faults.py --torch          # plain torch programs instead, over Gloo
-    python benchmarks/faults.py --part 2/3       # the second third of the cases
-    python benchmarks/faults.py --list
+    python -m benchmarks.analysis.faults                  # the whole matrix, a few minutes
+    python -m benchmarks.analysis.faults --only host_hang,exception
+    python -m benchmarks.analysis.faults --torch          # plain torch programs instead, over Gloo
+    python -m benchmarks.analysis.faults --part 2/3       # the second third of the cases
+    python -m benchmarks.analysis.faults --list
 
 Every case is a job of 2 to 8 processes under `echelon run`; one rank does something wrong at step
 20, or none does. The job's folder is then read as `fr-analyze` reads it. A case is right if cause
@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import faulty
+from benchmarks.analysis import faulty
 
 STALL_S = 4.0
 JOB_TIMEOUT_S = 90.0

@@ -19,10 +19,11 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from benchmarks.runner.place import ROOT
 from echelon.host.threads import descendants
 from echelon.launcher.attach.ranks import ranks_below
 
-EXAMPLES = Path(__file__).parents[1] / "examples" / "unmodified"
+EXAMPLES = ROOT / "examples" / "unmodified"
 # The causes that are right for each fault.
 CAUSES = {
     "loader": {"data_starvation"},

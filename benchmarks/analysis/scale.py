@@ -1,9 +1,9 @@
 """The speed of `fr-analyze`, compared with torch's own analyzer where that can finish.
 
-    python benchmarks/analyze.py                         # 64, 256 and 1024 ranks, both formats
-    python benchmarks/analyze.py --ranks 16384 --formats echelon
-    python benchmarks/analyze.py --torch-ranks 64,256    # where torch's analyzer is run too
-    python benchmarks/analyze.py --sets tests/data/torch_dumps     # verdicts on recorded dumps
+    python -m benchmarks.analysis.scale   # 64, 256 and 1024 ranks, both formats
+    python -m benchmarks.analysis.scale --ranks 16384 --formats echelon
+    python -m benchmarks.analysis.scale --torch-ranks 64,256    # where torch's analyzer runs too
+    python -m benchmarks.analysis.scale --sets tests/data/torch_dumps    # on recorded dumps
 
 Creates folders of dumps (2000 operations per rank over 3 groups: the world, groups of 8 neighbours,
 and groups across them; one rank hangs), analyses each in a fresh process, and prints a table of

@@ -1,10 +1,10 @@
 """Reference models under the features of PyTorch 2, each compared with eager mode.
 
-    python benchmarks/reference_models.py                       # 10.65M characters: all rows
-    python benchmarks/reference_models.py --model gpt2 --rounds 2 --iterations 3
-    python benchmarks/reference_models.py --only eager,inductor --text shakespeare.txt
-    python benchmarks/reference_models.py --row eager --row "whole, inductor" --limit 3000
-    python benchmarks/reference_models.py --device cuda --model gpt2 --iterations 1000 --batch 8
+    python -m benchmarks.reference.run                       # 10.65M characters: all rows
+    python -m benchmarks.reference.run --model gpt2 --rounds 2 --iterations 3
+    python -m benchmarks.reference.run --only eager,inductor --text shakespeare.txt
+    python -m benchmarks.reference.run --row eager --row "whole, inductor" --limit 3000
+    python -m benchmarks.reference.run --device cuda --model gpt2 --iterations 1000 --batch 8
 
 Every row is measured in separate processes, one for each round; the rows of a round run one after
 another in random order. A row's ratio refers to its peer in the same round. The first iteration of
@@ -35,7 +35,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from reference.cases import CASES, Case
+from benchmarks.reference.cases import CASES, Case
+from benchmarks.runner.place import ROOT
 
 _HEADING = (
     "| row | iteration s, mean | sigma | wall s, mean | x its peer | MFU | first s, cold | warm "
@@ -129,12 +130,12 @@ def measure(
         "TORCHINDUCTOR_CACHE_DIR": str(cache.resolve()),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # in this process, whose time is counted
     }
-    program = [sys.executable, "-W", "ignore", "-m", "reference.measure", order]
+    program = [sys.executable, "-W", "ignore", "-m", "benchmarks.reference.measure", order]
     with tempfile.TemporaryFile() as errors:
         try:
             done = subprocess.run(
                 program, stdout=subprocess.PIPE, stderr=errors, env=environ, timeout=limit_s,
-                cwd=Path(__file__).resolve().parent, check=False,
+                cwd=ROOT, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return {"error": f"took longer than {limit_s:.0f} s", "limit_s": limit_s}

@@ -1,6 +1,6 @@
 """Regenerate the reports in docs/verdicts.md from the fault matrix.
 
-    python benchmarks/fault_reports.py [--page docs/verdicts.md] [--only TEXT,...]
+    python -m benchmarks.analysis.reports [--page docs/verdicts.md] [--only TEXT,...]
 
 A block that follows the line `<!-- report of CASE -->` is replaced by the output of `fr-analyze`
 for that case of `faults.py`, so that the page shows the program's current output. All other text
@@ -19,9 +19,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import faults
+from benchmarks.analysis import faults
+from benchmarks.runner.place import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/verdicts.md"
 COLUMNS = "92"  # fits the page without a scroll bar
 _BLOCK = re.compile(r"(<!-- report of (?P<case>\S+) -->\n\n```text\n)(?P<report>.*?)(```\n)", re.S)
