@@ -1,7 +1,7 @@
 """Turn a picture into a report: run the rules, choose the root, and order the findings.
 
-The root comes first. Roots for the ranks whose trouble it does not explain follow, and then later
-endings.
+The root comes first, then any further roots for ranks that it does not explain, and then the
+endings that followed.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def report_of(picture: Picture) -> Report:
 
 
 def merged_stacks(evidence: Evidence) -> tuple[Branch, ...]:
-    """Merge the stacks of all ranks' main threads, as captured at the snapshot."""
+    """Merge the main-thread stacks of all ranks."""
     shown: dict[int, tuple[str, ...]] = {}
     for rank, facts in evidence.ranks.items():
         thread = main_thread(facts.host.stacks) if facts.host.stacks else None
@@ -123,7 +123,7 @@ def merged_stacks(evidence: Evidence) -> tuple[Branch, ...]:
 
 
 def _with_losses(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Add to the verdict which ranks the job had lost earlier."""
+    """Add the ranks that the job had already lost to the verdict's evidence."""
     lost = sorted(evidence.incident.lost_earlier)
     root = next((place for place, finding in enumerate(findings) if not finding.info), None)
     if root is None or not lost:
@@ -135,7 +135,7 @@ def _with_losses(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Fin
 
 
 def _with_probes(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Add to the verdict what was measured on suspect nodes before the attempt."""
+    """Add to the verdict what probes of suspect nodes measured before this attempt."""
     root = next((place for place, finding in enumerate(findings) if not finding.info), None)
     if root is None or not evidence.incident.probes:
         return findings
@@ -146,7 +146,7 @@ def _with_probes(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Fin
 
 
 def _cautious(evidence: Evidence, finding: Finding) -> Finding:
-    """Lower `certain` after an early snapshot, unless some ranks differ from the other ranks."""
+    """Lower `certain` to `likely` after an early snapshot, unless the finding singles ranks out."""
     differs = 0 < len(finding.culprit_ranks) < evidence.world_size
     if not evidence.incident.is_early or differs or finding.confidence is not Confidence.CERTAIN:
         return finding
@@ -154,7 +154,7 @@ def _cautious(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _advised(evidence: Evidence, finding: Finding) -> Finding:
-    """If a culprit's output ends with a known message, add its meaning and remedy."""
+    """If a culprit's output ends with a known message, quote it as evidence, with its remedy."""
     if evidence.foreign == LOGS or finding.cause not in _ENDINGS:
         return finding
     for rank in finding.culprit_ranks[:_MAX_NAMED]:
@@ -166,7 +166,7 @@ def _advised(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _with_threads(evidence: Evidence, finding: Finding) -> Finding:
-    """Add the exceptions that ended threads of culprits whose processes continued to run."""
+    """Add exceptions that ended a thread of a culprit but not its process."""
     if finding.info:
         return finding
     lines = []
@@ -181,7 +181,7 @@ def _with_threads(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _named(finding: Finding) -> Finding:
-    """Ensure that the evidence names each culprit as `rank R`, even if there are many ranks."""
+    """Ensure that the evidence names every culprit as `rank R`, unless there are too many."""
     text = " ".join(finding.evidence) + " "
     if len(finding.culprit_ranks) > _MAX_NAMED:
         return finding
@@ -193,7 +193,7 @@ def _named(finding: Finding) -> Finding:
 
 
 def _findings(picture: Picture) -> list[Finding]:
-    """Return the root, the roots that are reported in addition, and the endings that followed."""
+    """Return the root, any further roots, and the endings that followed."""
     if picture.evidence.foreign == LOGS:
         return find_in_logs(picture)
     choice = choose(picture, propose(picture, RULES))

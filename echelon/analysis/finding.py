@@ -1,7 +1,7 @@
 """Define the result of an analysis: findings with causes, culprits and evidence, and the report.
 
-The terms are those of `docs/verdicts.md`. A `Finding` is plain data, independent of how it was
-found. `Report.to_json` alone defines the form of the output of `fr-analyze --json`.
+The terms are those of `docs/verdicts.md`. A `Finding` is plain data and does not depend on how it
+was found. Only `Report.to_json` defines the output format of `fr-analyze --json`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Cause(str, Enum):
 
 
 class Confidence(str, Enum):
-    """How certain a finding is: seen directly, the best reading, or one of several readings.
+    """How certain a finding is: seen directly, the best explanation, or one of several.
 
     Example:
         >>> [confidence.value for confidence in Confidence]
@@ -66,7 +66,7 @@ class Confidence(str, Enum):
 
 
 class Scope(Enum):
-    """The ranks whose trouble a finding explains, besides the ranks that wait for them."""
+    """The ranks whose trouble a finding explains, besides any ranks that are waiting for those."""
 
     CULPRITS = "those who wait for its culprits"
     GROUP = "those inside its operation or a later one of its group"
@@ -85,7 +85,7 @@ class Alternative:
     against: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return the alternative in the form of `fr-analyze --json`."""
+        """Return the alternative as `fr-analyze --json` prints it."""
         return {
             "cause": self.cause.value,
             "culprit_ranks": list(self.culprit_ranks),
@@ -99,9 +99,9 @@ class Alternative:
 class Finding:
     """A fault, with the ranks that caused it and the evidence for it.
 
-    `operation` and `sequence` identify the operation in which other ranks wait for the culprits or
-    in which calls differ; they are None if no operation is involved. `info` findings are worth
-    knowing but never the verdict.
+    `operation` and `sequence` identify the operation in which other ranks are waiting for the
+    culprits, or on which the calls differ. Both are None if no operation is involved. A finding
+    marked `info` is worth knowing but is never the verdict.
 
     Example:
         >>> finding = analyze(incident).verdict
@@ -127,11 +127,11 @@ class Finding:
     alternatives: tuple[Alternative, ...] = ()  # other roots that were considered
 
     def changed(self, **changes: Any) -> Finding:
-        """Return a copy of the finding in which some fields are replaced."""
+        """Return a copy of the finding with some fields replaced."""
         return replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the finding in the form of `fr-analyze --json`."""
+        """Return the finding as `fr-analyze --json` prints it."""
         shown: dict[str, Any] = {
             "cause": self.cause.value,
             "culprit_ranks": list(self.culprit_ranks),
@@ -182,7 +182,7 @@ class Report:
 
     @property
     def undecided(self) -> bool:
-        """Whether ranks are inside operations that may be stuck, without any sign of a fault."""
+        """Whether ranks are in operations that may be stuck, though nothing points to a fault."""
         return self.healthy and any(one.cause is Cause.UNKNOWN for one in self.findings)
 
     @property
@@ -212,7 +212,7 @@ class Report:
 
 
 def rank_list(ranks: Sequence[int], limit: int = 6) -> str:
-    """Format ranks for a reader, such as `rank 3`, `ranks 0-6` or `ranks 1, 4 and 9`."""
+    """Format ranks for display: `rank 3`, `ranks 0-6` or `ranks 1, 4 and 9`."""
     if not ranks:
         return "no rank"
     runs = _runs(sorted(set(ranks)))
@@ -238,7 +238,7 @@ def _pair(run: tuple[int, int]) -> list[tuple[int, int]]:
 
 
 def rate(bytes_per_s: float) -> str:
-    """Format a bandwidth, such as `12.4 GB/s` or `310 MB/s`; `-` if it is unknown."""
+    """Format a bandwidth for display: `12.4 GB/s` or `310 MB/s`; `-` if it is unknown."""
     if bytes_per_s <= 0:
         return "-"
     if bytes_per_s >= 1e9:
@@ -247,7 +247,7 @@ def rate(bytes_per_s: float) -> str:
 
 
 def seconds(duration_s: float) -> str:
-    """Format a duration, such as `840 us`, `31 ms`, `31.2 s` or `4 min 10 s`."""
+    """Format a duration for display: `840 us`, `31 ms`, `31.2 s` or `4 min 10 s`."""
     if duration_s < 0.001:
         return f"{duration_s * 1e6:.0f} us"
     if duration_s < 1:

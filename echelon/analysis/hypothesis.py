@@ -1,16 +1,17 @@
 """Collect hypotheses about the root, and choose among them.
 
-Every rule proposes what it detects, and no rule automatically wins. A proposal explains the
+Every rule proposes what it detects, and no rule wins automatically. A proposal explains the
 disturbed ranks that its culprits hold up, directly or through other ranks. It may itself be
-explained by another proposal, because other ranks also end after a death, a timeout or a mismatch.
-The root is the proposal that explains the most and that nothing contradicts. Among equals, the rule
-nearer to a cause wins (a slip explains a mismatch, and a mismatch explains endings). Disturbed
-ranks that the root leaves unexplained need a root of their own, which becomes another finding.
+explained by another proposal, because ranks also end as a consequence of a death, a timeout or a
+mismatch elsewhere. The root is the proposal that explains the most without being contradicted. If
+two explain equally many ranks, the rule closer to a cause wins: a slip explains a mismatch, and a
+mismatch explains endings. Disturbed ranks that the root leaves unexplained need a root of their
+own, which becomes another finding.
 
 [Note: certainty of an observation, certainty of a choice] It may be certain that rank 3 was killed,
-although the kill was the consequence of another failure. A rule states how sure its observation is.
-In this module, the confidence is lowered if a second proposal explains as much and the root does
-not explain that proposal in turn.
+even if the kill was the consequence of another failure. A rule states how certain its observation
+is. This module then lowers the confidence if another proposal explains as much and is not itself
+explained by the root.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Hypothesis:
 
     @property
     def score(self) -> float:
-        """The score of a hypothesis, which measures how much it explains."""
+        """The number of ranks it explains, discounted if it rests on missing records."""
         return len(self.explains) * (_WEAK if self.is_weak else 1.0)
 
 
@@ -79,7 +80,7 @@ def propose(picture: Picture, rules: Sequence[Rule]) -> list[Hypothesis]:
 
 
 def explained(picture: Picture, finding: Finding) -> frozenset[int]:
-    """Return the disturbed ranks whose trouble follows from a finding."""
+    """Return the disturbed ranks whose trouble a finding explains."""
     start = set(finding.culprit_ranks)
     if finding.scope is Scope.GROUP:
         start.update(_members_in(picture, finding))
@@ -94,7 +95,7 @@ def explained(picture: Picture, finding: Finding) -> frozenset[int]:
 
 
 def _members_in(picture: Picture, finding: Finding) -> Iterable[int]:
-    """Return the ranks inside an operation of the finding's group, at its number or later."""
+    """Return the ranks waiting in the finding's operation or in a later one of the same group."""
     number = finding.sequence
     for wait in picture.graph.waits:
         if wait.group == finding.group and (number is None or wait.sequence >= number):
@@ -107,10 +108,7 @@ def _is_weak(picture: Picture, finding: Finding) -> bool:
 
 
 def choose(picture: Picture, hypotheses: Sequence[Hypothesis]) -> Choice:
-    """Choose the root, and further roots for ranks that it leaves unexplained.
-
-    Judge the confidence.
-    """
+    """Choose the root and further roots for ranks it leaves unexplained, and judge the root."""
     if not hypotheses:
         return Choice(roots=(), rest=())
     ordered = sorted(hypotheses, key=lambda one: (-one.score, one.place))
@@ -138,9 +136,9 @@ def _is_alike(root: Hypothesis, other: Hypothesis) -> bool:
 
 
 def _merged(root: Hypothesis, taken: Sequence[Hypothesis]) -> Hypothesis:
-    """Merge roots of the same cause if neither explains the other, so that both are needed.
+    """Merge roots that have the same cause if neither explains the other.
 
-    Each root keeps its own words and evidence.
+    Each root keeps its own summary and evidence.
     """
     alike = [one for one in taken if one is root or _is_alike(root, one)]
     if len(alike) == 1:
@@ -191,7 +189,7 @@ def _judged(picture: Picture, root: Hypothesis, rivals: Sequence[Hypothesis]) ->
 
 
 def _as_sure_as_seen(picture: Picture, finding: Finding) -> Finding:
-    """Lower a confidence of `certain` if some ranks left no record and may have failed before.
+    """Lower a confidence of `certain` if some ranks left no record and may have failed earlier.
 
     A mismatch is exempt, because its vote has already taken the missing ranks into account.
     """
@@ -224,12 +222,12 @@ def _against(picture: Picture, root: Hypothesis, rival: Hypothesis) -> str:
 
 
 def is_joint(picture: Picture, one: Finding, other: Finding) -> bool:
-    """Return whether one operation waits for both hypotheses, so that both are roots."""
+    """Return whether the same operation is waiting for both findings' culprits."""
     return picture.graph.is_joint(one.culprit_ranks, other.culprit_ranks)
 
 
 def _capped(finding: Finding, rival: Finding) -> Finding:
-    """Lower the confidence if a rival explains as much; a surer rival lowers it further."""
+    """Lower the confidence if a rival that is more than `possible` explains as much."""
     if rival.confidence is Confidence.POSSIBLE:
         return finding
     highest = Confidence.LIKELY if finding.confidence is Confidence.CERTAIN else Confidence.POSSIBLE

@@ -1,9 +1,8 @@
 """Implement `fr-analyze --watch`, which observes a running job and reports what changed.
 
-The rings of the job are read while it runs. When the launcher writes an incident, the incident
-replaces the rings until the rings show that the job has moved on, by a later attempt or by more
-records on every rank. Each look reports only what changed, so that a terminal left open shows the
-history of the job.
+The job's rings are read while it runs. Once the launcher writes an incident, that incident is shown
+instead, until the rings show that the job has moved on: a later attempt, or new records on every
+rank. Only changes are reported, so a terminal left open shows the history of the job.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Say = Callable[[str], None]
 
 
 class Watch:
-    """Remembers what was last seen in a folder, and shows what is new at each look."""
+    """Remembers what was last seen in a folder, and shows only what is new."""
 
     def __init__(self, path: Path, show: Show, say: Say) -> None:
         self.exit_code = 0
@@ -36,7 +35,7 @@ class Watch:
         self._last = ""
 
     def look(self) -> None:
-        """Look at the folder once. If it holds nothing yet, keep waiting for its contents."""
+        """Read the folder once and show what is new; if it cannot be read yet, say so."""
         try:
             report = report_of(take_picture(current(self._path)))
         except (DumpFormatError, ValueError) as err:
@@ -81,7 +80,7 @@ def current(path: Path) -> Evidence:
 
 
 def has_overtaken(evidence: Evidence, live: Evidence) -> bool:
-    """Return whether every rank of a snapshot has recorded more since the snapshot."""
+    """Return whether every rank of a snapshot has recorded more since it was taken."""
     return bool(evidence.ranks) and all(
         rank in live.ranks and _recorded(live.ranks[rank]) > _recorded(facts)
         for rank, facts in evidence.ranks.items()
@@ -93,7 +92,7 @@ def _recorded(facts: RankEvidence) -> int:
 
 
 def watch(path: Path, show: Show, say: Say, interval_s: float = INTERVAL_S) -> int:
-    """Look at a path repeatedly until the user interrupts it; return the last look's exit code."""
+    """Read a path repeatedly until the user interrupts; return the last report's exit code."""
     seen = Watch(path, show, say)
     try:
         while True:

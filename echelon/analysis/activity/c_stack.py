@@ -1,9 +1,9 @@
-"""Determine what a thread is waiting for from its C frames, if its Python frames do not show it.
+"""Determine what a thread is waiting for from its C frames when its Python frames do not show it.
 
-The function in which a thread is waiting is certain. Its callers, marked with `?`, were found by a
-scan of the stack's memory and may be left over from calls that have returned
-(`host/native_stacks.py`). Therefore, only the frames next to the wait are used, and no line is
-derived from C frames.
+The innermost function, in which the thread is waiting, is certain. Its callers, marked with `?`,
+come from a scan of the stack's memory and may be left over from calls that have already returned
+(`host/native_stacks.py`). So only the frames next to the innermost one are used, and the line to
+report is never taken from C frames.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from echelon.analysis.evidence.stacks import Frame
 
 
 class Doing(Enum):
-    """What a thread is doing, in words that follow "rank R "."""
+    """What a thread is doing, worded to follow "rank R "."""
 
     COLLECTIVE = "waits for its peers in a collective"
     BACKWARD = "is in a backward pass"
@@ -33,11 +33,11 @@ class Activity:
     """What one thread is doing, with the frames that show it.
 
     Attributes:
-        line: the line to report: the line of the user's innermost frame or, if there is none, of
-            the innermost frame with a file.
+        line: the line to report: the user's innermost line or, if there is none, the innermost
+            frame with a file.
         by: the frame or C function that shows the activity.
-        is_nested: whether the user's own code runs inside the phase, such as a data set's
-            `__getitem__` called in the rank itself, or a backend's function called by the compiler.
+        is_nested: whether the user's code is running inside the phase, such as a data set's
+            `__getitem__` called in the rank itself, or a backend function called by the compiler.
     """
 
     doing: Doing

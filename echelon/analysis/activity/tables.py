@@ -1,10 +1,10 @@
-"""Define what frames mean, by regular expressions over a file's path and a function's name.
+"""Tables of regular expressions that map a frame to what its thread is doing.
 
-Each row is `(path, function)`. Both patterns are searched for, and an empty function pattern
-matches any function. Paths are written with `/`; in stacks from other systems, backslashes are
-converted first. The rows were taken from stacks of real programs (`tests/data/stacks`, with the
-script that recorded them). The rows for libraries that were not available follow the layout of the
-libraries' packages.
+Each row is a pair `(path, function)`: a frame matches if both patterns are found in its file's path
+and its function's name. An empty function pattern matches any function. Paths are written with `/`;
+backslashes in stacks from other systems are converted first. The rows were taken from the stacks of
+real programs, which are kept in `tests/data/stacks` together with the script that recorded them.
+Rows for libraries that could not be installed follow the layout of their packages.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class WorkerState:
 
     @property
     def trouble(self) -> int:
-        """The significance of the process's state: dead first, then stopped, then running."""
+        """The severity of the process's state: dead is highest, then stopped, then running."""
         if self.child.state in ("Z", "X"):
             return 5
         if self.child.state in ("T", "t", "D"):
@@ -57,7 +57,7 @@ class WorkerState:
         return 3 if self.activity.doing in (Doing.USER, Doing.LOCK, Doing.NETWORK) else 2
 
     def words(self) -> str:
-        """Describe the process and what it is doing, in words that follow "waits for "."""
+        """Describe the process and what it is doing, worded to follow "waits for "."""
         child = self.child
         name = f"its {self.role.value} (pid {child.pid})"
         if self.role is Role.PROGRAM:

@@ -1,10 +1,10 @@
-"""Represent calls with their arguments, which the members of a group vote on.
+"""Represent calls and their arguments; the members of a group vote on them.
 
-[Note: exact calls and comparable calls] Two ranks of a well-matched collective need not pass equal
-arguments: the splits of an all_to_all are each other's transpose, and torch's record of a gather
-differs on the root. A row therefore carries the exact call, and `Tables.comparable` maps the exact
-call to the part that must be equal on all members. The vote is over comparable calls; reports show
-exact calls.
+[Note: exact calls and comparable calls] Even in a correct collective, two ranks may pass different
+arguments: the output splits of an all_to_all are the transpose of its input splits, and torch
+records a gather differently on its root. So a row carries the exact call, and `Tables.comparable`
+maps the exact call to the part that must be equal on all members. Members vote with comparable
+calls; reports show exact calls.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Tables:
         """Return the number of a call, adding the call if it is new.
 
         Args:
-            comparable: the part that must be equal on all members. None derives this part by the
-                rules for echelon's own calls; NO_VOTE means that too little is known to compare the
-                call.
+            comparable: the part that must be equal on all members. If it is None, the rules for
+                echelon's own calls determine it. NO_VOTE means that too little is known to compare
+                the call.
         """
         key = (call, comparable)
         known = self._call_index.get(key)

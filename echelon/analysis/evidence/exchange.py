@@ -1,8 +1,8 @@
 """Index the sends and receives in echelon's records by the pair of ranks that exchanged them.
 
-Both sides number their messages, so the n-th send of a pair matches the pair's n-th receive. With
-this index, the rules need only look-ups, so their cost depends only on the number of rows, even
-with thousands of ranks.
+Both sides number their messages, so a pair's n-th send matches its n-th receive. The index reduces
+every question of the rules to a lookup, so even with thousands of ranks, the cost depends only on
+the number of rows.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Exchanges:
     def _first_pending(facts: RankEvidence, places: Any, rows: Any, is_send: Any) -> list[Any]:
         """Return the first pending row per (group, peer, direction).
 
-        A last row that failed also counts as pending.
+        If the rank's last row is a failed operation, it also counts as pending.
         """
         inside = (rows["state"] == State.CREATED) | (rows["state"] == State.STARTED)
         inside |= (rows["state"] == State.FAILED) & (places == len(facts.rows) - 1)
@@ -91,7 +91,7 @@ class Exchanges:
         return (rank, int(row["peer"]), int(row["call"])) in self._done
 
     def unheard(self, rank: int) -> list[int]:
-        """Return the ranks that have sent a rank more messages than it has received from them."""
+        """Return the ranks whose messages to a rank it has not all received."""
         return sorted(
             sender
             for sender in self._senders.get(rank, ())

@@ -1,9 +1,9 @@
-"""Measure a rank's habit: how many of its latest calls it made before in the same order.
+"""Measure how habitual a rank's latest calls are: how many of them repeat earlier calls in order.
 
-Training repeats itself, so the end of a stream usually also occurs earlier in the stream. If a rank
-left out a call, made an extra call or changed the order, only the calls after that point are
-familiar. If a rank is merely waiting, a long stretch of calls is familiar. This comparison needs
-neither the records of other ranks nor a clock.
+Training repeats itself, so the end of a stream usually occurs earlier in the stream as well. If a
+rank is merely waiting, a long run of its latest calls is familiar. If it left out a call, made an
+extra call or changed the order, only the calls since then are. This needs neither the records of
+other ranks nor a clock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FIELDS = ("group", "call", "site", "peer")
 
 
 def habit_length(rows: npt.NDArray[Any]) -> int:
-    """Return how many of the latest calls were made earlier in the same order."""
+    """Return how many of the latest calls repeat earlier calls in the same order."""
     if len(rows) < 2:
         return 0
     keys = _keys(rows)
@@ -49,7 +49,7 @@ def _keys(rows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 
 def in_one_launch(rows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return which messages were launched together with the preceding row: [num_rows]."""
+    """Return which rows are messages launched together with the preceding row: [num_rows]."""
     is_message = (rows["flags"] & Flag.P2P) > 0
     together = is_message.copy()
     together[:1] = False
@@ -60,10 +60,10 @@ def in_one_launch(rows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 
 def least_habitual(streams: Streams, ranks: Iterable[int]) -> int | None:
-    """Return the single rank whose calls up to its head are the least familiar.
+    """Return the one rank whose calls up to the head of its queue are the least familiar.
 
-    Returns None if no rank stands out, or if the records do not reach back far enough. Calls that a
-    rank enqueued after its head are ignored, because they do not show how the rank got there.
+    Returns None if no rank stands out, or if the records do not reach back far enough. Calls queued
+    behind the head are ignored, because they do not show what led the rank there.
     """
     known = sorted(
         (habit_length(rows) / max(1, len(rows)), rank)
@@ -83,11 +83,11 @@ def _up_to_head(streams: Streams, rank: int) -> npt.NDArray[Any]:
 
 
 def slip_of(streams: Streams, rank: int) -> tuple[str, int] | None:
-    """Return what a rank did at the point where its latest calls departed from its habit.
+    """Return where a rank's latest calls departed from its habit, and how.
 
     Returns:
-        "left out" and the row, from an earlier round, of the missing call; or "extra" and the row
-        of the call that should not have been made. None if neither can be determined.
+        "left out" and the row of the missing call in an earlier round; or "extra" and the row of
+        the call that should not have been made. None if neither can be determined.
     """
     rows = streams.evidence.ranks[rank].rows
     known = _up_to_head(streams, rank)
@@ -111,7 +111,7 @@ def slip_of(streams: Streams, rank: int) -> tuple[str, int] | None:
 
 
 def _last_time(keys: list[int], place: int) -> int | None:
-    """Return the last position where the calls before `place` were followed by a different call."""
+    """Return where the calls that precede `place` last occurred with a different next call."""
     for length in _CONTEXTS:
         context = keys[place - length : place]
         if place < length:

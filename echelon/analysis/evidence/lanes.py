@@ -1,8 +1,8 @@
 """Arrange the collectives of each group as a matrix of members by sequence numbers.
 
-This is where collectives are matched: the same column is the same collective, regardless of the
-order of rows, the length of rings or the process-wide numbers. All later steps (vote, wait-for
-graph, arrival lags) work on these matrices and never loop over rows.
+This is where collectives are matched: cells in the same column belong to the same collective,
+regardless of the order of rows, the size of the rings or any process-wide numbering. All later
+steps (vote, wait-for graph, arrival lags) work on these matrices and never loop over rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Lanes:
     rows: npt.NDArray[np.int32]
 
     def column(self, field: str, absent: int = ABSENT) -> npt.NDArray[Any]:
-        """Return a field of all rows, `absent` where there is none: [num_members, num_columns]."""
+        """Return one field of each row, `absent` for empty cells: [num_members, num_columns]."""
         dtype = np.int64 if field.endswith("_ns") or field == "num_bytes" else np.int32
         out = np.full(self.rows.shape, absent, dtype)
         for index, rank in enumerate(self.members.tolist()):
@@ -58,12 +58,12 @@ class Lanes:
 
     @cached_property
     def state(self) -> npt.NDArray[np.int32]:
-        """The `State` of each row, or ABSENT: [num_members, num_columns]."""
+        """The `State` of each row, ABSENT for empty cells: [num_members, num_columns]."""
         return self.column("state")
 
     @cached_property
     def comparable(self) -> npt.NDArray[np.int32]:
-        """The comparable call of each row, or ABSENT: [num_members, num_columns]."""
+        """The comparable call of each row, ABSENT for empty cells: [num_members, num_columns]."""
         lookup = np.array([*self.evidence.tables.comparable, ABSENT], np.int32)
         votes: npt.NDArray[np.int32] = lookup[self.column("call")]
         return votes
@@ -84,7 +84,7 @@ class Lanes:
 
     @cached_property
     def pending(self) -> npt.NDArray[np.int64]:
-        """The first column that each member is still inside, or -1 if there is none: [num_members].
+        """The first column in which each member is still waiting, or -1: [num_members].
 
         A failed operation counts if it is the member's last operation, because the member timed out
         or aborted in it.
@@ -97,10 +97,10 @@ class Lanes:
 
     @cached_property
     def proven(self) -> npt.NDArray[np.bool_]:
-        """Whether some member completed a column, which proves that all entered it: [num_columns].
+        """Whether a completion proves that all members entered the column: [num_columns].
 
-        In a rooted operation, some members may finish before all members have entered, so such
-        operations prove nothing.
+        In a rooted operation, some members may finish before all members have entered, so its
+        completion proves nothing.
         """
         calls = self.evidence.tables.calls
         is_rooted = np.array([call.operation in ROOTED for call in calls] + [False], bool)
@@ -108,7 +108,7 @@ class Lanes:
         return np.asarray(done.any(axis=0), np.bool_)
 
     def row(self, member: int, column: int) -> Any | None:
-        """Return a member's row in a column, or None."""
+        """Return a member's row in a column, or None if it recorded none there."""
         index = int(self.rows[member, column])
         if index < 0:
             return None
@@ -131,7 +131,7 @@ def all_lanes(evidence: Evidence) -> list[Lanes]:
 
 
 def _distinct(numbers: npt.NDArray[Any]) -> list[int]:
-    """Return the distinct values of a long column with few distinct values, without sorting it."""
+    """Return a column's distinct values; needs no sorting as long as there are only a few."""
     found: list[int] = []
     while len(numbers) and len(found) < _FEW:
         found.append(int(numbers[0]))
@@ -163,11 +163,11 @@ def _lanes(evidence: Evidence, group: int, own: dict[int, npt.NDArray[Any]]) -> 
 
 
 def _axis(numbers: list[npt.NDArray[Any]]) -> npt.NDArray[np.int64]:
-    """Return the axis of columns, which is a contiguous range of sequence numbers.
+    """Return the columns' sequence numbers: one contiguous range.
 
-    The sequence numbers of a group are consecutive on every rank, so a range is as dense as the
-    records. A rank whose numbers are far from those of the other ranks (a broken file) must not
-    stretch the range without bound.
+    A group's sequence numbers are consecutive on every rank, so the range has few gaps. If one
+    rank's numbers are far from the others', because its file is broken, the range leaves them out
+    rather than grow without bound.
     """
     longest = max(len(n) for n in numbers)
     middle = int(np.median([int(n.max()) for n in numbers]))

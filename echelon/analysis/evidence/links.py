@@ -1,8 +1,8 @@
 """Find stalled TCP connections between ranks, and the host or rank that most of them share.
 
-Each rank's snapshot lists its connections as its host sees them. A connection is a link if both of
-its ends are ranks of the job. A link is broken if bytes are waiting to be acknowledged, or to be
-read by the other end, and no bytes are moving.
+Each rank's snapshot lists its connections as seen by its host. A connection is a link if both ends
+are ranks of the job. A link is broken if bytes are waiting to be acknowledged, or to be read at the
+other end, and no bytes are moving.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class BrokenLink:
 
     @property
     def is_dead(self) -> bool:
-        """Whether packets are lost: data is not acknowledged, and the other end is not slow."""
+        """Whether packets are lost: data is unacknowledged, and the receiver is keeping up."""
         return bool(self.unsent_bytes) and not self.unread_bytes
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class BrokenLink:
 
 
 def broken_links(ranks: Mapping[int, RankEvidence]) -> tuple[BrokenLink, ...]:
-    """Return the broken links, those with the most waiting bytes first."""
+    """Return the broken links, sorted by waiting bytes in descending order."""
     ends = {
         (one.local, one.peer): (rank, one)
         for rank, facts in ranks.items()
@@ -68,8 +68,8 @@ def broken_links(ranks: Mapping[int, RankEvidence]) -> tuple[BrokenLink, ...]:
 def common_end(links: Iterable[BrokenLink]) -> tuple[int, ...]:
     """Return the ranks at the end that most broken links share, or () if no end stands out.
 
-    Hosts are compared first, to find the host that most other hosts have lost. If hosts tie, ranks
-    are compared.
+    Hosts are compared first: the host to which most other hosts have lost their links stands out.
+    If there is a tie, ranks are compared.
     """
     links = tuple(links)
     host = _most_frequent({frozenset((one.sender_host, one.receiver_host)) for one in links})

@@ -1,8 +1,8 @@
-"""Represent the records of all ranks in a common form, which is the input of the rules.
+"""Represent the records of all ranks in a common form, as input for the rules.
 
-Readers supply one record per rank, each with its own string table. Here, the records become rows
-over shared tables, so that equal calls have equal numbers, and thousands of ranks can be compared
-as arrays. Timestamps are on rank 0's clock.
+Readers supply one record per rank, each with its own string table. This module defines the rows
+that they become, over shared tables: equal calls have equal numbers, so thousands of ranks can be
+compared as arrays. Timestamps are on rank 0's clock.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class RankEvidence:
-    """One rank's rows, `[num_operations]` of dtype `ROW`, oldest first, and its other evidence."""
+    """One rank's evidence; `rows` is `[num_operations]` of dtype `ROW`, oldest first."""
 
     rank: int
     rows: npt.NDArray[Any]
@@ -103,13 +103,13 @@ class RankEvidence:
 
     @property
     def offset_ns(self) -> int:
-        """The offset to add to this rank's monotonic clock to get rank 0's clock."""
+        """The offset that converts this rank's monotonic clock to rank 0's clock when added."""
         return self.identity.clock_offset_ns
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """All the evidence that was read, over shared tables."""
+    """All evidence that was read, with the tables that all ranks share."""
 
     world_size: int
     ranks: Mapping[int, RankEvidence]
@@ -126,7 +126,7 @@ class Evidence:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The ranks of the world without a readable record, except ranks that were lost earlier."""
+        """The ranks that left no readable record, except those that the job had already lost."""
         known = self.ranks.keys() | self.incident.lost_earlier.keys()
         return tuple(rank for rank in range(self.world_size) if rank not in known)
 
@@ -135,7 +135,7 @@ class Evidence:
         return self.tables.calls[int(row["call"])]
 
     def site(self, row: Any) -> str:
-        """Return where a row's call was made, or "" if unknown."""
+        """Return where a row's call was made, or "" if it is unknown."""
         return self.tables.texts[int(row["site"])]
 
     def error(self, row: Any) -> str:

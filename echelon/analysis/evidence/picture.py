@@ -1,7 +1,8 @@
-"""Prepare the input of the rules: the evidence, and the answers to common questions about it.
+"""Prepare the input of the rules: the evidence, and facts derived from it that several rules need.
 
 A `Picture` is made once per analysis. It holds facts (which rank is inside which operation, how
-ranks ended, which rank waits for which) but never conclusions, which only the rules draw.
+ranks ended, which rank is waiting for which) but no conclusions; drawing those is left to the
+rules.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Picture:
     _memory: dict[str, Any] = field(default_factory=dict)
 
     def remembered(self, key: str, find: Callable[[Picture], _Found]) -> _Found:
-        """Return a fact about the whole job, computing it only once even if many ranks need it."""
+        """Return a fact about the whole job, computed only once however many ranks need it."""
         if key not in self._memory:
             self._memory[key] = find(self)
         found: _Found = self._memory[key]
@@ -54,13 +55,13 @@ class Picture:
 
     @cached_property
     def graph(self) -> WaitGraph:
-        """The waits that are considered stuck, and the younger waits on which they depend."""
+        """The waits that are considered stuck, and any younger waits that these depend on."""
         waits = [wait for wait in self.all_waits.waits if not self.is_over(wait)]
         old = [wait for wait in waits if self.is_stuck(wait)]
         return WaitGraph(tuple(self._with_reached(old, waits)))
 
     def is_stuck(self, wait: Wait) -> bool:
-        """Return whether a wait is considered stuck, rather than being an operation in progress.
+        """Return whether a wait is considered stuck and not just an operation in progress.
 
         A job may be making progress while a few of its ranks are stalled, so a wait that is much
         younger than the oldest wait is considered in flight.
@@ -89,7 +90,7 @@ class Picture:
 
     @staticmethod
     def _with_reached(old: list[Wait], waits: list[Wait]) -> list[Wait]:
-        """Add younger waits on whose ranks older waits depend, because they lead to the root."""
+        """Add younger waits that hold up ranks of older waits, because they lead to the root."""
         kept = {id(wait) for wait in old}
         by_rank: dict[int, list[Wait]] = {}
         for wait in waits:
@@ -104,7 +105,7 @@ class Picture:
         return [wait for wait in waits if id(wait) in kept]
 
     def waited_s(self, wait: Wait) -> float:
-        """Return how many seconds a wait had lasted when its ranks were last seen; 0 if unknown."""
+        """Return the age of a wait in seconds when its ranks were last seen; 0 if unknown."""
         return wait.age_s
 
     @cached_property
@@ -120,7 +121,7 @@ class Picture:
 
     @cached_property
     def disturbed(self) -> frozenset[int]:
-        """The ranks that are waiting inside an operation, timed out in one, or did not succeed."""
+        """The ranks that are waiting in an operation, timed out in an operation, or failed."""
         inside = {rank for wait in self.graph.waits for rank in wait.waiting}
         failed = {r for r, facts in self.evidence.ranks.items() if failed_last(facts) is not None}
         ended = {r for r, facts in self.evidence.ranks.items() if facts.host.exit_code}
@@ -130,9 +131,8 @@ class Picture:
     def unseen(self) -> frozenset[int]:
         """The ranks about which nothing is known.
 
-        Such a rank has no record, or no recorded call although other ranks have recorded calls.
-
-        If the coordinator learned of a rank's end, something is known about that rank.
+        These ranks have no record, or they recorded no call while other ranks did. A rank whose end
+        the coordinator observed is not among them.
         """
         ranks = self.evidence.ranks
         recorded = {rank for rank, facts in ranks.items() if facts.has_ring and len(facts.rows)}
@@ -157,12 +157,12 @@ class Picture:
         )
 
     def is_cut_off(self, wait: Wait) -> bool:
-        """Return whether packets are lost between a wait's ranks, or to ranks that completed it."""
+        """Return whether packets are lost between ranks that have entered an operation."""
         return any(one.is_dead for one in self.links_within((*wait.waiting, *wait.completed)))
 
     @property
     def in_trouble(self) -> bool:
-        """Whether anything is wrong, apart from rows that merely look odd."""
+        """Whether anything is wrong, beyond rows that just look unusual."""
         return bool(self.disturbed) or self.evidence.incident.kind in _CONCLUSIVE
 
     def fallout(self, culprits: Iterable[int]) -> tuple[int, ...]:
@@ -172,10 +172,10 @@ class Picture:
         return tuple(sorted(reached - culprits))
 
     def dragged_along(self, gone: set[int]) -> set[int]:
-        """Return the ranks that are inside the same operation as ranks that have exited.
+        """Return the ranks in the same operations as dead ranks, and all ranks that wait for them.
 
-        A rank that died inside an operation had entered that operation, so no other rank waits
-        there for its arrival.
+        A rank that died inside an operation had already entered it, so the operation does not count
+        as waiting for that rank.
         """
         reached: set[int] = set(gone)
         for wait in self.graph.waits:
@@ -201,7 +201,7 @@ def take_picture(evidence: Evidence) -> Picture:
 
 
 def failed_last(facts: RankEvidence) -> Any | None:
-    """Return a rank's last row if that operation failed; otherwise None."""
+    """Return a rank's last row if its operation failed; otherwise None."""
     if not len(facts.rows):
         return None
     last = facts.rows[-1]
@@ -209,15 +209,15 @@ def failed_last(facts: RankEvidence) -> Any | None:
 
 
 def last_row(facts: RankEvidence) -> Any | None:
-    """Return the row that a rank began last; None if it recorded no row."""
+    """Return the row of the operation that a rank began last; None if it recorded none."""
     return facts.rows[-1] if len(facts.rows) else None
 
 
 def has_moved(facts: RankEvidence) -> bool:
     """Return whether a rank made progress between the two snapshots.
 
-    Other threads of the rank may record too, so a rank whose main thread is at the same place in
-    both snapshots has made no progress.
+    New records alone do not prove it, because they may come from other threads: the main thread
+    must also be somewhere else in the second snapshot, if its stack is known.
     """
     host = facts.host
     if host.later_gap_s <= 0 or host.later_recorded <= 0:

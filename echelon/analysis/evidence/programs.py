@@ -1,11 +1,10 @@
-"""Compare ranks that run the same program by the sequence of all their calls.
+"""Compare the sequences of all calls made by ranks that run the same program.
 
-`Lanes` compare the collectives of one group. This module compares the whole sequence of a rank's
-calls (in all groups, including messages) with the sequences of the other ranks of a group, starting
-at a collective that all of them list. Ranks whose calls agree up to that group's next collective
-are assumed to run the same program: the ranks of a pipeline stage do, and ranks of different stages
-do not. The first call in which one of these ranks differs is where its program diverged, regardless
-of what held up other ranks.
+`Lanes` compare the collectives of one group. This module compares a rank's whole sequence of calls,
+in all groups and including messages, with those of the other ranks of a group, starting at a
+collective that all of them recorded. Ranks whose calls agree up to the group's next collective are
+assumed to run the same program, as the ranks of one pipeline stage do. The first call in which one
+of these ranks differs is where its program diverged, no matter what held up other ranks.
 """
 
 from __future__ import annotations
@@ -27,15 +26,14 @@ _MIN_REACH = 4  # calls before the anchor that identify a program
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """The first call that one rank made differently from the other ranks.
+    """The first call in which one rank differs from the other ranks.
 
     Attributes:
         rank: the rank that differs.
-        others: the ranks that agree.
-        row: the differing call, in that rank's rows.
-        usual: one of the other ranks, and the row of its call at that position.
-        later: the keys of the rank's calls from that position on, and those of the other rank's
-            calls.
+        others: the ranks that agree with each other.
+        row: the index of the differing call among that rank's rows.
+        usual: one of the other ranks, and the index of its call at that position.
+        later: the keys of all calls from that position on, of `rank` and of that other rank.
     """
 
     rank: int
@@ -46,9 +44,9 @@ class Parting:
 
 
 def partings(streams: Streams) -> list[Parting]:
-    """Return the positions at which single ranks departed from the program of the other ranks.
+    """Return the calls at which single ranks departed from the program that others run.
 
-    Groups are tried from the largest to the smallest; the first group with a rank that differs is
+    Groups are tried from the largest to the smallest; the first group in which a rank differs is
     used.
     """
     keys = _keys(streams)
@@ -64,10 +62,10 @@ def partings(streams: Streams) -> list[Parting]:
 
 
 def _keys(streams: Streams) -> Mapping[int, npt.NDArray[np.int64]]:
-    """Return the calls of each rank as numbers, with equal numbers for equivalent calls.
+    """Return each rank's calls as numbers; equivalent calls have equal numbers.
 
-    A call is identified by the name of its group, its operation and its place in the program; a
-    message is also identified by the distance to its peer.
+    A call is identified by its group's name, its operation and its place in the program; a message
+    is also identified by the distance to its peer.
     """
     evidence = streams.evidence
     names = {name: number for number, name in enumerate(sorted({g.name for g in evidence.groups}))}
@@ -97,7 +95,7 @@ def _keys(streams: Streams) -> Mapping[int, npt.NDArray[np.int64]]:
 def _steps_away(
     ranks: Sequence[int], rank: int, peers: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.int64]:
-    """Return how many places after a rank each peer comes in a group, counted cyclically."""
+    """Return the cyclic distance from a rank to each peer within a group, starting at 1."""
     order = np.argsort(np.array(ranks))
     places = order[np.searchsorted(np.array(ranks), peers, sorter=order) % len(ranks)]
     own = ranks.index(rank) if rank in ranks else 0
@@ -137,7 +135,7 @@ def _in_group(
 def _alike(
     keys: Mapping[int, npt.NDArray[np.int64]], spans: Mapping[int, tuple[int, int]]
 ) -> Iterator[dict[int, int]]:
-    """Yield sets of ranks whose calls in the given spans are equal, with the start of each span."""
+    """Group ranks whose calls in the given spans are equal; yield each rank's start of its span."""
     programs: dict[tuple[int, ...], dict[int, int]] = {}
     for rank, (begin, end) in spans.items():
         programs.setdefault(tuple(keys[rank][begin:end].tolist()), {})[rank] = begin
@@ -147,7 +145,7 @@ def _alike(
 def _parting(
     streams: Streams, starts: Mapping[int, int], keys: Mapping[int, npt.NDArray[np.int64]]
 ) -> Parting | None:
-    """Return where one of the ranks that run a program differs from the other ranks."""
+    """Return where one rank differs from the others that run the same program, or None."""
     if len(starts) < 2:
         return None
     lines = {rank: keys[rank][start:] for rank, start in starts.items()}
@@ -184,7 +182,7 @@ def _are_replicas(streams: Streams, ranks: Sequence[int]) -> bool:
 
 
 def _first_difference(lines: Sequence[npt.NDArray[np.int64]]) -> int | None:
-    """Return the first position at which two sequences differ within their common length."""
+    """Return the first position at which any sequences differ within their common length."""
     found: list[int] = []
     usual = max(lines, key=len)
     for line in lines:
@@ -194,9 +192,10 @@ def _first_difference(lines: Sequence[npt.NDArray[np.int64]]) -> int | None:
 
 
 def _is_novel(line: npt.NDArray[np.int64], place: int) -> bool:
-    """Return whether the calls before a position were always followed by a different call.
+    """Return whether a call has never followed the calls before it.
 
-    The longest context that has occurred before decides. If no context has, nothing is novel.
+    The longest sequence of preceding calls that occurred earlier decides. If there is none, the
+    call is not novel.
     """
     keys = line.tolist()
     for length in (8, 4, 2, 1):

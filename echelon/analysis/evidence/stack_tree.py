@@ -1,10 +1,10 @@
-"""Merge the stacks of all ranks into one tree, which shows how many ranks are at each place.
+"""Merge the stacks of all ranks into one tree that shows how many ranks are where.
 
 A node is a run of frames that the same ranks share; the tree forks where their stacks differ. Ranks
-with equal stacks are merged before any comparison, so the cost depends on the number of distinct
-stacks, even with thousands of ranks. The short form keeps only the user's frames and the first call
-that leaves them. Two ranks on different lines of a library's polling loop are therefore at the same
-place.
+with equal stacks are merged before any comparison, so even with thousands of ranks, the cost
+depends only on the number of distinct stacks. The short form keeps only the user's frames and the
+first call into a library, so two ranks on different lines of a library's polling loop count as
+being at the same place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Stacks = Sequence[tuple[tuple[str, ...], tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Ranks that share a run of frames, outermost first, and the branches that follow."""
+    """A run of frames that some ranks share, outermost first, and the branches below it."""
 
     frames: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -29,9 +29,9 @@ class Branch:
 
 
 def merge(stacks: Mapping[int, tuple[str, ...]]) -> tuple[Branch, ...]:
-    """Merge stacks that list their outermost frames first; leave out empty stacks.
+    """Merge stacks into a tree, with the largest branch first; empty stacks are left out.
 
-    The branch with the most ranks comes first.
+    Each stack lists its outermost frame first.
     """
     alike: dict[tuple[str, ...], list[int]] = {}
     for rank, frames in stacks.items():
@@ -61,7 +61,7 @@ def _branch(way: _Stacks, depth: int) -> Branch:
 
 @lru_cache(maxsize=4096)
 def short_form(frames: tuple[Frame, ...]) -> tuple[str, ...]:
-    """Return a stack's user frames, outermost first, and the call that the innermost one makes.
+    """Return a stack's user frames, outermost first, and the call made by the innermost one.
 
     Args:
         frames: the frames of the stack, innermost first.

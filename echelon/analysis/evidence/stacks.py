@@ -1,8 +1,8 @@
 """Find the line that matters in a stack: the innermost frame of the user's own code.
 
-Stacks are given as faulthandler's text (all threads, most recent call first), as the short stacks
-of recorded operations, and as tracebacks on stderr. All of these texts come from other processes
-and are untrusted: they are searched but never evaluated.
+Stacks come as faulthandler's text (all threads, most recent call first), as the short stacks of
+recorded operations, or as tracebacks on stderr. All of this text comes from other processes and is
+untrusted: it is searched but never evaluated.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Frame:
 
     @property
     def is_users(self) -> bool:
-        """Whether the file is the user's own, and not echelon's, Python's or a package's."""
+        """Whether the file belongs to the user rather than to echelon, Python or a package."""
         return not _LIBRARY.search(self.file[-_MAX_PATH_CHARS:])
 
     def __str__(self) -> str:
-        """Format the frame briefly, such as `train.py:88 in wait_for_tokenizer`."""
+        """Format the frame briefly, for example as `train.py:88 in wait_for_tokenizer`."""
         return f"{file_name(self.file)}:{self.line} in {self.function}"
 
 
@@ -75,10 +75,7 @@ def file_name(path: str) -> str:
 
 
 def threads(text: str) -> tuple[Thread, ...]:
-    """Parse faulthandler's text.
-
-    If the text contains several snapshots, parse only the last one.
-    """
+    """Parse faulthandler's text; of several snapshots, only the last one is returned."""
     found: list[tuple[str, list[Frame]]] = []
     seen: set[str] = set()
     for line in text[-_MAX_STACK_CHARS:].splitlines():
@@ -97,14 +94,14 @@ def threads(text: str) -> tuple[Thread, ...]:
 
 @lru_cache(maxsize=16384)  # several rules ask about each rank, and no two texts are equal
 def main_thread(text: str) -> Thread | None:
-    """Return the thread that began in a script, or else the last thread listed."""
+    """Return the last thread that began in a script; if there is none, the last thread."""
     listed = threads(text)
     mains = [thread for thread in listed if thread.is_main]
     return mains[-1] if mains else (listed[-1] if listed else None)
 
 
 def users_frame(frames: tuple[Frame, ...]) -> Frame | None:
-    """Return the innermost frame of the user's own code, or else of any code with a file."""
+    """Return the user's innermost frame; if there is none, the innermost frame with a file."""
     if not frames:
         return None
     own = next((frame for frame in frames if frame.is_users), None)
@@ -151,9 +148,9 @@ _MAX_REST_LINES = 8
 def last_traceback(stderr: str) -> Raised | None:
     """Return the last complete traceback at the end of stderr, or None if there is none.
 
-    torch prefixes every line of its ranks' tracebacks with `[rank3]: `, and Python prefixes the
-    lines of exception groups with a bar. An exception that Python reports as ignored did not end
-    the process.
+    torch prefixes each line of its ranks' tracebacks with `[rank3]: `, and Python prefixes the
+    lines of exception groups with a bar. Exceptions that Python reports as "ignored" are skipped,
+    because they did not end the process.
     """
     lines = _PREFIX.sub("", stderr[-_MAX_STACK_CHARS:]).splitlines()
     heads = [number for number, line in enumerate(lines) if _HEAD.match(line)]

@@ -9,7 +9,7 @@ from echelon.analysis.evidence.waits import Wait, WaitGraph
 
 
 def stream_graph(streams: Streams) -> WaitGraph:
-    """Build the wait-for graph. It is empty if the job was moving while the dumps were taken."""
+    """Build the wait-for graph; it is empty if the job was moving while the dumps were written."""
     evidence = streams.evidence
     if streams.is_moving and not evidence.incident.kind:
         return WaitGraph(())
@@ -52,12 +52,15 @@ def _collective_wait(streams: Streams, place: tuple[int, int], heads: list[Head]
 
 
 def silent_ranks(streams: Streams) -> list[int]:
-    """Return the ranks without operations in their dumps that may be in an inferred group."""
+    """Return the ranks whose dumps list no operations: they may belong to an inferred group."""
     return [rank for rank, facts in streams.evidence.ranks.items() if not len(facts.rows)]
 
 
 def _message_waits(streams: Streams, head: Head) -> Iterator[Wait]:
-    """Yield a wait for each message of a launch, unless the other side is at its rank's head."""
+    """Yield one wait per message of a launch.
+
+    The peer counts as absent unless it is at the matching message or has completed it.
+    """
     evidence = streams.evidence
     rows = evidence.ranks[head.rank].rows
     for index in head.rows:

@@ -1,14 +1,14 @@
 """Derive the progress of each rank's streams and the waits between ranks from torch's records.
 
-Only the head of a rank's queue waits. The head is the first pending operation in the rank's own
-order over all groups and messages. It waits for each member that has not entered the operation *or
-has it queued behind another head*, so "all have entered" does not prove a network fault. An
-operation that a rank has enqueued but does not list as pending is complete; this also holds for
-dumps that contain only active entries.
+Only the head of a rank's queue actually waits: the first pending operation in the rank's own order,
+across all groups and messages. The head waits for each member that has not entered the operation
+*or has it queued behind another head*, so "all have entered" does not prove a network fault. An
+operation that a rank has enqueued but does not list as pending is complete, even if the dump lists
+only active entries.
 
-Dumps on demand are taken at different moments. One rank may have completed an operation that
-another rank had not entered when the other rank's dump was written. In that case, the job was
-moving in between, and no pending operation proves a stall.
+Dumps on demand are taken at different moments. If one rank has completed an operation that another
+rank had not yet entered when its own dump was written, the job was moving in between, and no
+pending operation proves a stall.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A pending send or receive, identified by its position among messages of its direction."""
+    """A pending send or receive, numbered among the pending messages of its direction."""
 
     rank: int
     row: int
@@ -88,7 +88,7 @@ class Streams:
 
     @cached_property
     def heads(self) -> Mapping[int, Head]:
-        """The head of each rank; a rank without pending operations has no head."""
+        """The head of each rank's queue; ranks without pending operations have none."""
         found: dict[int, Head] = {}
         for rank, facts in self.evidence.ranks.items():
             head = _head(facts)
@@ -98,7 +98,7 @@ class Streams:
 
     @cached_property
     def messages(self) -> Mapping[tuple[Way, bool], Sequence[Message]]:
-        """The pending messages in each rank's own order, keyed by (direction, whether sends)."""
+        """The pending messages in each rank's own order, keyed by (direction, is_send)."""
         found: dict[tuple[Way, bool], list[Message]] = {}
         for rank, facts in self.evidence.ranks.items():
             for index in _pending_messages(facts):
@@ -121,11 +121,11 @@ class Streams:
         return found
 
     def message(self, rank: int, row: int) -> Message | None:
-        """Return the pending message of a row."""
+        """Return the pending message in a row, or None if the row is not one."""
         return self._by_row.get((rank, row))
 
     def counterpart(self, message: Message) -> Message | None:
-        """Return the other side of a pending message; None if that has not been posted.
+        """Return the other side of a pending message; None if it has not been posted.
 
         The n-th send of a direction matches the n-th receive. If the dumps do not reach back to the
         first message, messages are counted from the oldest collective that both ranks completed.
@@ -149,7 +149,7 @@ class Streams:
         return line[message.place] if message.place < len(line) else None
 
     def _origin(self, rank: int, peer: int, group: int) -> tuple[int, int] | None:
-        """Return the rows at which two ranks' messages begin to correspond, or None if unknown."""
+        """Return the rows from which to count two ranks' messages, or None if unknown."""
         key = (rank, peer, group)
         if key not in self._origins:
             if self.is_whole(rank, group) and self.is_whole(peer, group):
@@ -174,7 +174,7 @@ class Streams:
         return known
 
     def is_whole(self, rank: int, group: int) -> bool:
-        """Return whether a rank lists all launches of messages in a group, including the first."""
+        """Return whether a rank's record of its messages in a group is complete."""
         known = self._whole.get((rank, group))
         if known is None:
             rows = self.evidence.ranks[rank].rows
@@ -198,7 +198,7 @@ class Streams:
         return known
 
     def entered(self, rank: int, group: int) -> int:
-        """Return the number of the last collective that a rank entered in a group; 0 if none."""
+        """Return the number of the last collective that a rank has entered in a group, or 0."""
         facts = self.evidence.ranks.get(rank)
         return 0 if facts is None else self._entered[rank].get(group, 0)
 
@@ -219,7 +219,7 @@ class Streams:
 
     @staticmethod
     def _is_lost(facts: RankEvidence, place: Place) -> bool:
-        """Return whether an uncompleted collective was overwritten as the ring wrapped around."""
+        """Return whether a collective may have been overwritten before it completed."""
         group, sequence = place
         if facts.completed.get(group, sequence) >= sequence:
             return False
@@ -234,20 +234,20 @@ class Streams:
         return head is not None and (head.group, head.sequence) == place
 
     def is_rooted(self, head: Head) -> bool:
-        """Return whether members of a head's operation may finish before other members arrive."""
+        """Return whether some members of the head's operation may finish before others arrive."""
         row = self.evidence.ranks[head.rank].rows[head.rows[0]]
         return bool(self._rooted[int(row["call"])])
 
     @cached_property
     def has_starts(self) -> bool:
-        """Whether kernel starts are recorded, which NCCL does not do by default."""
+        """Whether the dumps record when kernels started; with NCCL, they do not by default."""
         return any(
             bool((facts.rows["started_ns"] > 0).any()) for facts in self.evidence.ranks.values()
         )
 
     @cached_property
     def is_moving(self) -> bool:
-        """Whether dumps taken at different moments prove that the job moved in between."""
+        """Whether the dumps prove that the job was moving while they were taken."""
         return any(self._moves(number) for number in range(len(self.evidence.groups)))
 
     def _moves(self, group: int) -> bool:

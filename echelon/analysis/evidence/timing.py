@@ -2,12 +2,12 @@
 
 The lag of a rank at a collective is how much later it arrived than the first rank. Ranks on the
 same host share a clock; across hosts, the recorded offset and its error are taken into account. If
-the offset was never measured, or if the record itself shows that it no longer holds, the lag is
-computed from the time spent inside the collective, because the last rank to arrive waited least.
-This needs no common clock.
+the offset was never measured, or if the records show that it no longer holds, the lag is derived
+from the time spent inside the collective, which needs no common clock: the last rank to arrive
+waited the least.
 
-A collective's own time is the time of the member that arrived last, because the times of the other
-members include their waiting.
+A collective's own time is the time spent in it by the member that arrived last, because the other
+members' times include waiting.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ class Arrivals:
         members: the global ranks of the members: [num_members].
         columns: the columns of these collectives in the lanes: [num_collectives].
         lag_ns: how much later each member arrived than the first: [num_members, num_collectives].
-        own_ns: the time from the last arrival to the end on the member that arrived last:
-            [num_collectives].
+        own_ns: how long the collective took on the member that arrived last: [num_collectives].
         created_ns: the time at which the first member arrived: [num_collectives].
     """
 
@@ -51,7 +50,7 @@ class Arrivals:
 
     @property
     def span_s(self) -> float:
-        """The seconds from the first to the last of these collectives."""
+        """The seconds from the first arrival to the last arrival at all of these collectives."""
         if len(self.created_ns) < 2:
             return 0.0
         return float(self.created_ns[-1] + self.lag_ns[:, -1].max() - self.created_ns[0]) / 1e9
@@ -71,7 +70,7 @@ class Arrivals:
 
 
 def arrivals(lanes: Lanes) -> Arrivals | None:
-    """Return the arrival lags of one group; None if fewer than two members took part."""
+    """Return the arrival lags of one group; None if no collective was completed by all members."""
     done = (lanes.state == State.COMPLETED).all(axis=0)
     if len(lanes.members) < 2 or not done.any() or lanes.strangers:
         return None
@@ -97,7 +96,7 @@ def arrivals(lanes: Lanes) -> Arrivals | None:
 
 
 def clocks_are_common(evidence: Evidence, ranks: list[int]) -> bool:
-    """Return whether the ranks' timestamps are comparable: one host, or measured offsets."""
+    """Return whether the ranks' timestamps are comparable: same host, or clock offsets measured."""
     if evidence.foreign:
         return True  # wall clocks: nothing better is recorded
     identities = [evidence.ranks[rank].identity for rank in ranks]
@@ -111,10 +110,9 @@ def clocks_contradict(
 ) -> bool:
     """Return whether the records prove that a host's clock changed after its offset was measured.
 
-    Offsets are measured once, when the world is created. Later, a clock may drift, or the clock of
-    a suspended host may step. No member leaves one of the collectives compared here before the last
-    member has entered it, so stamps that contradict this by more than the measured errors are
-    wrong.
+    Offsets are measured once, when the world is created. Later, a clock may drift, or jump when
+    its host is suspended. In the collectives compared here, no member leaves before the last one
+    has entered. Timestamps that contradict this by more than the measured errors are wrong.
 
     Args:
         created_ns: the arrival times at collectives that end only once all members have entered:
@@ -132,7 +130,7 @@ def clocks_contradict(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTime:
-    """How one rank spent its time. `phases_s` contains the spans by name and the communication."""
+    """How one rank spent its time. `phases_s` holds totals per span name, and of communication."""
 
     rank: int
     window_s: float
@@ -161,7 +159,7 @@ class Timing:
 
     @property
     def slowest(self) -> tuple[RankTime, ...]:
-        """The ranks sorted by lateness, the latest first."""
+        """The ranks sorted by lateness, latest first."""
         return tuple(sorted(self.ranks, key=lambda rank: (-rank.mean_lag_s, rank.rank)))
 
 
@@ -192,7 +190,7 @@ def timing_of(picture: Picture) -> Timing:
 
 
 def _add_calls(calls: dict[tuple[str, int], list[float]], lanes: Lanes, found: Arrivals) -> None:
-    """Add the count, nanoseconds and bytes of each kind of call, measured on its first member."""
+    """Add the count, nanoseconds and bytes of each kind of call; bytes are the first member's."""
     numbers = lanes.column("call")[0, found.columns]
     sizes = lanes.column("num_bytes", 0)[0, found.columns]
     for number in np.unique(numbers).tolist():

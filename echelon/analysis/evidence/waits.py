@@ -1,10 +1,10 @@
 """Build the wait-for graph across groups and point-to-point operations.
 
 A rank inside (group, sequence) waits for every member that has not entered that operation; a send
-or receive waits for its counterpart. One `Wait` stands for all ranks that wait for the same ranks
-in the same operation, so a world of thousands of ranks needs a few waits rather than millions of
-edges. A sink is a rank that others wait for and that waits for no rank; the cause is found at a
-sink. A cycle of waits is an order desync.
+or receive waits for its counterpart. One `Wait` stands for all ranks that are waiting in the same
+operation for the same ranks, so a world of thousands of ranks needs a few waits rather than
+millions of edges. A sink is a rank that other ranks are waiting for but that is not waiting for any
+rank itself; the cause is found at a sink. A cycle of waits is an order desync.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from echelon.recorder.format.schema import State
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wait:
-    """Ranks inside one operation, and the ranks that they wait for.
+    """The ranks inside one operation, and the ranks that they are waiting for.
 
-    `absent` is empty if all members are inside; the transport or a device is then to blame.
+    `absent` is empty if all members are inside; then the transport or a device is to blame.
     """
 
     group: str
@@ -46,7 +46,7 @@ class Wait:
     gave_up: bool = False  # an error is recorded: a timeout expired
 
     def __str__(self) -> str:
-        """Return the name of the operation, such as `all_reduce #1042` or `recv from rank 2`."""
+        """Name the operation, for example `all_reduce #1042` or `recv from rank 2`."""
         if self.is_p2p:
             return (
                 f"{self.operation} {'to' if self.operation in SENDS else 'from'} rank {self.peer}"
@@ -55,7 +55,7 @@ class Wait:
 
     @property
     def number(self) -> int | None:
-        """The sequence number, or None if no number is recorded."""
+        """The sequence number, or None if none is recorded."""
         return self.sequence if self.sequence >= 0 else None
 
 
@@ -67,12 +67,12 @@ class WaitGraph:
 
     @cached_property
     def blocked(self) -> frozenset[int]:
-        """The ranks that wait for another rank."""
+        """The ranks that are waiting for another rank."""
         return frozenset(rank for wait in self.waits if wait.absent for rank in wait.waiting)
 
     @cached_property
     def wanted(self) -> frozenset[int]:
-        """The ranks for which other ranks wait."""
+        """The ranks that other ranks are waiting for."""
         return frozenset(self._by_absent)
 
     @cached_property
@@ -82,7 +82,7 @@ class WaitGraph:
 
     @cached_property
     def _by_absent(self) -> dict[int, list[int]]:
-        """The indices of the waits for each rank, keyed by that rank."""
+        """For each rank, the indices of the waits in which it is absent."""
         found: dict[int, list[int]] = {}
         for number, wait in enumerate(self.waits):
             for rank in wait.absent:
@@ -91,13 +91,13 @@ class WaitGraph:
 
     @property
     def sinks(self) -> tuple[int, ...]:
-        """The ranks that other ranks wait for and that wait for no rank themselves."""
+        """The ranks that other ranks are waiting for and that are not waiting themselves."""
         return tuple(sorted(self.wanted - self.blocked))
 
     def waits_for(self, ranks: Iterable[int]) -> tuple[Wait, ...]:
-        """Return the waits in which one of `ranks` is absent.
+        """Return the waits in which any of `ranks` is absent.
 
-        Waits for these ranks alone come first; within each part, the earliest wait comes first.
+        Waits in which no other rank is absent come first; both kinds are sorted by start time.
         """
         wanted = set(ranks)
         numbers = sorted({n for rank in wanted for n in self._by_absent.get(rank, ())})
@@ -106,12 +106,12 @@ class WaitGraph:
         return tuple(sorted(found, key=lambda wait: (not alone[id(wait)], wait.since_ns)))
 
     def is_joint(self, some: Iterable[int], others: Iterable[int]) -> bool:
-        """Return whether a single operation waits for ranks of both sets."""
+        """Return whether a single operation is waiting for ranks from both sets."""
         first = {number for rank in some for number in self._by_absent.get(rank, ())}
         return any(number in first for rank in others for number in self._by_absent.get(rank, ()))
 
     def fallout(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Return all ranks that wait for `ranks`, directly or through others."""
+        """Return all ranks that are waiting for `ranks`, directly or through others."""
         culprits = frozenset(ranks)
         reached = set(culprits)
         open_ = list(culprits)
@@ -126,10 +126,10 @@ class WaitGraph:
         return tuple(sorted(reached - culprits))
 
     def cycle(self) -> tuple[int, ...]:
-        """Return the ranks of a cycle of waits, or () if there is no cycle.
+        """Return the ranks in a cycle of waits, or () if there is no cycle.
 
-        Of several cycles, the cycle with the earliest wait is returned. Ranks that only wait for
-        the cycle are not part of it.
+        Of several cycles, the one with the earliest wait is returned. Ranks that wait for the cycle
+        without being part of it are left out.
         """
         successors: dict[Any, list[Any]] = {}
         for number, wait in enumerate(self.waits):
@@ -156,10 +156,10 @@ def wait_graph(evidence: Evidence, lanes: Sequence[Lanes], exchanges: Exchanges)
 
 
 def _collective_waits(evidence: Evidence, lane: Lanes) -> Iterable[Wait]:
-    """Yield one wait per column that at least one rank is inside.
+    """Yield one wait per column in which at least one rank is waiting.
 
-    Only the first pending column of each member counts. If another member completed that column,
-    all members had entered it, so no rank is absent from it.
+    Only the first pending column of each member counts. If another member has completed that
+    column, all members must have entered it, so none is absent.
     """
     pending = lane.pending
     for column in sorted(set(pending[pending >= 0].tolist())):
@@ -193,7 +193,7 @@ def _collective_waits(evidence: Evidence, lane: Lanes) -> Iterable[Wait]:
 
 
 def _age_s(evidence: Evidence, rank: int, row: Any) -> float:
-    """Return how long a rank had been inside an operation, according to the rank's own clock."""
+    """Return how long a rank had been inside an operation, by its own clock."""
     return max(0, evidence.ranks[rank].seen_ns - int(row["created_ns"])) / 1e9
 
 

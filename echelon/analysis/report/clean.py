@@ -17,7 +17,7 @@ _MAX_CHARS = 2000
 
 
 def clean(text: str, limit: int = _MAX_CHARS) -> str:
-    """Return `text` without control characters, on one line, at most `limit` characters long."""
+    """Return `text` as a single line of at most `limit` characters, without control characters."""
     shown = _UNSAFE.sub("\N{REPLACEMENT CHARACTER}", text[: limit + 1].replace("\t", " "))
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
 

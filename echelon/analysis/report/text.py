@@ -29,7 +29,7 @@ def render_text(report: Report, console: Console, timing: Timing | None = None) 
     """Print a report on a rich console, or one line per sentence if the output is not a terminal.
 
     Args:
-        timing: how the job spent its time, which is shown below a healthy report.
+        timing: how the job spent its time; shown below a healthy report.
 
     Example:
         >>> from rich.console import Console
@@ -131,8 +131,8 @@ def _sections(finding: Finding, report: Report) -> list[tuple[str, list[str]]]:
 def stack_lines(branches: Sequence[Branch], culprits: Sequence[int]) -> list[str]:
     """Show where the ranks are, with one line per place; the culprits come first.
 
-    A place where stacks fork is shown with the frames that its ranks share, and the places that
-    follow are indented below it.
+    Where stacks fork, one line shows the frames that the ranks share, and the lines for the
+    branches are indented below it.
     """
     lines: list[tuple[str, Branch]] = []
     _add_places(lines, branches, set(culprits), 0)
@@ -158,7 +158,7 @@ def _add_places(
 
 
 def counted(ranks: Sequence[int]) -> str:
-    """Format ranks with their number, such as `1,021 ranks (0-6 and 10-1023)` or `rank 7`."""
+    """Format ranks with their count: `1,021 ranks (0-6 and 10-1023)`, or just `rank 7`."""
     names = rank_list(ranks)
     if len(ranks) < 2:
         return names
@@ -209,7 +209,7 @@ def _print_timing(timing: Timing, console: Console) -> None:
 
 
 def _timing_rows(timing: Timing) -> Iterator[tuple[list[str], list[list[str]]]]:
-    """Yield the tables of a healthy report, each as titles and rows."""
+    """Yield the tables of a healthy report, each as column titles and rows."""
     ranks = [rank for rank in timing.slowest if rank.window_s > 0][:_MAX_RANKS]
     if ranks:
         yield (
@@ -240,7 +240,7 @@ def _timing_rows(timing: Timing) -> Iterator[tuple[list[str], list[list[str]]]]:
 
 
 def phase_words(rank: RankTime) -> str:
-    """Format how a rank's time is divided, such as `compute 61%, communication 22%`."""
+    """Format a rank's time by phase, such as `compute 61%, communication 22%`."""
     pairs: Sequence[tuple[str, float]] = sorted(rank.phases_s.items(), key=lambda item: -item[1])
     parts = [(name, length / rank.window_s) for name, length in pairs[:4]]
     return ", ".join(f"{name} {share:.0%}" for name, share in parts if share >= 0.005)

@@ -1,8 +1,8 @@
 """Build evidence from echelon's own black boxes, turning records into rows over shared tables.
 
-The wide columns of a record are dropped as soon as its rows exist, so that a world of 16,384 ranks
+A record's wide columns are dropped as soon as its rows exist, so a world of 16,384 ranks
 fits into memory. An impossible record (a forged rank, an out-of-range clock) is left out with a
-warning. No value in a record decides how much memory is allocated.
+warning. No value in a record determines how much memory is allocated.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ class EvidenceBuilder:
     def group(self, group: Group) -> int:
         """Return the number of a group, which is identified by its name and members.
 
-        The keys of the index are cheap to hash, because every rank lists the members of the world
-        as a long tuple.
+        Every rank lists all members of the world, so the index avoids hashing such long tuples.
         """
         key = (group.name, len(group.ranks), group.ranks[:1], group.ranks[-1:])
         alike = self._group_index.setdefault(key, [])
@@ -111,7 +110,8 @@ class EvidenceBuilder:
     def _calls(self, record: Record) -> npt.NDArray[Any]:
         """Return the numbers of a record's calls.
 
-        Four columns are combined into one integer, which is looked up once per distinct value.
+        Four columns are packed into one integer, so each distinct combination is looked up only
+        once.
         """
         columns = [record.operations[name] for name in ("operation", "signature", "reduce_op")]
         columns.append(record.operations["root"].astype(np.int64) + 1)
@@ -176,10 +176,10 @@ class EvidenceBuilder:
 def _of_present_epoch(
     ranks: Mapping[int, RankEvidence], groups: Sequence[Group], incident: Incident
 ) -> dict[int, RankEvidence]:
-    """Leave out ranks that were lost earlier, and the operations of all worlds that they were in.
+    """Leave out ranks that were lost earlier, and all operations of worlds that included them.
 
-    When a rank was lost, the operations that other ranks were inside failed, and those ranks left
-    them.
+    When a rank was lost, the operations in progress on other ranks failed, so they show nothing
+    about the present.
     """
     lost = incident.lost_earlier.keys()
     old = [number for number, group in enumerate(groups) if not lost.isdisjoint(group.ranks)]

@@ -1,7 +1,7 @@
-"""Disable the cycle collector while thousands of files are read.
+"""Disable the cycle collector while thousands of files are being read.
 
-A loaded dump consists of millions of plain objects without cycles, which the collector would scan
-repeatedly without finding anything.
+A loaded dump consists of millions of plain objects that form no cycles. The collector would scan
+them again and again without finding anything.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Disable the cycle collector inside the context, if it was enabled."""
+    """Disable the cycle collector within the `with` block, if it was enabled."""
     was_on = gc.isenabled()
     gc.disable()
     try:

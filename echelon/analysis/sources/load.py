@@ -1,8 +1,8 @@
 """Find and read the contents of a folder: an incident, a `dump/`, a run directory or foreign dumps.
 
 A folder is recognised by its contents, and a file by its first bytes; only the rank is taken from
-the name of a file. An unreadable file among readable files causes a warning and makes its rank a
-suspect. It is an error if no file is readable. A folder that is still being written
+the file's name. An unreadable file among readable ones causes a warning and makes its rank a
+suspect; if no file is readable, that is an error. A folder that is still being written
 (`.incident_<k>.partial`) is ignored.
 """
 
@@ -32,9 +32,9 @@ _MAX_INCIDENT_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The chosen input: echelon's files by rank, their incident, and a description of both.
+    """The input that was chosen: echelon's files by rank, their incident, and a description.
 
-    The folder may also hold what torch's own recorder wrote on the same ranks.
+    The folder may also hold dumps that torch's own recorder wrote on the same ranks.
     """
 
     files: tuple[tuple[int, Path], ...]
@@ -163,7 +163,7 @@ def find_rings(folder: Path) -> Place | None:
 
 
 def read_incident(path: Path) -> Incident:
-    """Read `incident.json`; missing fields and fields of a wrong type get their default.
+    """Read `incident.json`, using defaults for fields that are missing or of the wrong type.
 
     A snapshot is useful without this file, so a missing or broken file is not an error.
     """
@@ -195,7 +195,7 @@ def _ranks(value: Any) -> tuple[int, ...]:
 
 
 def _ended(value: Any) -> tuple[int, ...]:
-    """Return the ranks in `[[rank, code, order], ...]` in ascending order."""
+    """Return the ranks from `[[rank, code, order], ...]`, sorted by `order`."""
     rows = value if isinstance(value, list) else ()
     known = [
         (row[2], row[0])
@@ -219,7 +219,7 @@ def _epochs(value: Any) -> dict[int, int]:
 
 
 def _reasons(value: Any) -> dict[int, str]:
-    """Return texts keyed by rank, ignoring entries of any other form."""
+    """Return texts keyed by rank, ignoring malformed entries."""
     pairs = value.items() if isinstance(value, dict) else ()
     return {int(rank): _text(why) for rank, why in pairs if _RANK.match(rank) and _text(why)}
 
@@ -233,7 +233,7 @@ def _count(value: Any) -> int:
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[int, Path]]:
-    """Yield the entries of a folder whose names match, with their numbers."""
+    """Yield the entries of a folder whose names match, each with the number in its name."""
     try:
         entries = list(folder.iterdir()) if folder.is_dir() else []
     except OSError:
@@ -245,7 +245,7 @@ def _numbered(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[int, Pat
 
 
 def _looks_foreign(path: Path) -> bool:
-    """Return whether a file begins like torch's pickles or like JSON, and so is not echelon's."""
+    """Return whether a file begins like torch's pickles or like JSON, unlike echelon's files."""
     try:
         with path.open("rb") as file:
             head = file.read(2)

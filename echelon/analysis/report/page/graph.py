@@ -1,4 +1,4 @@
-"""Lay out the wait-for graph with one node for all ranks that wait in the same way."""
+"""Lay out the wait-for graph, with one node for all ranks whose waits are the same."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_NODES = 40
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Ranks that wait in the same operations and are waited for in the same operations."""
+    """Ranks that are waiting in the same operations and holding up the same operations."""
 
     ranks: tuple[int, ...]
     layer: int  # 0: waits for no rank
@@ -20,7 +20,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An edge from a node of waiting ranks to the node of the ranks that they wait for."""
+    """An edge from a node of waiting ranks to the node that they are waiting for."""
 
     source: int
     target: int
@@ -29,17 +29,17 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """The nodes by layer, and the edges between them."""
+    """The nodes, grouped into layers, and the edges between them."""
 
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
 
 
 def draw(graph: WaitGraph, roots: Iterable[int] = ()) -> Drawing:
-    """Merge ranks that wait in the same way, and lay out the nodes by distance from the sinks.
+    """Merge ranks whose waits are the same, and lay out the nodes by their distance from the sinks.
 
     Args:
-        roots: the ranks to begin from if all waits form a cycle.
+        roots: the ranks to start from if all waits form a cycle.
     """
     waits = [wait for wait in graph.waits if wait.absent]
     classes = _classes(waits)
@@ -90,9 +90,9 @@ def _layers(count: int, pairs: list[tuple[int, int]], roots: list[int]) -> list[
 
 
 def _nearest(count: int, pairs: list[tuple[int, int]], roots: list[int]) -> list[int]:
-    """Follow the waits backwards from the roots.
+    """Follow the waits backwards from the roots, and return each node's distance.
 
-    Nodes that are not reached get the largest distance.
+    Unreachable nodes get the largest distance.
     """
     layers = dict.fromkeys(roots, 0)
     edge = list(roots)

@@ -1,10 +1,10 @@
-"""Render the report as one HTML file that needs no network and no other file, light or dark.
+"""Render the report as one self-contained HTML file, with a light and a dark theme.
 
 The verdict comes first, followed by the timeline, the wait-for graph, the stacks (merged and side
 by side), and where the time went. The page is assembled from `page.html`, `style.css` and
-`script.js` in this folder. All recorded data is untrusted, so it is cleaned and then escaped, and
-the data block cannot end its own element. A content security policy prevents the page from loading
-or sending data.
+`script.js` in this folder. All recorded data is untrusted: it is cleaned and then escaped, and the
+data block cannot close its own element. A content security policy prevents the page from loading or
+sending data.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Render the stacks on the page: all ranks' stacks merged into one tree, and some side by side."""
+"""Render the page's stacks: all ranks' stacks merged into one tree, and some side by side."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_FORKS = 40  # of one branch
 
 
 def stacks_section(picture: Picture, report: Report) -> str:
-    """Return the page's sections with stacks; "" if no rank has a stack."""
+    """Return the page's stack sections; "" if no rank has a stack."""
     culprits = set(report.verdict.culprit_ranks) if report.verdict else set()
     return _tree_section(picture, culprits) + _columns_section(picture, culprits)
 

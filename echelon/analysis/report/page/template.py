@@ -1,4 +1,4 @@
-"""Combine the page's own files (frame, style and script) into one file."""
+"""Assemble the page from its parts: frame, style and script."""
 
 from __future__ import annotations
 

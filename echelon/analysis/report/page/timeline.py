@@ -1,7 +1,7 @@
-"""Build the timeline: the last operations and spans of every rank, as small numbers.
+"""Build the timeline: the last operations and spans of every rank, as compact integers.
 
-Times are microseconds from a common start. The number of boxes is bounded, so that a page with 1024
-ranks stays as small as a page with four. With more ranks, each rank shows fewer operations.
+Times are in microseconds from a common start. The number of boxes is limited, so a page for 1024
+ranks is no larger than a page for four; with more ranks, each rank shows fewer operations.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _MOST = 2000
 def timeline(picture: Picture) -> dict[str, Any]:
     """Return the page's data: the kinds of boxes, and a flat list of boxes per rank.
 
-    An operation is five numbers: start, length (-1 if the rank is still inside), kind, sequence,
-    state. A span is three: start, length, name.
+    Each operation takes five numbers: start, length (-1 if it is still running), kind, sequence
+    and state. Each span takes three: start, length and name.
     """
     ranks = list(picture.evidence.ranks.values())
     share = max(_FEWEST, min(_MOST, MAX_BOXES // max(1, len(ranks))))
@@ -52,7 +52,7 @@ def timeline(picture: Picture) -> dict[str, Any]:
 
 
 class _Kinds:
-    """The numbers of the kinds of boxes, with one kind per call site and group."""
+    """A numbering of the kinds of boxes: one kind per call, group, call site and peer."""
 
     def __init__(self, picture: Picture) -> None:
         self.shown: list[dict[str, str]] = []
@@ -118,7 +118,7 @@ def _spans(
 
 
 def _begin(kept: list[npt.NDArray[Any]]) -> int:
-    """Return the start of the timeline: when half of the ranks have their first box."""
+    """Return the start of the timeline: the median of the ranks' first boxes."""
     firsts = [int(rows["created_ns"][0]) for rows in kept if len(rows)]
     return int(np.median(firsts)) if firsts else 0
 

@@ -1,9 +1,9 @@
-"""Detect ranks that made different calls under one sequence number of a group.
+"""Detect ranks that made different calls under the same sequence number of a group.
 
-The members vote over comparable calls. The earliest column in which they differ is the root, and
-whatever follows in that group is fallout. A minority is reported as different from the rest; if two
-sides are equally strong, both are named. `skipped.py` decides whether the difference is a wrong
-argument or a stream that slipped by one operation.
+The members vote with the calls that can be compared. The earliest column in which they differ is
+the root, and anything that follows in that group is fallout. The minority is reported as the odd
+one out; if two sides are equally strong, both are named. `skipped.py` decides whether the
+difference is a wrong argument or a stream that slipped by one operation.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Divergence:
 
     @property
     def began_ns(self) -> int:
-        """The time at which the first member arrived in the column."""
+        """The time at which the first member made its call."""
         return min(int(self.row(member)["created_ns"]) for side in self.sides for member in side)
 
     def row(self, member: int) -> Any:
@@ -74,7 +74,7 @@ class Divergence:
 
 
 def divergence(lanes: Lanes) -> Divergence | None:
-    """Return the first column where the members of a group differ, or None if they never do."""
+    """Return the first column in which the members differ, or None if there is none."""
     votes = lanes.comparable
     if votes.shape[0] < 2 or not votes.shape[1]:
         return None
@@ -87,7 +87,7 @@ def divergence(lanes: Lanes) -> Divergence | None:
 
 
 def _was_harmless(lanes: Lanes, column: int) -> bool:
-    """Return whether the divergence stopped no rank: all members finished it and a later column."""
+    """Return whether all members completed the differing call and also a later one."""
     done = (lanes.state == State.COMPLETED).all(axis=0)
     return bool(done[column] and done[column + 1 :].any())
 
@@ -101,8 +101,8 @@ def _sides(votes: npt.NDArray[Any]) -> tuple[tuple[int, ...], ...]:
 def culprits(found: Divergence) -> tuple[int, ...]:
     """Return the members that differ from the rest or, in a tie, the members of both sides.
 
-    While some members have not voted, a tie is broken by the text of the error that was raised, and
-    by habit: which side made the call that it had always made at this place.
+    While some members have not voted, a tie is broken by the text of the error that was raised, or
+    by habit: the side at fault is the one that had never made this call at this line before.
     """
     if not found.is_tie:
         return tuple(sorted(member for side in found.sides[1:] for member in side))
@@ -116,7 +116,7 @@ def culprits(found: Divergence) -> tuple[int, ...]:
 
 
 def _odd_by_error(found: Divergence) -> tuple[int, ...]:
-    """Return the rank that the recorded mismatch error names, if the error names a single rank."""
+    """Return the rank that the recorded mismatch error names, if it names exactly one."""
     evidence = found.lanes.evidence
     texts = {evidence.error(found.row(member)) for side in found.sides for member in side}
     named = {int(rank) for text in texts for rank in _NAMED.findall(text)}
@@ -125,13 +125,13 @@ def _odd_by_error(found: Divergence) -> tuple[int, ...]:
 
 
 def _odd_by_habit(found: Divergence) -> tuple[int, ...]:
-    """Return the only side whose call had never been made at its place before, or None."""
+    """Return the side that made a call new to its call site, or () unless exactly one side did."""
     novel = [side for side in found.sides if not _is_habit(found, side)]
     return novel[0] if len(novel) == 1 and len(found.sides) == 2 else ()
 
 
 def _is_habit(found: Divergence, side: Sequence[int]) -> bool:
-    """Return whether a member of this side had made the same call at the same place before."""
+    """Return whether this side had already made the same call from the same call site."""
     member = side[0]
     row = found.row(member)
     lanes = found.lanes
@@ -202,7 +202,7 @@ def describe(picture: Picture, found: Divergence) -> Finding:
 
 
 def _sureness(found: Divergence, *, has_innocent: bool) -> Confidence:
-    """Return the confidence in a vote, which is lower if ranks without a record could change it."""
+    """Return the confidence in a vote: lower if ranks without a record could change the result."""
     num_missing = len(found.lanes.strangers)
     if found.is_tie:
         return Confidence.LIKELY if has_innocent or not num_missing else Confidence.POSSIBLE

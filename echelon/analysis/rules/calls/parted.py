@@ -1,9 +1,9 @@
-"""Detect a rank that diverged from the other ranks that run the same program.
+"""Detect a rank that diverged from other ranks that run the same program.
 
-A missing or extra call shows in its own group only if signatures differ or numbers run short.
-However, ranks that run the same program make the same calls in the same order over all groups. The
-first call that one of them makes differently is where that rank slipped, and all ranks that wait
-are fallout.
+A group reveals a missing or an extra call only if signatures differ or a member made fewer calls.
+However, ranks that run the same program make the same calls in the same order across all groups. A
+rank slipped where its calls first differ from those of its peers, and all waiting ranks are
+fallout.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _agree(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 def _words(kind: str, own: Any, other: Any) -> tuple[Cause, str]:
-    """Return the cause, and the words that describe what the rank did."""
+    """Return the cause, and a template that describes what the rank did."""
     if kind == "swapped":
         return Cause.ORDER_DESYNC, "called {called} before {usual}, not after it"
     if kind == "left out":
@@ -115,7 +115,7 @@ def _call(picture: Picture, row: Any) -> str:
 
 
 def slip_cause(picture: Picture, rank: int) -> Cause | None:
-    """Return whether a rank left a call out or made it once too often, judged by its habit."""
+    """Return the cause if a rank's habits show that it left out or repeated a call, or None."""
     slip = None if picture.streams is None else slip_of(picture.streams, rank)
     if slip is None:
         return None

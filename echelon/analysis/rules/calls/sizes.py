@@ -1,7 +1,7 @@
-"""Detect output sizes that match the input sizes on no rank, which a vote cannot detect.
+"""Detect input and output sizes that are inconsistent in the same way on all ranks.
 
-The output of an all_gather holds one input of each member, and the input of a reduce_scatter holds
-one output of each member. The vote compares only the larger of the two.
+The output of an all_gather holds one input per member, and the input of a reduce_scatter holds one
+output per member. A vote compares only the larger of the two, so it misses this error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SCATTERS = frozenset({"_reduce_scatter_base", "reduce_scatter_tensor"})
 
 
 def find_misfit(picture: Picture) -> list[Finding]:
-    """Report an operation whose input and output sizes do not match, with its ranks."""
+    """Report an operation whose input and output sizes do not match, and the ranks that made it."""
     streams = picture.streams
     if streams is None or not picture.graph.waits:
         return []

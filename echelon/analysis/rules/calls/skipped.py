@@ -1,9 +1,9 @@
 """Detect a rank whose stream of collectives has slipped by a skipped or an additional call.
 
-The sequence numbers still advance on every rank, but after the slip they refer to different calls.
-Signatures alone may never show this (buckets of one shape), so the step number and the call site
-are compared too (`slip.py`). After the slip, the stream of one rank equals the streams of the other
-ranks shifted by one.
+Sequence numbers still advance on every rank, but after the slip they refer to different calls:
+one rank's stream equals the other ranks' streams shifted by one. Signatures alone may never show
+this, for example if all buckets have the same shape, so the step number and the call site are
+compared too (`slip.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from echelon.analysis.rules.calls.slip import Slip, silent_slip, slip_at
 
 
 def find_skipped(picture: Picture) -> list[Finding]:
-    """Report the earliest slip, whether or not the slip makes signatures differ."""
+    """Report the earliest slip, even if all signatures match."""
     if not picture.in_trouble and earliest(picture) is None:
         return []
     slips = [slip for lanes in picture.lanes if (slip := silent_slip(lanes)) is not None]

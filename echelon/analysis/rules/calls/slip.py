@@ -1,10 +1,15 @@
-"""Detect a slipped stream of collectives, and the distance by which the stream slipped.
+"""Detect a slipped stream of collectives, and by how many calls it slipped.
 
-The signs of a slip are, strongest first: the streams re-align after a shift; the step number
-differs; the call is the call that the other ranks make next (or made just before) in each period;
-the rank's data loader has ended while those of the other ranks have not; the rank has left the loop
-for a barrier. If no signature differs, call, site and step are compared together from the first
-column in which the steps differ.
+The signs of a slip are, strongest first:
+
+- the streams agree again after a shift;
+- the step numbers differ;
+- the rank made the call that usually follows or precedes the expected one;
+- the rank's data loader has ended while those of the other ranks have not;
+- the rank has left the loop for a barrier.
+
+If no signature differs, call, site and step are compared together from the first column in which
+the steps differ.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ _BARRIERS = frozenset({"barrier", "monitored_barrier"})
 
 @dataclass(frozen=True, kw_only=True)
 class Slip:
-    """A slip: a rank is ahead of the others (it skipped) or behind them (it made extra calls)."""
+    """A slip: some ranks are ahead of the others (skipped calls) or behind them (extra calls)."""
 
     lanes: Lanes
     column: int
@@ -77,7 +82,7 @@ _Sign = tuple[int, str, bool] | None
 
 
 def _realigns(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """Return whether the streams agree after the column if one of them is shifted."""
+    """Return the shift that makes the streams agree after the column, if there is one."""
     odd_votes, usual_votes = lanes.comparable[odd, column:], lanes.comparable[usual, column:]
     later = (odd_votes[1:] != ABSENT) & (usual_votes[1:] != ABSENT)
     if later.any() and (odd_votes[1:][later] == usual_votes[1:][later]).all():
@@ -108,7 +113,7 @@ def _by_step(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
 
 
 def _steps_never_agree(lanes: Lanes, column: int, odd: int, usual: int) -> bool:
-    """Return whether two ranks number their steps differently throughout, as some programs do."""
+    """Return whether two ranks never had the same step number, which is normal in some programs."""
     steps = lanes.column("step")
     a, b = steps[odd, :column], steps[usual, :column]
     both = (a >= 0) & (b >= 0)
@@ -116,7 +121,7 @@ def _steps_never_agree(lanes: Lanes, column: int, odd: int, usual: int) -> bool:
 
 
 def _by_period(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """Determine from the other ranks' earlier calls which call precedes or follows a call."""
+    """Detect that a rank made the call that usually follows or precedes the expected one."""
     keys = _keys(lanes, usual)
     odd_key, usual_key = _keys(lanes, odd)[column], keys[column]
     if not _has_site(lanes, odd, column):
@@ -144,14 +149,14 @@ def _was_followed(past: Sequence[object], first: object, second: object) -> bool
 
 
 def _by_loader(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """Return whether one side ended its loop over the batches and the other side did not."""
+    """Detect that one side has finished its loop over the batches while the other has not."""
     if not _has_left_loader(lanes, odd, column) or _has_left_loader(lanes, usual, column):
         return None
     return 1, _LEFT_LOADER, False
 
 
 def _has_left_loader(lanes: Lanes, member: int, column: int) -> bool:
-    """Return whether a member's last loader mark before one of its calls ends the loader."""
+    """Return whether a member's data loader had ended before it made a call."""
     row = lanes.row(member, column)
     if row is None:
         return False
@@ -164,7 +169,7 @@ def _has_left_loader(lanes: Lanes, member: int, column: int) -> bool:
 
 
 def _by_barrier(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """Return whether one side has left the loop and synchronizes at a different place."""
+    """Detect that one side has left the loop for a barrier elsewhere in the program."""
     odd_row, usual_row = lanes.row(odd, column), lanes.row(usual, column)
     if odd_row is None or usual_row is None or odd_row["site"] == usual_row["site"]:
         return None
@@ -186,10 +191,10 @@ def _keys(lanes: Lanes, member: int) -> list[object]:
 
 
 def _decide_tie(found: Divergence, one: Slip | None, other: Slip | None) -> Slip | None:
-    """Return which of two equally strong sides slipped.
+    """Decide which of two equally strong sides slipped.
 
-    It is the side that ended its loop over a loader, had a last step of unusual length, or broke
-    its habit.
+    That is the side that finished its data loader, had a last step of unusual length, or broke its
+    habit.
     """
     if one is None and other is None:
         return None
@@ -232,10 +237,10 @@ def _decide_tie(found: Divergence, one: Slip | None, other: Slip | None) -> Slip
 
 
 def _breaks_habit(lanes: Lanes, member: int, column: int) -> bool | None:
-    """Return whether a call differs from the one that always followed the same earlier calls.
+    """Return whether a call has never followed the preceding calls before.
 
-    The longest context that has occurred before on this rank decides. Returns None if no context
-    has.
+    The longest sequence of preceding calls that this rank made before decides. Returns None if
+    there is no such sequence.
     """
     keys = _keys(lanes, member)[max(0, column - _LOOK_BACK) : column + 1]
     past, current = keys[:-1], keys[-1]
@@ -254,7 +259,7 @@ def _breaks_habit(lanes: Lanes, member: int, column: int) -> bool | None:
 
 
 def _odd_lengths(lanes: Lanes, member: int, column: int) -> bool:
-    """Return whether the last completed step had an unusual number of calls."""
+    """Return whether the last completed or the current step has an unusual number of calls."""
     steps = lanes.column("step")[member, : column + 1]
     steps = steps[steps >= 0]
     if not len(steps):
@@ -272,9 +277,9 @@ def _odd_lengths(lanes: Lanes, member: int, column: int) -> bool:
 
 
 def silent_slip(lanes: Lanes) -> Slip | None:
-    """Find the column from which one rank's (call, site, step) match the other ranks', shifted.
+    """Find a slip that shows only in the calls, sites and steps together, not in the signatures.
 
-    This is tried only if something is already wrong, because programs may number steps freely.
+    Use it only if something is already wrong, because programs may number their steps as they like.
     """
     if len(lanes.members) < 2 or not lanes.rows.shape[1]:
         return None
@@ -300,7 +305,7 @@ def silent_slip(lanes: Lanes) -> Slip | None:
 
 
 def _first_lasting_difference(steps: npt.NDArray[Any]) -> int | None:
-    """Return the first column from which steps always differ after having agreed at least once."""
+    """Return the first column in which steps differ, if they agreed in an earlier column."""
     high = steps.max(axis=0)
     low = np.where(steps < 0, np.iinfo(np.int32).max, steps).min(axis=0)
     shared = (steps >= 0).sum(axis=0) >= 2

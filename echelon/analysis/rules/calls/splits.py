@@ -1,8 +1,8 @@
 """Detect inconsistent all_to_all split sizes.
 
 The amount that rank i sends to rank j must equal the amount that rank j receives from rank i, so
-the output splits are the transpose of the input splits. If only total sizes are recorded (torch),
-only the totals can be compared: as much must be received as was sent.
+the output splits are the transpose of the input splits. If only the totals are recorded (torch),
+only they can be compared: all ranks together must receive as much as they send.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def find_split_mismatch(picture: Picture) -> list[Finding]:
 
 
 def _open_columns(lanes: Lanes) -> list[int]:
-    """Return the columns that all members have entered and at least one rank is still inside."""
+    """Return the all_to_all columns that all members have entered and not all have left."""
     if lanes.strangers or len(lanes.members) > _MAX_MEMBERS:
         return []
     entered = np.asarray((lanes.rows >= 0).all(axis=0))
@@ -48,7 +48,7 @@ def _calls(lanes: Lanes, column: int) -> list[Call]:
 
 
 def odd_members(lanes: Lanes, column: int) -> tuple[int, ...]:
-    """Return the members whose splits match the others' least, or () if all splits match."""
+    """Return the members with the most inconsistent splits, or () if all splits are consistent."""
     signatures = [call.signature for call in _calls(lanes, column)]
     size = len(signatures)
     sends = [s.input_splits for s in signatures]

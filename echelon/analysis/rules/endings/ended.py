@@ -1,7 +1,7 @@
-"""Detect ranks that ended, and the reason: their own exception, a lack of memory, or a death.
+"""Detect ranks that ended on their own: by an exception, a lack of memory, a crash or a kill.
 
-Echelon's collectives and torch's transports raise errors when a peer is lost. These errors are
-evidence about that peer and never the root. Ranks that the agent ended are fallout.
+Echelon's collectives and torch's transports raise errors when a peer is lost. Such an error is
+evidence about that peer and never the root. Ranks that the agent terminated are fallout.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _CAUSES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """How one rank ended, as far as the rank itself caused its end."""
+    """How one rank ended by its own fault."""
 
     rank: int
     cause: Cause
@@ -66,7 +66,7 @@ class Ending:
 
 
 def find_ended(picture: Picture) -> list[Finding]:
-    """Report ranks that ended on their own, beginning with the earliest ending."""
+    """Report ranks that ended on their own, earliest first."""
     endings = [
         ending
         for facts in picture.evidence.ranks.values()
@@ -85,12 +85,11 @@ def find_ended(picture: Picture) -> list[Finding]:
 
 
 def in_order(picture: Picture, endings: list[Ending]) -> tuple[list[Ending], bool]:
-    """Sort endings so that the root comes first, and return whether their order is known.
+    """Sort endings with the root first, and return whether their order is known.
 
-    If the ranks ran on one host, or if their clocks were compared, the clocks give the order.
-    Otherwise, the coordinator gives the order, because it observed every end. A kill without any
-    output is explained by memory that ran out at the same time, so the memory error is placed
-    before the kill.
+    The clocks give the order if the ranks ran on one host or their clocks were compared. Otherwise
+    the coordinator does, because it observed every end. If another rank ran out of memory at about
+    the time that a rank was killed, the memory error is placed before the kill.
     """
     ranks = picture.evidence.ranks
     by_coordinator = {rank: place for place, rank in enumerate(picture.evidence.incident.ended)}
@@ -112,7 +111,7 @@ def in_order(picture: Picture, endings: list[Ending]) -> tuple[list[Ending], boo
 
 
 def _is_killed_for(facts: RankEvidence, first: Ending, memory: Ending, is_timed: bool) -> bool:
-    """Return whether the lack of memory that another rank reported may have caused a kill."""
+    """Return whether a rank was killed at about the time that another rank ran out of memory."""
     if first.cause is not Cause.DEAD_PROCESS or facts.host.exit_code != -signal.SIGKILL:
         return False
     apart_ns = abs(memory.moment_ns - first.moment_ns)
@@ -125,7 +124,7 @@ def _exit_order(facts: RankEvidence) -> int:
 
 
 def _not_surely_first(root: Finding, ordered: list[Ending]) -> Finding:
-    """Lower the confidence if it is unknown which of several hosts' ranks ended first."""
+    """Lower the confidence, because the order of endings on different hosts is unknown."""
     others = rank_list([ending.rank for ending in ordered[1:]])
     return root.changed(
         confidence=Confidence.POSSIBLE,
@@ -189,9 +188,9 @@ def _meaning(facts: RankEvidence, raised: Raised) -> Meaning:
 
 
 def is_victim(picture: Picture, facts: RankEvidence) -> bool:
-    """Return whether a death was caused by a watchdog or by a long wait for a live rank.
+    """Return whether a rank was killed by a watchdog or after a long wait for a live rank.
 
-    torch's watchdog aborts a process that waited too long or whose peer is lost.
+    torch's watchdog aborts a process that has waited too long or has lost a peer.
     """
     host = facts.host
     if host.exit_code not in _ABORTS or host.oom_kill:
@@ -202,7 +201,7 @@ def is_victim(picture: Picture, facts: RankEvidence) -> bool:
 
 
 def long_wait_s(picture: Picture, facts: RankEvidence) -> float:
-    """Return how long a dead rank had waited for ranks, or 0 if none of those ranks survived."""
+    """Return how long a dead rank had been waiting for ranks that outlived it; 0 if for none."""
     if not facts.host.exited_mono_ns:
         return 0.0
     ranks = picture.evidence.ranks
@@ -221,7 +220,7 @@ def _lived_on(facts: RankEvidence) -> bool:
 
 
 def own_wait_s(facts: RankEvidence, until_ns: int) -> float:
-    """Return how many seconds a rank's first pending operation had lasted."""
+    """Return for how many seconds a rank's oldest pending operation had been pending."""
     pending = np.isin(facts.rows["state"], (State.CREATED, State.STARTED))
     if not pending.any():
         return 0.0
@@ -229,15 +228,15 @@ def own_wait_s(facts: RankEvidence, until_ns: int) -> float:
 
 
 def _was_asked_to_end(picture: Picture) -> bool:
-    """Return whether a user stopped the job, so that interrupts of its ranks are not faults."""
+    """Return whether a user stopped the job; if so, interrupted ranks are not at fault."""
     return picture.evidence.incident.kind == "signal"
 
 
 def _raised(facts: RankEvidence) -> Raised | None:
-    """Return the exception of a rank, from its own record or from the last traceback on stderr.
+    """Return the exception that ended a rank, from its own record or the last traceback on stderr.
 
-    An exception may be followed by an abort, because a library whose threads are still running may
-    abort the process.
+    An abort is included: after an exception, a library whose threads are still running may abort
+    the process.
     """
     words = facts.last_words
     if words is not None:
@@ -262,7 +261,7 @@ def _raised(facts: RankEvidence) -> Raised | None:
 
 
 def _within_loader(raised: Raised) -> Raised:
-    """Extract the exception of a data loader's worker from the message that reports it."""
+    """Replace an error that wraps an exception from a data-loader worker with that exception."""
     text = f"{raised.message}\n{raised.rest}"
     if _ORIGINAL not in text:
         return raised
@@ -274,7 +273,7 @@ def _within_loader(raised: Raised) -> Raised:
 
 
 def _loader_death(raised: Raised) -> str:
-    """Return which data-loader worker died and how, according to an error, or "" if none did."""
+    """If an error reports a dead data-loader worker, describe its death; otherwise return ""."""
     dead = _LOADER_DEATH.search(raised.message)
     if dead is None:
         return ""
@@ -353,22 +352,19 @@ def _by_death(facts: RankEvidence) -> Ending:
 
 
 def facts_site(facts: RankEvidence) -> str:
-    """Return where the innermost open span of an ended rank was, or "" if no span was open."""
+    """Return the call site of an ended rank's innermost open span, or "" if no span was open."""
     return facts.open_spans[-1].site if facts.open_spans else ""
 
 
 def _moment_ns(facts: RankEvidence) -> int:
-    """Return when a rank raised an exception or when its end was observed.
-
-    The result is 0 if neither is known.
-    """
+    """Return the time of a rank's exception or, failing that, of its exit; 0 if unknown."""
     words = facts.last_words
     moment = words.mono_ns if words is not None and words.mono_ns else facts.host.exited_mono_ns
     return moment + facts.offset_ns if moment else 0
 
 
 def exit_words(code: int) -> str:
-    """Describe how a process ended, such as `by SIGKILL` or `with exit code 3`."""
+    """Describe how a process ended: `by SIGKILL`, `with exit code 3`."""
     if code >= 0:
         return f"with exit code {code}"
     try:
@@ -429,7 +425,7 @@ def _reports_of(picture: Picture, rank: int) -> list[str]:
 
 
 def _same_elsewhere(picture: Picture, facts: RankEvidence) -> list[str]:
-    """Describe the other ranks that raised the same exception at the same line."""
+    """Name the other ranks that raised the same exception at the same line."""
     words = facts.last_words
     if words is None:
         return []

@@ -1,10 +1,10 @@
-"""Classify errors of torch, NCCL and echelon by the party that they blame.
+"""Classify errors from torch, NCCL and echelon by the party that they blame.
 
-An error may be the rank's own fault. It may report what a peer, the network or a watchdog did; then
-it is a consequence and never a cause. Or it may concern memory or the device. Where possible, the
-exception's type decides. `DistBackendError` is raised in all four cases, so its text decides. A
-plain `RuntimeError` or `ConnectionError` is a consequence only if it passed through a communication
-library, because a user's own client may lose connections too.
+An error may be the rank's own fault, report a failure of a peer, the network or a watchdog, or
+concern memory or the device. An error of the second kind is a consequence and never a cause. Where
+possible, the exception's type decides. `DistBackendError` covers all of these cases, so its text
+decides. A plain `RuntimeError` or `ConnectionError` is a consequence only if it passed through a
+communication library, because a user's own client may lose connections too.
 """
 
 from __future__ import annotations
@@ -131,34 +131,34 @@ def _is_torchs_own(name: str, words: str) -> bool:
 
 
 def watchdog_timeout(stderr: str) -> tuple[int, str] | None:
-    """Return the sequence number and type of the operation in which torch's watchdog timed out."""
+    """Return the sequence number and type of the operation that torch's watchdog timed out on."""
     found = _WATCHDOG.findall(stderr)
     return (int(found[0][0]), found[0][1].lower()) if found else None
 
 
 def gloo_timeout_s(stderr: str) -> float:
-    """Return how long a rank had waited when Gloo timed out, or 0 if Gloo did not time out."""
+    """Return how long a rank had been waiting when Gloo timed out; 0 without a timeout."""
     found = _GLOO_TIMEOUT.findall(stderr)
     return int(found[-1]) / 1000 if found else 0.0
 
 
 def was_cut_by_gloo(stderr: str) -> bool:
-    """Return whether a rank's stderr ends with an error of Gloo's transport."""
+    """Return whether a rank's stderr ends with an error from Gloo's transport."""
     return "gloo/transport/" in stderr[-_MAX_ERROR_CHARS:]
 
 
 def cpp_abort(stderr: str) -> str:
-    """Return the line with which the C++ runtime aborted a process, or "" if it did not."""
+    """Return the line that the C++ runtime logged when it aborted a process, or ""."""
     found = _CPP_ABORT.findall(stderr)
     return found[-1] if found else ""
 
 
 def is_gloos_exit(stderr: str) -> bool:
-    """Return whether leftover Gloo threads may have aborted a process at its exit."""
+    """Return whether leftover Gloo threads may have aborted a process while it was exiting."""
     line = cpp_abort(stderr)
     return line == _JOINABLE or ("gloo::" in line and was_cut_by_gloo(stderr))
 
 
 def died_by_watchdog(stderr: str) -> bool:
-    """Return whether an aborted process reports that a watchdog or a lost peer ended it."""
+    """Return whether an aborted process blamed a watchdog or a lost peer on stderr."""
     return bool(_DIED_BY_WATCHDOG.search(stderr))

@@ -1,4 +1,4 @@
-"""Report ranks without a record and unexplained trouble, if no rank is waiting for others."""
+"""Report missing records and unexplained trouble when the other rules find nothing."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def _absent(picture: Picture) -> list[str]:
 
 
 def find_unproven(picture: Picture) -> list[Finding]:
-    """Report ranks in operations that no fault explains and that may or may not be healthy.
+    """Report ranks in operations that may be in flight or stuck, when nothing points to a fault.
 
-    A single set of torch's dumps cannot distinguish an operation in flight from an operation that
-    will never end.
+    A single set of torch's dumps cannot distinguish an operation in flight from one that will never
+    complete.
     """
     waiting = tuple(sorted(picture.graph.waiting))
     if picture.streams is None or not waiting:
@@ -96,7 +96,7 @@ def find_unproven(picture: Picture) -> list[Finding]:
 
 
 def _latest_arrival(picture: Picture) -> Finding | None:
-    """Look for a stall that ended before the snapshot because a rank arrived very late."""
+    """Find the latest arrival; it may explain a stall that was over before the snapshot."""
     worst: tuple[int, int, str, int, str] | None = None
     for lanes in picture.lanes:
         found = arrivals(lanes)

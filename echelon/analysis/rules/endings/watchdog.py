@@ -1,9 +1,9 @@
-"""Detect ranks whose watchdogs timed out in an operation that is named only in their stderr.
+"""Detect ranks that were late for an operation that only the other ranks' stderr names.
 
-Before torch's watchdog ends a process, it logs the operation in which it timed out. A rank that was
-not ended by a watchdog was not waiting in that operation; the other ranks were waiting for it. If a
-peer is late, Gloo raises an error and closes its connections, so the other waiting ranks fail
-immediately afterwards.
+Before torch's watchdog ends a process, it logs the operation that timed out. A rank whose watchdog
+logged nothing was not waiting in that operation; the other ranks were waiting for it. If Gloo times
+out on one rank, it raises an error there and closes its connections, so the other waiting ranks
+fail immediately afterwards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_LINES = 4
 
 
 def find_given_up(picture: Picture) -> list[Finding]:
-    """Report the ranks for which other ranks' watchdogs waited, according to their stderr."""
+    """Report the ranks that the others were waiting for when their watchdogs timed out."""
     gave_up = {
         rank: told
         for rank, facts in picture.evidence.ranks.items()
@@ -54,7 +54,7 @@ def find_given_up(picture: Picture) -> list[Finding]:
 
 
 def _given_up_by_gloo(picture: Picture) -> list[Finding]:
-    """Report the live ranks that are in no collective although Gloo timed out on other ranks."""
+    """If Gloo timed out on some ranks, report the live ranks that are in no collective."""
     ranks = picture.evidence.ranks
     if picture.graph.waits:  # the records are more precise
         return []

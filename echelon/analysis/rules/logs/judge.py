@@ -1,9 +1,9 @@
 """Diagnose a job from its ranks' logs alone, separating root causes from consequences.
 
-A rank's own trouble is an uncaught exception that no library raised because of a peer, a known
-message that reports a root cause, or a death by a signal that a launcher reports. If only
-consequences are logged, the other ranks waited for the rank that logged none. A log cannot show
-that nothing is wrong, because a hanging job writes nothing.
+A rank caused its own trouble if its log shows an uncaught exception that does not blame a peer or a
+known message that reports a root cause, or if a launcher reports that a signal killed it. If
+only consequences are logged, the suspect is the rank that logged none: the others were waiting for
+it. Logs cannot show that nothing is wrong, because a hanging job logs nothing.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Trouble:
 
 
 def find_in_logs(picture: Picture) -> list[Finding]:
-    """Return the finding that names the root, as far as the logs show it."""
+    """Return a finding that names the root, if the logs show one."""
     evidence = picture.evidence
     said = {rank: tuple(messages_in(f.host.stderr_tail)) for rank, f in evidence.ranks.items()}
     job = tuple(messages_in(evidence.job_log))
@@ -87,9 +87,9 @@ def find_in_logs(picture: Picture) -> list[Finding]:
 
 
 def advice_in(text: str) -> str:
-    """Quote a log's last known message that reports a root cause, with its remedy.
+    """Quote the last message in a log that is known to report a root cause, with its remedy.
 
-    The result is "" if there is none.
+    The result is "" if there is no such message.
     """
     found = [one for one in messages_in(text) if one.message.role is Role.ROOT]
     return f"{_shown(found[-1].line)} ({found[-1].message.advice})" if found else ""
@@ -128,7 +128,7 @@ def _by_message(rank: int, said: Said) -> Trouble:
 
 
 def _by_traceback(rank: int, text: str) -> Trouble | None:
-    """Interpret a rank's last traceback, unless libraries raised it because of other ranks.
+    """Interpret a rank's last traceback, unless it is a consequence of trouble on other ranks.
 
     Args:
         rank: -1 if the log does not show which rank wrote it.
@@ -157,7 +157,7 @@ def _by_traceback(rank: int, text: str) -> Trouble | None:
 
 
 def _died_alone(facts: RankEvidence, said: Sequence[Said]) -> bool:
-    """Return whether a launcher reports a death by a signal that no logged message explains."""
+    """Return whether a rank exited with an error code that no logged consequence explains."""
     code = facts.host.exit_code
     if not code or code in (-15, 143, -2, 130):
         return False
@@ -165,7 +165,7 @@ def _died_alone(facts: RankEvidence, said: Sequence[Said]) -> bool:
 
 
 def _with_killed(picture: Picture, troubles: list[Trouble], job: Sequence[Said]) -> list[Trouble]:
-    """Add the rank whose process was killed, according to the kernel's log."""
+    """Add the ranks that, according to the kernel's log, were killed for lack of memory."""
     pids = {facts.identity.pid: rank for rank, facts in picture.evidence.ranks.items()}
     for one in job:
         match = _KILLED_PID.search(one.line)
@@ -177,7 +177,7 @@ def _with_killed(picture: Picture, troubles: list[Trouble], job: Sequence[Said])
 
 
 def _root(picture: Picture, troubles: list[Trouble], said: dict[int, tuple[Said, ...]]) -> Finding:
-    """Choose the root among the ranks that caused trouble themselves."""
+    """Choose the root among the troubles that ranks caused themselves."""
     ranks = picture.evidence.ranks
     first = picture.evidence.incident.ended
     told = [one for one in troubles if one.rank in first]
@@ -222,7 +222,7 @@ def _root(picture: Picture, troubles: list[Trouble], said: dict[int, tuple[Said,
 def _of_the_job(
     picture: Picture, cause: Cause, words: str, advice: str, said: dict[int, tuple[Said, ...]]
 ) -> Finding:
-    """Report log lines of the kernel, the driver or the scheduler, which belong to no rank."""
+    """Report trouble that is logged for the job as a whole and not for one rank."""
     return Finding(
         cause=cause,
         culprit_ranks=(),
@@ -238,7 +238,7 @@ def _of_the_job(
 def _followed(
     picture: Picture, said: dict[int, tuple[Said, ...]], job: Sequence[Said]
 ) -> Finding | None:
-    """Name the ranks that logged nothing or fell behind if only consequences are logged."""
+    """If only consequences are logged, name the ranks that logged nothing or fell behind."""
     spoke = {rank: found for rank, found in said.items() if found}
     everything = [*job, *(one for found in spoke.values() for one in found)]
     if not everything:
@@ -315,7 +315,7 @@ def _by_barrier(said: Sequence[Said]) -> _Suspects | None:
 
 
 def _behind(picture: Picture) -> _Suspects | None:
-    """Compare the operations in which watchdogs timed out, and suspect a rank that differs."""
+    """Suspect the ranks whose watchdogs timed out in a different operation from most others'."""
     gave_up = {
         rank: told
         for rank, facts in picture.evidence.ranks.items()
@@ -351,7 +351,7 @@ def _nothing(picture: Picture) -> Finding:
 
 
 def _consequences(said: dict[int, tuple[Said, ...]], culprits: tuple[int, ...]) -> tuple[str, ...]:
-    """Quote one message of each kind that reports only a consequence."""
+    """Quote one message of each kind that reports a mere consequence."""
     lines: dict[str, str] = {}
     for rank, found in said.items():
         for one in found if rank not in culprits else ():

@@ -1,9 +1,9 @@
 """Compare message counts between ranks that run the same program.
 
-A ring that has wrapped around no longer shows where a message was left out, and both sides of the
-pair may be inside batches that seem to match. The number of operations is still known. Ranks that
-share a collective and never exchange messages (the ranks of one stage) have launched the same
-number of operations when they reach that collective.
+If a ring has wrapped around, it may no longer show where a message was left out, and both sides of
+the pair may be inside batches that seem to match. The number of operations is still known, though.
+Ranks that share a collective and exchange no messages with each other, such as the ranks of one
+stage, have launched the same number of operations when they reach that collective.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LAUNCHES = "p2p_sequence"
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
-    """A difference between the numbers of messages that two ranks had launched at a collective."""
+    """The numbers of messages that two ranks had launched at a collective, if these differ."""
 
     short: int
     other: int
@@ -34,7 +34,7 @@ class _Difference:
 
 
 def find_miscounted(picture: Picture, streams: Streams) -> list[Finding]:
-    """Report the rank whose number of launched messages differs from that of all its peers."""
+    """Report a rank that has launched fewer or more messages than all of its peers."""
     counts = {rank: _launches(streams, rank) for rank in streams.evidence.ranks}
     pairs = [pair for members in _stages(streams) for pair in pairwise(members)]
     found = [one for pair in pairs if (one := _compare(counts, *pair)) is not None]
@@ -50,7 +50,7 @@ def find_miscounted(picture: Picture, streams: Streams) -> list[Finding]:
 
 
 def _stages(streams: Streams) -> Iterator[list[int]]:
-    """Yield the recorded members of each group in which no two ranks exchange messages."""
+    """For each group whose members exchange no messages with each other, yield those members."""
     talks: dict[int, set[int]] = {}
     for rank, facts in streams.evidence.ranks.items():
         is_message = (facts.rows["flags"] & Flag.P2P) > 0
@@ -62,10 +62,10 @@ def _stages(streams: Streams) -> Iterator[list[int]]:
 
 
 def _launches(streams: Streams, rank: int) -> _Counts:
-    """Return how many messages a rank had launched by each collective that it lists.
+    """Return how many messages a rank had launched when it called each recorded collective.
 
-    A batch is one launch. If the group has no collectives, the operations of a batch are counted
-    instead, which reveals a part that was left out.
+    A batch counts as one launch. If the group has no collectives, each operation of a batch is
+    counted, which reveals a batch with a missing operation.
     """
     rows = streams.evidence.ranks[rank].rows
     is_message = (rows["flags"] & Flag.P2P) > 0
@@ -82,7 +82,7 @@ def _launches(streams: Streams, rank: int) -> _Counts:
 
 
 def _compare(counts: Mapping[int, _Counts], one: int, other: int) -> _Difference | None:
-    """Compare two ranks at the last collective that both of them list."""
+    """Compare two ranks' counts at the last collective that both recorded."""
     common = counts[one].keys() & counts[other].keys()
     if not common:
         return None

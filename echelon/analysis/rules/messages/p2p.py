@@ -1,9 +1,9 @@
 """Detect sends and receives without a counterpart.
 
 If a rank posted an operation for one peer while a different peer posted an operation for that rank,
-the rank chose the wrong peer. A receive whose peer waits for the receiver in another operation will
-never be answered. Either the receive is one too many or the send was left out; which of these
-depends on whether the pair has ever exchanged anything.
+the rank chose the wrong peer. If the peer of a receive is itself waiting for the receiver in
+another operation, the receive will never be matched: either it is superfluous, or the send was left
+out. Which of the two it is depends on whether the pair has ever exchanged anything.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Posted:
     answered: bool
 
     def words(self, evidence: Evidence) -> str:
-        """Describe the operation, such as `rank 1 receives from rank 2 at train.py:13 in step`."""
+        """Describe the operation: `rank 1 receives from rank 2 at train.py:13 in step`."""
         site = short_site(evidence.site(self.row))
         verb = "sends to" if self.is_send else "receives from"
         return f"rank {self.rank} {verb} rank {self.peer}" + (f" at {site}" if site else "")
 
 
 class _Pending:
-    """All pending sends and receives, as one list and by (rank, peer)."""
+    """All pending sends and receives, as a list and indexed by (rank, peer)."""
 
     def __init__(self, picture: Picture) -> None:
         exchanges = picture.exchanges
@@ -59,11 +59,11 @@ class _Pending:
                 self._lonely_for.setdefault((one.peer, one.is_send), []).append(one)
 
     def facing(self, one: Posted) -> list[Posted]:
-        """Return the pending operations that `one`'s peer posted for `one`'s rank."""
+        """Return the pending operations between the same two ranks that the peer posted."""
         return self._by_pair.get((one.peer, one.rank), [])
 
     def lonely_for(self, one: Posted) -> list[Posted]:
-        """Return the unanswered operations that other ranks posted for `one`'s rank."""
+        """Return unanswered operations of the opposite kind that were posted for `one`'s rank."""
         return self._lonely_for.get((one.rank, not one.is_send), [])
 
 
@@ -102,7 +102,7 @@ def _pairs(pending: _Pending) -> Iterator[tuple[Posted, Posted]]:
 
 
 def _unequal_pair(picture: Picture, pending: _Pending) -> list[Finding]:
-    """Report a send and a receive that differ in tag, type or size, naming both sides."""
+    """Report a send and a receive that differ in tag, type or size; both sides are named."""
     evidence = picture.evidence
     for one, other in _pairs(pending):
         ranks = tuple(sorted((one.rank, other.rank)))
@@ -122,7 +122,7 @@ def _unequal_pair(picture: Picture, pending: _Pending) -> list[Finding]:
 
 
 def _novel(picture: Picture, pending: _Pending) -> list[Finding]:
-    """Report two ranks that receive from each other although one of them has no reason to do so."""
+    """Report two ranks that both send or both receive, if one of them has no reason to."""
     for one in pending.all:
         for other in pending.facing(one):
             if one.answered or other.answered or one.is_send != other.is_send:
@@ -140,7 +140,7 @@ def _novel(picture: Picture, pending: _Pending) -> list[Finding]:
 
 
 def _without_reason(picture: Picture, one: Posted, other: Posted) -> str:
-    """Return why `one`, and not `other`, is unusual, judged by its past or by unread messages."""
+    """Return why `one` is unusual and `other` is not, given their pasts and unread messages."""
     evidence, exchanges = picture.evidence, picture.exchanges
     before, others_before = (exchanges.has_done(p.rank, p.row) for p in (one, other))
     if others_before and not before:

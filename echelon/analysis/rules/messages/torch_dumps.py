@@ -1,9 +1,9 @@
 """Detect sends and receives in torch's dumps that can never be matched.
 
 The n-th pending send of a direction matches the n-th pending receive, because both sides of a pair
-complete together. Two sides with different sizes or dtypes never match. If the peer of a message
-posts nothing, the message is usually fallout of whatever the peer itself is waiting for. The
-message is a cause if its rank chose the wrong peer, or if that chain of waits leads back to the
+complete together. Two sides with different sizes or dtypes never match. A message whose peer has
+posted nothing is usually fallout of whatever that peer is waiting for. It is a cause only if its
+rank chose the wrong peer, or if the peer is itself waiting, directly or through others, for the
 same rank.
 """
 
@@ -43,7 +43,7 @@ class _Side:
 
 
 def find_messages(picture: Picture) -> list[Finding]:
-    """Report messages that cannot be matched, beginning with the most certain kind."""
+    """Report messages that can never be matched, trying the most certain kind first."""
     streams = picture.streams
     if streams is None or not picture.graph.waits:
         return []
@@ -87,7 +87,7 @@ def _numel(call: Call) -> int:
 
 
 def _odd_side(streams: Streams, one: _Side, other: _Side) -> _Side | None:
-    """Return the side that had never made such a call before, if the other side always had."""
+    """Return the one side that has never made such a call before; None if both or neither have."""
     known = [_is_known(streams, side) for side in (one, other)]
     if known[0] == known[1]:
         return None
@@ -159,7 +159,7 @@ def _is_unusual(streams: Streams, message: Message) -> bool:
 
 
 def _is_novel_here(streams: Streams, message: Message) -> bool:
-    """Return whether a line of the program repeatedly had other peers but never this peer."""
+    """Return whether the message's line of code has used several other peers but never this one."""
     rows = streams.evidence.ranks[message.rank].rows
     site = int(rows[message.row]["site"])
     alike = _messages(rows, message.way[0]) & (rows["state"] == State.COMPLETED)
@@ -173,7 +173,7 @@ def _is_head(streams: Streams, message: Message) -> bool:
 
 
 def _is_strange(streams: Streams, message: Message) -> bool:
-    """Return whether a rank is waiting for an unrelated rank, having always had another peer."""
+    """Return whether a rank waits for an unrelated rank although it used other peers until now."""
     if message.peer not in streams.heads or not _is_head(streams, message):
         return False
     own, theirs = (streams.evidence.ranks[r].rows for r in (message.rank, message.peer))
@@ -190,7 +190,7 @@ def _is_strange(streams: Streams, message: Message) -> bool:
 def _is_novel(streams: Streams, message: Message) -> bool:
     """Return whether a rank has never exchanged such messages with this peer, as far as recorded.
 
-    If the rank's record has wrapped around, the record of the peer must not contain this direction
+    If the rank's own ring has wrapped around, the peer's record must not show any such message
     either.
     """
     if _has_exchanged(streams, message):
@@ -251,7 +251,7 @@ def _describe_wrong(
 
 
 def _left_out(picture: Picture, streams: Streams) -> list[Finding]:
-    """Report two ranks in a cycle of waits, one of which never posts a message."""
+    """Report two ranks that wait for each other, one of which has left out a message."""
     ring = set(picture.graph.cycle())
     waits = [
         message

@@ -1,8 +1,8 @@
 """Determine what a rank is doing while other ranks wait for it.
 
-Every test is a small function from the evidence of one rank to a reading. The tests run in the
-order of `_TESTS`, the most specific first, and the first test with a result decides. A rank without
-any special sign is executing code of its own.
+Each test is a small function that takes one rank's evidence and returns a reading or None. The
+tests run in the order of `_TESTS`, the most specific first, and the first reading is used. A rank
+that matches no test is taken to be executing its own code.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from echelon.recorder.format.schema import TRACING
 
 
 def read_rank(picture: Picture, rank: int) -> Reading:
-    """Determine what a rank is doing while other ranks wait for it, from the rank's own signals."""
+    """Determine from a rank's own signals what it is doing while other ranks wait for it."""
     facts = picture.evidence.ranks.get(rank)
     if facts is None:
         return read_absence(picture, rank)
@@ -81,7 +81,7 @@ _TESTS: tuple[Test, ...] = (
 
 
 def _host(picture: Picture, facts: RankEvidence) -> Reading:
-    """Return the default reading, in which the rank executes its own code."""
+    """Return the default reading: the rank is executing its own code."""
     host = facts.host
     frame = users_line(facts)
     span = innermost_span(facts)
@@ -115,7 +115,7 @@ def _host(picture: Picture, facts: RankEvidence) -> Reading:
 
 
 def _waits_line(facts: RankEvidence) -> tuple[str, ...]:
-    """Describe what the rank's current line is waiting for, if the rank's stack shows it."""
+    """Describe what the rank is waiting for at its current line, if its stack shows that."""
     activity = activity_of(facts)
     if activity.doing in (Doing.USER, Doing.LIBRARY, Doing.UNKNOWN):
         return ()
@@ -123,7 +123,7 @@ def _waits_line(facts: RankEvidence) -> tuple[str, ...]:
 
 
 def _unrecorded(picture: Picture, facts: RankEvidence, lines: list[str]) -> Reading:
-    """Determine what a rank without a ring or a stack is doing, from its threads in the kernel."""
+    """Determine what a rank is doing from its threads in the kernel, without ring or stack."""
     rank = facts.rank
     stack = missing_stack(facts, f"rank {rank}'s stack")
     if TRACING not in facts.host.not_permitted:

@@ -1,8 +1,8 @@
-"""Detect a rank whose stack shows what it waits for: its loader, a checkpoint, the store.
+"""Detect a rank whose stack shows what it is waiting for: its loader, a checkpoint, the store.
 
-The causes are those that a span would name, but they are found without spans, because a program
-that never imports echelon opens none. If the rank waits for a child process, above all for a
-loader's worker, that process is reported with its own line.
+Spans would name the same causes, but a program that never imports echelon opens no spans. If the
+rank is waiting for a child process, usually a data-loader worker, that process is reported with the
+line it is executing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_SHOWN = 4
 
 
 def activity_of(facts: RankEvidence) -> Activity:
-    """Return what a rank's main thread was doing at the first look."""
+    """Return what a rank's main thread was doing in the first snapshot."""
     return read_activity(facts.host.stacks, facts.host.native_stacks)
 
 
@@ -47,7 +47,7 @@ def worker_lines(facts: RankEvidence) -> list[str]:
 
 
 def read_arrival(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a rank that is in a collective at the second look, and is thus not stuck."""
+    """Detect a rank that has entered a collective by the second snapshot, so it is not stuck."""
     host = facts.host
     if facts.has_ring or not host.later_stacks:
         return None
@@ -66,7 +66,7 @@ def read_arrival(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_doing(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a rank whose stack shows the cause of its wait."""
+    """Detect a rank whose stack shows why it is waiting."""
     activity = activity_of(facts)
     cause = _CAUSES.get(activity.doing)
     if cause is None or not facts.host.alive:
@@ -92,7 +92,7 @@ def read_doing(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def named_worker(facts: RankEvidence) -> WorkerState | None:
-    """Return the loader's worker that a rank is waiting for, or None if no worker stands out."""
+    """Return the data-loader worker that a rank is waiting for, or None if unknown."""
     states = [
         one
         for one in workers_of(facts)
@@ -110,7 +110,7 @@ def _words(activity: Activity) -> str:
 
 
 def _is_same_later(facts: RankEvidence, activity: Activity) -> bool:
-    """Return whether both looks saw the same thing; anything seen only once may be transient."""
+    """Return whether both snapshots show the same activity; one seen only once may be transient."""
     if not facts.host.later_stacks:
         return False
     later = read_activity(facts.host.later_stacks)

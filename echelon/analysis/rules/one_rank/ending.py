@@ -78,7 +78,7 @@ def _is_closed(facts: RankEvidence) -> bool:
 
 
 def read_silence(picture: Picture, facts: RankEvidence) -> Reading | None:
-    """Compare heartbeats if the only evidence is rings that were read on another host."""
+    """Detect a heartbeat older than the others', if rings read on another host are all there is."""
     if facts.host.alive is not None or picture.evidence.foreign or not facts.has_ring:
         return None
     behind_s = _behind_s(picture, facts)
@@ -95,7 +95,7 @@ def read_silence(picture: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def _behind_s(picture: Picture, facts: RankEvidence) -> float:
-    """Return how much older a rank's heartbeat is than the newest heartbeat; 0 if it has none."""
+    """Return how much older a rank's heartbeat is than the newest one; 0 without a heartbeat."""
     if not facts.live[Live.HEARTBEAT_MONO_NS]:
         return 0.0
     return (picture.remembered("youngest", _youngest_ns) - _beat_ns(facts)) / 1e9
@@ -127,8 +127,8 @@ def read_loss(picture: Picture, rank: int) -> Reading:
 def read_absence(picture: Picture, rank: int) -> Reading:
     """Detect a rank that left no readable record.
 
-    Without a launcher that watched the job, a missing file proves little, because it may have been
-    lost when the files were copied.
+    If no launcher was watching the job, a missing file proves little: it may have been lost when
+    the files were copied.
     """
     if picture.evidence.incident.absent.get(rank):
         return read_loss(picture, rank)

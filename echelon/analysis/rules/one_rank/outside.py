@@ -1,12 +1,12 @@
-"""Determine from outside which ranks without a record wait for their peers.
+"""Determine from outside which ranks without a record are waiting for their peers.
 
-torch's Gloo backend runs each collective on a thread that waits for its peers with a timeout,
-whereas the threads of an idle backend wait without a timeout. The kernel therefore shows which
-ranks are inside a collective, and the remaining rank keeps them waiting. Before a group exists,
-ranks block in a socket call until all ranks have joined the store.
+torch's Gloo backend runs each collective on a thread that waits for its peers with a timeout; the
+threads of an idle backend wait without one. So the kernel shows which ranks are inside a
+collective, and the ranks that are not keep them waiting. Before a group exists, ranks block in a
+socket call until all ranks have joined the store.
 
-This method cannot determine which collective it is, or where in the code a rank is; that takes
-stacks.
+This method shows neither which collective a rank is in nor where in its code it is; only stacks
+show that.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WORDS = {
 
 
 def waits_for_peers(facts: RankEvidence) -> bool:
-    """Return whether a rank is seen inside a collective or at the rendezvous."""
+    """Return whether a rank appears to be in a collective or at the rendezvous."""
     if is_in_collective(facts) or activity_of(facts).doing is Doing.MEETING:
         return True
     return _is_at_rendezvous(facts)
@@ -44,8 +44,8 @@ def waits_for_peers(facts: RankEvidence) -> bool:
 def is_in_collective(facts: RankEvidence) -> bool:
     """Return whether a rank's stack, or one of its Gloo threads, is inside a collective.
 
-    The threads show more than the stack, because a backward pass, a functional collective or a
-    pipeline waits in C++, with no Python frame of a collective on its stack.
+    The threads show more than the stack: a backward pass, a functional collective or a pipeline
+    waits in C++, without a Python frame that belongs to a collective.
     """
     if facts.host.process_state in ("T", "t"):
         return False
@@ -55,12 +55,12 @@ def is_in_collective(facts: RankEvidence) -> bool:
 
 
 def is_seen_outside(facts: RankEvidence) -> bool:
-    """Return whether a rank's Gloo threads are visible but not in a collective."""
+    """Return whether a rank's Gloo threads can be seen and none of them is in a collective."""
     return any(thread.is_gloos for thread in facts.host.threads) and not is_in_collective(facts)
 
 
 def outside_words(facts: RankEvidence) -> str:
-    """Describe what the main thread is doing, in words that follow "rank R "; "" if unknown."""
+    """Describe what the main thread is doing, worded to follow "rank R "; "" if unknown."""
     if not facts.host.threads:
         return ""
     call = facts.host.threads[0].call
@@ -74,7 +74,7 @@ def outside_words(facts: RankEvidence) -> str:
 
 
 def outside_lines(facts: RankEvidence) -> list[str]:
-    """Describe what the kernel shows of a rank's threads."""
+    """Describe what the kernel shows about a rank's threads."""
     words = outside_words(facts)
     lines = [f"rank {facts.rank}: its main thread {words}"] if words else []
     gloo = [thread for thread in facts.host.threads if thread.is_gloos]
@@ -86,10 +86,10 @@ def outside_lines(facts: RankEvidence) -> list[str]:
 
 
 def keeps_waiting(picture: Picture) -> tuple[int, ...]:
-    """Return the live ranks without a record that are not where other ranks are waiting.
+    """Return the live ranks without a record that are keeping the other ranks waiting.
 
-    Returns () if this is inconclusive: some rank has a record, no rank is seen waiting, or all
-    ranks are.
+    Returns () if this cannot be decided: some rank has a record, or either no rank or every rank
+    appears to be waiting.
     """
     return picture.remembered("keeps_waiting", _keeps_waiting)
 
@@ -105,9 +105,9 @@ def _keeps_waiting(picture: Picture) -> tuple[int, ...]:
 
 
 def sleepers(picture: Picture) -> tuple[int, ...]:
-    """Return the few ranks without a record whose main thread is asleep while others' threads wait.
+    """Return the few ranks without a record that are asleep while the other main threads wait.
 
-    With sends and receives, the main thread itself waits, and no Gloo thread is inside a
+    This covers sends and receives: there the main thread itself waits, and no Gloo thread is in a
     collective.
     """
     return picture.remembered("sleepers", _sleepers)
@@ -126,7 +126,7 @@ def _sleepers(picture: Picture) -> tuple[int, ...]:
 
 
 def waits_unrecorded(picture: Picture, rank: int) -> bool:
-    """Return whether a rank without a record is nevertheless seen inside a collective."""
+    """Return whether a rank without a record can still be seen inside a collective."""
     facts = picture.evidence.ranks.get(rank)
     if facts is None or facts.has_ring or len(facts.rows):
         return False
@@ -134,7 +134,7 @@ def waits_unrecorded(picture: Picture, rank: int) -> bool:
 
 
 def waiting_ranks(picture: Picture) -> tuple[int, ...]:
-    """Return the live ranks that are seen waiting for their peers."""
+    """Return the live ranks that appear to be waiting for their peers."""
     return picture.remembered("waiting_ranks", _waiting_ranks)
 
 
@@ -144,7 +144,7 @@ def _waiting_ranks(picture: Picture) -> tuple[int, ...]:
 
 
 def _is_at_rendezvous(facts: RankEvidence) -> bool:
-    """Return whether the main thread waits on an open connection before a group exists."""
+    """Return whether the main thread is waiting on an open connection and no group exists yet."""
     host = facts.host
     connected = any(one.state == "ESTABLISHED" for one in host.sockets)
     return bool(

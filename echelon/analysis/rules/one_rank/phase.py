@@ -1,4 +1,4 @@
-"""Detect a rank inside a phase of its own: loading, saving, compiling, or using the store."""
+"""Detect a rank that is loading data, saving, compiling, or using the store."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OTHERS_BUILD = (
 
 
 def read_compiler(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect from a rank's stack alone, without spans, that it is running torch's compiler."""
+    """Detect a rank that is running torch's compiler, from its stack alone."""
     activity = activity_of(facts)
     if activity.doing is not Doing.COMPILING:
         return None

@@ -1,4 +1,4 @@
-"""Detect a rank whose process is stopped, throttled, locked, or asleep in the kernel."""
+"""Detect a process that is stopped, throttled, blocked by a lock, or asleep in the kernel."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FILE_SYSTEMS = re.compile(
 
 
 def read_freezer(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a process that was stopped by a signal or frozen with its cgroup."""
+    """Detect a process that was stopped by a signal or by freezing its cgroup."""
     stopped = facts.host.process_state in ("T", "t")
     if not stopped and not facts.host.frozen:
         return None
@@ -62,7 +62,7 @@ def read_freezer(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_motion(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect progress between the two looks, which means that the rank is slow and not stuck."""
+    """Detect a rank that made progress between the two snapshots, so it is slow but not stuck."""
     if not has_moved(facts):
         return None
     host = facts.host
@@ -80,7 +80,7 @@ def read_motion(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_throttling(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a rank that is held back most of the time by the processor limit of its cgroup."""
+    """Detect a rank that its cgroup's processor limit holds back most of the time."""
     share = facts.host.throttled_share
     if share is None or share < THROTTLED_SHARE or facts.host.process_state == "D":
         return None
@@ -95,7 +95,7 @@ def read_throttling(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_heartbeat(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a process that executes no Python because C code holds the interpreter's lock."""
+    """Detect a process that is not running Python because C code holds the interpreter's lock."""
     age = heartbeat_age_s(facts)
     if (
         not facts.host.alive
@@ -130,7 +130,7 @@ def read_heartbeat(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_held_lock(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect C code that holds the interpreter's lock and is in a kernel wait at both looks."""
+    """Detect C code that waits in the kernel and holds the interpreter's lock in both snapshots."""
     host = facts.host
     first, later = main_thread(host.stacks), main_thread(host.later_stacks)
     if first is None or later is None or not (first.holds_lock and later.holds_lock):
@@ -156,7 +156,7 @@ def read_held_lock(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_kernel_wait(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a wait in the kernel (state D)."""
+    """Detect a process in uninterruptible sleep in the kernel (state D)."""
     if facts.host.process_state != "D":
         return None
     channel, rank = facts.host.wait_channel, facts.rank

@@ -1,4 +1,4 @@
-"""Define the reading of one rank, and the signature of the tests that produce readings."""
+"""Define `Reading`, and the signature of the tests that return one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from echelon.analysis.finding import Cause, Confidence
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """The result of determining what one rank is doing."""
+    """What one rank is doing, according to one test."""
 
     cause: Cause
     confidence: Confidence

@@ -19,10 +19,10 @@ STALE_HEARTBEAT_S = 3.0  # six missed beats: a busy machine delays one or two
 
 
 def innermost_span(facts: RankEvidence) -> Span | None:
-    """Return the innermost open span of the thread that makes the rank's collectives.
+    """Return the innermost open span of the thread that calls the rank's collectives.
 
     If that thread has no open span, or if there has been no collective yet, return the innermost
-    open span of the thread that was the last to open a span.
+    open span of the thread that opened a span most recently.
     """
     if not facts.open_spans:
         return None
@@ -37,7 +37,7 @@ def innermost_span(facts: RankEvidence) -> Span | None:
 
 
 def heartbeat_age_s(facts: RankEvidence) -> float:
-    """Return the age of the Python heartbeat at the last look; 0 if unknown."""
+    """Return how old the Python heartbeat was when last read; 0 if unknown or recent."""
     beat = facts.live[Live.HEARTBEAT_MONO_NS] if facts.live else 0
     seen = facts.host.snapshot_mono_ns
     if not beat or not seen or facts.host.later_heartbeat_mono_ns > beat:
@@ -52,13 +52,13 @@ def heartbeat_lines(facts: RankEvidence) -> tuple[str, ...]:
 
 
 def users_line(facts: RankEvidence) -> Frame | None:
-    """Return the main thread's frame in the user's own code; None without a stack."""
+    """Return the user's innermost frame on the main thread; None if there is no stack."""
     thread = main_thread(facts.host.stacks)
     return users_frame(thread.frames) if thread else None
 
 
 def process_lines(facts: RankEvidence) -> list[str]:
-    """Describe the process as seen by the host: its state, and whether it is busy."""
+    """Describe the process as the host sees it: its state, and whether it is busy."""
     host = facts.host
     lines = []
     if host.process_state:
@@ -78,7 +78,7 @@ def native_heartbeat_age_s(facts: RankEvidence) -> float | None:
 
 
 def interrupted_lines(facts: RankEvidence) -> tuple[str, ...]:
-    """Warn if capturing the stacks may itself have changed what the rank did."""
+    """Warn if the signal that captured the stacks may have changed what the rank was doing."""
     if facts.host.stacks_from != SIGNAL:
         return ()
     text = (
@@ -88,7 +88,7 @@ def interrupted_lines(facts: RankEvidence) -> tuple[str, ...]:
 
 
 def native_line(facts: RankEvidence) -> tuple[str, ...]:
-    """Describe the C functions of the main thread's stack, innermost first."""
+    """Describe the main thread's C functions, innermost first."""
     lines = facts.host.native_stacks.splitlines()
     frames = [line.strip() for line in itertools.takewhile(lambda one: one[:1] == " ", lines[1:])]
     if not frames:
@@ -118,7 +118,7 @@ def is_busy(facts: RankEvidence) -> bool:
 
 
 def machine_lines(facts: RankEvidence) -> list[str]:
-    """Describe what holds the process back: cgroup limits, pressure, denied permissions."""
+    """Describe what holds the process back: its cgroup's limits, or pressure on the machine."""
     host = facts.host
     lines = []
     if host.throttled_share is not None and host.throttled_share > 0.1:
@@ -139,7 +139,7 @@ def machine_lines(facts: RankEvidence) -> list[str]:
 
 
 def denied_line(facts: RankEvidence) -> tuple[str, ...]:
-    """Describe which data about a rank the launcher was not permitted to read."""
+    """Name the data about a rank that the launcher had no permission to read."""
     denied = [name for name in facts.host.not_permitted if name != TRACING]  # see missing_stack
     if not denied:
         return ()
@@ -147,10 +147,10 @@ def denied_line(facts: RankEvidence) -> tuple[str, ...]:
 
 
 def missing_stack(facts: RankEvidence, whose: str) -> str:
-    """Name a stack that would settle a verdict, with a remedy if reading the stack was refused.
+    """Name a stack that would settle a verdict, with a remedy if permission to read it was denied.
 
     Args:
-        whose: the owner of the stack, such as "rank 3's main thread's stack".
+        whose: the stack and its owner, such as "rank 3's main thread's stack".
     """
     if TRACING not in facts.host.not_permitted:
         return whose

@@ -1,10 +1,10 @@
-"""Compare the source lines of ranks that recorded nothing and all wait in collectives.
+"""Compare the source lines of ranks that recorded nothing and are all waiting in collectives.
 
-No single rank keeps the other ranks waiting. Either the ranks are inside different calls, each of
-which other ranks have not made, or all ranks are inside the same call. Uneven batches look like the
-former, because one rank has left the loop and is in the barrier after it. A collective that only
-some ranks reach looks like the former too. Stacks show lines, not calls: two lines may make the
-same call, and one line may make several calls.
+No single rank keeps the others waiting. If the ranks are at different lines, they are probably
+inside different calls: with uneven batches, for example, one rank has left the loop and is in the
+barrier after it, or only some ranks have reached a collective. If all ranks are at the same line,
+they are probably inside the same call. Neither is certain, because two lines may make the same
+call, and one line may make several calls.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAX_SHOWN = 4
 
 
 def find_apart(picture: Picture) -> list[Finding]:
-    """Report the ranks whose collective is at a different line from that of most other ranks."""
+    """Report the ranks that are in a collective at a different line from most of the ranks."""
     places = _places(picture)
     if not places:
         return []
@@ -54,7 +54,7 @@ def find_apart(picture: Picture) -> list[Finding]:
 
 
 def _together(place: Frame, ranks: tuple[int, ...]) -> Finding:
-    """Report that all ranks are inside a call that was made by the same line."""
+    """Report that all ranks are waiting in a collective at the same line."""
     return Finding(
         cause=Cause.UNKNOWN,
         culprit_ranks=(),
@@ -72,7 +72,7 @@ def _together(place: Frame, ranks: tuple[int, ...]) -> Finding:
 
 
 def _places(picture: Picture) -> dict[Frame, tuple[int, ...]]:
-    """Return the ranks keyed by the line of their collective, or {} unless every rank is in one."""
+    """Return the ranks by the line of their collective, or {} unless every rank is in one."""
     evidence = picture.evidence
     if evidence.incident.kind != "stall" or evidence.missing or picture.graph.waits:
         return {}

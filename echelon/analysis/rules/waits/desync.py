@@ -1,4 +1,4 @@
-"""Detect cycles of ranks that wait for each other, due to operations in different orders."""
+"""Detect cycles of ranks that wait for each other because their operations differ in order."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def find_desync(picture: Picture) -> list[Finding]:
 def _sureness(picture: Picture, ring: tuple[int, ...], waits: list[Wait]) -> Confidence:
     """Return the confidence that the whole cycle is at fault.
 
-    With messages, or with more than two ranks, most of the cycle may be fallout of the rank that
-    slipped.
+    In a cycle that contains messages or more than two ranks, most of the ranks may be fallout of
+    the one that slipped.
     """
     if picture.streams is None:
         return Confidence.CERTAIN
@@ -75,9 +75,10 @@ def _sureness(picture: Picture, ring: tuple[int, ...], waits: list[Wait]) -> Con
 
 
 def _breaker(waits: list[Wait], ring: set[int], recorded: Collection[int]) -> int | None:
-    """Return the one rank without which there would be no cycle, or None if there is no such rank.
+    """Return the one rank whose removal breaks the cycle, or None if there is not exactly one.
 
-    Only that rank is absent where others wait. A rank without a record is absent everywhere.
+    Candidates are ranks that some wait needs alone. Ranks without a record are ignored, because
+    they seem to be absent everywhere.
     """
     seen = [[rank for rank in wait.absent if rank in recorded] for wait in waits]
     alone = {absent[0] for absent in seen if len(absent) == 1} & ring
@@ -103,10 +104,10 @@ def _without(waits: list[Wait], rank: int) -> WaitGraph:
 def _describe_odd(
     picture: Picture, odd: int, ring: tuple[int, ...], waits: list[Wait], *, is_habit: bool
 ) -> Finding:
-    """Name the one rank of a cycle that made its latest calls in an order that is new for it.
+    """Name the one rank of a cycle that departed from its usual order of calls.
 
-    The peer of an unmatched message may have left its side out or already completed it, so the
-    habit decides.
+    An unmatched message alone does not show which side is at fault: the peer may have left out its
+    side or already completed it. The rank's habit decides.
     """
     near = [wait for wait in waits if odd in wait.absent or odd in wait.waiting]
     first = next((wait for wait in near if odd in wait.absent), waits[0])

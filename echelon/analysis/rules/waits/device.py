@@ -1,8 +1,8 @@
-"""Detect a kernel that never started although it is at the head of its rank's queue.
+"""Detect a kernel that has not started although nothing is ahead of it in its rank's queue.
 
-If starts are recorded, a rank that waits for its peers has started the operation in which it waits.
-If a rank's head is only scheduled while the kernels of the other members are running, the rank is
-waiting for its own device, on which some earlier work never ended.
+If starts are recorded, a rank that is waiting for its peers has already started the operation. If
+the operation at the head of a rank's queue is only scheduled while the other members' kernels are
+running, the rank is waiting for its own device, where some earlier work never finished.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from echelon.recorder.format.schema import State
 
 
 def find_unstarted(picture: Picture) -> list[Finding]:
-    """Report the ranks whose kernels do not start while the kernels of their peers run."""
+    """Report the ranks whose kernels have not started although those of their peers are running."""
     streams = picture.streams
     if streams is None or not streams.has_starts or not picture.graph.waits:
         return []
@@ -27,7 +27,7 @@ def find_unstarted(picture: Picture) -> list[Finding]:
 
 
 def _peers_started(streams: Streams, head: Head) -> bool:
-    """Return whether all other members run kernels of the same operation."""
+    """Return whether all other members are running their kernels of the same operation."""
     others = [rank for rank in _members(streams, head) if rank != head.rank]
     there = [streams.heads.get(rank) for rank in others]
     if head.is_message:

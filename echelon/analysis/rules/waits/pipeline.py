@@ -1,9 +1,9 @@
 """Explain a hang in a pipeline: the missing action, its rank, and what that rank is doing.
 
-A pipeline posts receives ahead of time, so pending messages do not show which rank waits for which.
-Open spans do: a rank that waits has a `pipeline` span such as `2F3 waits in RECV_F for 1F3 of rank
-1`, and a rank that computes has a `compute` span with the text of its action. Following the waits
-leads to the rank that all others wait for; that rank's own signals show why.
+A pipeline posts receives ahead of time, so pending messages do not show which rank is waiting for
+which. Open spans do: a waiting rank has a `pipeline` span such as `2F3 waits in RECV_F for 1F3 of
+rank 1`, and a computing rank has a `compute` span with the text of its action. Following the waits
+leads to the rank that all others are waiting for, and that rank's own signals show why.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ACTION = re.compile(r"\d{1,6}[FBIW]\d{1,6}")
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """A wait of one rank for another inside a pipeline."""
+    """One rank waiting for another inside a pipeline."""
 
     rank: int
     action: str  # its own action, which cannot continue
@@ -39,7 +39,7 @@ class _Wait:
 
 
 def find_pipeline(picture: Picture) -> list[Finding]:
-    """Report the ranks that pipelines wait for, sorted from the longest wait."""
+    """Report the ranks that pipelines are waiting for, longest wait first."""
     waits = {
         rank: wait
         for rank, facts in picture.evidence.ranks.items()
@@ -65,7 +65,7 @@ def _wait_of(picture: Picture, facts: RankEvidence) -> _Wait | None:
 
 
 def _follow(picture: Picture, waits: dict[int, _Wait], wait: _Wait) -> int | None:
-    """Follow a wait to the rank at its end; return None if it ends in a cycle or a collective."""
+    """Follow a wait to the rank that causes it; return None at a cycle or a full collective."""
     seen = {wait.rank}
     rank = wait.peer
     while rank not in seen:
@@ -113,7 +113,7 @@ def _describe(picture: Picture, root: int, waiting: list[_Wait]) -> Finding:
 
 
 def _is_for(wait: _Wait, facts: RankEvidence | None) -> bool:
-    """Return whether a wait is for the action that a rank is currently executing."""
+    """Return whether a rank is executing the very action that another rank is waiting for."""
     span = None if facts is None else _computing(facts)
     return span is not None and wait.thing == span.detail.replace("I", "B")
 
@@ -144,7 +144,7 @@ def _fallout(picture: Picture, root: int, waiting: tuple[int, ...]) -> tuple[int
 
 
 def _group(picture: Picture, wait: _Wait) -> str | None:
-    """Return the name of the group whose message a rank waits for."""
+    """Return the name of the group of the message that a rank is waiting for."""
     rows = picture.evidence.ranks[wait.rank].rows
     pending = (rows["state"] == State.CREATED) | (rows["state"] == State.STARTED)
     mine = rows[((rows["flags"] & Flag.P2P) > 0) & (rows["peer"] == wait.peer) & pending]

@@ -1,12 +1,12 @@
 """Detect a rank or a host that is repeatedly last although nothing stalls.
 
 A straggler is a verdict only if it matters: it must be last in at least 80 % of at least 50
-collectives of a group, with at least 20 % of the time spent waiting for it. Below that, the
-straggler is only noted.
+collectives of a group, and at least 20 % of the time must be spent waiting for it. A smaller delay
+is only noted.
 
-Only collectives in which a rank really waited are counted. Of four consecutive buckets, for
-example, the first absorbs the slow rank's delay, and it is a matter of chance which rank is last in
-the other three.
+Only collectives in which ranks actually waited are counted. Of four buckets in a row, for example,
+the first absorbs the slow rank's delay, and which rank is last in the other three is a matter of
+chance.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NOTED_COST_SHARE = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Laggards:
-    """The members that most often arrived last (one rank, a host, a few ranks), and their cost."""
+    """The members that most often arrived last (a rank, a host or a few ranks), and their cost."""
 
     group: str
     ranks: tuple[int, ...]
@@ -56,8 +56,8 @@ class Laggards:
 def laggards(found: Arrivals, hosts: list[str]) -> Laggards | None:
     """Return the members that were last most often; None if there are too few collectives.
 
-    The result is one rank if a single rank is late. Otherwise, it is the ranks of a host, or a few
-    ranks that are equally late, so that chance decides which of them is last.
+    The result is one rank if a single rank is late. Otherwise it is the ranks of a host, or a few
+    ranks that are equally late and are last by turns.
 
     Args:
         hosts: the host of each member: [num_members].
@@ -98,7 +98,7 @@ def _sets(lag: npt.NDArray[np.int64], hosts: list[str]) -> Iterator[tuple[int, .
 def _judge(
     found: Arrivals, lag: npt.NDArray[np.int64], members: tuple[int, ...], hosts: list[str]
 ) -> Laggards:
-    """Measure the cost of a set of members: how much later it arrived than all others."""
+    """Measure the cost of a set of members: how much later they arrived than all others."""
     rest = np.delete(lag, members, axis=0)
     if not len(rest):
         rest = np.zeros_like(lag[:1])

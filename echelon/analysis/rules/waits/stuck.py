@@ -1,7 +1,6 @@
-"""Examine the ranks that other ranks wait for and that wait for no rank themselves.
+"""Examine the ranks that other ranks are waiting for and that are not waiting themselves.
 
-Each sink of the wait-for graph is judged by its own signals (`one_rank/`). Sinks with the same
-cause make one finding.
+Each such sink of the wait-for graph is judged by its own signals (`one_rank/`).
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ _ACTIONS = {
 
 
 def find_stuck(picture: Picture) -> list[Finding]:
-    """Report the sinks, beginning with the earliest wait.
+    """Report the sinks, earliest wait first.
 
-    Sinks with the same cause make one finding if the same operation waits for them. Sinks with that
-    cause elsewhere make another finding.
+    Sinks with the same cause share a finding if the same operation is waiting for them; otherwise
+    each gets its own.
     """
     sinks = suspects(picture)
     readings = {rank: read_rank(picture, rank) for rank in sinks}
@@ -77,7 +76,7 @@ def find_stuck(picture: Picture) -> list[Finding]:
 
 
 def _bounded(alike: dict[tuple[Cause, int], list[int]]) -> dict[tuple[Cause, int], list[int]]:
-    """If there are too many sinks, each in a separate group, merge them by cause."""
+    """If too many sinks would each get their own finding, merge them by cause."""
     if len(alike) <= _MAX_FINDINGS:
         return alike
     merged: dict[tuple[Cause, int], list[int]] = {}
@@ -87,7 +86,7 @@ def _bounded(alike: dict[tuple[Cause, int], list[int]]) -> dict[tuple[Cause, int
 
 
 def find_all_busy(picture: Picture) -> list[Finding]:
-    """Report that all ranks compute and none waits for another, although a stall was detected.
+    """Report a stall in which all ranks are computing and none is waiting for another.
 
     A long compilation, evaluation or preprocessing looks the same and is not a fault.
     """
@@ -124,7 +123,7 @@ def find_lost(picture: Picture) -> list[Finding]:
     """Report the ranks whose node was lost, if that was the first failure.
 
     The other ranks may still have been making progress when their snapshots were taken, each at a
-    different moment, so anything there that looks like a wait or a stall is a coincidence.
+    different moment. Anything in those snapshots that looks like a wait or a stall is coincidence.
     """
     incident, size = picture.evidence.incident, picture.evidence.world_size
     lost = tuple(rank for rank in incident.lost if rank < size)
@@ -138,10 +137,10 @@ def find_lost(picture: Picture) -> list[Finding]:
 def suspects(picture: Picture) -> tuple[int, ...]:
     """Return the ranks to examine: the sinks or, in a silent stall, every running rank.
 
-    A rank inside an operation that all members have entered is waiting for the transport, but a
-    rank in no operation at all takes precedence. A rank inside an operation that its peers have
-    completed is waiting for its own device. Before a group exists, ranks meet at the store, and the
-    ranks that have arrived wait for the rest.
+    A rank inside an operation that all members have entered is waiting for the transport; a rank
+    outside any operation takes precedence over it. A rank inside an operation that its peers have
+    completed is waiting for its own device. Before a group exists, ranks meet at the store, where
+    those that have arrived wait for the others.
     """
     sinks = picture.graph.sinks
     inside = {rank for wait in picture.graph.waits if not wait.absent for rank in wait.waiting}
@@ -174,10 +173,10 @@ def suspects(picture: Picture) -> tuple[int, ...]:
 
 
 def accused(picture: Picture) -> tuple[int, ...]:
-    """Return the ranks that others' timeouts name as missing and that did not end by themselves.
+    """Return the ranks that timeouts on other ranks name as missing, unless they failed themselves.
 
-    Before a group exists, no rank waits in an operation, and only these errors name the ranks that
-    did not join.
+    Before a group exists, no rank is waiting in an operation, and only these errors name the ranks
+    that did not join.
     """
     named: set[int] = set()
     for facts in picture.evidence.ranks.values():
@@ -198,12 +197,12 @@ def _is_at_store(facts: RankEvidence) -> bool:
 
 
 def is_left_behind(picture: Picture, wait: Wait) -> bool:
-    """Return whether the peers completed these ranks' operation some time ago.
+    """Return whether the waiting ranks' peers completed the operation some time ago.
 
-    In foreign dumps, which do not record when they were made, a few ranks may simply have been
-    dumped earlier. There, most peers must have completed the operation and already wait in a later
-    operation, or the operation must have timed out. Over a dead link, one side may complete an
-    operation whose data never reaches the other side, which is the fault of the network.
+    Foreign dumps do not record when they were made, so a few ranks may simply have been dumped
+    earlier. For these, most peers must have completed the operation and be waiting in a later one,
+    or the operation must have timed out. Over a dead link, one side may complete an operation whose
+    data never reaches the other side; then the network is at fault.
     """
     if wait.absent or not wait.completed or picture.is_cut_off(wait):
         return False
@@ -226,7 +225,7 @@ def _began(picture: Picture, ranks: Sequence[int]) -> int:
 def describe_sinks(
     picture: Picture, ranks: tuple[int, ...], reading: Reading, shown: int
 ) -> Finding:
-    """Make one finding of ranks that are doing the same; the rank `shown` is described first."""
+    """Combine ranks stuck for the same reason into a finding; `shown` is described first."""
     wait = picture.wait_for(ranks)
     who = rank_list(ranks)
     summary = f"rank {shown} {reading.words}"
@@ -283,7 +282,7 @@ def describe_sinks(
 
 
 def _rest_words(reading: Reading, others: Mapping[int, Reading], rest: Sequence[int]) -> str:
-    """Describe a finding's other ranks: all are doing the same, or each is at a different place."""
+    """Describe the other ranks of a finding: which do the same as the first, and which do not."""
     apart = [r for r, other in others.items() if other.frame != reading.frame and other.frame]
     same = [rank for rank in rest if rank not in apart]
     text = f"; so {'does' if len(same) == 1 else 'do'} {rank_list(same)}" if same else ""
@@ -294,7 +293,7 @@ def _rest_words(reading: Reading, others: Mapping[int, Reading], rest: Sequence[
 
 
 def _has_contrast(picture: Picture, ranks: Sequence[int]) -> bool:
-    """Return whether any running rank is not a culprit, which `certain` requires."""
+    """Return whether anything sets the culprits apart from other ranks."""
     if picture.evidence.world_size == 1 or picture.wait_for(ranks) is not None:
         return True
     return any(rank not in ranks for rank in range(picture.evidence.world_size))
@@ -305,7 +304,7 @@ def _confidence(picture: Picture, ranks: Sequence[int], reading: Reading) -> Con
 
 
 def waiting_words(picture: Picture, ranks: Sequence[int], wait: Wait) -> str:
-    """Describe how many ranks wait for `ranks`, where, and for how long."""
+    """Describe how many ranks are waiting for `ranks`, where, and for how long."""
     waiting = picture.graph.fallout(ranks)
     one = len(waiting) == 1
     number = f"rank {waiting[0]}" if one else f"{len(waiting)} ranks"

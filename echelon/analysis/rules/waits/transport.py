@@ -25,7 +25,7 @@ _SETTLES = (
 
 
 def find_transport(picture: Picture) -> list[Finding]:
-    """Report an operation that every member has entered but not all complete, or lost links."""
+    """Report an operation that all members entered and not all completed, or lost connections."""
     inside = [wait for wait in picture.graph.waits if _is_full(picture, wait)]
     if inside:
         return [_describe(picture, min(inside, key=lambda wait: wait.since_ns))]
@@ -68,7 +68,7 @@ def _describe(picture: Picture, wait: Wait) -> Finding:
 
 
 def _world(picture: Picture) -> tuple[str, ...]:
-    """Report that a rank may be missing if no record states the number of ranks."""
+    """Mention that a rank may be missing, if no record states the number of ranks."""
     if not picture.evidence.is_world_inferred:
         return ()
     size = picture.evidence.world_size
@@ -91,9 +91,9 @@ def _whose(links: tuple[BrokenLink, ...], culprits: tuple[int, ...]) -> str:
 
 
 def _broken(picture: Picture) -> list[Finding]:
-    """Report lost connections if no rank has hung or died.
+    """Report lost connections, provided that no rank has hung or died.
 
-    The finding names the rank that most of them lead to.
+    The finding names the rank at the other end of most of these connections.
     """
     texts = {rank: text for rank, text in _errors(picture).items() if text}
     if not texts:

@@ -1,1 +1,1 @@
-"""Read the ranks' log files as evidence, if no other evidence exists."""
+"""Read the ranks' log files as evidence when there is no other."""

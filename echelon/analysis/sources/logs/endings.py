@@ -35,7 +35,7 @@ _MAX_TASKS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a rank ended, according to a launcher; `code` is as in `subprocess`."""
+    """How a rank ended, according to a launcher; `code` follows `subprocess.Popen.returncode`."""
 
     rank: int
     code: int
@@ -44,7 +44,7 @@ class Ending:
 
 
 def endings_in(text: str) -> tuple[list[Ending], int]:
-    """Return the logged ends of ranks, and the first rank logged as failed (-1 if none)."""
+    """Return how ranks ended, as logged, and the rank logged as the first failure (-1 if none)."""
     found = [
         Ending(int(match["rank"]), int(match["code"]), int(match["pid"]))
         for match in _TORCHRUN.finditer(text)
@@ -62,7 +62,7 @@ def endings_in(text: str) -> tuple[list[Ending], int]:
 
 
 def _first(text: str) -> int:
-    """Return the rank whose failure torchrun saw first, or -1 if several agents report one."""
+    """Return the rank that torchrun reports as the first failure, or -1 unless one agent does."""
     if text.count(_TORCHRUN_ROOT) != 1:
         return -1
     match = _TORCHRUN.search(text, text.index(_TORCHRUN_ROOT))
@@ -78,7 +78,7 @@ def _code(how: str) -> int:
 
 
 def _numbers(tasks: str) -> list[int]:
-    """Parse numbers and ranges, such as `3`, `0,2` and `4-7`."""
+    """Parse task numbers and ranges: `3`, `0,2`, `4-7`."""
     out: list[int] = []
     for part in tasks.split(","):
         first, _, last = part.partition("-")

@@ -1,8 +1,8 @@
 """Read a folder of logs, or one merged log, as evidence of each rank's output and end.
 
-The supported layouts are this launcher's (`rank_3/attempt_0/stderr.log`), that of torchrun's
-`--log-dir` (`attempt_0/3/stderr.log`), one file per rank (`slurm-99-3.out`, `rank3.log`), and one
-file whose lines a launcher labelled. Of several attempts, the newest is read. Links are not
+The supported layouts are this launcher's (`rank_3/attempt_0/stderr.log`), torchrun's `--log-dir`
+(`attempt_0/3/stderr.log`), one file per rank (`slurm-99-3.out`, `rank3.log`), and one file in which
+a launcher has labelled the lines. If there are several attempts, the newest is read. Links are not
 followed.
 """
 
@@ -61,8 +61,8 @@ class _Logs:
 def load_logs(path: Path) -> Evidence | None:
     """Load the logs below a folder, or a single log; return None if there are no logs.
 
-    If the texts in a folder name no rank and hold no known message, they are not treated as a job's
-    logs, because they may be notes.
+    Texts that name no rank and hold no known message are not treated as a job's logs, because they
+    may be anything.
     """
     logs = _Logs()
     for file in _files(path):

@@ -1,4 +1,4 @@
-"""Read lines of logs within bounds, and strip the labels that launchers add.
+"""Read lines of logs within size limits, and strip the labels that launchers add.
 
 A launcher that merges the output of its ranks labels each line: torchrun with `[default3]:`, srun
 `--label` with `3: `, and echelon with `3| `. torch itself puts `[rank3]:` before tracebacks and
@@ -50,11 +50,10 @@ def _is_text(head: bytes) -> bool:
 
 
 def by_rank(text: str, *, labelled: bool = False) -> dict[int, str]:
-    """Divide a merged log by the ranks that its lines name; -1 stands for lines without a rank.
+    """Split a merged log by the rank named on each line; -1 holds the lines without a rank.
 
     Args:
-        labelled: whether a number followed by a colon or a bar at the start of a line may be a
-            rank.
+        labelled: whether a line may start with its rank as a number followed by a colon or a bar.
     """
     parts: dict[int, list[str]] = {}
     for line in text.splitlines():
@@ -64,7 +63,7 @@ def by_rank(text: str, *, labelled: bool = False) -> dict[int, str]:
 
 
 def is_labelled(text: str) -> bool:
-    """Return whether most lines of a log begin with a label, as with srun and echelon."""
+    """Return whether most lines of a log begin with a rank label, as srun and echelon write it."""
     lines = [line for line in text.splitlines() if line.strip()]
     labels = {match[1] for line in lines if (match := _LABEL.match(line))}
     return len(labels) > 1 and 2 * sum(bool(_LABEL.match(line)) for line in lines) > len(lines)

@@ -1,9 +1,9 @@
 """Recognize messages that libraries, drivers, kernels and schedulers write when a job fails.
 
-Each entry names a cause, whether the message reports a root cause or the consequence of another
-failure, and a remedy. The wording is that of PyTorch 2.0 to 2.13, NCCL 2.14 to 2.28, RCCL, oneCCL,
-Gloo, the NVIDIA driver (https://docs.nvidia.com/deploy/xid-errors), Linux and Slurm. If several
-messages match a line, the first in the table wins; specific messages come before general ones.
+Each entry gives a cause, a remedy, and whether the message reports a root cause or a consequence of
+another failure. The wording is that of PyTorch 2.0 to 2.13, NCCL 2.14 to 2.28, RCCL, oneCCL, Gloo,
+the NVIDIA driver (https://docs.nvidia.com/deploy/xid-errors), Linux and Slurm. If several messages
+match a line, the first in the table wins; specific messages come before general ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TELLING = (
 
 
 class Role(Enum):
-    """What a message implies about the process that wrote it."""
+    """What a message reports: a root cause, or a consequence of trouble elsewhere."""
 
     ROOT = "its own trouble"
     CONSEQUENCE = "trouble that came from elsewhere"
@@ -38,7 +38,7 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A kind of message; `name` is its name in the docs."""
+    """A kind of message; `name` is what the docs call it."""
 
     name: str
     pattern: re.Pattern[str]

@@ -1,8 +1,8 @@
 """Read dumps of torch's own recorder that are stored beside echelon's black boxes.
 
-An unmodified torch program opens no ring. The host records what it can observe of the process, and
-torch's dump lists the operations that the process called. If a rank has a ring, the ring holds
-more, and the dump is ignored.
+An unmodified torch program opens no ring. The host records what it can observe about the process,
+and torch's dump lists the operations that the process called. If a rank does have a ring, the dump
+is ignored, because the ring holds more.
 """
 
 from __future__ import annotations

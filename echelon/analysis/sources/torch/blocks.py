@@ -1,11 +1,12 @@
 """Determine the state of coalesced blocks whose closing entry is not in the dump.
 
-The operations inside a block (its parts) never carry a state of their own. There are two reasons
-why a closing entry may be missing: the block was completed and a dump of active entries left its
-closing entry out, or the block was not yet closed when the dump was written. The two cases are
-distinguished by what was enqueued after the block in its group and by the group's counters. A
-single message that was sent on its own looks like a part. It is a part if the group closes blocks;
-it is not a part if the group lists a message as completed, because a message on its own carries its
+The operations inside a block (its parts) carry no state of their own. A closing entry may be
+missing for two reasons: the block completed, and the dump lists only active entries; or the block
+was not yet closed when the dump was written. What the group enqueued after the block, and the
+group's counters, show which is the case.
+
+A single message sent on its own looks like a part. If the group closes blocks, it is a part. If the
+group lists any message as completed, it is not, because only messages sent on their own carry a
 state.
 """
 
@@ -30,7 +31,7 @@ def finish_unclosed(
     tops: Mapping[int, Tops],
     status: Mapping[int, tuple[int, int]],
 ) -> None:
-    """Mark the operations inside a completed block as completed if its closing entry is missing.
+    """Mark the parts of blocks as completed if the block completed but lost its closing entry.
 
     Args:
         rows: one rank's rows, modified in place; their `group` is still the index of a (name,
@@ -72,7 +73,7 @@ def _blocks(
     is_message: npt.NDArray[np.bool_],
     open_: npt.NDArray[np.bool_],
 ) -> Iterator[tuple[int, bool, int, list[int]]]:
-    """Yield the (pair, whether messages, number, rows) of each open block."""
+    """Yield (pair, is_message, number, rows) for each open block."""
     blocks: dict[tuple[int, bool, int], list[int]] = {}
     for index in np.flatnonzero(open_).tolist():
         key = (int(rows["group"][index]), bool(is_message[index]), int(numbers[index]))

@@ -1,13 +1,14 @@
 """Read torch's counters, which show how far each rank has got in each group.
 
 `pg_status` is keyed by local group numbers, which increase in the order in which the rank created
-its groups. Entries map the number to a name. If a group left no entry (its ring has wrapped around,
-or only active entries were dumped), the numeric names in `pg_config`, sorted, are in the same
-order. Names that are hashes are mapped by the description that other ranks use under that number,
-and the last remaining name is mapped by elimination.
+its groups. Entries map these numbers to names. A group may have no entries, because the ring has
+wrapped around or only active entries were dumped. Then the names in `pg_config` are used: numeric
+names, once sorted, are in the same order as the numbers. Names that are hashes are matched by the
+description that other ranks give for the same number, and the last remaining name by elimination.
 
 Each entry carries both counters of its group, for collectives and for messages. `pg_status` holds
-whichever of the two changed last, so it counts collectives only in a group that has no messages.
+whichever of the two changed last, so it is a count of collectives only if the group has no
+messages.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Tops:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counters:
-    """The counters of one rank, from its entries and from `pg_status` by local group number."""
+    """One rank's counters: from its entries, and from `pg_status`, keyed by local group number."""
 
     tops: Mapping[Pair, Tops] = field(default_factory=dict)
     status: Mapping[int, tuple[int, int]] = field(default_factory=dict)
@@ -40,7 +41,7 @@ class Counters:
 def join_numbers(
     counters: Counters, described: Mapping[int, frozenset[str]], pairs: list[tuple[str, str]]
 ) -> dict[int, tuple[str, str]]:
-    """Map each local number in a rank's status to the name and description of a group."""
+    """Map each local group number in a rank's status to the group's name and description."""
     found = {tops.local_number: pairs[pair] for pair, tops in counters.tops.items()}
     left = [number for number in sorted(counters.status) if number not in found]
     names = [one for one in counters.names if one not in set(found.values())]
@@ -65,7 +66,7 @@ def join_numbers(
 def _by_elimination(
     found: dict[int, tuple[str, str]], counters: Counters
 ) -> dict[int, tuple[str, str]]:
-    """Map the remaining numbers: the world's group is created first, and names are unique."""
+    """Map the remaining numbers; the world's group is created first, and names are unique."""
     if len(counters.status) != len(counters.names):
         return found
     taken = set(found.values())

@@ -1,8 +1,8 @@
 """Read one file of torch's flight recorder, pickle or JSON, into checked and typed fields.
 
-torch's formats 2.x are supported. Unknown keys are skipped and missing keys get a default, so that
-minor versions may differ between ranks. A file does not contain its rank; the rank is the number in
-the file's name.
+torch's formats 2.x are supported. Unknown keys are skipped and missing keys are given defaults, so
+ranks may use different minor versions. The rank is the number in the file's name, because the file
+itself does not contain it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TorchFile:
 
 
 def rank_in_name(path: Path) -> int | None:
-    """Return the rank in a file's name: the number after "rank", or else the number at its end."""
+    """Return the rank in a file's name: the number after "rank", or the number at the end."""
     match = _RANK_WORD.search(path.name)
     if match is None:
         match = _LAST_NUMBER.search(_EXTENSION.sub("", path.name))
@@ -121,7 +121,7 @@ def _version(path: Path, value: Any) -> tuple[int, int]:
 
 
 def _members(config: Any) -> dict[str, tuple[int, ...]]:
-    """Read `pg_config`, whose ranks are a string that looks like a list and is never evaluated."""
+    """Read `pg_config`; its ranks are a string that looks like a list, which is never evaluated."""
     found: dict[str, tuple[int, ...]] = {}
     for name, value in config.items() if isinstance(config, dict) else ():
         if isinstance(name, str) and isinstance(value, dict):

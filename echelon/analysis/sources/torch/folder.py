@@ -1,9 +1,10 @@
 """Read a folder of torch's flight recorder dumps as evidence.
 
-Dumps are recognised by their first bytes, and their ranks by the number in the file name; they may
-lie in one folder per host. torch identifies groups by a name that is unique only within a process.
-It writes the members as a string and, with Gloo, often not at all. In that case, the members are
-the ranks that recorded something in the group, and the group is marked as inferred (`is_vague`).
+Dumps are recognised by their first bytes, and their ranks by the number in the file name; each host
+may have its own subfolder. torch identifies a group by a name that is unique only within a process.
+It writes the group's members as a string, and with Gloo often not at all. Then the members are
+taken to be the ranks that recorded something in the group, and the group is marked as inferred
+(`vague`).
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _looks_like_dump(file: Path) -> bool:
-    """Return whether a file may be a rank's dump, even if it is empty or truncated."""
+    """Return whether a file may be one rank's dump, even if it is empty or truncated."""
     try:
         with file.open("rb") as opened:
             head = opened.read(1)
@@ -113,7 +114,7 @@ def _looks_like_dump(file: Path) -> bool:
 
 
 class TorchLoader:
-    """A loader that reads one file after another and keeps only the rows of each file."""
+    """Reads one file after another, keeping only the rows of each."""
 
     def __init__(self, tables: Tables | None = None) -> None:
         self.tables = Tables() if tables is None else tables
@@ -124,7 +125,7 @@ class TorchLoader:
         self.warnings: list[str] = []
 
     def read(self, rank: int, path: Path) -> None:
-        """Read the file of a rank; an unreadable file causes a warning."""
+        """Read a rank's file; if it is unreadable, add a warning."""
         try:
             file = read_torch_file(path, rank)
             read = self._rows.rows(str(path), file.entries, file.status)
@@ -139,7 +140,7 @@ class TorchLoader:
         self.files[rank] = TorchRank(rank, file.members, read.rows, counters, read.called_only)
 
     def settle(self, world_size: int = 0) -> TorchGroups:
-        """Assign ranks to groups; rows then refer to groups, and peers are global ranks."""
+        """Assign ranks to groups; afterwards, rows refer to groups and peers are global ranks."""
         groups = TorchGroups(self.files, self._rows.pairs, world_size)
         for read in self.files.values():
             groups.settle(read)
@@ -174,7 +175,7 @@ class TorchLoader:
 
 
 def _pairs_inside(rows: npt.NDArray[Any]) -> list[int]:
-    """Return the pairs (name, description) of the groups in which a rank is inside an operation."""
+    """Return the pairs (name, description) of groups where a rank has unfinished operations."""
     inside: list[int] = np.unique(rows["group"][rows["state"] != State.COMPLETED]).tolist()
     return inside
 
@@ -184,9 +185,9 @@ def _regular_size(
 ) -> int:
     """Return the number of ranks implied by the sizes of groups, or 0 if they imply none.
 
-    Gloo's dumps name no members, so nothing is known about a rank whose dump is missing. However,
-    groups with the same description divide the ranks evenly, so a stuck group that is too small
-    reveals such a rank.
+    Gloo's dumps name no members, so a rank whose dump is missing leaves no other trace. However,
+    groups with the same description usually divide the ranks evenly, so a stuck group that is too
+    small reveals a missing rank.
     """
     shapes: dict[str, dict[int, Sequence[int]]] = {}
     for pair, ranks in recorded.items():
@@ -217,7 +218,7 @@ class TorchRank:
 
 
 class TorchGroups:
-    """The groups in all files, each identified by its name, description and members."""
+    """The groups found in all files; a group is identified by its name, description and members."""
 
     def __init__(
         self, files: Mapping[int, TorchRank], pairs: Sequence[tuple[str, str]], world_size: int = 0
@@ -246,7 +247,7 @@ class TorchGroups:
             self.world_size = max(self.world_size, _regular_size(pairs, self._recorded, inside))
 
     def settle(self, read: TorchRank) -> None:
-        """Replace a rank's (name, description) pairs by groups, and its peers by global ranks."""
+        """Replace (name, description) pairs in a rank's rows with groups, and peers with ranks."""
         rows = read.rows
         for pair in np.unique(rows["group"]).tolist():
             mine = rows["group"] == pair
@@ -259,7 +260,7 @@ class TorchGroups:
         rows["group"] = -2 - rows["group"]
 
     def count(self, files: Iterable[TorchRank]) -> None:
-        """Determine from all counters how many collectives each rank has entered in each group."""
+        """Determine how many collectives each rank has entered in each group."""
         files = list(files)
         pairs = list(self._pairs)
         described = descriptions((read.counters for read in files), pairs)
@@ -286,10 +287,10 @@ class TorchGroups:
                 self.completed.setdefault(read.rank, {})[found] = max(completed, 0)
 
     def reopen(self, files: Mapping[int, TorchRank]) -> None:
-        """If completions are unknown, mark collectives that some member has not called as pending.
+        """Mark collectives as pending if completions are unknown and some member did not call them.
 
-        Such collectives cannot have completed everywhere. Collectives that all members have called
-        count as complete.
+        A collective that some member has not called cannot have completed everywhere. One that all
+        members have called counts as complete.
         """
         for read in files.values():
             for number in {self._number(read, pair) for pair in read.called_only}:
@@ -313,11 +314,11 @@ class TorchGroups:
     def _counted(
         self, read: TorchRank, name: str, desc: str, with_messages: set[int]
     ) -> int | None:
-        """Return the number of the group to which a counter belongs, or None if that is unclear.
+        """Return the number of the group that a counter belongs to, or None if that is unclear.
 
-        A counter whose group left no entries may be counting messages. Such a counter is therefore
-        trusted only for the world's group, and only if the job is known to exchange its messages in
-        other groups.
+        If a group left no entries, its counter may be counting messages. Such a counter is trusted
+        only for the world's group, and only if the job is known to exchange its messages in other
+        groups.
         """
         members = read.members.get(name, ())
         found = self._index.get((name, desc, members))

@@ -1,15 +1,15 @@
 """Read pickles that contain only plain data.
 
-Python's unpickler calls whatever the file asks for. Each file is therefore first scanned opcode by
+Python's unpickler calls whatever a file tells it to. So each file is first scanned, opcode by
 opcode, and only opcodes that build dicts, lists, tuples, strings and numbers are accepted. GLOBAL,
 REDUCE, BUILD and similar opcodes are refused by name before anything is built. The C unpickler that
-then runs cannot look up a class either. Each of the two barriers is sufficient.
+runs afterwards cannot look up a class either. Either barrier would be sufficient on its own.
 
-The scan also bounds how much memory the file can make this process allocate: strings must lie
-within the file, and memo numbers (the C unpickler's table grows to the largest one) may not exceed
-what the file could fill. A regular expression consumes runs of opcodes of fixed length and of short
-strings, which makes the scan as fast as the unpickler itself; longer strings are skipped one by
-one.
+The scan also limits how much memory a file can make this process allocate: strings must lie within
+the file, and memo numbers may not exceed what the file could fill, because the C unpickler's table
+grows to the largest of them. A regular expression consumes runs of fixed-length opcodes and short
+strings at once, which makes the scan as fast as the unpickler itself; longer strings are skipped
+one by one.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def load_plain(path: Path) -> Any:
 
 
 def refuse(data: bytes) -> str:
-    """Return why a pickle is not plain data, or "" if it is; nothing is built or called."""
+    """Return why a pickle is not plain data, or "" if it is; builds and calls nothing."""
     run = _RUN_SMALL if len(data) < _SMALL_FILE else _RUN_LARGE
     at, end = 0, len(data)
     while at < end:

@@ -1,7 +1,7 @@
-"""Convert torch's entries to rows, and handle all quirks of torch's format.
+"""Convert torch's entries to rows, and handle the quirks of torch's format.
 
 - Gloo's state is always "scheduled"; `retired` means finished *or* failed.
-- With NCCL, retired and not completed means that the watchdog's timeout expired.
+- With NCCL, an entry that is retired but not completed means that the watchdog timed out.
 - Operations inside a coalesced block carry no state; the block's closing entry, `coalesced`, does.
   All operations of a block share one sequence number and are compared as a set.
 - `record_id` and `p2p_seq_id` count per process: they are never compared between ranks.
@@ -119,7 +119,7 @@ class ReadRows:
     Attributes:
         tops: the highest counters of each pair.
         called_only: the pairs whose recorder does not know which operations completed.
-        counts_in_status: whether `pg_status` counts collectives as the entries do.
+        counts_in_status: whether `pg_status` counts collectives in the same way as the entries.
     """
 
     rows: npt.NDArray[Any]
@@ -129,7 +129,7 @@ class ReadRows:
 
 
 class TorchRows:
-    """A converter from entries to rows over shared tables, used for all files."""
+    """Converts the entries of all files to rows over shared tables."""
 
     def __init__(self, tables: Tables) -> None:
         self.pairs: list[tuple[str, str]] = []
@@ -147,15 +147,15 @@ class TorchRows:
         entries: Sequence[Mapping[str, Any]],
         status: Mapping[int, tuple[int, int]],
     ) -> ReadRows:
-        """Return a rank's rows, oldest first, with the other contents of the rank's entries.
+        """Return a rank's rows, oldest first, and the other contents of its entries.
 
         The members of a group are known only after all files have been read. Until then, `group` is
         an index into `pairs`, the (name, description) of the entries, and `peer` is a rank in the
         group.
 
         Raises:
-            DumpFormatError: a field has a type that no version of the format has, or the numbers of
-                the operations cannot be compared with those of other ranks.
+            DumpFormatError: a field has a type that no version of the format allows, or the
+                operations are numbered in a way that cannot be compared with other ranks.
         """
         try:
             return self._rows(entries, status)
@@ -246,7 +246,7 @@ class TorchRows:
         tops: Mapping[int, Tops],
         status: Mapping[int, tuple[int, int]],
     ) -> npt.NDArray[Any]:
-        """Give blocks the state of their closing entry, drop closing entries, and mark timeouts."""
+        """Copy each closing entry's state to its block, drop closing entries, and mark timeouts."""
         gave_up = retired & (rows["state"] != State.COMPLETED)
         if gave_up.any():
             rows["error"][gave_up] = self._tables.text(_GAVE_UP)
@@ -378,7 +378,7 @@ class TorchRows:
 
 
 def _tops(rows: npt.NDArray[Any], locals_: Mapping[int, Any]) -> dict[int, Tops]:
-    """Return the highest counters of each pair, from rows whose counters are still as written."""
+    """Return the highest counters of each pair; the rows' counters must be as torch wrote them."""
     found: dict[int, Tops] = {}
     for pair, local in locals_.items():
         mine = rows["group"] == pair
@@ -393,7 +393,7 @@ def _tops(rows: npt.NDArray[Any], locals_: Mapping[int, Any]) -> dict[int, Tops]
 def parse_name(name: Any) -> tuple[str, str, int, int]:
     """Return (operation, backend, direction, local peer).
 
-    The direction is 1 for a send, -1 for a receive, and otherwise 0.
+    The direction is 1 for a send, -1 for a receive, and 0 for any other operation.
     """
     if not isinstance(name, str):
         raise ValueError(f"an operation's name is of type {type(name).__name__}, not str")

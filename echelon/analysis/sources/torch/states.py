@@ -1,4 +1,4 @@
-"""Determine how far each operation progressed, as far as its recorder can know.
+"""Determine how far each operation progressed, as far as its recorder could tell.
 
 | recorder | state | retired |
 |---|---|---|
@@ -6,12 +6,13 @@
   complete, or given up |
 | Gloo's own up to torch 2.13 | always "scheduled" | ended |
 | torchcomms (`torch.comms`) | always "scheduled" | completed |
-| a hook on a backend that reports none (`mpi`, `ucc`, others) | always "scheduled" | called |
+| a hook on a backend that reports no completions (`mpi`, `ucc`, others) | always "scheduled" |
+  called |
 
-The entries show which recorder wrote them. The name of an operation begins with its backend's name,
-torchcomms describes a group by its backend, and a recorder that knows states has written a state
-other than "scheduled". For the last kind, only the calls are known; `TorchGroups` compares these
-between ranks.
+The entries show which recorder wrote them: the name of an operation begins with its backend's name,
+torchcomms describes a group by its backend, and a recorder that knows states has written at least
+one other than "scheduled". With the last kind, only the calls are known; `TorchGroups` compares
+these between ranks.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ _FIRST = 1  # torch counts from 1, torchcomms from 0
 
 
 class NotComparableError(Exception):
-    """The numbers in a dump have a different meaning on every rank."""
+    """The operation numbers in a dump cannot be compared with those of other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The recorder of an entry: the backend in the entry's name, and whether it is torchcomms."""
+    """The recorder that wrote an entry: the backend's name, and whether it is torchcomms."""
 
     backend: str
     is_comms: bool
 
     @property
     def counts_in_status(self) -> bool:
-        """Whether `pg_status` counts the collectives of one group; hooks count over all groups."""
+        """Whether `pg_status` counts one group's collectives; a hook counts those of all groups."""
         return not self.is_comms and self.backend in (*_OWN_RECORDERS, _GLOO)
 
 
@@ -53,7 +54,7 @@ def settle_states(
     source: npt.NDArray[np.int64],
     sources: Sequence[Source],
 ) -> npt.NDArray[np.bool_]:
-    """Set the state of each row; return which rows show only that operations were called.
+    """Set the state of each row; return which rows prove only that the operation was called.
 
     Args:
         rows: the rows of a rank, whose states are still as written; changed in place.
@@ -77,10 +78,10 @@ def settle_states(
 
 
 def number_by_group(rows: npt.NDArray[Any]) -> None:
-    """Number torchcomms' entries by group, because torchcomms counts over all groups.
+    """Renumber torchcomms' entries per group, because torchcomms numbers all groups together.
 
     Raises:
-        NotComparableError: the oldest entries are lost, so their groups are unknown.
+        NotComparableError: the oldest entries are lost, so those of each group cannot be counted.
     """
     is_message = (rows["flags"] & Flag.P2P) > 0
     pairs = np.unique(rows["group"])
