@@ -1,7 +1,7 @@
 """Read what Linux reports about this host and its processes.
 
-This package is the only place that answers the questions "which process", "which host" and "how
-many cores". It imports nothing from the rest of echelon, so every other package can import it. Each
-module names its source in the kernel. Values that a container denies are reported as denied, never
+Only this package determines which process this is, which host it is on, and how many cores it may
+use. It imports nothing from the rest of echelon, so every other package can import it. Each module
+names its source in the kernel. A value that a container denies is reported as denied, never
 guessed.
 """

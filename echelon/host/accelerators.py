@@ -1,6 +1,6 @@
-"""Find the accelerators of this machine: their number and their location.
+"""Count the accelerators of this machine, and find their NUMA nodes.
 
-Everything is read from the kernel's files and never through a library, because the launcher starts
+Everything is read from the kernel's files, never through a library, because the launcher starts
 without torch.
 """
 
@@ -28,13 +28,13 @@ def num_intel(drm: Path = Path("/sys/class/drm")) -> int:
 
 
 def visible_devices(text: str) -> list[str]:
-    """Parse a CUDA_VISIBLE_DEVICES value; entries after a -1 are hidden."""
+    """Parse a CUDA_VISIBLE_DEVICES value; a -1 hides all entries that follow it."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     return names[: names.index("-1")] if "-1" in names else names
 
 
 def visible_to(local_rank: int, environ: Mapping[str, str]) -> str:
-    """Return the CUDA_VISIBLE_DEVICES value that shows a local rank only its own GPU.
+    """Return the CUDA_VISIBLE_DEVICES value that makes only its own GPU visible to a local rank.
 
     Raises:
         ValueError: the launcher's own CUDA_VISIBLE_DEVICES lists too few GPUs for this rank.
@@ -54,7 +54,7 @@ def visible_to(local_rank: int, environ: Mapping[str, str]) -> str:
 def numa_nodes_of_gpus(
     environ: Mapping[str, str], proc: Path = Path("/proc"), sys: Path = Path("/sys")
 ) -> list[int]:
-    """Return the NUMA node of each visible NVIDIA GPU, in the order of their PCI addresses.
+    """Return the NUMA node of each visible NVIDIA GPU, indexed by local device number.
 
     The list is empty if there are no GPUs, or if CUDA_VISIBLE_DEVICES does not name GPUs by number.
     """

@@ -1,12 +1,11 @@
 """Read the limits of a process's cgroups (versions 1 and 2), and the machine's pressure.
 
 The limits of parent groups (a pod's, a Slurm job's, a systemd slice's) apply as well. The reported
-limit is the one that is closest to being reached, together with the usage of the same group. In a
-container that does not see the parent groups, the container's own group is the top of the mounted
-tree.
+limit is the one that is closest to being reached, together with that group's usage. In a container
+that does not see the parent groups, the container's own group is the top of the mounted tree.
 
-`usable_cores` answers the question "how many cores": the size of the affinity mask, or the CPU
-quota of this process's cgroup or of a parent group if the quota is smaller.
+`usable_cores` returns the size of the affinity mask or, if it is smaller, the CPU quota of this
+process's cgroup or one of its parents.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def usable_cores(root: Path = Path(_CGROUPS), own: Path = Path("/proc/self/cgrou
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """The values of a process's cgroups at one moment; None means unknown or unlimited."""
+    """The limits and usage of a process's cgroups at one moment; None: unknown or unlimited."""
 
     throttled_ns: int | None = None  # since the cgroup was made
     memory_bytes: int | None = None
@@ -66,9 +65,9 @@ def limits(pid: int, denied: list[str]) -> Limits:
 
 
 def pressure(denied: list[str]) -> dict[str, float]:
-    """Return the share of the last 10 s in which tasks of this machine waited, keyed by resource.
+    """Return, per resource, the share of the last 10 s in which some task had to wait for it.
 
-    The keys are "cpu", "io" and "memory", from the "some" lines of /proc/pressure.
+    The keys are "cpu", "io" and "memory"; the values are from the "some" lines of /proc/pressure.
     """
     shares = {}
     for kind in ("cpu", "io", "memory"):
@@ -106,7 +105,7 @@ _SOURCES: dict[int, tuple[tuple[str, str, str, int], ...]] = {
 
 
 def _read_group(folder: str, version: int, denied: list[str]) -> dict[str, int]:
-    """Return the values of one group, without the values that the group does not have."""
+    """Return the values of one group; values that it lacks or that are unlimited are left out."""
     found: dict[str, int] = {}
     for field, file, row, unit in _SOURCES[version]:
         text = read_text(f"{folder}/{file}", "cgroup", denied)
@@ -117,7 +116,7 @@ def _read_group(folder: str, version: int, denied: list[str]) -> dict[str, int]:
 
 
 def _nearest(groups: list[dict[str, int]], field: str) -> int | None:
-    """Return a field of the process's own group, or of its nearest parent that has it."""
+    """Return a field from the process's own group or, failing that, from the nearest parent."""
     return next((group[field] for group in groups if field in group), None)
 
 
@@ -130,7 +129,7 @@ def _tightest(groups: list[dict[str, int]], used: str, limit: str) -> tuple[int 
 
 
 def _reclaimable(groups: list[dict[str, int]], used: int | None, limit: int | None) -> int:
-    """Return the size of the cached files in the group with this usage and limit."""
+    """Return the size of the cached files in the group that has this usage and limit."""
     for group in groups:
         if (group.get("memory_bytes"), group.get("memory_limit_bytes")) == (used, limit):
             return group.get("inactive_file", 0) + group.get("active_file", 0)
@@ -138,7 +137,7 @@ def _reclaimable(groups: list[dict[str, int]], used: int | None, limit: int | No
 
 
 def _folders(pid: int, denied: list[str]) -> Iterator[tuple[int, str]]:
-    """Yield (version, folder) of each group of a process and of its parents, innermost first."""
+    """Yield (version, folder) for each of a process's groups and their parents, innermost first."""
     for line in read_text(f"/proc/{pid}/cgroup", "cgroup", denied).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -152,7 +151,7 @@ def _folders(pid: int, denied: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def _upwards(path: str) -> Iterator[str]:
-    """Yield the path of a group and of its parents, up to "", the top."""
+    """Yield the paths of a group and of its parents, ending with "" for the top."""
     group = path.rstrip("/")
     while group:
         yield group
@@ -173,7 +172,7 @@ def _number(text: str) -> int | None:
 
 
 def _quotas(root: Path, own: Path) -> Iterator[float]:
-    """Yield the CPU quotas, in cores, of this process's groups and of the parent groups."""
+    """Yield the CPU quotas, in cores, of this process's groups and their parents."""
     for line in read_text(str(own), "cgroup", []).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")

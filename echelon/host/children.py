@@ -1,7 +1,7 @@
 """Examine the descendants of a process: whether they are alive, and what they are waiting for.
 
-The stack of a rank that waits for a data loader's worker shows only where the rank itself is. So
-the worker is examined in the same way as the rank: from outside, without disturbing the process.
+If a rank is waiting for a data-loader worker, its stack shows only where the rank itself is. So the
+worker is examined in the same way as the rank: from outside, without disturbing it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _EXIT_CODE_FIELD = 49  # in /proc/PID/stat, counted after the name; readable if 
 
 
 def look_at_children(pid: int, *, limit: int = MAX_CHILDREN) -> tuple[tuple[HostChild, ...], int]:
-    """Examine the first `limit` descendants of a process; also return the total number."""
+    """Examine the first `limit` descendants of a process; return them and the total number."""
     below = descendants(pid)
     return tuple(child for one in below[:limit] if (child := look_at(one)).state), len(below)
 
 
 def look_at(pid: int) -> HostChild:
-    """Examine one process. The state is empty if the process no longer exists."""
+    """Examine one process; the state is empty if the process no longer exists."""
     fields = read_text(f"/proc/{pid}/stat", "stat", []).rpartition(")")[2].split()
     if len(fields) < 22:
         return HostChild(pid=pid)
@@ -46,7 +46,7 @@ def look_at(pid: int) -> HostChild:
 
 
 def _exit_code(fields: list[str]) -> int | None:
-    """Return a dead process's exit code as in `subprocess`, or None if it is not readable."""
+    """Return a dead process's exit code in `subprocess`'s form, or None if it cannot be read."""
     if len(fields) <= _EXIT_CODE_FIELD:
         return None
     status = int(fields[_EXIT_CODE_FIELD])
@@ -56,12 +56,12 @@ def _exit_code(fields: list[str]) -> int | None:
 
 
 def _is_python(pid: int) -> bool:
-    """Return whether a process runs Python, so that py-spy can read its stacks."""
+    """Return whether a process runs Python, which means that py-spy can read its stacks."""
     return "python" in read_text(f"/proc/{pid}/maps", "maps", [])
 
 
 def _main_stack(stacks: str) -> str:
-    """Return the main thread's part of a stack dump, cut to 12 KiB."""
+    """Return the main thread's part of a stack dump, truncated to 12 KiB."""
     blocks = [block.strip("\n") for block in stacks.split("\n\n") if block.strip()]
     mains = [block for block in blocks if block.endswith(" in <module>")]
     return (mains or blocks)[-1][:_MAX_STACK] if blocks else ""

@@ -1,4 +1,4 @@
-"""Find the name of the function that a file offset of a program or library belongs to.
+"""Find the function that contains a given offset in a program's or library's file.
 
 The names come from the symbol tables of 64-bit little-endian ELF files. Only regular files are
 opened. No names are found in a damaged file or in a file of another format.
@@ -22,7 +22,7 @@ _MAX_TABLE_BYTES = 1 << 26
 
 
 def function_at(path: str, offset: int) -> str:
-    """Return the name of the function at byte `offset` of a file, or "" if it is unknown."""
+    """Return the name of the function at byte `offset` in a file, or "" if it is unknown."""
     segments, starts, symbols = _tables(path)
     for at, address, size in segments:
         if at <= offset < at + size:

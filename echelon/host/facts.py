@@ -1,6 +1,6 @@
-"""Declare the facts about a process that are observed from outside and kept in an incident.
+"""Define the facts about a process that are observed from outside and stored in an incident.
 
-The values None, "" and -1 mean that a fact is unknown or not permitted.
+The values None, "" and -1 mean that a fact is unknown or that reading it was not permitted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GLOO_THREAD = "pt_gloo_runloop"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostThread:
-    """A rank's thread that has no ring, as the host sees it."""
+    """A thread, as the host sees it, of a rank without a ring."""
 
     name: str = ""
     call: str = ""  # the kernel call in which it waits; "" if it runs, or if the call is not known
@@ -47,7 +47,7 @@ class HostThread:
 
     @property
     def is_in_collective(self) -> bool:
-        """Whether the thread is inside a collective. It waits with a timeout only there."""
+        """Whether the thread is inside a collective; only there does it wait with a timeout."""
         return self.is_gloos and self.call == "futex" and self.timed
 
 
@@ -66,7 +66,7 @@ class HostChild:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostFacts:
-    """The agent's observations of a rank. None and "" mean unknown or not permitted."""
+    """What the agent observed about a rank. None and "" mean unknown or not permitted."""
 
     alive: bool | None = None
     exit_code: int | None = None  # as in `subprocess`: -9 is SIGKILL

@@ -1,8 +1,8 @@
-"""Identify this host and this process, in a form that other processes can compare.
+"""Identify this host and this process in a form that other processes can compare.
 
-A pid has no meaning in another PID namespace, and is reused within its own namespace. So a process
-is identified by (inode of its PID namespace, pid, start ticks). Two network namespaces of one
-machine share a boot id but count as two hosts.
+A pid means nothing in another PID namespace, and may be reused in its own. So a process is
+identified by (inode of its PID namespace, pid, start ticks). Two network namespaces on one machine
+share a boot id but count as two hosts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def boot_id() -> str:
 def clock_id() -> str:
     """Return the name of this process's monotonic clock; equal names mean the same clock.
 
-    The name consists of the boot id and the time namespace. It is "" if either cannot be read.
+    The name consists of the boot id and, if the kernel has them, the time namespace. It is "" if
+    the boot id cannot be read.
     """
     boot, inode = boot_id(), _namespace("time")
     return f"{boot}/{inode}" if boot and inode else boot  # a kernel without time namespaces
@@ -45,9 +46,9 @@ def start_ticks(pid: int) -> int | None:
 
 
 def find_process(own_pid: int, ticks: int) -> int | None:
-    """Return the pid, as seen by this process, of a process whose own pid is `own_pid`.
+    """Find the pid under which this process sees a process that knows itself as `own_pid`.
 
-    The two pids differ if that process runs in a PID namespace nested in this one, as in a
+    The two pids differ if that process runs in a PID namespace nested in this one, such as a
     container seen from its host.
 
     Args:
@@ -70,7 +71,7 @@ def find_process(own_pid: int, ticks: int) -> int | None:
 
 
 def pid_inside(pid: int) -> int:
-    """Return a process's pid in its own PID namespace, or `pid` if the kernel does not show it."""
+    """Return a process's pid in its own PID namespace, or `pid` if that is not available."""
     try:
         text = Path(f"/proc/{pid}/status").read_text("utf-8", "replace")
     except OSError:
@@ -88,9 +89,9 @@ def network_of(pid: int) -> int:
 
 
 def stat_fields(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name, or [] if the process does not exist.
+    """Return the fields that follow the name in /proc/PID/stat, or [] if there is no such process.
 
-    The name may contain spaces and parentheses, so the fields begin after the last closing
+    The name may contain spaces and parentheses, so the fields start after the last closing
     parenthesis.
     """
     try:
@@ -101,7 +102,7 @@ def stat_fields(pid: int) -> list[str]:
 
 
 def host_identity() -> dict[str, Any]:
-    """Return this host's identity. Processes may share memory if "boot" and "net" are equal."""
+    """Return this host's identity; processes with equal "boot" and "net" may share memory."""
     return {"boot": boot_id(), "net": _namespace("net"), "pids": pid_namespace()}
 
 
@@ -111,7 +112,7 @@ def process_identity() -> dict[str, Any]:
 
 
 def is_same_host(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two processes run on the same host, so that they may share memory."""
+    """Return whether two processes run on the same host and so may share memory."""
     return all(one.get(key) == other.get(key) for key in ("boot", "net"))
 
 

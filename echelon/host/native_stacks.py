@@ -1,13 +1,13 @@
 """Read the C functions in which a process's threads are waiting, without stopping the process.
 
 The kernel shows where a waiting thread left user space: its program counter and stack pointer. The
-function at that program counter is certain. The callers are searched for on the stack, where every
-word that points just after a call instruction may be a return address. Some of these words are left
-over from calls that have returned, so the frames of callers are marked with `?`, as in the kernel's
-own traces.
+function at that program counter is certain. Its callers are found by scanning the stack, where any
+word that points just past a call instruction may be a return address. Some of these words are left
+over from calls that have already returned, so callers are marked with `?`, as in the kernel's own
+traces.
 
-A debugger would stop the process to read its registers, and a stop interrupts some system calls
-(`epoll_wait`), as a signal does. This module only reads memory. Running threads are left out, and
+A debugger would have to stop the process to read its registers. Like a signal, that interrupts some
+system calls (`epoll_wait`), so this module only reads memory. Running threads are left out, and
 only x86-64 is supported.
 """
 
@@ -102,7 +102,7 @@ def _follows_call(memory: int, address: int) -> bool:
 
 
 def _text(address: int, mappings: list[_Mapping]) -> str:
-    """Return `function (file)` or `file+0xoffset` for an address in a file's code, otherwise ""."""
+    """Return `function (file)` or `file+0xoffset` for an address within a file's code, else ""."""
     i = bisect.bisect_right(mappings, address, key=lambda one: one.begin) - 1
     if i < 0 or address >= mappings[i].end:
         return ""

@@ -1,6 +1,6 @@
 """Read what /proc shows about a process. The agent calls this, never the rank.
 
-A container may deny access to any of these files. A denied file is named in `not_permitted`, and
+A container may deny access to any file. The name of a denied file is added to `not_permitted`, and
 its values are left empty, never guessed.
 """
 
@@ -33,7 +33,7 @@ class Sample:
 
 
 def sample(pid: int) -> Sample:
-    """Read the state of a process once. The state is empty if the process has ended."""
+    """Read the state of a process once; it is empty if the process has ended."""
     denied: list[str] = []
     stat = read_text(f"/proc/{pid}/stat", "stat", denied)
     status = read_text(f"/proc/{pid}/status", "status", denied)
@@ -53,7 +53,7 @@ def sample(pid: int) -> Sample:
 
 
 def _ticks(fields: list[str]) -> int:
-    """Return the processor time, in ticks, of a process and of the children it has waited for."""
+    """Return the processor time, in ticks, of a process and of the children that it has reaped."""
     return sum(int(field) for field in fields[11:15])
 
 
@@ -65,11 +65,11 @@ def _ticks_below(pid: int) -> int:
 
 
 def send(pid: int, start_ticks: int, number: int) -> bool:
-    """Send a signal to exactly this process, if it handles the signal; return whether it was sent.
+    """Send a signal to exactly this process, if it has a handler; return whether it was sent.
 
-    A pidfd refers to the process while its start time and signal mask are checked. So the signal
-    never reaches another process with a reused pid, or a process without a handler, which the
-    signal would kill.
+    Where possible, a pidfd pins the process while its start time and signal mask are checked, so
+    the signal cannot reach another process that has reused the pid. Without a handler, the signal
+    would kill the process.
     """
     try:
         fd = os.pidfd_open(pid)
@@ -95,18 +95,17 @@ def cpu_share(before: Sample, after: Sample, elapsed_s: float) -> float | None:
 
 
 def oom_kills(pid: int) -> int | None:
-    """Return how many processes in a process's cgroup were killed for lack of memory, or None.
+    """Return how many processes in a process's cgroup the kernel has killed for lack of memory.
 
-    If the number has risen between two calls, the kernel has killed a process in that cgroup.
+    Returns None if unknown. A rise between two calls means that a process there was killed.
     """
     return limits(pid, []).oom_kills
 
 
 class Surroundings:
-    """The limits and the connections of a process, read twice.
+    """The limits and connections of a process, read twice to see what changes.
 
-    The constructor reads them for the first time. `add_to` reads them again and reports what
-    changed in between.
+    The constructor reads them once; `add_to` reads them again and reports what changed in between.
     """
 
     def __init__(self, pid: int) -> None:
@@ -115,7 +114,7 @@ class Surroundings:
         self._looked_ns = time.monotonic_ns()
 
     def add_to(self, host: HostFacts) -> HostFacts:
-        """Return `host` with the current facts; add denied files' names to `not_permitted`."""
+        """Return `host` with the current facts, and with denied files added to `not_permitted`."""
         denied = list(host.not_permitted)
         elapsed_ns = time.monotonic_ns() - self._looked_ns
         now = limits(self._pid, denied)

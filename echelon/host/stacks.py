@@ -1,9 +1,8 @@
 """Read the Python stacks of another process from outside, with `py-spy`.
 
-py-spy reads the process's memory and does not stop it, so a system call in which the process is
-waiting is not interrupted. Native frames are left out, because py-spy would have to stop the
-process, which ends an `epoll_wait`. py-spy needs permission to trace the process, which containers
-often lack.
+py-spy reads the process's memory without stopping it, so no system call is interrupted. Native
+frames are left out: to read them, py-spy would have to stop the process, and that interrupts
+`epoll_wait`. py-spy needs permission to trace the process, which containers often lack.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ def can_spy() -> bool:
 
 
 def _program() -> str | None:
-    """Return the path of py-spy, on PATH or beside this interpreter, where pip installs it."""
+    """Return the path of py-spy, from PATH or from next to this interpreter, where pip puts it."""
     beside = str(Path(sys.executable).parent)
     return shutil.which("py-spy") or shutil.which("py-spy", path=beside)
 
 
 def spy_stacks(pid: int, timeout_s: float = TIMEOUT_S, denied: list[str] | None = None) -> str:
-    """Return the Python stacks of all threads in faulthandler's format; "" if they are unreadable.
+    """Return the Python stacks of all threads in faulthandler's format, or "" if unavailable.
 
     Args:
         denied: a list to which `TRACING` is added if py-spy may not trace the process.

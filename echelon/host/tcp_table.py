@@ -1,8 +1,7 @@
 """Read the kernel's tables of TCP sockets, /proc/net/tcp and /proc/net/tcp6.
 
-Rows are kept as text, because a busy host has a hundred thousand rows and a caller needs only a
-few. So a caller converts the address that it is looking for to the table's form, and compares the
-text.
+Rows are kept as text: a busy host may have a hundred thousand rows, of which a caller needs only a
+few. To find a row, convert the address to the table's form and compare the text.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class Row(NamedTuple):
         state: the TCP state, as two hexadecimal digits.
         unsent_bytes, unread_bytes: the sizes of the socket's queues. A listening socket's queues
             count connections.
-        uid: the user that opened the socket; 0 once no process holds the socket any more.
-        inode: the socket's inode; 0 once no process holds the socket any more.
+        uid: the user that opened the socket; 0 once no process holds the socket.
+        inode: the socket's inode; 0 once no process holds the socket.
     """
 
     local: str
@@ -44,7 +43,7 @@ class Row(NamedTuple):
 
 
 def rows(table: str) -> Iterator[Row]:
-    """Yield the rows of a table, given as text."""
+    """Parse the text of a table and yield its rows."""
     for line in table.splitlines()[1:]:
         fields = line.split(None, 10)
         if len(fields) < 10:
@@ -55,17 +54,17 @@ def rows(table: str) -> Iterator[Row]:
 
 
 def plain_address(host: str) -> str:
-    """Return a numeric address without its scope; IPv4-mapped IPv6 addresses become IPv4."""
+    """Strip the scope from a numeric address, and convert IPv4-mapped IPv6 to IPv4."""
     address = ipaddress.ip_address(host.partition("%")[0])
     mapped = getattr(address, "ipv4_mapped", None)
     return str(mapped or address)
 
 
 def spellings(host: str, port: int) -> list[str]:
-    """Return the forms in which the tables may show an address, as hexadecimal words.
+    """Return the forms that an address may take in the tables: hexadecimal words and the port.
 
-    The words are in machine order. An IPv4 address appears as a mapped address in the IPv6 table if
-    the socket belongs to that family.
+    The words are in machine byte order. If an IPv6 socket uses an IPv4 address, the IPv6 table
+    shows it as a mapped address.
     """
     address = ipaddress.ip_address(plain_address(host))
     packed = [address.packed]
@@ -75,7 +74,7 @@ def spellings(host: str, port: int) -> list[str]:
 
 
 def unspell(end: str) -> tuple[bytes, int]:
-    """Return the packed address and the port of one of a row's two addresses."""
+    """Parse an address from a row; return it in packed form, with its port."""
     words, _, port = end.partition(":")
     raw = bytes.fromhex(words)
     if sys.byteorder == "little":
@@ -92,11 +91,10 @@ def _words(raw: bytes) -> str:
 def owner_uids(connections: Iterable[Ends]) -> dict[Ends, int]:
     """Return the uid at the far end of each local connection that is still established.
 
-    Both tables are read once for all connections, and again for connections that were not found. A
-    connection that the far end has closed is left out, because its row shows uid 0 whichever user
-    opened it. Connections that are missing from the tables are left out as well, which means all
-    connections on a system without these tables. The call takes a few microseconds per socket of
-    the machine, so do not call this function from an event loop.
+    The tables are read once for all connections, and again for any that were not found. A
+    connection is left out if the far end has closed it, because its row then shows uid 0, or if it
+    is in neither table. A system without these tables therefore yields nothing. Each read takes a
+    few microseconds per socket on the machine, so do not call this from an event loop.
     """
     wanted = {
         (left, right): ends
@@ -113,7 +111,7 @@ def owner_uids(connections: Iterable[Ends]) -> dict[Ends, int]:
 
 
 def _owners(table: Path, wanted: Mapping[tuple[str, str], Ends]) -> dict[Ends, int]:
-    """Return the uids of the wanted connections that are established according to one table."""
+    """Return the uids of those wanted connections that one table lists as established."""
     try:
         text = table.read_text(encoding="ascii")
     except OSError:

@@ -1,9 +1,9 @@
 """Read the threads of another process: their names, and the system calls in which they are waiting.
 
-If a process neither records events nor may be traced, these system calls distinguish a rank that is
-waiting for its peers from a rank that is sleeping. The kernel shows a blocked thread's call and its
-arguments to every process that may trace it (usually the user's own launcher), and its wait channel
-to more processes.
+If a process records nothing and its stacks cannot be read, these system calls still distinguish a
+rank that is waiting for its peers from one that is sleeping. The kernel shows a blocked thread's
+call and its arguments to every process that may trace it (usually the user's own launcher), and its
+wait channel to more processes than that.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CALL = re.compile(r"(-?\d{1,10})((?: 0x[0-9a-f]{1,16})*)")
 
 
 def threads(pid: int, denied: list[str], limit: int = MAX_THREADS) -> tuple[HostThread, ...]:
-    """Return a process's threads, main thread first; append denied files' names to `denied`."""
+    """Return a process's threads, main thread first; add the names of denied files to `denied`."""
     others = sorted(number for number in numbers(f"/proc/{pid}/task") if number != pid)
     calls = _BY_MACHINE.get(platform.machine(), {})
     return tuple(
@@ -51,7 +51,7 @@ def threads(pid: int, denied: list[str], limit: int = MAX_THREADS) -> tuple[Host
 
 
 def program_of(pid: int) -> int:
-    """Return the process that does the work: a shell's only child, or the process itself."""
+    """Return the pid of the actual program: the only child of a shell, or the process itself."""
     while read_text(f"/proc/{pid}/comm", "comm", []).strip() in _SHELLS:
         below = children(pid)
         if len(below) != 1:
@@ -92,7 +92,7 @@ def _thread(folder: str, calls: Mapping[int, str], denied: list[str]) -> HostThr
 
 
 def numbers(folder: str) -> list[int]:
-    """Return the numeric names in a folder of /proc, or [] if the folder is not readable."""
+    """Return the numeric names in a /proc folder, or [] if it cannot be read."""
     try:
         return [int(name) for name in os.listdir(folder) if name.isdigit()]  # noqa: PTH208 -- names
     except OSError:

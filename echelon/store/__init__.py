@@ -1,4 +1,4 @@
-"""Provide the store through which a job's processes meet; it speaks torch's own protocol."""
+"""Provide the store that a job's processes use to rendezvous, compatible with torch's protocol."""
 
 from __future__ import annotations
 

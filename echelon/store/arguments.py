@@ -23,7 +23,7 @@ def key(text: Any) -> bytes:
 
 
 def fitting(raw: bytes) -> bytes:
-    """Return a key that includes its prefix, after checking that the key is not too long."""
+    """Check that a key, including any prefix, is not too long, and return it."""
     if len(raw) > MAX_KEY_BYTES:
         raise ValueError(
             f"the key has {len(raw)} bytes, but the limit is {MAX_KEY_BYTES}: {raw[:40]!r}..."
@@ -41,7 +41,7 @@ def keys(texts: Sequence[str]) -> list[bytes]:
 
 
 def together(keys: Sequence[bytes], values: Sequence[bytes] = ()) -> None:
-    """Check that keys and values together fit into one command."""
+    """Check that all of the keys and values fit into one command."""
     size = sum(map(len, keys)) + sum(map(len, values)) + 9 * len(keys) + 8 * len(values)
     if size > MAX_COMMAND_BYTES:
         raise ValueError(f"the call has {size} bytes, but the limit is {MAX_COMMAND_BYTES}")
@@ -63,7 +63,7 @@ def value(given: Any) -> bytes:
 
 
 def int64(number: int) -> int:
-    """Return an integer after checking that it fits in 64 bits."""
+    """Check that an integer fits in 64 bits, and return it."""
     if not -(1 << 63) <= number < 1 << 63:
         raise ValueError(f"{number} does not fit in 64 bits")
     return int(number)

@@ -1,16 +1,16 @@
 """Define the interface of every store: torch's Store API with additions such as `gather`.
 
 `Store` checks arguments, turns text into bytes, gives every call a deadline, and notifies the
-observer of calls that may block. Each store implements the `_do_*` primitives. For stores without
-their own gather or barrier, both are built here from plain operations.
+observer of calls that may block. Each store implements the `_do_*` primitives. Stores that have no
+gather or barrier of their own use those built here from plain operations.
 
-[Note: a round of plain operations] Each rank counts its own uses of a key with `add`, which numbers
-the rounds. It writes its value under key/round/rank and waits for all values; the last rank to read
-them deletes the round. This takes five round trips and works for any number of rounds; a rank that
-times out removes its value and decrements the counter. Without help from a server, two things are
-impossible: noticing that a rank died after it arrived, and deciding between a timeout and the last
-arrival when both happen at once. In the second case two ranks may count different rounds, and every
-later use of that key times out.
+[Note: a round of plain operations] Each rank counts its own uses of a key with `add`; the count is
+the number of the round. It writes its value under key/round/rank and waits for all values, and the
+last rank to read them deletes the round. This takes five round trips and works for any number of
+rounds; a rank that times out removes its value and decrements the counter. Two problems cannot be
+solved without the server: a rank that dies after arriving is not noticed, and if a timeout
+coincides with the last arrival, ranks may disagree about which came first. Then two ranks may count
+different rounds, and every later use of that key times out.
 """
 
 from __future__ import annotations
@@ -80,16 +80,16 @@ class Store(ABC):
 
     @property
     def endpoint(self) -> str:
-        """The store's location, as shown in messages."""
+        """Where the store is, as error messages show it."""
         return type(self).__name__
 
     def has_extended_api(self) -> bool:
-        """Return True, because append, multi_get and multi_set always work."""
+        """Return True, because append, multi_get and multi_set are always available."""
         return True
 
     @abstractmethod
     def clone(self) -> Store:
-        """Return another store for the same keys, with its own connection."""
+        """Return another store with the same keys and its own connection."""
 
     def close(self) -> None:  # noqa: B027 - a store that holds nothing has nothing to free
         """Release the store's resources; further calls fail."""
@@ -125,16 +125,16 @@ class Store(ABC):
         return self._do_check(arguments.keys(keys))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Store `desired` if the key holds `expected`. A missing key matches an empty `expected`.
+        """Store `desired` if the key holds `expected`; an empty `expected` matches a missing key.
 
-        Returns the value of the key afterwards, or `expected` if the key is still missing.
+        Returns the value that the key has afterwards, or `expected` if the key is still missing.
         """
         return self._do_compare_set(
             arguments.key(key), arguments.value(expected), arguments.value(desired)
         )
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key and the queue of the same name; return whether either of them existed."""
+        """Delete a key, and the queue of the same name; return whether either existed."""
         return self._do_delete(arguments.key(key))
 
     def wait(
@@ -144,7 +144,7 @@ class Store(ABC):
         *,
         check: Callable[[], None] | None = None,
     ) -> None:
-        """Wait until every key has a value or names a queue that holds an item.
+        """Wait until every key has a value or is the name of a queue with an item.
 
         Args:
             check: a function that is called about once per second during the wait; if it raises an
@@ -229,7 +229,7 @@ class Store(ABC):
         *,
         rank: int | None = None,
     ) -> None:
-        """Wait until `world_size` callers have joined. The key can be reused at once.
+        """Wait until `world_size` callers have joined. The key can be reused immediately.
 
         If `rank` is given, a timeout error names the missing ranks. Either all callers of a round
         must pass `rank`, or none of them.
@@ -249,9 +249,9 @@ class Store(ABC):
     ) -> list[bytes]:
         """Publish this rank's value and return the values of all ranks in rank order.
 
-        Blocks until all ranks have arrived. The key can be reused for the next round at once. On a
-        timeout, the error's `.missing` lists the missing ranks, and this rank's arrival is
-        withdrawn.
+        Blocks until all ranks have arrived. The key can be reused for another round immediately. On
+        a timeout, this rank's arrival is withdrawn, and the error's `.missing` lists the missing
+        ranks.
         """
         raw = arguments.key(key)
         arguments.check_place(rank, world_size)
@@ -263,7 +263,7 @@ class Store(ABC):
     # Beyond torch's API. On our server each is one round trip; elsewhere plain operations stand in.
 
     def set_confirmed(self, key: str, value: str | bytes) -> None:
-        """Store a value and return once the store has received it; `set` may return earlier."""
+        """Store a value, and return once the store has received it; `set` may return earlier."""
         self._do_set_confirmed(arguments.key(key), arguments.value(value))
 
     def pipeline(self) -> Pipeline:
@@ -271,16 +271,16 @@ class Store(ABC):
         return Pipeline(self._do_pipeline)
 
     def watch(self, keys: Sequence[str]) -> Watch:
-        """Return a watch on all later changes of these keys, which the caller must close."""
+        """Return a watch for all later changes to these keys; the caller must close it."""
         return self._do_watch(arguments.keys(keys))
 
     def presence(self, key: str, value: str | bytes = b"", *, lease: Timeout = LEASE_S) -> Presence:
-        """Store a key that exists until the returned object is closed or this process disappears.
+        """Store a key that exists until the returned object is closed or this process dies.
 
-        On echelon's server, the key has a lease that a thread of this client renews. The key is
-        removed 2 s after the process dies, or `lease` seconds after the host vanishes or the
-        process is stopped. On other stores, the key is an ordinary key, so a killed process leaves
-        it behind.
+        On echelon's server, the key has a lease, which a thread of this client renews. The server
+        removes the key 2 s after the process dies, or `lease` seconds after the host vanishes or
+        the process is stopped. On other stores, the key is an ordinary key, so a killed process
+        leaves it behind.
 
         Raises:
             ValueError: the lease is not between 0.1 s and 600 s.
@@ -402,7 +402,7 @@ class Store(ABC):
     def _do_gather(
         self, key: bytes, rank: int, world_size: int, value: bytes, deadline: Deadline
     ) -> list[bytes]:
-        """Carry out a gather with plain operations (see the module's note)."""
+        """Perform a gather using plain operations (see the module's note)."""
         counter = b"%s/rounds/%d" % (key, rank)
         number = self._do_add(counter, 1)
         names = [b"%s/round/%d/%d" % (key, number, r) for r in range(world_size)]
@@ -434,7 +434,7 @@ class Store(ABC):
     def _raise_wait_timeout(
         self, operation: str, keys: list[bytes], missing: list[bytes], deadline: Deadline
     ) -> NoReturn:
-        """Raise the timeout error for a wait in which some keys did not appear."""
+        """Raise the timeout error for a wait during which some keys were never set."""
         names = [key.decode("utf-8", "replace") for key in missing]
         first = keys[0].decode("utf-8", "replace")
         story = (
@@ -472,6 +472,6 @@ class Store(ABC):
 
 
 def _few(names: Sequence[str], most: int = 16) -> str:
-    """Join names for a message, and shorten a long list."""
+    """Join names for a message; list only the first few if there are many."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown}, and {len(names) - most} more"

@@ -1,4 +1,4 @@
-"""Convert the timeouts that users give into the deadlines that calls use."""
+"""Convert the timeouts that users pass into the deadlines that calls use."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Timeout = float | timedelta
 
 
 def seconds(timeout: Timeout) -> float:
-    """Return a timeout in seconds.
+    """Convert a timeout to seconds.
 
     Raises:
-        ValueError: the timeout is not positive and finite, because every wait must have a deadline.
+        ValueError: the timeout is not positive or not finite; every wait must have a deadline.
     """
     value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if not 0 < value < math.inf:

@@ -1,10 +1,10 @@
-"""Read the settings of a store client from the environment of a job's worker.
+"""Read a store client's settings from the environment of a worker.
 
 | variable | meaning |
 |---|---|
 | MASTER_ADDR, MASTER_PORT | the job's store |
 | ECHELON_JOB_FILE | the launcher's job file (0600), which holds the store's secret |
-| ECHELON_RANK_DIR | this worker's black box, where waits at the store are recorded |
+| ECHELON_RANK_DIR | this worker's black box, which records its waits at the store |
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 
 def job_secret(host: str, port: int) -> bytes | None:
-    """Return the secret of the job's store if the address belongs to that store, or None otherwise.
+    """Return the secret of the job's store if this is its address, and None otherwise.
 
     A client of the job's store always uses this secret, and no other server ever receives it.
 
@@ -41,7 +41,7 @@ def job_secret(host: str, port: int) -> bytes | None:
 
 
 def _is_same_host(one: str, other: str) -> bool:
-    """Return whether two names or addresses have an address in common."""
+    """Return whether two host names or addresses share an address."""
     if one == other:
         return True
     try:

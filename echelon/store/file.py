@@ -1,13 +1,14 @@
-"""Provide FileStore: a store in one file, in a folder that all processes share.
+"""Provide FileStore, which keeps a store in one file in a folder that all processes share.
 
-The file is a log: a header, then records of changes, each with a length, checksums and a command in
-the store's own encoding. A writer locks the file, reads the records that others appended, decides,
-and appends one record in one write, so counters and compare_set are exact with any number of
-writers. The lock of a dead writer is released, and the next writer truncates a half-written record.
+The file is a log: a header, followed by one record per change. A record holds a length, checksums
+and a command in the store's own encoding. To make a change, a writer locks the file, reads the
+records that others have appended, and appends its own in a single write, so counters and
+compare_set are exact no matter how many processes write. If a writer dies, its lock is released,
+and the next writer truncates any half-written record.
 
 This store is meant for hosts that share a folder but cannot connect to each other, and for tests. A
-wait polls the file (every 1 ms at first, every 50 ms later), and the log only grows. Dead processes
-are not detected.
+wait polls the file, every 1 ms at first and every 50 ms later, and the log only grows. Dead
+processes are not detected.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class FileStore(Store):
     """A store that shares its keys through a file.
 
     Args:
-        file_name: the path of the file. If the file does not exist, it is created, readable only by
-            its owner. The folder must exist, and its file system must support locks.
+        file_name: the path of the file. A missing file is created so that only its owner can read
+            it. The folder must exist, and its file system must support locks.
         world_size: accepted for compatibility with torch; has no effect.
         timeout: the timeout of calls that do not specify their own.
         observer: see `Store.observer`.
@@ -104,7 +105,7 @@ class FileStore(Store):
     # The file.
 
     def _open(self) -> None:
-        """Reopen the file and discard everything that was read from it."""
+        """Reopen the file, and discard everything that was read from it."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             self._descriptor = os.open(self.path, flags, 0o600)
@@ -120,7 +121,7 @@ class FileStore(Store):
         self._read_to = 0
 
     def _check_owner(self, status: os.stat_result) -> None:
-        """Refuse a file that other users' processes could write to."""
+        """Refuse a file that processes of other users could write to."""
         if not stat.S_ISREG(status.st_mode):
             raise self._error("the path is not a regular file")
         if status.st_uid != os.geteuid():
@@ -137,7 +138,7 @@ class FileStore(Store):
 
     @contextmanager
     def _locked(self, deadline: Deadline) -> Iterator[StoreState]:
-        """Update the state in memory, and hold the file's lock for the duration of the block."""
+        """Lock the file and bring the state in memory up to date; unlock it when the block ends."""
         import fcntl
 
         if not self._lock.acquire(timeout=deadline.left_s):
@@ -174,7 +175,7 @@ class FileStore(Store):
         )
 
     def _catch_up(self) -> None:
-        """Read the records that were appended since the last read.
+        """Read the records that have been appended since the last read.
 
         If the last record is incomplete, cut it off the file.
         """
@@ -207,7 +208,7 @@ class FileStore(Store):
             os.ftruncate(self._descriptor, self._read_to)
 
     def _read(self, size: int) -> bytes:
-        """Return the file's unread bytes up to offset `size`, which may take several reads."""
+        """Return the file's unread bytes up to offset `size`, reading repeatedly if necessary."""
         pieces: list[bytes] = []
         at = self._read_to
         while at < size:
@@ -242,7 +243,7 @@ class FileStore(Store):
         act(self._state, *operands)
 
     def _append(self, query: int, *fields: bytes | list[bytes]) -> None:
-        """Append a change to the file and apply it at once. The caller must hold the lock."""
+        """Append a change to the file and apply it immediately. The caller must hold the lock."""
         command = p.encode(query, *fields)
         self._append_record(command)
         self._replay(command)

@@ -1,11 +1,11 @@
 """Keep forked children from holding the sockets and files of stores open.
 
 A descriptor stays open after its process dies for as long as a child holds a copy. Close-on-exec
-does not help for a child that does not call exec, such as a data loader's worker. If the parent is
+does not help with a child that never calls exec, such as a data loader's worker. If the parent is
 killed, such a child would keep the parent's connections open, and with them waits, arrivals and
-presences, a listener's port, and a file's lock. Therefore every owner is registered here, and a
-child replaces the owner's descriptors with the null device. The descriptors' numbers stay in use,
-because the owner's objects still close them.
+presences, a listener's port, and a file's lock. So every owner is registered here, and a forked
+child redirects the owner's descriptors to the null device. The descriptor numbers stay in use,
+because the owner's objects will still close them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Provide MemoryStore: a store inside one process, without a server.
 
-The store is meant for tests and for worlds of one rank. Threads may share it. Each wait sleeps on
-its own lock, so that a wake-up reaches exactly the callers that the server would have answered.
+The store is meant for tests and for worlds of one rank; threads may share it. Each wait sleeps on
+its own lock, so only those callers wake up that a server would have answered.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class _Caller:
-    """A blocked call, as the owner of a waiter."""
+    """A blocked call, which owns a waiter."""
 
     def __init__(self) -> None:
         self._is_awake = threading.Event()
@@ -63,7 +63,7 @@ class MemoryStore(Store):
         return twin
 
     def _run(self, act: Callable[[StoreState], T]) -> T:
-        """Carry out an operation on the state, and wake the callers that it satisfies."""
+        """Perform an operation on the state, and wake the callers whose waits it satisfies."""
         with self._lock:
             result = act(self._state)
             self._wake()
@@ -77,9 +77,9 @@ class MemoryStore(Store):
         woken.clear()
 
     def _sleep(self, caller: _Caller, waiter: Waiter, deadline: Deadline) -> RoundStory | None:
-        """Sleep until the waiter is woken, and return None.
+        """Sleep until the waiter is woken; return None.
 
-        At the deadline, withdraw the waiter.
+        If the deadline passes first, withdraw the waiter and return the status of its round.
         """
         if caller.sleep(deadline):
             return None

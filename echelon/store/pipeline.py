@@ -1,9 +1,9 @@
 """Send several store operations in one packet.
 
-Answers arrive in order, so a pipeline costs one round trip however many operations it holds, and
-all answers have arrived when its `with` block ends. No operation in a pipeline blocks: a `get` of a
-missing key returns None. On stores without a connection, a pipeline works in the same way but saves
-nothing.
+Answers arrive in order, and all of them have arrived when the `with` block ends, so a pipeline
+takes one round trip for any number of operations. No operation in a pipeline blocks: a `get` of a
+missing key returns None. On stores without a connection, a pipeline works in the same way but has
+no speed advantage.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Step:
     Attributes:
         operation: the name of the operation in the Store API.
         key: the key, as bytes.
-        operands: the other arguments, which have been checked.
+        operands: the other arguments, already checked.
         reply: the object that receives the answer.
     """
 
@@ -68,7 +68,7 @@ class Step:
 
 
 class Pipeline:
-    """Operations that are sent together when the `with` block ends without an exception."""
+    """Operations that are sent together when the `with` block ends; if it raises, none are sent."""
 
     def __init__(self, send: Callable[[list[Step]], None]) -> None:
         self._send = send
@@ -107,7 +107,7 @@ class Pipeline:
         return self._step("compare_set", key, arguments.value(expected), arguments.value(desired))
 
     def delete_key(self, key: str) -> Reply[bool]:
-        """Delete a key and the queue of that name."""
+        """Delete a key and the queue of the same name."""
         return self._step("delete_key", key)
 
     def queue_push(self, key: str, value: str | bytes) -> Reply[None]:

@@ -1,7 +1,7 @@
-"""Provide PrefixStore: a view of a store in which every key has a prefix.
+"""Provide PrefixStore: a view of a store that prepends a prefix to every key.
 
-Every operation, including gather and barrier, goes to the underlying store under "prefix/key", so
-no feature is lost, and torch's PrefixStore sees the same keys.
+Every operation, including gather and barrier, is passed to the underlying store with "prefix/key"
+as its key, so no feature is lost, and torch's PrefixStore sees the same keys.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from echelon.store.watch import Change, Watch
 class PrefixStore(Store):
     """A view of another store that prepends a prefix to every key.
 
-    The view uses the timeout and the observer of the underlying store, and setting them on the view
-    sets them on that store. `num_keys` counts all keys of the underlying store. `list_keys` returns
-    only the keys under the prefix, with the prefix removed.
+    The view shares the timeout and the observer of the underlying store; setting them on the view
+    changes them there. `num_keys` counts all keys of the underlying store. `list_keys` returns only
+    the keys with the prefix, and removes it from them.
 
     Example:
         >>> store = MemoryStore()
@@ -43,12 +43,12 @@ class PrefixStore(Store):
 
     @property
     def underlying_store(self) -> Store:
-        """The store that this store is a view of."""
+        """The store behind this view."""
         return self._store
 
     @property
     def observer(self) -> Observer | None:
-        """The observer of the underlying store, which receives keys with the prefix."""
+        """The observer of the underlying store; the keys passed to it include the prefix."""
         return self._store.observer
 
     @observer.setter
@@ -70,7 +70,7 @@ class PrefixStore(Store):
         self._store.set_timeout(timeout)
 
     def clone(self) -> PrefixStore:
-        """Return the same view of a clone of the underlying store."""
+        """Clone the underlying store, and return a view of the clone with the same prefix."""
         return PrefixStore(self.prefix, self._store.clone())
 
     def close(self) -> None:
@@ -163,7 +163,7 @@ class PrefixStore(Store):
 
 
 class _StrippedWatch(Watch):
-    """A watch of the underlying store that removes the prefix from the keys."""
+    """A watch of the underlying store that strips the prefix from the keys."""
 
     def __init__(self, watch: Watch, num_prefix_chars: int) -> None:
         self._watch = watch

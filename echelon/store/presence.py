@@ -1,8 +1,8 @@
 """Provide presences: keys that exist as long as their owner does.
 
-On echelon's server, the key has a lease (see `leases`). A thread of the client renews it over the
-client's current connection. On every other store, the key is an ordinary key that `close` deletes
-and a killed process leaves behind.
+On echelon's server, the key has a lease (see `leases`), which a thread of the client renews over
+the client's current connection. On every other store, the key is an ordinary one: `close` deletes
+it, but a killed process leaves it behind.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Report the changes of some keys.
+"""Report changes to a set of keys.
 
-Echelon's server pushes every change in order. On every other store a watch polls every 20 ms and
-sees only the latest value of a key, not each value in between.
+Echelon's server pushes every change, in order. On every other store, a watch polls every 20 ms and
+sees only the latest value of a key, so it may miss values in between.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LOOK_S = 0.02
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the value of a watched key.
+    """A change to a watched key.
 
     Attributes:
         key: the key that changed.
@@ -36,14 +36,14 @@ class Change:
 
 
 class Watch(ABC):
-    """A watch that reports the changes of some keys from its creation until it is closed."""
+    """A watch, which reports changes to a set of keys from its creation until it is closed."""
 
     def next(self, timeout: Timeout) -> Change:
-        """Wait for the next change of a key and return the change.
+        """Wait for the next change, and return it.
 
         Raises:
             StoreTimeoutError: nothing changed in time; the watch remains usable.
-            StoreConnectionError: the connection to the server ended, or the watch was closed.
+            StoreConnectionError: the connection to the server was lost, or the watch was closed.
         """
         deadline = Deadline(seconds(timeout))
         change = self._next(deadline)
@@ -69,7 +69,8 @@ class LookingWatch(Watch):
     """A watch that polls its keys.
 
     Args:
-        look: a function that returns the value of a key without blocking, or None if it is missing.
+        look: a function that returns the value of a key without blocking, or None if the key is
+            missing.
     """
 
     def __init__(self, keys: list[bytes], look: Callable[[bytes], bytes | None]) -> None:

@@ -1,10 +1,10 @@
 """Manage presences, which are keys with a lease that their session renews.
 
-A connection says little about its process, because a forked child, address translation or a
-vanished machine may keep it open, and a brief network failure may close it. A presence therefore
-belongs to a session, that is, to a client that may return over another connection, and it ends when
-it is released or its lease expires. When the session's connection closes, its leases are shortened
-to a grace period in which a live client will have reconnected.
+A connection proves little about a process: a forked child, address translation or a vanished
+machine may keep it open, and a brief network failure may close it. So a presence belongs to a
+session, which is a client that may return over another connection. It ends when it is released or
+its lease expires. When the session's connection closes, its leases are cut short to a grace period,
+within which a live client will have reconnected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Lease:
 
 
 class Leases:
-    """The presences of one server, used only on its loop, which calls `expire` regularly."""
+    """The presences of one server. It is used only on the server's loop, which calls `expire`."""
 
     def __init__(self, state: StoreState, now: Callable[[], float]) -> None:
         self._state = state
@@ -37,7 +37,7 @@ class Leases:
         return len(self._leases)
 
     def num_of(self, session: bytes) -> int:
-        """Return the number of presences that a session has."""
+        """Return the number of presences held by a session."""
         return len(self._keys_of.get(session, ()))
 
     def take(self, session: bytes, key: bytes, value: bytes, lease_s: float) -> None:
@@ -74,7 +74,7 @@ class Leases:
             self._leases[key].ends = min(self._leases[key].ends, ends)
 
     def expire(self) -> None:
-        """End the presences whose lease has expired."""
+        """End the presences whose leases have expired."""
         now = self._now()
         for key, lease in [(key, lease) for key, lease in self._leases.items() if lease.ends < now]:
             self._end(key, lease)

@@ -1,17 +1,17 @@
 """Keep the contents of a store and its waiters, without I/O, clock or threads.
 
-`StoreState` answers a member's request at once or keeps a `Waiter`. Waiters that an event has
-satisfied are collected in `woken`. The driver of the state, which is the server's loop or a
-`MemoryStore` holding its lock, drains that list and delivers the answers. All waits and temporary
-entries of a member belong to its `owner` token, and `forget(owner)` withdraws them, so a death or a
+`StoreState` answers a member's request immediately or keeps a `Waiter`. Waiters that an event has
+satisfied are collected in `woken`. The driver of the state (the server's loop, or a `MemoryStore`
+holding its lock) drains that list and delivers the answers. All of a member's waits and temporary
+entries belong to its `owner` token, and `forget(owner)` withdraws them, so a death or a
 cancellation leaves nothing behind.
 
-[Note: items promised to a waiter] torch's blocking queue_pop is WAIT, then QUEUE_POP, and the
-server cannot distinguish that WAIT from the WAIT of a get. If one push woke all waiters, all but
-one of the waiters would fail on an empty queue. A push therefore wakes one such waiter
+[Note: items promised to a waiter] torch implements a blocking queue_pop as WAIT followed by
+QUEUE_POP, and the server cannot distinguish that WAIT from the one of a get. If a push woke all
+waiters, all but one would find the queue empty and fail. So a push wakes one such waiter
 (`Wants.CLAIM`) and reserves the item for its owner until the owner's next command. If that command
-is a pop, the owner gets the item. If it is any other command, or the owner dies or stays silent for
-a while (the driver calls `release_promise`), the next waiter is woken. So no item is lost, and no
+is a pop, the owner gets the item. If the owner sends another command, dies, or stays silent for a
+while (the driver calls `release_promise`), the next waiter is woken. So no item is lost, and no
 waiter sleeps while an item is free.
 """
 
@@ -37,11 +37,11 @@ class StoreState:
     Attributes:
         values: the plain keys.
         queues: the queues that are not empty.
-        promised_to: for each owner with a promise, the queue in which an item is reserved for it.
+        promised_to: for each owner for whom an item is reserved, the item's queue.
         woken: the waiters that were satisfied since the driver last drained this list.
         waiting: the waiters for each key, longest waiting first.
         rounds: the open barriers and gathers.
-        present_by: for each key that is deleted with its owner, that owner.
+        present_by: the owner of each key that is deleted with its owner.
         watched: the keys whose changes are reported.
         on_change: called with (key, value or None) when a watched key changes.
     """
@@ -106,10 +106,10 @@ class StoreState:
         self.set(key, self.values.get(key, b"") + value)
 
     def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        """Store `desired` if the key holds `expected`. A missing key matches an empty `expected`.
+        """Store `desired` if the key holds `expected`; an empty `expected` matches a missing key.
 
-        Returns the value of the key afterwards, or `expected` if the key is still missing, because
-        torch's clients rely on that.
+        Returns the value that the key has afterwards, or `expected` if the key is still missing,
+        because torch's clients rely on that.
         """
         held = self.values.get(key)
         if held is None and expected:
@@ -129,7 +129,7 @@ class StoreState:
         return queue is not None or value is not None
 
     def set_many(self, pairs: Iterable[tuple[bytes, bytes]]) -> None:
-        """Store several values as a single change; no waiter is woken in between."""
+        """Store several values as a single change; waiters are woken only once all are stored."""
         found = dict(pairs)
         if len(self.values) + len(self.queues) + len(found) > self._max_keys:
             self._demand_room(len(found.keys() - self.values.keys()))
@@ -145,20 +145,20 @@ class StoreState:
             raise ValueError(f"the store cannot hold more than {self._max_keys} keys")
 
     def is_present(self, key: bytes) -> bool:
-        """Return whether the key has a value or names a queue with an item."""
+        """Return whether the key has a value or is the name of a queue with an item."""
         return key in self.values or key in self.queues
 
     # Queues.
 
     def push(self, key: bytes, item: bytes) -> None:
-        """Append an item to a queue, and give it to the waiter that has waited longest, if any."""
+        """Append an item to a queue; if callers are waiting, give it to the one waiting longest."""
         if key not in self.queues:
             self._demand_room(1)
         self.queues.setdefault(key, deque()).append(item)
         self._serve_queue(key)
 
     def pop(self, key: bytes, owner: Hashable) -> tuple[int, bytes]:
-        """Take the oldest item of a queue; return the earlier number of items and the item.
+        """Take the oldest item of a queue; return how many items there were, and the item.
 
         Items promised to other owners are skipped (see the module's note).
         """
@@ -198,7 +198,7 @@ class StoreState:
         self._promises[key] = self._promises.get(key, 0) + 1
 
     def _serve_queue(self, key: bytes) -> None:
-        """Wake the waiters of a non-empty queue, and then hand out the free items in order."""
+        """Wake the waiters of a non-empty queue, then hand out its free items in waiting order."""
         waiters = list(self.waiting.get(key, ()))
         for waiter in waiters:
             if waiter.wants is Wants.WAKE and key in self.queues:
@@ -222,7 +222,7 @@ class StoreState:
     # Waiting.
 
     def wait(self, owner: Hashable, wants: Wants, keys: list[bytes]) -> Waiter | None:
-        """Wait until all keys are present, or return None if they are all present already.
+        """Start waiting until all keys are present; return None if they already are.
 
         For WAKE and CLAIM, a queue with an item also counts as present; for VALUE and VALUES, only
         a key with a value does.
@@ -246,7 +246,7 @@ class StoreState:
             self._promise(waiter.owner, key)
 
     def wait_item(self, owner: Hashable, key: bytes) -> Waiter | bytes:
-        """Take the oldest free item of a queue, or wait for an item."""
+        """Take the oldest free item of a queue, or start waiting for one."""
         count, item = self.pop(key, owner)
         if count:
             return item
@@ -277,7 +277,7 @@ class StoreState:
                     self._look_again(waiter)
 
     def _look_again(self, waiter: Waiter) -> None:
-        """Satisfy the waiter if all its keys exist, or otherwise update its list of missing keys.
+        """Satisfy the waiter if all its keys exist; otherwise update its list of missing keys.
 
         A key that existed earlier may have been deleted while the waiter was waiting for another
         key.
@@ -330,8 +330,8 @@ class StoreState:
     ) -> Waiter:
         """Arrive at a barrier or gather. The last arrival wakes all waiters of the round.
 
-        If a rank arrives twice, the new arrival replaces the earlier one, which fails. This happens
-        if the earlier process has exited but its connection is not closed yet.
+        If a rank arrives twice, the new arrival replaces the earlier one, whose wait fails. This
+        happens if the earlier process has exited but its connection is not yet closed.
 
         Raises:
             ValueError: the arrival is inconsistent in itself or with earlier arrivals.
@@ -371,7 +371,7 @@ class StoreState:
     # Owners.
 
     def withdraw(self, waiter: Waiter) -> None:
-        """Stop a wait: undo its arrival, and remove its waiter from the lists of all its keys."""
+        """Stop waiting: undo the waiter's arrival, and remove it from the lists of its keys."""
         round_ = self.rounds.get(waiter.keys[0]) if waiter.keys else None
         if round_ is not None and waiter in round_.arrivals:
             round_.remove(waiter)
@@ -395,12 +395,12 @@ class StoreState:
         return len(self._waiters_of.get(owner, ()))
 
     def set_presence(self, owner: Hashable, key: bytes, value: bytes) -> None:
-        """Store a value that is deleted with its owner, unless another value has replaced it."""
+        """Store a value that is deleted with its owner, unless it has been replaced by then."""
         self.set(key, value)
         self.present_by[key] = owner
 
     def end_presence(self, owner: Hashable, key: bytes) -> None:
-        """Delete the owner's key, unless another value has replaced it."""
+        """Delete a key that is present by this owner, unless its value has been replaced."""
         if self.present_by.get(key) is owner:
             self.delete(key)
 
@@ -431,7 +431,7 @@ class StoreState:
 
 
 def show_key(key: bytes) -> str:
-    """Return a key as the user wrote it, without the "/" that begins its wire form.
+    """Return a key as the user wrote it, without the "/" that its wire form starts with.
 
     Terminal control characters are escaped.
     """

@@ -1,4 +1,4 @@
-"""Define the waiters of a store, and the arrivals at barriers and gathers."""
+"""Define a store's waiters, and the arrivals at its barriers and gathers."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Waiter:
     """A pending wait, which belongs to one owner.
 
     Attributes:
-        owner: the token of the connection or caller to which the waiter belongs.
+        owner: the token of the connection or caller that the waiter belongs to.
         wants: the kind of result that satisfies the waiter.
-        keys: the keys that are waited for; a barrier or gather has one key.
+        keys: the awaited keys; a barrier or gather has one key.
         missing: the keys that did not exist at the last check.
         tag: the tag of the waiting query, or 0 for torch's clients; the state does not use it.
         rank: in a barrier or gather, the rank that arrived; -1 if no rank was given.
@@ -58,7 +58,7 @@ class Waiter:
 
 @dataclass(eq=False, slots=True)
 class Round:
-    """A use of a barrier's or gather's key, with the arrivals so far.
+    """One round of a barrier or gather, with the arrivals so far.
 
     Attributes:
         wants: BARRIER or GATHER.
@@ -87,8 +87,8 @@ class Round:
     def missing_ranks(self, most: int = MAX_MISSING) -> list[int]:
         """Return the lowest missing ranks, at most `most` of them.
 
-        The result is empty if an arrival without a rank makes the missing ranks impossible to
-        determine.
+        The result is empty if some arrival gave no rank, because the missing ranks are then
+        unknown.
         """
         if len(self.by_rank) < len(self.arrivals):
             return []

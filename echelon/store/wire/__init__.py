@@ -1,1 +1,1 @@
-"""Provide the wire protocol: encoding, limits, the proof of the secret, and sealed records."""
+"""Provide the wire protocol: encoding, limits, authentication, and sealed records."""

@@ -1,11 +1,11 @@
 """Detect a peer whose machine has vanished.
 
-The kernel closes the connections of a dead process. If a machine loses power or its network, its
-connections are not closed, and its waits and arrivals would remain. Both ends therefore let the
-kernel probe an idle peer, and consider the peer dead after about half a minute of silence. While
-data is unacknowledged, the kernel sends no probes and would retransmit for a quarter of an hour. A
-limit on the age of unacknowledged data closes that gap. The limit also ends the connection of a
-peer that does not read for that long while more data is in flight than its buffers hold.
+The kernel closes the connections of a dead process. But if a machine loses power or its network,
+its connections stay open, and its waits and arrivals would remain. So both ends let the kernel
+probe an idle peer, and consider the peer dead after about half a minute of silence. While data is
+unacknowledged, however, the kernel sends no probes and would retransmit for a quarter of an hour,
+so the age of unacknowledged data is limited too. That limit also disconnects a peer that reads
+nothing for that long, if more data is in flight than its buffers hold.
 """
 
 from __future__ import annotations

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits whose violation makes a server refuse a peer.
+    """Limits on a peer; the server refuses a peer that exceeds one.
 
     Attributes:
         key_bytes: length of the longest key, with its leading "/" and every prefix (torch's limit).
         value_bytes: length of the longest value (torch's limit).
         num_command_keys: maximum number of keys in one command (torch's limit).
-        command_bytes: maximum size of all strings of one command together.
+        command_bytes: maximum total size of all strings in one command.
         untrusted_bytes: maximum size of one command before the peer is admitted.
         num_keys: maximum number of keys and queues on a server.
-        num_connections: maximum number of connections; a further connection is closed at once.
+        num_connections: maximum number of connections; any further connection is closed at once.
         num_strangers: maximum number of connections that have not become members.
         num_waiters: maximum number of open waits of one connection.
         num_presences: maximum number of presences of one client; each of its heartbeats renews all
@@ -27,8 +27,8 @@ class Limits:
             connection; one more reply may be added.
         reply_bytes: length of the longest single reply.
         handshake_s: time within which a connection must become a member.
-        command_s: time within which a started command must be complete, plus the same time for
-            every 64 KiB received of it.
+        command_s: time within which a command must be complete once it has started, plus as much
+            again for every 64 KiB of it received.
     """
 
     key_bytes: int = 8192

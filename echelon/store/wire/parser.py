@@ -2,12 +2,12 @@
 
 A message is a flat tuple: the query byte, then its fields in order (bytes, int, list of bytes). A
 run of SET or GET commands with equal lengths forms one message: the query with `protocol.RUN`, the
-layout of a record, and the records (see `expand_run`). Each byte is examined a bounded number of
-times, however the stream is split into packets, and every length is checked against `Limits` before
+layout of one record, and the records (see `expand_run`). However the stream is split into packets,
+each byte is examined a bounded number of times, and every length is checked against `Limits` before
 anything is stored.
 
-A violation of the protocol is final. `violation` gives the reason in one line, messages completed
-before the violation are still delivered, and everything after it is dropped.
+A violation of the protocol is final: `violation` gives the reason in one line, messages completed
+before it are still delivered, and everything after it is dropped.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ _Steps = Generator[int, bytes, p.Message | None]
 class Parser:
     """An incremental parser from a byte stream to messages.
 
-    Complete commands of the common shapes are extracted from the received bytes directly.
-    Everything else (rare commands, and a command that is split across packets) runs through a
-    generator that requests a number of bytes at a time, so that no byte is parsed twice.
+    Complete commands of the common shapes are extracted directly from the received bytes.
+    Everything else (rare commands, and commands split across packets) goes through a generator that
+    asks for the bytes it needs next, so no byte is parsed twice.
 
     The owner sets `admitted` once the peer is a member; until then, only small commands are
     allowed.
@@ -133,7 +133,7 @@ class Parser:
 
     @property
     def is_inside_command(self) -> bool:
-        """Whether a command or the handshake has begun and is not complete."""
+        """Whether a command or the handshake has started but is not complete."""
         return self._steps is not None
 
     def feed(self, data: bytes) -> list[p.Message]:
@@ -159,7 +159,7 @@ class Parser:
     def finish(self, data: bytes) -> tuple[list[p.Message], bytes]:
         """Parse up to the end of the open command; return its message and the remaining bytes.
 
-        This is for an owner that executes the following commands without this parser.
+        Use this if the commands that follow are executed without the parser.
         """
         out: list[p.Message] = []
         if self.violation is not None:
@@ -175,7 +175,7 @@ class Parser:
         return out, data[position:]
 
     def _after_held(self, data: bytes) -> bytes:
-        """Return the held bytes plus `data` if there are enough of them, otherwise b""."""
+        """Return the held bytes plus `data` once these are enough; until then, b""."""
         self._held += data
         if len(self._held) < self._need:
             return b""
@@ -184,7 +184,7 @@ class Parser:
         return data
 
     def _scan(self, data: bytes, position: int, out: list[p.Message]) -> None:
-        """Extract complete commands from `position` on, and start the first incomplete one."""
+        """Extract complete commands from `position` on, and start parsing an incomplete one."""
         size = len(data)
         key_bytes, value_bytes = self.limits.key_bytes, self.limits.value_bytes
         shapes, read_u64 = self._shapes, _U64.unpack_from
@@ -250,7 +250,7 @@ class Parser:
     def _cut_tagged(self, data: bytes, position: int, out: list[p.Message]) -> int:
         """Extract one tagged command of a common shape.
 
-        Return its end, or 0 if it is incomplete.
+        Returns where it ends, or 0 if it is incomplete.
         """
         size, query, key_at = len(data), data[position], position + 13
         if key_at > size:
@@ -285,7 +285,7 @@ class Parser:
         return end
 
     def _open(self, data: bytes, out: list[p.Message]) -> int:
-        """Process the first bytes of the connection; return where the first command begins."""
+        """Process the first bytes of the connection; return where the first command starts."""
         self._is_fresh = False
         if data.startswith(_OPENING):
             return len(_OPENING)
@@ -311,7 +311,7 @@ class Parser:
             self._shapes = _NO_SHAPES
 
     def _first_need(self, out: list[p.Message]) -> int:
-        """Start the open command. A command without fields is complete at once."""
+        """Start the open command, and return how many bytes it needs; 0 if it needs none."""
         assert self._steps is not None
         try:
             return next(self._steps)
@@ -320,9 +320,9 @@ class Parser:
             return 0
 
     def _advance(self, data: bytes, position: int, out: list[p.Message]) -> int:
-        """Feed the open command, beginning at `position`.
+        """Feed the open command with data from `position` on.
 
-        Return its end, or the end of the data.
+        Returns the end of the command, or the end of the data.
         """
         while self._steps is not None:
             end = position + self._need
@@ -337,7 +337,7 @@ class Parser:
         return position
 
     def _complete(self, message: p.Message | None, out: list[p.Message]) -> None:
-        """Finish the open command. The handshake yields no message."""
+        """Finish the open command, and append its message, if it has one."""
         self._steps = None
         if message is not None:
             out.append(message)
@@ -355,7 +355,7 @@ class Parser:
         return None
 
     def _command(self, query: int) -> _Steps:
-        """Request the bytes of the fields of one command, and return the message."""
+        """Request the bytes of one command's fields, and return the message."""
         fields = _FIELDS.get(query)
         if fields is None or (query >= p.TAGGED and not self.extensions):
             raise StoreProtocolError(f"unknown query 0x{query:02x}")
@@ -408,7 +408,7 @@ class Parser:
 
 @dataclass(frozen=True, slots=True)
 class _RunShape:
-    """Consecutive commands of one query with equal lengths, described by their end and fields."""
+    """The shape of a run of commands with the same query and lengths."""
 
     pattern: re.Pattern[bytes] | None
     layout: struct.Struct
@@ -418,9 +418,9 @@ _run_shapes: dict[tuple[int, int, int], _RunShape] = {}
 
 
 def _run_shape(query: int, key_bytes: int, value_bytes: int) -> _RunShape:
-    """Return the shape of a run. For commands with only a key, `value_bytes` is -1.
+    """Return the shape of a run; `value_bytes` is -1 if the commands have only a key.
 
-    The number of compiled patterns is bounded because peers choose the lengths.
+    Peers choose the lengths, so the number of compiled patterns is limited.
     """
     shape = _run_shapes.get((query, key_bytes, value_bytes))
     if shape is None:
@@ -439,11 +439,11 @@ def _run_shape(query: int, key_bytes: int, value_bytes: int) -> _RunShape:
 
 
 def _cut_run(data: bytes, position: int, record: int, key_end: int, out: list[p.Message]) -> int:
-    """Extract a run of commands of equal lengths. If `key_end` is -1, they have only a key.
+    """Extract a run of commands of equal lengths; `key_end` is -1 if they have only a key.
 
-    The command at `position` is `record` bytes long; the method returns where the run ends. As long
-    as the bytes that hold the query and the lengths repeat every `record` bytes, the commands have
-    the same shape. Runs of SET and GET remain one message.
+    The command at `position` is `record` bytes long. The run continues as long as the query and the
+    lengths repeat every `record` bytes. Returns where the run ends. A run of SET or GET remains one
+    message.
     """
     query = data[position]
     key_bytes = record - 9 if key_end < 0 else key_end - position - 9
@@ -464,7 +464,7 @@ def _cut_run(data: bytes, position: int, record: int, key_end: int, out: list[p.
 
 
 def _end_of_run(data: bytes, position: int, record: int, key_end: int) -> int:
-    """Return the end of a run, found by comparing columns of the headers."""
+    """Find the end of a run by comparing the columns of the headers."""
     count = (len(data) - position) // record
     headers: Iterable[int] = range(position, position + 9)
     if key_end >= 0:
@@ -476,7 +476,7 @@ def _end_of_run(data: bytes, position: int, record: int, key_end: int) -> int:
 
 
 def expand_run(message: p.Message) -> list[p.Message]:
-    """Return the commands of a run one by one."""
+    """Return the commands of a run as separate messages."""
     query, layout, view = message
     assert isinstance(query, int)
     assert isinstance(layout, struct.Struct)

@@ -1,10 +1,10 @@
 """Encode and decode the store's wire protocol, without I/O.
 
-A connection is a raw stream of commands without framing, IDs or error replies, because this is the
-protocol of PyTorch's TCPStore. Integers are little-endian; a string is a u64 length followed by its
-bytes. Queries from 0x80 on are echelon's own. They carry a tag and are accepted only after the
-client has sent PING with `OUR_NONCE`, which echelon's server answers with the complement and
-torch's server with an echo.
+The protocol is that of PyTorch's TCPStore: a raw stream of commands without framing, IDs or error
+replies. Integers are little-endian; a string is a u64 length followed by its bytes. Queries from
+0x80 on are echelon's own. They carry a tag, and are accepted only after the client has sent PING
+with `OUR_NONCE`; echelon's server answers that with the nonce's complement, torch's server with an
+echo.
 
 This module contains the query numbers, the encoders and the readers of replies; `parser` reads
 commands.
@@ -133,7 +133,7 @@ def unpack_i64(data: bytes) -> int:
 
 
 def pack_string(data: bytes) -> bytes:
-    """Encode a string as its length and its bytes."""
+    """Encode a string as its length followed by its bytes."""
     return _U64.pack(len(data)) + data
 
 
@@ -175,30 +175,30 @@ def unpack_integers(data: bytes) -> list[int]:
 
 
 def frame(status: int, tag: int, payload: bytes = b"") -> bytes:
-    """Encode the answer to one of echelon's queries as a frame."""
+    """Encode an answer to one of echelon's queries as a frame."""
     return _FRAME.pack(status, tag, len(payload)) + payload
 
 
 def frame_header(status: int, tag: int, length: int) -> bytes:
-    """Encode the header of an answer whose payload is sent separately to avoid a copy."""
+    """Encode only the header of an answer; sending the payload separately avoids a copy."""
     return _FRAME.pack(status, tag, length)
 
 
 def unpack_frame_header(data: bytes) -> tuple[int, int, int]:
-    """Decode (status, tag, payload length) from the header of an answer's frame."""
+    """Decode the header of a frame into (status, tag, payload length)."""
     status, tag, length = _FRAME.unpack(data)
     return status, tag, length
 
 
 def tagged(query: int, tag: int, *fields: bytes | int | list[bytes]) -> bytes:
-    """Encode one of echelon's queries. The fields are encoded as in `encode`."""
+    """Encode one of echelon's queries; the fields are encoded as in `encode`."""
     return _HEAD.pack(query, tag) + encode(query, *fields)[1:]
 
 
 def encode(query: int, *fields: bytes | int | list[bytes]) -> bytes:
     """Encode one command: bytes as a string, int as i64, a list as its length and its strings.
 
-    The list of MULTI_SET alternates keys and values; PING and VALIDATE take a u32.
+    MULTI_SET's list alternates keys and values; PING and VALIDATE take a u32.
     """
     pieces = [bytes((query,))]
     for field in fields:

@@ -1,12 +1,12 @@
-"""Seal the stream after the handshake, in records that only the two ends can make.
+"""Seal the stream after the handshake, using records that only the two ends can create.
 
-[Note: why the stream is sealed] A handshake proves who began a connection, not who continues it. A
-false server that relays the proofs to the real server could take over a member's connection by
-dropping the client. So both ends derive one key per direction from the secret and both nonces, and
-after the proof every byte is sent in a record: u32 length, 16 bytes of keyed BLAKE2b over the
-record's number and its bytes, the bytes. A relay can then only forward or cut the stream. Including
-the addresses in the proof was rejected, because this would fail at every NAT, service address and
-port forward, and would still trust the network afterwards. Nothing is encrypted, so anyone who sees
+[Note: why the stream is sealed] A handshake proves who started a connection, not who continues it.
+A fake server that relays the proofs to the real server could drop the client and take over its
+connection. So both ends derive one key per direction from the secret and both nonces, and every
+byte after the proof is sent in a record: a u32 length, 16 bytes of keyed BLAKE2b over the record's
+number and data, and the data. A relay can then only forward the stream or cut it. Covering the
+addresses in the proof was rejected: this would fail at every NAT, service address and port forward,
+and would still leave the network to be trusted afterwards. Nothing is encrypted, so anyone who sees
 the traffic can read it.
 """
 
@@ -28,7 +28,7 @@ _NUMBER = struct.Struct("<Q")
 
 
 def stream_keys(secret: bytes, transcript: bytes) -> tuple[bytes, bytes]:
-    """Return the two keys of a connection, for the client's stream and for the server's.
+    """Return a connection's two keys: one for what the client sends, one for what the server sends.
 
     Args:
         secret: the job's secret.
@@ -44,7 +44,7 @@ def _mac(key: bytes, number: int, data: bytes) -> bytes:
 
 
 class Sealer:
-    """Makes the records of one direction."""
+    """Creates the records of one direction."""
 
     __slots__ = ("_key", "_number")
 
@@ -55,7 +55,7 @@ class Sealer:
     def seal(self, data: bytes) -> bytes:
         """Return the records that carry `data`.
 
-        The records must be sent in the order of the calls.
+        Records must be sent in the order in which they were created.
         """
         if len(data) <= RECORD_BYTES:
             return self._record(data)
@@ -70,7 +70,7 @@ class Sealer:
 
 
 class Opener:
-    """A reader of the records of one direction, which may arrive in any pieces."""
+    """Reads the records of one direction, however they are split on arrival."""
 
     __slots__ = ("_held", "_key", "_number")
 
@@ -81,14 +81,14 @@ class Opener:
 
     @property
     def is_inside_record(self) -> bool:
-        """Whether a record has begun but is not complete."""
+        """Whether a record has started but is not complete."""
         return bool(self._held)
 
     def open(self, data: bytes) -> bytes:
         """Process received bytes; return the data of the records that they complete.
 
         Raises:
-            StoreProtocolError: a record was not made by the other end, or is out of place.
+            StoreProtocolError: a record was not created by the other end, or is out of order.
         """
         if self._held:
             data = self._held + data

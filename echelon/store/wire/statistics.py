@@ -1,4 +1,4 @@
-"""Define the statistics of a server as a frozen record."""
+"""Define a server's statistics as a frozen record."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class StoreStatistics:
     Attributes:
         num_keys: number of keys with a value.
         num_queues: number of queues that hold an item.
-        num_connections: number of open connections, including connections that are not members yet.
-        num_waiters: number of calls that wait for keys, items, barriers or gathers.
+        num_connections: number of open connections, including those that are not members yet.
+        num_waiters: number of calls waiting for keys, items, barriers or gathers.
         num_watched_keys: number of keys whose changes are pushed to a client.
         num_presences: number of keys with a lease.
-        num_refused: number of connections closed for a violation so far.
+        num_refused: number of connections closed so far because of a violation.
         value_bytes: total size of all values and items.
         waiting: the number of waiters for each key.
-        missing_ranks: for each open barrier or gather, the first 64 missing ranks; empty if
-            arrivals gave no rank.
+        missing_ranks: for each open barrier or gather, the first 64 missing ranks; empty if some
+            arrival gave no rank.
     """
 
     num_keys: int

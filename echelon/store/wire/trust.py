@@ -1,13 +1,13 @@
-"""Authenticate peers by the shared secret, or by the kernel's information about local peers.
+"""Authenticate peers by the shared secret, or by what the kernel reports about local peers.
 
-Echelon's clients prove that they know the secret with HMAC-SHA256 over both sides' fresh nonces,
-and the server proves it first. The stream after the handshake is sealed (see `seal`), so a recorded
-exchange, a false server or a relay gains nothing. torch's clients cannot prove the secret. For
-them, the kernel reports the owner of the process at the other end of a loopback connection
-(`host.tcp_table`), so that only processes of the server's own user are admitted.
+Echelon's clients prove that they know the secret with an HMAC-SHA256 over fresh nonces from both
+sides, and the server proves it first. The stream after the handshake is sealed (see `seal`), so an
+attacker gains nothing from a recorded exchange, a fake server or a relay. torch's clients cannot
+prove the secret. For these, the kernel reports which user owns the process at the other end of a
+loopback connection (`host.tcp_table`), and only processes of the server's own user are admitted.
 
-The server sends its proof to any client, which can use it to test guesses of the secret offline;
-therefore short secrets are refused. Nothing is encrypted here.
+The server sends its proof to any client, and an attacker could use the proof to test guesses of the
+secret offline, so short secrets are refused. Nothing is encrypted here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def new_session() -> bytes:
 
 
 def secret_bytes(secret: str | bytes | None) -> bytes | None:
-    """Return the secret as bytes after checking its length.
+    """Check the length of the secret, and return it as bytes.
 
     Raises:
         ValueError: the secret is too short to withstand guessing.
@@ -59,9 +59,9 @@ def secret_bytes(secret: str | bytes | None) -> bytes | None:
 
 
 def transcript(client_nonce: bytes, server_nonce: bytes, session: bytes, instance: bytes) -> bytes:
-    """Return the bytes that both proofs and the stream's keys cover.
+    """Return the bytes from which both proofs and the stream's keys are computed.
 
-    Only the last part of the bytes varies in size.
+    Only the last part varies in size.
 
     Raises:
         ValueError: a nonce is not `NONCE_BYTES` long.
@@ -76,17 +76,17 @@ def transcript(client_nonce: bytes, server_nonce: bytes, session: bytes, instanc
 
 
 def server_proof(secret: bytes, transcript: bytes) -> bytes:
-    """Return the proof for this client, which can be computed only with the secret."""
+    """Return the server's proof to this client; only a holder of the secret can compute it."""
     return hmac.digest(secret, _SERVER + transcript, "sha256")
 
 
 def client_proof(secret: bytes, transcript: bytes) -> bytes:
-    """Return the proof for this server, which can be computed only with the secret."""
+    """Return the client's proof to this server; only a holder of the secret can compute it."""
     return hmac.digest(secret, _CLIENT + transcript, "sha256")
 
 
 def is_equal(left: bytes, right: bytes) -> bool:
-    """Return whether two proofs are equal, in a comparison that takes constant time."""
+    """Compare two proofs in constant time."""
     return hmac.compare_digest(left, right)
 
 
@@ -96,7 +96,7 @@ def is_loopback(host: str) -> bool:
 
 
 def own_uid() -> int | None:
-    """Return this process's uid, or None if a different user's uid could look the same.
+    """Return this process's uid, or None if other users could appear under the same uid.
 
     In a user namespace that does not map all users, the kernel reports every unmapped user as the
     overflow uid (mostly 65534, "nobody"). A server that runs under that uid cannot trust any uid.
