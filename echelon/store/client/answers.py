@@ -27,7 +27,7 @@ def take_if_present(channel: Channel, deadline: Deadline) -> bytes | None:
 
 
 def take_if_still_present(channel: Channel, deadline: Deadline) -> bytes | None:
-    """Read the answers to CHECK, GET and CHECK. A key that was deleted in between is missing."""
+    """Read the answers to CHECK, GET and CHECK; a key deleted in between counts as missing."""
     value = take_if_present(channel, deadline)
     return value if take_check(channel, deadline) else None
 

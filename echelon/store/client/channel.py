@@ -1,8 +1,8 @@
-"""Send bytes and read replies on one connection of a client, each call within a deadline.
+"""Send bytes and read replies on one of a client's connections; every call has a deadline.
 
-The owners of the channel ensure that at most one thread reads and at most one writes. A receive
-sleeps in the kernel for at most one second and then checks the deadline again. This saves a poll
-per answer. Close to the deadline, and for sending, the channel polls.
+The channel's owners ensure that at most one thread reads and at most one writes at a time. A
+receive sleeps in the kernel for up to one second and then checks the deadline again, which saves
+polling for every answer. Close to the deadline, and when sending, the channel does poll.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Channel:
     """A connected socket that has passed the handshake.
 
     Attributes:
-        instance: random bytes that identify the run of echelon's server; b"" for torch's server,
+        instance: random bytes that identify one run of echelon's server; b"" for torch's server,
             which has no extensions.
-        num_unconfirmed: commands without a reply that were sent since the last reply; they may be
-            lost if the connection breaks now.
+        num_unconfirmed: commands without a reply sent since the last reply; they may be lost if the
+            connection breaks now.
     """
 
     __slots__ = (
@@ -88,7 +88,7 @@ class Channel:
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Close the socket, so that the server withdraws this connection's waits."""
+        """Close the socket; the server then withdraws this connection's waits."""
         self._socket.close()
 
     @property
@@ -97,7 +97,7 @@ class Channel:
         return self._socket.family, self._socket.getpeername()
 
     def interrupt(self) -> None:
-        """Make any thread that is waiting on this channel fail; callable from any thread."""
+        """Make any thread waiting on this channel fail; callable from any thread."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -187,7 +187,7 @@ class Channel:
     def take_frame(self, deadline: Deadline) -> tuple[int, int, bytes]:
         """Return (status, tag, payload) of the next answer to one of echelon's queries.
 
-        After a TimeoutError, the next call continues where this call stopped.
+        After a TimeoutError, call again to continue reading the same answer.
         """
         if self._header is None:
             self._header = p.unpack_frame_header(self.take(p.FRAME_HEADER_BYTES, deadline))
@@ -199,7 +199,7 @@ class Channel:
     def wait_for_end(self, timeout_s: float) -> bool:
         """Wait for the server to close the connection; return whether it did so in time.
 
-        To be called by a thread that neither reads nor writes.
+        The calling thread must be neither reading nor writing.
         """
         ended = select.poll()
         ended.register(self._socket, getattr(select, "POLLRDHUP", 0))
@@ -208,7 +208,7 @@ class Channel:
 
 @dataclass(frozen=True)
 class Place:
-    """The address of a store, and the identity of the client that connects to it.
+    """The address of a store, and what identifies the client there.
 
     Attributes:
         host, port: the address of the server.
@@ -226,13 +226,12 @@ def connect(place: Place, known: tuple[Address, ...], deadline: Deadline) -> Cha
     """Connect to a store server, trying every address of the host, and perform the handshake.
 
     Args:
-        known: addresses to try before the host's name is resolved, because resolving may take a
-            long time.
+        known: addresses to try before resolving the host's name, which may take a long time.
 
     Raises:
         OSError: no address could be reached, or the server closed the connection; a retry may
             succeed.
-        StoreConnectionError: the server was reached and does not accept this client.
+        StoreConnectionError: the server was reached but does not accept this client.
     """
     channel = Channel(_dial(place, known, deadline))
     try:
@@ -247,7 +246,7 @@ Address = tuple[int, "tuple[Any, ...]"]  # family, and what connect() takes
 
 
 def _dial(place: Place, known: tuple[Address, ...], deadline: Deadline) -> socket.socket:
-    """Return a socket that is connected to the server."""
+    """Return a socket connected to the server."""
     problem: OSError = ConnectionRefusedError(f"{place.host} has no address")
     for family, address in known:
         try:
@@ -333,7 +332,7 @@ def _take_ok(channel: Channel, deadline: Deadline) -> bytes:
 
 
 def _take_welcome(channel: Channel, deadline: Deadline) -> tuple[bytes, bytes, bytes]:
-    """Return the instance, nonce and proof from the answer of echelon's server to HELLO."""
+    """Read echelon's answer to HELLO; return the server's instance, nonce and proof."""
     parts = p.unpack_strings(_take_ok(channel, deadline))
     if len(parts) != 3 or not parts[0]:
         raise StoreProtocolError("the server's answer to the handshake cannot be read")

@@ -1,12 +1,12 @@
 """Implement torch's Store API over a connection to echelon's server or to torch's.
 
-Calls block, are thread-safe, and are each bounded by a deadline. The handshake reveals the kind of
-server; `our_calls` implements the calls for echelon's and `torch_calls` for torch's. On echelon's
-server every call is one round trip, and gather, barrier, get and queue_pop wait inside the server.
+Calls block and are thread-safe, and each has a deadline. The handshake shows which kind of server
+it is; `our_calls` implements the calls for echelon's and `torch_calls` those for torch's. On
+echelon's server, every call takes one round trip, and gather, barrier, get and queue_pop wait
+inside the server.
 
-After a broken connection, calls that are safe to repeat (reads and waits) are repeated. All other
-calls (add, append, compare_set, queue operations, rounds) fail with an error that reports the
-broken connection.
+If the connection breaks, calls that are safe to repeat (reads and waits) are repeated. All other
+calls (add, append, compare_set, queue operations, rounds) fail with an error that says so.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _INIT_WIRE: Final = b"init/"
 
 
 class TCPStore(Store):
-    """A client of the store server at an address. The client can also host the server.
+    """A client of the store server at an address. It can also host the server.
 
     Args:
         host_name: the server's host name or address, which the master binds.
@@ -47,10 +47,11 @@ class TCPStore(Store):
         timeout: the timeout for connecting, and for each call that does not specify its own.
         wait_for_workers: whether the master's constructor waits until `world_size` clients have
             joined.
-        multi_tenant: whether several masters of this process may share one server at the port.
+        multi_tenant: whether several masters in this process may share one server at the port.
         master_listen_fd: descriptor of a listening socket for the master to take over.
         use_libuv: accepted for compatibility with torch; has no effect.
-        observer: see `Store.observer`; in a job's worker it defaults to the black box.
+        observer: see `Store.observer`; in a worker of a job, it defaults to one that writes to the
+            black box.
         secret: the secret shared by clients and server, at least 16 bytes. None means the job's
             secret if this process is a worker and the address is its job's store; otherwise the
             store is open.
@@ -130,7 +131,7 @@ class TCPStore(Store):
 
     @property
     def has_extensions(self) -> bool:
-        """Whether the server is echelon's, on which a gather takes a single round trip."""
+        """Whether the server is echelon's; a gather then takes a single round trip."""
         return isinstance(self._calls, OurCalls)
 
     def clone(self, timeout: Timeout | None = None) -> TCPStore:
@@ -155,7 +156,7 @@ class TCPStore(Store):
             hosted.leave()
 
     def _leave(self) -> Hosted | None:
-        """Close the connections; return the server if this process hosts it for the store."""
+        """Close the connections; return the server if this store is hosting it in this process."""
         calls = getattr(self, "_calls", None)
         if calls is not None:
             calls.close()
@@ -169,7 +170,7 @@ class TCPStore(Store):
                 hosted.leave_soon()  # a finalizer waits for no thread
 
     def _join(self, world_size: int, is_master: bool, deadline: Deadline) -> None:
-        """Register this client as joined. The master also waits for all clients."""
+        """Register that this client has joined; the master also waits until all clients have."""
         joined = self._open_calls.add_wire(_INIT_WIRE, 1, _INIT_WIRE)
         pause = threading.Event()
         while is_master and joined < world_size:
@@ -189,7 +190,7 @@ class TCPStore(Store):
         return self._calls
 
     def statistics(self) -> StoreStatistics:
-        """Return statistics about echelon's server: its contents, and the waiting connections.
+        """Return statistics about echelon's server: its contents and the waiting connections.
 
         Raises:
             StoreError: the server is torch's, which does not keep statistics.

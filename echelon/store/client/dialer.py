@@ -1,9 +1,9 @@
 """Connect and reconnect to one store server, with errors that explain failures.
 
-A client first connects when it is created, and waits up to its timeout for the server to start.
-When a connection breaks, the client tries to reconnect for 10 s, or for 1 s if the server's machine
-refuses the connection. A server with a different instance has lost the keys, so the client does not
-accept it.
+When a client is created, it connects, and waits up to its timeout for the server to start. If the
+connection breaks later, the client tries to reconnect for 10 s, or for 1 s if the server's machine
+refuses the connection. It does not accept a server with a different instance, because that server
+no longer has the keys.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Dialer:
         return self._pid == os.getpid()
 
     def check_usable(self, operation: str, key: str) -> None:
-        """Raise an error unless the client can be used in this process.
+        """Raise an error if the client cannot be used in this process.
 
         Raises:
             StoreError: the client was closed, or another process created it.
@@ -68,7 +68,7 @@ class Dialer:
         )
 
     def connect(self, operation: str, key: str, deadline: Deadline) -> Channel:
-        """Connect to the server, retrying with growing, jittered delays until the time window ends.
+        """Connect to the server; retry with growing, jittered delays until the time is up.
 
         Raises:
             StoreTimeoutError: no server was reached in time.
@@ -133,7 +133,7 @@ class Dialer:
     def lost(
         self, operation: str, key: str, why: str, num_unconfirmed: int
     ) -> StoreConnectionError:
-        """Return the error for a call during which the connection broke."""
+        """Return the error for a call that was in progress when the connection broke."""
         if self.is_closed:
             why = "the store was closed during the call"
         if num_unconfirmed:

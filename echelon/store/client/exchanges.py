@@ -1,9 +1,9 @@
 """Implement the three kinds of exchange between a client and torch's server.
 
-`ask` sends a request that is answered at once, on the shared connection. `tell` sends a request
-that has no answer. `hold` runs an exchange that may block for a long time, on a connection of its
-own. Each method turns a failure into an error that names the operation, key and server, and closes
-any connection on which a late answer could still arrive.
+`ask` sends a request on the shared connection and reads the immediate answer. `tell` sends a
+request that gets no answer. `hold` runs an exchange that may block for a long time, on a connection
+of its own. If an exchange fails, each method raises an error that names the operation, key and
+server, and closes any connection on which a late answer could still arrive.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ T = TypeVar("T")
 class Exchanges:
     """The exchanges over the connections of one client.
 
-    A call that is safe to repeat is marked `can_repeat` and is retried over a new connection when
-    the old one breaks, unless unanswered writes may have been lost with the old one. torch's server
-    closes the connection when it refuses a request, so no request is repeated more than twice.
+    A call marked `can_repeat` is safe to repeat. If its connection breaks, it is retried over a new
+    one, unless unanswered writes may have been lost with the connection. torch's server closes the
+    connection when it refuses a request, so no request is repeated more than twice.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -41,7 +41,7 @@ class Exchanges:
         *,
         can_repeat: bool = False,
     ) -> T:
-        """Send a request that is answered at once and read its answer."""
+        """Send a request that the server answers at once, and read the answer."""
         name = show(key)
         pool = self._pool
         lock = pool.turn(operation, name, deadline)
@@ -70,7 +70,7 @@ class Exchanges:
         raise AssertionError("this line should be unreachable")
 
     def tell(self, operation: str, key: bytes, request: bytes, deadline: Deadline) -> None:
-        """Send a request that has no answer."""
+        """Send a request that gets no answer."""
         name = show(key)
         pool = self._pool
         lock = pool.turn(operation, name, deadline)
@@ -102,7 +102,8 @@ class Exchanges:
     ) -> T:
         """Run an exchange that may block for a long time, on a connection of its own.
 
-        `exchange` reads the answer; at the deadline it cancels the request and returns or raises.
+        `exchange` reads the answer; at the deadline, it must cancel the request and return or
+        raise.
         """
         name = show(key)
         pool = self._pool

@@ -1,4 +1,4 @@
-"""Manage servers that stores in this process host and share.
+"""Manage the servers that stores in this process host and share.
 
 torch lets several masters in one process share a server on one port (`multi_tenant`); the last
 master to close stops the server.
@@ -32,17 +32,17 @@ class Hosted:
         self._num_stores = 1
 
     def share(self) -> Hosted:
-        """Add a store to the stores that share the server."""
+        """Count one more store that shares the server."""
         self._num_stores += 1
         return self
 
     def leave(self) -> None:
-        """Remove a store. The last store stops the server and waits until it has stopped."""
+        """Count one store fewer; if it was the last, stop the server and wait for it to stop."""
         if self._is_last():
             self._server.close()
 
     def leave_soon(self) -> None:
-        """Remove a store without waiting for the server to stop; safe in a finalizer."""
+        """Count one store fewer without waiting for the server to stop; safe in a finalizer."""
         if self._is_last():
             self._server.stop_soon()
 
@@ -62,7 +62,7 @@ _shared_lock = threading.RLock()
 def host(
     address: str, port: int, secret: bytes | None, multi_tenant: bool, listen_fd: int | None
 ) -> Hosted:
-    """Start a server, or share the server that this process already hosts on the port."""
+    """Start a server, or share the one that this process is already hosting on the port."""
     shared = _share(port) if multi_tenant else None
     if shared is not None:
         return shared

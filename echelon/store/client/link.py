@@ -1,12 +1,12 @@
 """Manage one connection to echelon's server, which all threads of a client share.
 
-Every query carries a tag that is repeated in the answer, so waits, watches and short calls share
-the connection, and answers may arrive in any order. There is no reader thread. Instead, one of the
-waiting callers reads, and hands the other callers their answers. Once the reader's own answer has
-arrived, another caller takes over.
+Every query carries a tag, and its answer repeats the tag. So waits, watches and short calls can
+share the connection, and answers may arrive in any order. There is no reader thread: one of the
+waiting callers reads and hands out the others' answers. Once its own answer has arrived, another
+caller takes over.
 
 [Note: quiet writes] `set` and similar queries carry tag 0 and are answered only if they are
-refused. The server executes the queries of a connection in order, so the answer to any later query
+refused. The server executes a connection's queries in order, so the answer to any later query
 confirms that the earlier ones were executed.
 """
 
@@ -56,7 +56,7 @@ class Link:
     """The owner of a channel. All methods may be called from any thread.
 
     Attributes:
-        problem: why the link can no longer be used, if it cannot.
+        problem: why the link can no longer be used; None while it can.
         refusal: the reason that the server gave for closing the connection or refusing a quiet
             write.
     """
@@ -95,8 +95,8 @@ class Link:
         """Send a query.
 
         Raises:
-            TimeoutError: the server did not accept the query in time; if it accepted a part of the
-                query, the link is broken.
+            TimeoutError: the server did not accept the query in time; if it accepted only part of
+                it, the link is broken.
             OSError: the link is broken.
         """
         if not self._writing.acquire(timeout=deadline.left_s):
@@ -112,7 +112,7 @@ class Link:
         return call
 
     def send_all(self, queries: list[tuple[int, bytes]], deadline: Deadline) -> list[Call]:
-        """Send several queries in one packet. The errors are those of `start`."""
+        """Send several queries in one packet. Raises the errors of `start`."""
         if not self._writing.acquire(timeout=deadline.left_s):
             raise TimeoutError("another thread is still sending a call")
         try:
@@ -131,7 +131,7 @@ class Link:
         return calls
 
     def write(self, query: int, body: bytes, deadline: Deadline) -> None:
-        """Send a query that is answered only if it is refused. The errors are those of `start`."""
+        """Send a query that is answered only if it is refused. Raises the errors of `start`."""
         if not self._writing.acquire(timeout=deadline.left_s):
             raise TimeoutError("another thread is still sending a call")
         try:
@@ -152,7 +152,7 @@ class Link:
     def cancel(self, call: Call, deadline: Deadline) -> None:
         """Ask the server to cancel a wait or watch.
 
-        An answer to the query or to the withdrawal still arrives.
+        An answer still arrives, either to the query or to the cancellation.
         """
         if not self._writing.acquire(timeout=deadline.left_s):
             raise TimeoutError("another thread is still sending a call")
@@ -164,14 +164,14 @@ class Link:
             self._close_if_unused()
 
     def forget(self, call: Call) -> None:
-        """Discard the answers to a call that have not arrived yet."""
+        """Discard any answers to a call that arrive from now on."""
         self._calls.pop(call.tag, None)
 
     def finish(self, call: Call, deadline: Deadline) -> None:
-        """Wait until an answer or a frame of the call is ready.
+        """Wait until a call has an answer or a frame.
 
         Raises:
-            TimeoutError: the call was not ready in time; `finish` may be called again.
+            TimeoutError: nothing arrived in time; `finish` may be called again.
             OSError: the link broke.
         """
         while not call.is_ready:
@@ -187,7 +187,7 @@ class Link:
                 self._follow(call, deadline)
 
     def _follow(self, call: Call, deadline: Deadline) -> None:
-        """Sleep until another thread has read this call's answer, or has stopped reading."""
+        """Sleep until another thread has read this call's answer or has stopped reading."""
         event = call.event = threading.Event()
         self._followers[call] = None
         try:
@@ -234,7 +234,7 @@ class Link:
             call.event.set()
 
     def drain(self) -> None:
-        """Process refusals, events and the end of the stream while no answer is awaited."""
+        """Process refusals, events or an end of stream that arrived with no caller reading."""
         if not self._reading.acquire(blocking=False):
             return
         try:
@@ -252,9 +252,10 @@ class Link:
             raise ConnectionAbortedError(self.problem)
 
     def _close_if_unused(self) -> None:
-        """Close the socket of a link that has failed, once no thread is inside the link.
+        """Close the socket of a failed link, once no thread is using the link.
 
-        A thread that takes a lock later finds the link's `problem` and does not use the socket.
+        A thread that acquires a lock afterwards sees the link's `problem` and leaves the socket
+        alone.
         """
         if self.problem is not None and not (self._reading.locked() or self._writing.locked()):
             self.channel.close()

@@ -1,4 +1,4 @@
-"""Implement the Store API on echelon's server, with one tagged query for nearly every call."""
+"""Implement the Store API on echelon's server; nearly every call is one tagged query."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _STEPS: Final = {
 
 
 def _body(*fields: bytes | int | list[bytes]) -> bytes:
-    """Encode the fields of a query as its body."""
+    """Encode a query's fields as its body."""
     return p.encode(0xFF, *fields)[1:]
 
 
@@ -44,7 +44,7 @@ def _wires(keys: list[bytes]) -> list[bytes]:
 
 
 class OurCalls(Store):
-    """The primitives of a client of echelon's server, used by `TCPStore`."""
+    """The primitives of a client of echelon's server; `TCPStore` uses them."""
 
     def __init__(self, session: Session, timeout_s: Callable[[], float]) -> None:
         self._session = session
@@ -52,7 +52,7 @@ class OurCalls(Store):
         self._leases = _Leases(session)
 
     def clone(self) -> Store:
-        """Raise NotImplementedError, because `TCPStore` implements this method."""
+        """Raise NotImplementedError; `TCPStore` implements this method."""
         raise NotImplementedError
 
     @property
@@ -61,7 +61,7 @@ class OurCalls(Store):
         return self._session.dialer.endpoint
 
     def close(self) -> None:
-        """End the presences and close the link."""
+        """End all presences and close the link."""
         self._leases.close()
         self._session.close()
 
@@ -205,11 +205,11 @@ class OurCalls(Store):
     # Beyond torch's API.
 
     def statistics(self) -> StoreStatistics:
-        """Return statistics: the server's contents, and the connections waiting for each key."""
+        """Return statistics: the server's contents, and how many callers wait for each key."""
         return StoreStatistics.from_json(self._sure("statistics", b"", p.STATISTICS, b""))
 
     def _do_pipeline(self, steps: list[Step]) -> None:
-        """Send in windows that fit the socket buffers, so that neither side blocks the other."""
+        """Send steps in batches that fit the socket buffers, so that neither side blocks."""
         while steps:
             queries: list[tuple[int, bytes]] = []
             size = 0
@@ -228,7 +228,7 @@ class OurCalls(Store):
             steps = steps[len(queries) :]
 
     def _outcome(self, step: Step, status: int, payload: bytes) -> object:
-        """Return the answer to a pipeline's step, or the error that replaces the answer."""
+        """Return the answer to a pipeline's step, or the error to raise instead."""
         if status == p.ERROR:
             text = payload.decode("utf-8", "replace")
             name = show(step.key)
@@ -310,7 +310,7 @@ class _PushedWatch(Watch):
 
 
 class _Leases:
-    """The presences of one client, which a thread renews as long as there are any."""
+    """The presences of one client. A thread renews them as long as there are any."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -321,7 +321,7 @@ class _Leases:
         self._is_closed = False
 
     def add(self, key: bytes, lease_s: float) -> None:
-        """Renew the lease of this key until the presence is released."""
+        """Keep renewing the lease of this key until the presence is released."""
         with self._lock:
             self._lease_s[key] = lease_s
             if self._thread is None:
@@ -332,7 +332,7 @@ class _Leases:
                 self._thread.start()
 
     def release(self, key: bytes) -> None:
-        """End a presence. If the server cannot be reached, the lease expires by itself."""
+        """End a presence. If the server cannot be reached, the lease expires on its own."""
         with self._lock:
             known = self._lease_s.pop(key, None)
         if known is not None and self._session.dialer.is_in_its_process:

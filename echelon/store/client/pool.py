@@ -1,12 +1,12 @@
 """Manage the connections of a client to torch's server.
 
-[Note: one connection for answers, others for waits] Replies do not carry IDs, so a connection
-serves only one exchange at a time. Exchanges that the server answers at once share the main
-connection under a lock. A call that may block for a long time takes the main connection for itself,
-and the next call opens or reuses another connection. So a program with one thread has one
-connection, and a blocked thread does not block other threads. Before the main connection is taken,
-a PING confirms any outstanding commands without a reply (`set`), so that a thread sees its own
-earlier writes whichever connection its next call uses.
+[Note: one connection for answers, others for waits] Replies carry no IDs, so a connection serves
+only one exchange at a time. Exchanges that the server answers at once share the main connection
+under a lock. A call that may block for a long time takes the main connection away, and the next
+call opens or reuses another one. So a single-threaded program has one connection, and a blocked
+thread does not block other threads. Before the main connection is taken away, a PING confirms any
+commands without a reply (`set`) that are outstanding. So a thread sees its own earlier writes,
+whichever connection its next call uses.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Pool:
         return self._dialer.is_closed
 
     def turn(self, operation: str, key: str, deadline: Deadline) -> threading.Lock:
-        """Acquire and return the lock of the main connection, which the caller must release.
+        """Acquire and return the main connection's lock, which the caller must release.
 
         Raises:
-            StoreTimeoutError: calls of other threads held the lock for too long.
+            StoreTimeoutError: calls from other threads held the lock for too long.
             StoreError: the store is closed, or belongs to another process.
         """
         self._dialer.check_usable(operation, key)
@@ -83,7 +83,7 @@ class Pool:
         return self._main
 
     def take_away(self, operation: str, key: str, deadline: Deadline) -> Channel:
-        """Take the main connection for a call that blocks; no exchange may be in progress on it."""
+        """Take the main connection away for a blocking call; it must have no exchange under way."""
         lock = self.turn(operation, key, deadline)
         try:
             channel = self.main(operation, key, deadline)

@@ -1,10 +1,10 @@
-"""Keep a client's session with echelon's server, over a link that is replaced when it breaks.
+"""Keep a client's session with echelon's server; a link that breaks is replaced.
 
 `ask` sends a query that is answered at once. `wait` sends a query that may block and is cancelled
-at the deadline. `write` sends a query that is answered only if it is refused. A query that is safe
-to repeat is marked `can_repeat` and is retried over a new link, unless quiet writes may have been
-lost with the old link. If the server closes the connection twice without answering, the query is
-not sent a third time.
+at the deadline. `write` sends a query that is answered only if it is refused. A query marked
+`can_repeat` is safe to repeat: it is retried over a new link, unless quiet writes may have been
+lost with the old one. If the server closes the connection twice without answering, the query is not
+sent a third time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class WaitCancelledError(Exception):
     """A wait was cancelled at its deadline.
 
     Attributes:
-        payload: the server's information about the barrier or gather that was waited for.
+        payload: what the server reports about the barrier or gather in question.
     """
 
     def __init__(self, payload: bytes) -> None:
@@ -66,7 +66,7 @@ class Session:
             link.channel.close()
 
     def link(self, operation: str, key: bytes, deadline: Deadline) -> Link:
-        """Return a link that was usable a moment ago, connecting if there is no link.
+        """Return the current link if it still works; otherwise connect.
 
         Raises:
             StoreError: the store is closed, or belongs to another process.
@@ -107,7 +107,7 @@ class Session:
     ) -> bytes | None:
         """Send a query that is answered at once.
 
-        Return the payload, or None for the status NOTHING.
+        Returns the payload, or None for the status NOTHING.
 
         Raises:
             StoreError: the server refuses the query.
@@ -184,7 +184,7 @@ class Session:
 
         Raises:
             WaitCancelledError: the deadline passed and the server withdrew the wait.
-            StoreError: as for `ask`.
+            StoreError: as with `ask`.
         """
         for is_last in (not can_repeat, False, True):
             link = self.link(operation, key, deadline)

@@ -1,11 +1,10 @@
 """Implement the Store API on torch's server, with torch's own commands.
 
-Replies do not carry IDs, so a connection serves one exchange at a time (see the note in `pool`).
+Replies carry no IDs, so a connection serves one exchange at a time (see the note in `pool`).
 Gathers are built from plain commands (see the note in `base`).
 
-After a broken connection, calls that are safe to repeat (reads and waits) are repeated once. All
-other calls (add, append, compare_set, queue operations, rounds) fail with an error that reports the
-broken connection.
+If a connection breaks, calls that are safe to repeat (reads and waits) are repeated once. All other
+calls (add, append, compare_set, queue operations, rounds) fail with an error that says so.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def _wires(keys: list[bytes]) -> list[bytes]:
 
 
 class TorchCalls(Store):
-    """The primitives of a client of torch's server, used by `TCPStore`."""
+    """The primitives of a client of torch's server; `TCPStore` uses them."""
 
     def __init__(self, pool: Pool, timeout_s: Callable[[], float]) -> None:
         self._pool = pool
@@ -56,7 +55,7 @@ class TorchCalls(Store):
         self._default_s = timeout_s
 
     def clone(self) -> Store:
-        """Raise NotImplementedError, because `TCPStore` implements this method."""
+        """Raise NotImplementedError; `TCPStore` implements this method."""
         raise NotImplementedError
 
     @property
@@ -140,7 +139,7 @@ class TorchCalls(Store):
             self._raise_wait_timeout(operation, keys, self._missing_of(keys), deadline)
 
     def _missing_of(self, keys: list[bytes]) -> list[bytes]:
-        """Return the keys that do not exist, in one round trip."""
+        """Find out in one round trip which of the keys do not exist."""
         request = b"".join(p.encode(p.CHECK, [_wire(key)]) for key in keys)
 
         def read(channel: Channel, deadline: Deadline) -> list[bytes]:
@@ -205,7 +204,7 @@ class TorchCalls(Store):
         self._ask("set_confirmed", key, request, take_pong)
 
     def _do_pipeline(self, steps: list[Step]) -> None:
-        """Send in windows that fit the socket buffers, so that neither side blocks the other."""
+        """Send steps in batches that fit the socket buffers, so that neither side blocks."""
         while steps:
             window: list[tuple[Step, Read]] = []
             request: list[bytes] = []
@@ -231,7 +230,7 @@ class TorchCalls(Store):
             step.reply.settle(answer)
 
     def _encode_step(self, step: Step) -> tuple[bytes, Read]:
-        """Return the command for a pipeline's step and the function that reads its answer."""
+        """Return the command for a pipeline's step, and the function that reads its answer."""
         wire = _wire(step.key)
         if step.operation == "get":
             return p.encode(p.CHECK, [wire]) + p.encode(p.GET, wire), take_if_present

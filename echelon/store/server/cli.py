@@ -1,10 +1,10 @@
 """Run a standalone store server (`echelon store`).
 
 The first line of output is the port number. The server runs until SIGTERM or SIGINT or, if standard
-input is a pipe, until that pipe closes. So a server with a piped input ends with its parent, while
-a server that was started from a terminal or with closed input keeps running. With `--parent-only`,
-the server ignores signals and ends only with the pipe, because the parent handles signals to all
-processes of a node and its other children may still need the server.
+input is a pipe, until that pipe closes. So a server with piped input ends with its parent, but one
+started from a terminal or with closed input keeps running. With `--parent-only`, the server ignores
+signals and ends only with the pipe: the parent handles the signals that reach every process of the
+node, and its other children may still need the server.
 
 A parent may also send commands through that pipe, one per line: `admit ADDRESS` admits torch's
 clients from an address that the parent trusts; `publish KEY VALUE` stores a value, where KEY and
@@ -40,7 +40,7 @@ _PARENTS_SIGNALS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; return its exit code: 0, 1 if the server failed, or 2 for bad usage."""
+    """Run the command. The exit code is 0, 1 if the server failed, or 2 for invalid usage."""
     args = _parse(argv)
     has_parent_pipe = sys.stdin is not None and _is_pipe(0)
     if args.parent_only:
@@ -101,7 +101,7 @@ def _port(text: str) -> int:
 
 
 def _read_secret(path: Path | None) -> bytes | None:
-    """Return the content of the secret's file without the final line break."""
+    """Return the content of the secret's file, without the trailing line break."""
     if path is None:
         return None
     return path.read_bytes().rstrip(b"\r\n")
@@ -115,7 +115,7 @@ def _is_pipe(descriptor: int) -> bool:
 
 
 def _listen_to_parent(server: StoreServer) -> None:
-    """Execute commands from standard input until it ends, then stop the server."""
+    """Execute commands from standard input until it closes, then stop the server."""
     with os.fdopen(os.dup(0), encoding="utf-8", errors="replace") as lines:
         for line in lines:
             _obey(server, line.split())

@@ -1,7 +1,7 @@
-"""Send a peer the answers to its waits and the events of its watches, between its commands.
+"""Send a peer the answers to its waits and the events of its watches, outside its own commands.
 
-While the peer has too many unread bytes, answers are deferred and watches end. A deferred answer
-costs only one reference.
+If the peer has too many unread bytes, answers are deferred and watches are ended. A deferred answer
+takes no more memory than a reference.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PARKED_S: Final = 0.01  # before an answer that was put off is tried again, if 
 
 
 class Deliveries:
-    """The deliveries to one peer. The object is true while any answers are deferred."""
+    """The deliveries to one peer. The object is truthy while any answers are deferred."""
 
     __slots__ = ("_parked", "_peer")
 
@@ -31,7 +31,7 @@ class Deliveries:
         return bool(self._parked)
 
     def deliver(self, waiter: Waiter, gathered: bytes) -> None:
-        """Answer a waiter of this connection that was woken or has failed.
+        """Answer one of this connection's waiters, which was woken or has failed.
 
         Args:
             gathered: the payload that all ranks of a gather share.
@@ -54,7 +54,7 @@ class Deliveries:
             self._peer.read_on_unless_put_off()
 
     def push_event(self, tag: int, event: bytes) -> None:
-        """Send the change of a watched key; end the watch if the peer does not read its events."""
+        """Send a change to a watched key; if the peer is not reading its events, end the watch."""
         peer = self._peer
         if self._is_full:
             peer.hub.unwatch(peer, tag)

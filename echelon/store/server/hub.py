@@ -1,8 +1,9 @@
-"""Hold what one server's connections share: the state, the members and the housekeeping.
+"""Manage what a server's connections share: the state, the members and the housekeeping.
 
 Everything here runs on the server's event loop. The hub delivers wake-ups and pushes changes to
-watches. It asks the kernel about local torch clients, many at a time and in a separate thread. Once
-per second, it looks for connections that never became members or that stopped inside a command.
+watches. It asks the kernel about local torch clients, in batches and on a separate thread. Once per
+second, it checks for connections that never became members or that stopped in the middle of a
+command.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class Hub:
         state: the keys, queues and waiters.
         limits: the limits for each peer.
         secret: the secret that members must prove they know; None for an open store.
-        instance: random bytes by which a client detects a restarted server.
-        executor: the executor of plain commands in C; None without the C core.
-        turns: the object that shares the loop's time among busy peers.
+        instance: random bytes that let a client detect a restarted server.
+        executor: executes plain commands in C; None without the C core.
+        turns: shares the loop's time among busy peers.
         leases: the presences, with their leases.
         connections: all open connections.
         strangers: the open connections that have not become members.
@@ -95,13 +96,13 @@ class Hub:
         return True
 
     def join_session(self, connection: Peer, session: bytes) -> None:
-        """Record the client of a connection; the client may have had earlier connections."""
+        """Record a connection's client, which may already have had other connections."""
         if not connection.session:
             connection.session = session
             self._num_in_session[session] += 1
 
     def leave(self, connection: Peer) -> None:
-        """Withdraw everything that belongs to a connection; called once or twice per connection."""
+        """Withdraw everything that belongs to a connection. Calling it twice does no harm."""
         if connection not in self.connections:
             return
         self.connections.discard(connection)
@@ -118,10 +119,7 @@ class Hub:
             self.deliver_woken()
 
     def log_refusal(self, connection: Peer, why: str) -> None:
-        """Log in one line which peer was refused and why.
-
-        During a flood, only count the refusals.
-        """
+        """Log in one line which peer was refused and why; in a flood, only count refusals."""
         self.num_refused += 1
         if self._num_logged < _REFUSALS_LOGGED:
             self._num_logged += 1
@@ -151,7 +149,7 @@ class Hub:
         self.deliver_woken()
 
     def renew(self) -> None:
-        """Drop all members and keys, and choose a new instance like a newly started server."""
+        """Drop all members and keys, and choose a new instance, as a restarted server would."""
         for connection in list(self.connections):
             connection.close()
         self.state = StoreState(self.limits.num_keys)
@@ -164,7 +162,7 @@ class Hub:
     # Deliveries.
 
     def deliver_woken(self) -> None:
-        """Answer waiters that the last commands satisfied, as many as fit into one slice."""
+        """Answer the waiters satisfied by the last commands, as many as fit into one slice."""
         woken = self.state.woken
         while woken:
             batch, woken[:_DELIVERED_AT_ONCE] = woken[:_DELIVERED_AT_ONCE], []
@@ -179,7 +177,7 @@ class Hub:
         self._gathered = (None, b"")
 
     def deliver_woken_to(self, connection: Peer) -> None:
-        """Answer the satisfied waiters of one connection that are still in the queue."""
+        """Answer those of one connection's waiters that are satisfied but still queued."""
         woken = self.state.woken
         if woken:
             own = [waiter for waiter in woken if waiter.owner is connection]
@@ -192,7 +190,7 @@ class Hub:
         self.deliver_woken()
 
     def _pack_gathered(self, values: list[bytes] | None) -> bytes:
-        """Encode the values of a gather once for all ranks."""
+        """Encode the values of a gather once, for all ranks."""
         if values is None:
             return b""
         if values is not self._gathered[0]:
@@ -200,7 +198,7 @@ class Hub:
         return self._gathered[1]
 
     def watch(self, connection: Peer, tag: int, keys: Iterable[bytes]) -> None:
-        """Push changes of the given keys to the connection until the watch ends.
+        """Push changes to the given keys to a connection until the watch ends.
 
         Raises:
             ValueError: the connection has reached its limit on watched keys.
@@ -233,7 +231,7 @@ class Hub:
     # Admission of torch's clients.
 
     def look_up(self, connection: Peer) -> None:
-        """Decide, immediately or soon, whether to admit a client that cannot prove the secret."""
+        """Find out whether to admit a client that cannot prove the secret, then settle it."""
         ends = connection.address
         if ends is None:  # it was reset before it was accepted
             self.loop.call_soon(connection.settle, False)
@@ -249,7 +247,7 @@ class Hub:
                 self._asking = self.loop.create_task(self._ask_kernel())
 
     async def _ask_kernel(self) -> None:
-        """Find the owners of all waiting loopback peers with one reading of the kernel's table."""
+        """Look up the owners of all waiting loopback peers by reading the kernel's table once."""
         try:
             while self._asked:
                 asked, self._asked = self._asked, {}
@@ -287,7 +285,7 @@ class Hub:
             self.deliver_woken()
 
     def statistics(self) -> Generator[None, None, StoreStatistics]:
-        """Return statistics in slices: the contents, and the connections waiting for each key."""
+        """Collect statistics in slices: the contents, and how many callers wait for each key."""
         state = self.state
         value_bytes = yield from total_bytes(state)
         return StoreStatistics(

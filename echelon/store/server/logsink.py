@@ -1,6 +1,6 @@
 """Log to standard error from a separate thread.
 
-A pipe that no process reads blocks its writer, but the server's loop must not block on logging.
+Writing to a pipe that no process reads blocks, but the server's loop must not block on logging.
 When the queue is full, lines are dropped, and the next line that fits reports how many.
 """
 

@@ -1,4 +1,4 @@
-"""Wrap the C core that executes plain commands, if it could be compiled."""
+"""Wrap the C core, which executes plain commands, if it was built."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ Executor = Callable[[bytes, int, bool], tuple[int, bytes]]
 
 
 class Receiver(Protocol):
-    """A peer's `data_received` in C, which executes plain commands and passes on all other data.
+    """A peer's `data_received` in C: it executes plain commands and passes all other data on.
 
     Attributes:
-        is_plain: whether the peer is a member, is between two commands, and reads its replies. The
-            owner sets this; while it is False, everything is passed on.
+        is_plain: whether the peer is a member, is between two commands, and is reading its replies.
+            The owner sets this; while it is False, all data is passed on.
         is_ours: whether the peer may send tagged queries.
         write: the transport's `write`.
         num_queued: the transport's `get_write_buffer_size`.
-        may_be_queued: whether anything was written to the transport since it was last seen empty.
-            The owner sets this on each of its own writes.
-        descriptor: the socket's file descriptor. Replies are sent to it directly while the
-            transport has nothing queued; the transport gets what the kernel does not accept, and
-            handles every error. If this is -1, the transport sends everything.
+        may_be_queued: whether anything has been written to the transport since its buffer was last
+            found empty. The owner sets this on each of its own writes.
+        descriptor: the socket's file descriptor. While the transport has nothing queued, replies
+            are sent to the socket directly; the transport takes over whatever the kernel does not
+            accept, and handles every error. If this is -1, the transport sends everything.
     """
 
     is_plain: bool
@@ -43,7 +43,7 @@ class Receiver(Protocol):
     descriptor: int
 
     def __call__(self, data: bytes, /) -> None:
-        """Process bytes that were received."""
+        """Process received bytes."""
 
 
 def available() -> bool:
@@ -54,9 +54,9 @@ def available() -> bool:
 def make_executor(state: StoreState, limits: Limits) -> Executor | None:
     """Return an executor of plain commands on `state`, or None without the C core.
 
-    The executor stops before the first command that needs more than plain keys, is incomplete or
-    exceeds a limit, and never refuses a command itself. It returns early once it has collected 256
-    KiB of replies.
+    The executor stops before the first command that involves more than plain keys, is incomplete,
+    or exceeds a limit; it never refuses a command itself. It returns early once it has collected
+    256 KiB of replies.
     """
     if _native is None:
         return None
@@ -76,7 +76,7 @@ def make_executor(state: StoreState, limits: Limits) -> Executor | None:
 def make_receiver(
     executor: Executor, state: StoreState, receive: Callable[[bytes], None]
 ) -> Receiver:
-    """Return a native `data_received` that executes plain commands and passes on all other data."""
+    """Return a native `data_received` that executes plain commands and passes other data on."""
     promised: dict[Hashable, bytes] = state.promised_to
     receiver: Receiver = _native.Receiver(executor=executor, promised=promised, receive=receive)
     return receiver

@@ -1,4 +1,4 @@
-"""Collect the replies to one peer while a packet's commands run, and send them in one write."""
+"""Collect the replies to one peer while a packet's commands run, then send them in one write."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _JOIN_BYTES: Final = 4096  # values from here on are passed on by reference, not
 
 
 class Outbox:
-    """The replies of one connection that have not been sent yet.
+    """The unsent replies of one connection.
 
     Args:
         most_bytes: the number of buffered bytes above which the transport pauses writing.
 
     Attributes:
         transport: the transport that sends the replies; None before the connection is made.
-        sealer: turns the replies into records on a sealed connection.
+        sealer: on a sealed connection, turns the replies into records.
         receiver: the C core's receiver, which must be notified of writes that bypass it.
         num_bytes: the number of bytes that have been added but not flushed.
     """
@@ -51,7 +51,7 @@ class Outbox:
         self.num_bytes += len(data)
 
     def put_all(self, pieces: list[bytes]) -> None:
-        """Add several pieces of bytes to the replies."""
+        """Add several byte strings to the replies."""
         self._pieces += pieces
         self.num_bytes += sum(map(len, pieces))
 
@@ -65,7 +65,7 @@ class Outbox:
         self.num_bytes += length + 8
 
     def put_frame(self, status: int, tag: int, payload: bytes) -> None:
-        """Add the answer to one of echelon's queries to the replies."""
+        """Add a frame that answers one of echelon's queries."""
         length = len(payload)
         if length < _JOIN_BYTES:
             self._pieces.append(p.frame(status, tag, payload))
@@ -74,7 +74,7 @@ class Outbox:
         self.num_bytes += length + p.FRAME_HEADER_BYTES
 
     def flush(self) -> None:
-        """Pass the replies to the transport in one write, except long ones on a sealed stream."""
+        """Pass the replies to the transport in one write, or in parts if long and sealed."""
         pieces, transport = self._pieces, self.transport
         if transport is None:
             self.drop()
@@ -96,7 +96,7 @@ class Outbox:
         pieces.clear()
 
     def _seal_ahead(self, transport: asyncio.Transport, sealer: Sealer) -> None:
-        """Seal records until the transport has enough bytes; it requests more once they are sent.
+        """Seal and write records until the transport's buffer is full; the rest follows on request.
 
         Each record needs a copy and a hash, so sealing a long reply at once would block the loop
         and double its memory.

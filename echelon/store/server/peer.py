@@ -1,14 +1,14 @@
-"""Handle one connection of the server, which receives messages and sends replies on the loop.
+"""Handle one of the server's connections; everything runs on the server's loop.
 
-The connection owns its parser, its unsent replies and, while its peer reads too slowly, the
-messages that were read but not yet executed. Its waits are kept in the shared `StoreState` with the
-connection as owner, so that closing it withdraws all of them.
+The connection owns its parser, its unsent replies and, while its peer is reading too slowly, the
+messages that have arrived but not been executed. Its waits are kept in the shared `StoreState` with
+the connection as owner, so closing it withdraws all of them.
 
 The replies to one received packet are sent in one write, unless its commands take longer than a
-slice of the loop's time. In that case the remaining commands wait for their turn (see `turns.py`).
-When the peer has more than `Limits.unread_bytes` unread bytes, the connection stops executing
-commands and reading until the peer has caught up. A slow reader therefore costs the server at most
-that amount plus one reply and one packet of commands.
+slice of the loop's time; the remaining commands then wait for their turn (see `turns.py`). While
+the peer has more than `Limits.unread_bytes` unread bytes, the connection neither executes commands
+nor reads. So a slow reader costs the server at most that amount plus one reply and one packet of
+commands.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LINGER_S = 2.0  # how long a closed connection's last replies may take
 
 
 class Standing(Enum):
-    """The stages of a peer's admission as a member."""
+    """The stages in which a peer becomes a member."""
 
     NEW = "new"  # must say VALIDATE, then PING
     CHALLENGED = "challenged"  # ours; owes a proof of the secret
@@ -53,16 +53,16 @@ class Peer(asyncio.Protocol):
 
     Attributes:
         peer: "address:port" of the peer.
-        standing: how far the peer's admission as a member has progressed.
+        standing: how far the peer has got in becoming a member.
         since: the loop's time when the connection was accepted, or when the first byte of an
             incomplete command arrived.
-        is_inside_command: whether the peer has sent a part of a command but not all of it.
-        transcript: the part of the current handshake that the proofs cover.
-        partial_bytes: the number of bytes received of the incomplete command.
+        is_inside_command: whether the peer has sent part of a command but not all of it.
+        transcript: the bytes of the current handshake from which the proofs are computed.
+        partial_bytes: how many bytes of the incomplete command have arrived.
         session: the bytes that identify the client; b"" for torch's clients.
         watches: the keys of each watch, keyed by its tag.
         out: the unsent replies.
-        deliveries: the data that is sent outside the peer's own commands.
+        deliveries: sends answers and events that do not result from the peer's current command.
     """
 
     def __init__(self, hub: Hub) -> None:
@@ -97,10 +97,7 @@ class Peer(asyncio.Protocol):
 
     @property
     def address(self) -> tuple[str, int, str, int] | None:
-        """The remote address and port and the local address and port.
-
-        The value is None after a disconnection.
-        """
+        """The remote address and port, then the local address and port; None once disconnected."""
         transport = self._transport
         if transport is None:
             return None
@@ -115,7 +112,7 @@ class Peer(asyncio.Protocol):
 
     @property
     def is_deaf(self) -> bool:
-        """Whether the server has stopped reading from the peer, which suspends its time limits."""
+        """Whether the server has stopped reading from the peer and suspended its time limits."""
         return self._is_deaf
 
     @property
@@ -130,12 +127,12 @@ class Peer(asyncio.Protocol):
 
     @property
     def is_closed(self) -> bool:
-        """Whether the connection is closed or is being closed."""
+        """Whether the connection is closed or closing."""
         return self.standing is Standing.CLOSED
 
     @property
     def is_executing(self) -> bool:
-        """Whether the next command of a member may be executed."""
+        """Whether the peer is a member and its next command may be executed now."""
         return self.standing is Standing.MEMBER and not self._is_busy
 
     @property
@@ -170,12 +167,12 @@ class Peer(asyncio.Protocol):
         self.hub.leave(self)
 
     def eof_received(self) -> bool:
-        """Withdraw everything that belongs to a peer that has stopped sending, and then close."""
+        """Withdraw everything that belongs to a peer that has stopped sending, and close."""
         self.close()
         return False
 
     def pause_writing(self) -> None:
-        """Stop reading, because the peer does not read its replies."""
+        """Stop reading, because the peer is not reading its replies."""
         self._is_choked = True
         self._pause()
 
@@ -186,7 +183,7 @@ class Peer(asyncio.Protocol):
         self.stop_reading()
 
     def _leave_plain(self) -> None:
-        """Send received bytes through `data_received` until it allows the fast path again."""
+        """Route received bytes through `data_received` until it allows the fast path again."""
         if self._receiver is not None:
             self._receiver.is_plain = False
 
@@ -198,7 +195,7 @@ class Peer(asyncio.Protocol):
         self._resume()
 
     def _resume(self) -> None:
-        """Deliver deferred answers, and then execute deferred commands unless they must wait."""
+        """Deliver deferred answers, then execute deferred commands if nothing holds them back."""
         self._is_paused = self._is_choked or self._is_busy
         self.deliveries.deliver_parked()
         if not self.deliveries:
@@ -207,8 +204,8 @@ class Peer(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Extract commands from the received bytes and execute them.
 
-        The C core's receiver is called first and executes plain commands without Python while
-        `is_plain` allows it. Only this method sets that flag.
+        While `is_plain` is set, the C core's receiver sees the bytes first and executes plain
+        commands without Python. Only this method sets that flag.
         """
         self._receive(data)
         receiver = self._receiver
@@ -256,10 +253,10 @@ class Peer(asyncio.Protocol):
             self.refuse(self._parser.violation)
 
     def _execute_plain(self, executor: Executor) -> bool:
-        """Execute, without the parser, the plain commands at the start of the remaining bytes.
+        """Execute the plain commands at the start of the remaining bytes without the parser.
 
-        A command that began in an earlier packet is completed first. The method returns whether any
-        command was executed.
+        A command that started in an earlier packet is completed first. Returns whether any command
+        was executed.
         """
         has_completed, data = False, self._rest
         if self._parser.is_inside_command and len(data) <= _CHUNK_BYTES:
@@ -282,17 +279,17 @@ class Peer(asyncio.Protocol):
 
     @property
     def _must_wait(self) -> bool:
-        """Return whether the execution of commands must pause now."""
+        """Return whether the execution of commands is currently suspended."""
         return bool(self._backlog) or self._is_paused or self.standing is Standing.CLOSED
 
     @property
     def _is_flowing(self) -> bool:
-        """Return whether a command of a member may be executed as soon as it arrives."""
+        """Return whether the peer is a member whose commands may be executed on arrival."""
         return self.standing is Standing.MEMBER and not self._must_wait
 
     @property
     def _is_plain(self) -> bool:
-        """Return whether commands that need only plain keys may be executed as they arrive."""
+        """Return whether commands that involve only plain keys may be executed as they arrive."""
         promised = self.state.promised_to
         return self._is_flowing and (not promised or self not in promised)
 
@@ -309,7 +306,7 @@ class Peer(asyncio.Protocol):
         self.is_inside_command = is_inside
 
     def stop_reading(self) -> None:
-        """Stop reading; the kernel buffers the bytes that the peer sends."""
+        """Stop reading; what the peer sends stays in the kernel's buffers."""
         transport = self._transport
         if transport is not None and not self._is_deaf and not transport.is_closing():
             self._is_deaf = True
@@ -331,7 +328,7 @@ class Peer(asyncio.Protocol):
     # Carrying out.
 
     def _carry_out(self, messages: Collection[p.Message]) -> None:
-        """Execute messages in order, and defer the rest while too many replies are unread."""
+        """Execute messages in order; if too many replies are unread, defer the remaining ones."""
         if len(messages) == 1 and self._is_flowing:
             (message,) = messages
             if cast(int, message[0]) < p.RUN:
@@ -366,9 +363,9 @@ class Peer(asyncio.Protocol):
                 return
 
     def _demand_nothing_unsealed(self, rest: Iterator[p.Message]) -> None:
-        """Refuse a peer whose packet continued after its proof.
+        """Refuse a peer if its packet contains more bytes after the proof.
 
-        The additional bytes might come from another sender.
+        Those bytes might come from another sender.
         """
         if self.is_sealed and (
             self._rest or next(rest, None) is not None or self._parser.is_inside_command
@@ -381,14 +378,14 @@ class Peer(asyncio.Protocol):
         return self._opener is not None
 
     def seal(self, to_server: bytes, to_client: bytes) -> None:
-        """Require records from the peer from its next byte on, and send records to it."""
+        """From the next byte on, accept only records from the peer, and send only records to it."""
         self._opener, self.out.sealer = Opener(to_server), Sealer(to_client)
 
     def _has_become(self, standing: Standing) -> bool:
         return self.standing is standing
 
     def _carry_out_one(self, message: Any) -> None:
-        """Execute a single message of a member, in the same way as `_carry_out` but faster."""
+        """Execute a single message from a member; does the same as `_carry_out`, but faster."""
         state = self.state
         if state.promised_to and self in state.promised_to:
             release_unless_popped(self, message)
@@ -404,8 +401,8 @@ class Peer(asyncio.Protocol):
     def put_off(self) -> None:
         """Let other peers run before the next command.
 
-        A busy peer already has a place in the queue, for its commands or for a long answer. A
-        second place would let later commands overtake the first.
+        A busy peer is already queued, for its commands or for a long answer. A second place in the
+        queue would let later commands overtake earlier ones.
         """
         if self._is_busy:
             return
@@ -419,7 +416,7 @@ class Peer(asyncio.Protocol):
             self._resume()
 
     def _work_off(self) -> None:
-        """Execute the deferred commands, and then resume reading."""
+        """Execute the deferred commands, then resume reading."""
         if self._is_paused:
             return
         self.hub.turns.begin()
@@ -432,10 +429,10 @@ class Peer(asyncio.Protocol):
             self._read_on()
 
     def answer_in_slices(self, steps: Generator[None, None, list[bytes]]) -> None:
-        """Answer with the bytes that `steps` returns, with one step per turn of the loop.
+        """Answer with the bytes that `steps` returns, running one step per turn of the loop.
 
-        Other peers are served between the steps. This peer's later commands wait until the answer
-        is complete.
+        Other peers are served between steps. This peer's later commands wait until the answer is
+        complete.
         """
         pieces = self._next_slice(steps)
         if pieces is not None:
@@ -463,7 +460,7 @@ class Peer(asyncio.Protocol):
 
     @staticmethod
     def _next_slice(steps: Generator[None, None, list[bytes]]) -> list[bytes] | None:
-        """Run one step; return the answer once the steps are complete."""
+        """Run one step; return the answer if that was the last step, otherwise None."""
         try:
             next(steps)
         except StopIteration as done:
@@ -472,7 +469,7 @@ class Peer(asyncio.Protocol):
         return None
 
     def answer_later(self, status: int, tag: int, payload: bytes) -> None:
-        """Send an answer that is not the result of this connection's current command."""
+        """Send an answer that does not result from this connection's current command."""
         if self.standing is not Standing.CLOSED:
             self.out.put_frame(status, tag, payload)
             self.flush()
@@ -485,7 +482,7 @@ class Peer(asyncio.Protocol):
             self.out.flush()
 
     def refuse(self, why: str) -> None:
-        """Close the connection of a peer that violated the protocol or a limit; log why."""
+        """Close the connection because the peer violated the protocol or a limit; log why."""
         if self.standing is Standing.CLOSED:
             return
         self.hub.log_refusal(self, why)
@@ -494,7 +491,7 @@ class Peer(asyncio.Protocol):
         self.close()
 
     def close(self) -> None:
-        """Close the connection. Pending replies are still sent if the peer reads them."""
+        """Close the connection; pending replies are still sent, if the peer is reading them."""
         if self.out:
             self.flush()
         self.standing = Standing.CLOSED
@@ -515,10 +512,7 @@ class Peer(asyncio.Protocol):
     # Becoming a member.
 
     def _is_admitted(self, message: p.Message) -> bool:
-        """Return whether this message may be executed.
-
-        If it may not, defer or refuse the message.
-        """
+        """Return whether this message may be executed; if not, defer or refuse it."""
         query = message[0]
         if self.standing is Standing.CLOSED:
             return False
@@ -544,7 +538,7 @@ class Peer(asyncio.Protocol):
         self._parser.admitted = True
 
     def settle(self, is_allowed: bool) -> None:
-        """Act on the result of the look-up of a torch client's owner."""
+        """Admit or refuse a torch client, now that its owner has been looked up."""
         if self.standing is not Standing.LOOKED_UP:
             return
         if not is_allowed:

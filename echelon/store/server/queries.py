@@ -1,8 +1,9 @@
 """Implement echelon's queries, with one small function per query byte.
 
-Each function gets the connection, the tag and the fields. It returns the payload of the answer, or
-None if the answer is sent later or has a status other than success. A query that cannot be executed
-raises ValueError, whose text is the answer. A query with tag 0 is answered only if it fails.
+Each function receives the connection, the tag and the fields. It returns the payload of the answer,
+or None if the answer is sent later or its status is not success. If a query cannot be executed, its
+function raises ValueError, and the error's text becomes the answer. A query with tag 0 is answered
+only if it fails.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _MAX_LEASE_MS: Final = 600_000
 
 
 def _answering(act: Act) -> Callable[..., None]:
-    """Return a handler that answers with the result of `act` or the reason for its failure."""
+    """Return a handler that answers with the result of `act`, or with the reason why it failed."""
 
     @wraps(act)
     def handle(peer: Peer, tag: int, *fields: Any) -> None:
@@ -152,7 +153,7 @@ def _list_keys(peer: Peer, tag: int) -> None:
 def _framed(
     tag: int, steps: Generator[None, None, list[bytes]]
 ) -> Generator[None, None, list[bytes]]:
-    """Wrap an answer that is produced in slices in a frame."""
+    """Put a frame around an answer that is produced in slices."""
     try:
         pieces = yield from steps
     except ValueError as error:
@@ -224,7 +225,7 @@ def _arrive_as(
 
 
 def _cancel(peer: Peer, tag: int) -> None:
-    """Withdraw a wait or a watch, unless it has ended and has therefore already been answered."""
+    """Withdraw a wait or a watch; if it has ended, it has been answered, and nothing is done."""
     waiter: Waiter | None = peer.waiter_of(tag)
     if waiter is not None:
         world_size, arrived, missing = peer.state.story_of(waiter)

@@ -1,14 +1,14 @@
-"""Run the store's server on one event loop, on its own thread or in the foreground.
+"""Run the store's server on an event loop, on a thread of its own or in the foreground.
 
-`StoreServer` binds and listens when it is created, so that its port is known and a failure to bind
-raises in the caller. `start()` runs the loop (uvloop's, or asyncio's if uvloop is not installed) on
-a daemon thread, and `serve_forever()` runs it on the calling thread. The server binds only the
-address that it was given. Peers are identified by numeric addresses, so that no name is resolved on
-the loop.
+`StoreServer` binds and listens when it is created, so its port is known at once, and a failure to
+bind is raised in the caller. `start()` runs the loop (uvloop's, or asyncio's if uvloop is not
+installed) on a daemon thread; `serve_forever()` runs it on the calling thread. The server binds
+only the address that it was given. Peers are identified by numeric addresses, so the loop never
+resolves names.
 
-[Note: the server in a training process] The loop holds the interpreter lock while it works, so a
-server inside a busy rank answers late. A job's own store should be hosted by the launcher or by
-`echelon store`; a rank hosts one only for tests, for small jobs and for compatibility with torch.
+[Note: the server in a training process] The loop needs the interpreter lock, so a server inside a
+busy rank is slow to answer. A job's own store should be hosted by the launcher or by `echelon
+store`; a rank should host one only in tests, in small jobs and where torch's API requires it.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class StoreServer:
         host: address or name of this machine to bind; a name is resolved once, by the constructor,
             and all its addresses are bound. "0.0.0.0" and "::" mean every interface.
         port: the port, or 0 for any free port; the attribute `port` holds the port that was bound.
-        secret: the secret that echelon's clients must prove they know. None leaves the store open
-            to every client that can reach the address, like torch's server.
+        secret: the secret that echelon's clients must prove they know. With None, the store is
+            open to every client that can reach the address, as torch's server is.
         limits: the limits for each peer.
         listen_fd: descriptor of a socket that is already listening; the server takes it over.
-        bind_all_if_foreign: whether to bind every interface if `host` does not resolve to an
-            address of this machine, as with a service address; requires a secret.
+        bind_all_if_foreign: whether to bind every interface if `host` resolves only to addresses
+            that are not this machine's, such as a service address; requires a secret.
 
     Raises:
         StoreError: the address cannot be bound.
@@ -136,7 +136,7 @@ class StoreServer:
     def serve_forever(self, *, on_ready: Callable[[], None] | None = None) -> None:
         """Serve on this thread until another thread calls `close()`, or until SIGTERM or SIGINT.
 
-        A signal that is already being ignored stays ignored.
+        A signal that is already being ignored remains ignored.
         """
         with self._lock:
             assert self._thread is None, "start() was called before"
@@ -184,14 +184,14 @@ class StoreServer:
     def admit(self, address: str) -> None:
         """Admit torch's clients from a numeric address without the secret.
 
-        This is meant for the addresses of authenticated agents, because such a client is trusted
-        only by its address.
+        Only the address vouches for such a client, so this is meant for the addresses of agents
+        that have authenticated themselves.
         """
         plain = plain_address(address)
         self._call(lambda hub: hub.admitted_addresses.add(plain))
 
     def publish(self, key: str, value: str) -> None:
-        """Store a value under a key on behalf of an owner that is not a client.
+        """Store a value under a key, for an owner of the server that is not a client.
 
         Raises:
             StoreError: the server is not running.
@@ -200,7 +200,7 @@ class StoreServer:
         self._call(lambda hub: hub.publish(wire, value.encode()))
 
     def renew(self) -> None:
-        """Disconnect all clients and drop all keys, which leaves the owner with an empty store.
+        """Disconnect all clients and drop all keys, so that the store is empty.
 
         Earlier members cannot write to the renewed store, because their connections are closed and
         echelon's clients refuse a restarted server.
@@ -211,7 +211,7 @@ class StoreServer:
         self._call(lambda hub: hub.renew())
 
     def statistics(self) -> StoreStatistics:
-        """Return statistics: the server's contents, and the connections waiting for each key.
+        """Return statistics: the server's contents, and how many callers wait for each key.
 
         Raises:
             StoreError: the server is not running.
@@ -230,7 +230,7 @@ class StoreServer:
         return self._call_in_slices(in_one)
 
     def _call_in_slices(self, ask: Callable[[Hub], Generator[None, None, T]]) -> T:
-        """Run a generator on the loop, one step per turn of the loop, and return its result."""
+        """Run a generator on the loop, one step per turn, and return its result."""
         answer: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def begin() -> None:
@@ -271,7 +271,7 @@ class StoreServer:
         self._hub = Hub(self._loop, self._limits, self._secret)
 
     def _run(self, on_ready: Callable[[], None]) -> None:
-        """Serve until the loop is stopped, then free everything."""
+        """Serve until the loop is stopped, then release everything."""
         loop, hub = self._loop, self._hub
         assert loop is not None
         assert hub is not None
@@ -293,7 +293,7 @@ class StoreServer:
                 listener.close()
 
     def _begin(self, on_ready: Callable[[], None]) -> None:
-        """Report that the loop is running, so that `stop_soon` can stop it."""
+        """Report that the loop is running; if `stop_soon` has already been called, stop it."""
         assert self._loop is not None
         self._is_serving = True
         if self._must_stop:
@@ -303,7 +303,7 @@ class StoreServer:
 
 
 def _finish(loop: asyncio.AbstractEventLoop) -> None:
-    """Send the last replies and close the connections and the loop, even if stopped again."""
+    """Send the last replies, then close the loop, even if it is stopped once more meanwhile."""
 
     async def wind_down() -> None:
         await asyncio.sleep(_WIND_DOWN_S)
@@ -328,7 +328,7 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def _bind(host: str, port: int, may_bind_all: bool) -> list[socket.socket]:
-    """Bind every address of `host`, all of them to the same port.
+    """Bind every address of `host`, using the same port for all.
 
     Raises:
         StoreError: no address could be bound.
@@ -367,7 +367,7 @@ def _bind(host: str, port: int, may_bind_all: bool) -> list[socket.socket]:
 def _bind_all(
     addresses: Sequence[tuple[int, Any]], port: int
 ) -> tuple[list[socket.socket], OSError | None]:
-    """Bind as many addresses as possible to one port; return their sockets and the last error."""
+    """Bind as many addresses as possible to one port; return the sockets and the last error."""
     bound: list[socket.socket] = []
     problem: OSError | None = None
     for family, address in addresses:

@@ -1,4 +1,4 @@
-"""Execute a member's messages in order, with fast paths for the most frequent commands."""
+"""Execute a member's messages in order, with fast paths for the most common commands."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _PACKET_COMMANDS: Final = 131072  # more than one packet can hold
 
 
 def serve(peer: Peer, messages: Iterator[Any]) -> Iterator[Any]:
-    """Execute a member's messages until no message is left or the peer must stop.
+    """Execute a member's messages until none is left or the peer must stop; return the rest.
 
-    The peer must stop if it is closed, has to read its replies, or has to let other peers run. The
-    function returns the remaining messages.
+    The peer must stop if it is closed, has not read enough of its replies, or must let other peers
+    run.
     """
     state, out, turns = peer.state, peer.out, peer.hub.turns
     values, waiting, promised = state.values, state.waiting, state.promised_to
@@ -69,14 +69,14 @@ def serve(peer: Peer, messages: Iterator[Any]) -> Iterator[Any]:
 
 
 def release_unless_popped(peer: Peer, message: p.Message) -> None:
-    """Release the item reserved for a peer unless the peer's next command takes the item."""
+    """Release the item reserved for a peer, unless this message pops it."""
     state = peer.state
     if message[:2] != (p.QUEUE_POP, state.promised_to[peer]):
         state.release_promise(peer)
 
 
 def _get_run(peer: Peer, run: Any) -> list[p.Message]:
-    """Answer a run of GET commands; return those that must wait until the peer has read replies."""
+    """Answer a run of GETs; return the commands left over once too many replies are unread."""
     get, out = peer.state.values.get, peer.out
     found = [get(key, b"") for (key,) in run[1].iter_unpack(run[2])]
     lengths = set(map(len, found))

@@ -1,9 +1,8 @@
-"""Produce answers about the whole store in slices, so that the loop can serve other peers.
+"""Produce answers that cover the whole store in slices, so that the loop can serve other peers.
 
-Each function is a generator that yields between slices and returns the answer. The generator works
-on a snapshot of references, so the answer describes the store at the moment of the query. For four
-million keys, which is the most that a server holds by default, the snapshot takes tens of
-milliseconds.
+Each function is a generator that yields between slices and returns the answer. It works on a
+snapshot of references, so the answer describes the store at the moment of the query. The snapshot
+takes tens of milliseconds for four million keys, the default limit of a server.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ def packed_keys(state: StoreState, limit_bytes: int) -> Generator[None, None, li
     """Return all keys in wire encoding, as a list of chunks.
 
     Raises:
-        ValueError: the encoding exceeds `limit_bytes`, the limit for a reply.
+        ValueError: the encoding is longer than `limit_bytes`, the limit on a reply.
     """
     return packed("list_keys", list(state.values), limit_bytes)
 
@@ -32,7 +31,7 @@ def packed(
     """Return strings in wire encoding, as a list of chunks.
 
     Raises:
-        ValueError: the encoding exceeds `limit_bytes`, the limit for a reply.
+        ValueError: the encoding is longer than `limit_bytes`, the limit on a reply.
     """
     pieces: list[bytes] = []
     size, start = 0, 0

@@ -1,10 +1,9 @@
-"""Share the loop's time: work that exceeds a slice continues after the work of other peers.
+"""Share the loop's time among peers, in slices.
 
-One received packet may hold a quarter of a million commands, and one command may cost a
-millisecond, so a flood from one peer could delay all other peers by seconds. Each peer therefore
-executes for at most one slice at a time. The remaining work waits in a queue, in the order of
-arrival, and the loop reads the other sockets in between. Only a single command can exceed its
-slice.
+A packet may contain a quarter of a million commands, and a single command may take a millisecond,
+so a flood from one peer could delay all others by seconds. So each peer executes for at most one
+slice at a time. Its remaining work joins the end of a queue, and the loop reads the other sockets
+in between. Only a single command can take longer than its slice.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _TURN_S: Final = 0.005  # of put-off work between two looks at the sockets
 
 
 class Turns:
-    """The deferred work of one server's peers, which runs on the server's loop.
+    """The deferred work of one server's peers; it runs on the server's loop.
 
     Args:
         clock: a function that returns monotonic seconds.
@@ -45,7 +44,7 @@ class Turns:
         return self._clock() >= self._slice_ends
 
     def put_off(self, work: Callable[[], None]) -> None:
-        """Schedule `work` in its own slice, after all work that was deferred earlier."""
+        """Queue `work` behind all work deferred earlier; it gets a slice of its own."""
         self._waiting.append(work)
         self._schedule()
 
@@ -55,7 +54,7 @@ class Turns:
             self._loop.call_soon(self._work)
 
     def _work(self) -> None:
-        """Give each waiting peer at most one slice, and then return to the sockets."""
+        """Give each waiting peer at most one slice, then return to the sockets."""
         self._is_scheduled = False
         ends = self._clock() + _TURN_S
         try:
