@@ -303,7 +303,7 @@ class StoreServer:
 
 
 def _finish(loop: asyncio.AbstractEventLoop) -> None:
-    """Send the last replies, then close the loop, even if it is stopped once more meanwhile."""
+    """Send the last replies, then close the loop, even if it is stopped again in between."""
 
     async def wind_down() -> None:
         await asyncio.sleep(_WIND_DOWN_S)
