@@ -53,7 +53,7 @@ class EndedElsewhere(Exception):  # noqa: N818 -- not an error that a user sees
     """An operation ended because an operation on another rank timed out.
 
     Attributes:
-        error: the error to report if that rank has no more precise error.
+        error: the error to report unless that rank has a more precise one.
     """
 
     def __init__(self, error: CollectiveError) -> None:

@@ -66,7 +66,7 @@ def not_ready() -> str:
 
 
 def create(members: Members, store: PrefixStore, timeout_s: float) -> Engine:
-    """Create the engine of a group; every member must call this.
+    """Create the engine for a group; every member must call this.
 
     Raises:
         CollectiveTimeoutError: some members did not join within `timeout_s`.
@@ -156,8 +156,8 @@ class TwoLevelEngine(HostEngine):
     def cut(self, reason: CollectiveError | None) -> None:
         """Stop both levels; shut them down gracefully only if no collective is running.
 
-        The levels' own threads are idle while this engine's thread drives them, so they cannot
-        determine whether a collective is in progress.
+        This engine's thread drives both levels, so the levels themselves cannot determine whether a
+        collective is in progress.
         """
         if reason is None and not self._serial.is_idle:
             reason = build.closed(self._members, Operation("close", 0))

@@ -16,8 +16,8 @@ from echelon.dist.fsdp.uncompiled import uncompiled_call
 def gradient_sync(module: nn.Module, *, enabled: bool) -> Iterator[None]:
     """Set whether backward passes inside the block reduce gradients.
 
-    If `enabled` is False, gradients accumulate on this rank, and the next backward that reduces
-    also reduces the accumulated gradients. Until then, gradients of whole parameters are kept in
+    If `enabled` is False, gradients accumulate on this rank. The next backward that does reduce
+    includes the accumulated gradients. Until then, this rank keeps gradients of whole parameters in
     memory.
 
     Example:
@@ -55,9 +55,9 @@ def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool) 
 def unshard(module: nn.Module) -> None:
     """Gather all units in a module; nothing is released or reduced until requested. Collective.
 
-    Until then, `module.parameters()` returns whole parameters: any number of forward and
-    backward passes may run, in any order and with any autograd calls, and gradients accumulate in
-    `.grad`. Afterwards call `reduce_gradients` and `reshard`.
+    Until `reshard` is called, `module.parameters()` returns whole parameters. Any number of forward
+    and backward passes may run, in any order and with any autograd calls, and gradients accumulate
+    in `.grad`. Afterwards, call `reduce_gradients` and `reshard`.
 
     Raises:
         CollectiveError: a rank was lost or did not join.
@@ -92,7 +92,7 @@ def reshard(module: nn.Module) -> None:
 
 @uncompiled_call
 def reduce_gradients(module: nn.Module) -> None:
-    """Average the gradients in the `.grad` of whole parameters over the ranks.
+    """Average the gradients of the whole parameters over the ranks.
 
     The result is added to the shards' `.grad`. All units of the module take part, with zeros for
     gradients that a rank does not have. Collective.

@@ -43,8 +43,8 @@ def fully_shard(
 ) -> M:
     """Divide a module's parameters among ranks, and gather them while the module computes.
 
-    Call this function on the blocks first and on the whole model last. Each call groups all
-    parameters that no earlier call has taken into one unit. Every rank of the group must make the
+    Call this function on the blocks first and on the whole model last. Each call makes one
+    unit of all parameters that no earlier call has taken. Every rank of the group must make the
     same calls in the same order; each call blocks until all ranks have joined. All ranks start from
     group rank 0's values. Deleting a model also frees its shards, hooks and memory; call
     `gc.collect()` if that must happen at once.
@@ -56,10 +56,10 @@ def fully_shard(
             Parameters are divided along the last axis; with two axes, equal copies are kept along
             the first.
         reshard_after_forward: True releases the parameters after forward and gathers them again for
-            backward. False keeps them. A number k that divides the group size keeps 1/k of the
-            parameters, so that k neighbouring ranks gather among themselves. The outermost module
-            always keeps its parameters if a backward follows, because backward would need them at
-            once.
+            backward. False keeps them. With a number k that divides the group size, each rank keeps
+            1/k of the parameters, and k neighbouring ranks gather them among themselves. The
+            outermost module always keeps its parameters if a backward follows, because the backward
+            needs them first.
         mp_policy: the dtypes of computation and communication.
         ignored_params: parameters that are not sharded; the caller must keep them equal on all
             ranks.
@@ -68,7 +68,7 @@ def fully_shard(
         prefetch: how many units to gather ahead while this unit computes.
         memory_budget_bytes: memory that all units of the group together may use on a rank, in
             addition to the unit that is computing: a third each for units gathered ahead, for
-            gradients being reduced, and for memory between two gathers. One unit ahead and one
+            gradients being reduced, and for idle memory between gathers. One unit ahead and one
             reduction are always allowed. The last call that passes a number sets the budget until
             all units of the group are deleted. None means six times the largest unit that contains
             no other unit, or more if `prefetch` is above 2.
@@ -216,7 +216,7 @@ def _groups_of(
 
 
 def _check_reshard(reshard: bool | int, group: ProcessGroup) -> int:
-    """Return how many near ranks together keep the parameters, or 0 if none are to be kept."""
+    """Return how many near ranks together keep the parameters, or 0 if none do."""
     if isinstance(reshard, bool):
         return 0
     if not isinstance(reshard, int) or reshard < 1 or group.size % reshard:

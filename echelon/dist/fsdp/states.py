@@ -216,7 +216,7 @@ def _show_shards(unit: Unit) -> None:
 def _before_load(
     unit: Unit, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """Replace whole parameters in a state dict by this rank's shards before the dict is loaded."""
+    """Replace whole parameters in a state dict with this rank's shards before it is loaded."""
     _show_shards(unit)
     if metadata.get("assign_to_params_buffers"):
         raise ValueError(

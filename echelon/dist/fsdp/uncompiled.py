@@ -25,7 +25,7 @@ def uncompiled(function: _Function) -> _Function:
 
 
 def uncompiled_call(function: _Function) -> _Function:
-    """Wrap a module's public function like `uncompiled`, loading torch._dynamo at the first call.
+    """Wrap a module's public function as `uncompiled` does, but load torch._dynamo on first call.
 
     This must not be used for closures and methods, because torch stores the result as an attribute
     of `function`.

@@ -31,7 +31,7 @@ def connection_key(operation: Operation) -> tuple[object, ...]:
 def apart(batch: Sequence[Call]) -> list[list[Call]]:
     """Split a batch into parts in which no two operations use the same memory.
 
-    This is needed because a library may run the operations of a part concurrently.
+    A library may run the operations of one part concurrently.
     """
     parts: list[list[Call]] = []
     used: list[tuple[int, int]] = []

@@ -52,7 +52,7 @@ class Collectives:
 
         Args:
             on: the group's communicator.
-            operation: the operation that was called.
+            operation: the user's operation.
             source, target: the operation's arrays, as flat tensors.
             stream: the stream to queue the operation on; the communicator's device must be current.
         """

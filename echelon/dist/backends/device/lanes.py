@@ -67,7 +67,7 @@ class Lanes:
             )
 
     def lane(self, way: Way) -> Lane:
-        """Return the lane for a direction, creating the lane if it does not exist."""
+        """Return the lane for a direction, creating it if necessary."""
         with self._lock:
             lane = self._lanes.get(way)
             if lane is None:

@@ -58,7 +58,7 @@ def versions() -> str:
 
 
 def create(members: Members, store: PrefixStore, timeout_s: float) -> StreamEngine:
-    """Create the engine of a group; every member must call this.
+    """Create the engine for a group; every member must call this.
 
     If no array determines a member's device, the engine uses the device that the program made
     current, or else the GPU given by LOCAL_RANK.

@@ -54,7 +54,7 @@ class StagedEngine:
     nests = False
 
     def __init__(self, runtime: DeviceRuntime, members: Members, host: Engine) -> None:
-        """Create the engine of a group, which takes ownership of the host engine `host`."""
+        """Create a group's engine, which takes ownership of the host engine `host`."""
         self.name = host.name
         self.device = runtime.device
         self._runtime = runtime

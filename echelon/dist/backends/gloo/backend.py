@@ -61,7 +61,7 @@ def not_ready() -> str:
 
 
 def create(members: Members, store: PrefixStore, timeout_s: float) -> GlooEngine:
-    """Create the engine of a group; every member must call this.
+    """Create the engine for a group; every member must call this.
 
     Raises:
         CollectiveTimeoutError: some members did not join within `timeout_s`.

@@ -297,7 +297,7 @@ class Sockets:
         made.close()
 
     def _continue(self, peer: int, events: int) -> None:
-        """Handle an outgoing connection that was established, has room again, or was closed."""
+        """Handle an outgoing connection that has connected, has room again, or has been closed."""
         out = self._out[peer]
         if not out.is_connected:
             code = out.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

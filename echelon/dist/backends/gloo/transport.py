@@ -85,7 +85,7 @@ class Swap:
         self._finished.set()
 
     def is_completed(self) -> bool:
-        """Whether the swap has ended, with success or failure."""
+        """Whether the swap has ended, successfully or not."""
         return self._finished.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> None:
@@ -194,7 +194,7 @@ class Transport:
         return self._group.allreduce([torch.from_numpy(data)], options)
 
     def all_to_all(self, out: Flat, data: Flat, outs: list[int], ins: list[int]) -> Any:
-        """Start an all_to_all of bytes, divided among the ranks by the splits."""
+        """Start an all_to_all of bytes; `outs` and `ins` are the sizes of the ranks' parts."""
         return self._group.alltoall_base(
             tensor(out), tensor(data), outs, ins, _core.AllToAllOptions()
         )

@@ -45,7 +45,7 @@ def _python_refusal() -> str:
 
 
 def create(members: Members, store: PrefixStore, timeout_s: float) -> Engine:
-    """Create the engine of a group; every member must call this.
+    """Create the engine for a group; every member must call this.
 
     Raises:
         ValueError: the members do not run on one host, or no engine can run on this platform.

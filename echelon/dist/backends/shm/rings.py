@@ -29,7 +29,7 @@ Gone = Callable[[], list[tuple[int, str]]]
 
 
 class Rings:
-    """The streams of one rank of the pure-Python engine."""
+    """One rank's byte streams in the pure-Python engine."""
 
     slice_s = 0.1  # a peer that dies rings no bell
 

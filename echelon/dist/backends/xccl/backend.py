@@ -57,7 +57,7 @@ def not_ready() -> str:
 
 
 def create(members: Members, store: PrefixStore, timeout_s: float) -> Engine:
-    """Create the engine of a group, for Intel GPUs if there are any; every member must call this.
+    """Create a group's engine, for Intel GPUs if there are any; every member must call this.
 
     Raises:
         ValueError: this process already uses the library for the other kind of memory.
@@ -380,7 +380,7 @@ class XcclEngine:
     def _all_gather_uneven(
         self, operation: Operation, watch: Watch, source: Flat, target: Flat
     ) -> None:
-        """Collect parts that are padded to the longest part, and extract each rank's part."""
+        """Gather all ranks' parts, padded to the longest, and extract them from the padding."""
         splits = operation.output_splits
         if not max(splits):
             return

@@ -25,7 +25,7 @@ from echelon.store import PrefixStore
 
 
 def create(members: Members, store: PrefixStore, timeout_s: float) -> StreamEngine:
-    """Create the engine of a group; every member must call this.
+    """Create the engine for a group; every member must call this.
 
     Raises:
         CollectiveTimeoutError: some members did not call this function within `timeout_s`.

@@ -1,11 +1,11 @@
 """Clip gradients by their total norm over all ranks.
 
 Each element of each gradient is counted once. A shard is counted by the rank that holds it. If
-several ranks hold equal copies of a shard (HSDP), each counts it with an equal fraction. Copies of
-an unsharded parameter are counted in the same way, over `replicas` or else over the largest group
-over which parameters of the model are sharded. Units on several groups (experts) are counted over
-the one group that contains all their ranks; ranks that hold other parameters (stages of a pipeline)
-are included through `over`.
+several ranks hold equal copies of a shard (HSDP), each of them counts an equal fraction of it.
+Copies of an unsharded parameter are counted in the same way, over `replicas` or, by default, over
+the largest group that shards parameters of the model. If units are sharded over several groups
+(experts), they are counted over the one group that contains all their ranks; ranks that hold other
+parameters (stages of a pipeline) are included through `over`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: the sharded model, or some of its parameters.
-        max_norm: upper bound of the norm. If it is infinite, gradients are never scaled.
+        max_norm: upper bound on the norm. If it is infinite, gradients are never scaled.
         norm_type: 2.0, another positive number, or infinity.
         over: a group that contains every rank among which the parameters are divided, and the ranks
             that hold other parameters of the same model, such as other pipeline stages or experts.
@@ -54,8 +54,8 @@ def clip_grad_norm_(
         The norm before scaling, which is equal on all ranks of `over`.
 
     Raises:
-        ValueError: an argument is invalid, or parameters are divided among several groups, and none
-            of these groups contains all the ranks.
+        ValueError: an argument is invalid, or parameters are divided among several groups and none
+            of these contains all the ranks.
         CollectiveError: a rank was lost or did not join.
 
     Example:
@@ -88,7 +88,7 @@ def clip_grad_norm_(
 
 
 def _owner(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the tensor whose `.grad` the optimizer uses: the shard of a gathered parameter."""
+    """Return the tensor whose `.grad` the optimizer uses; for a gathered parameter, its shard."""
     member = member_of(parameter)
     return parameter if member is None else member.shard
 
@@ -105,9 +105,10 @@ def _owners(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> li
 def _groups(
     parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor], owners: list[torch.Tensor]
 ) -> list[ProcessGroup]:
-    """Return the groups among which parameters are divided, largest first; equal on all ranks.
+    """Return the groups among which parameters are divided, largest first.
 
-    A module's units are included even if they do not have a gradient on this rank.
+    The result is the same on all ranks: it includes the groups of a module's units even if they
+    have no gradient on this rank.
     """
     found: dict[ProcessGroup, None] = {}
     if isinstance(parameters, nn.Module):
@@ -129,7 +130,7 @@ def groups_of(members: Iterable[Member]) -> list[ProcessGroup]:
 
 
 def largest(groups: list[ProcessGroup]) -> ProcessGroup | None:
-    """Return the largest of some groups sorted by size, or None if there are no groups.
+    """Return the largest group, or None if there are none; `groups` is sorted by size.
 
     Raises:
         ValueError: the largest group does not contain all ranks of another group.
@@ -188,7 +189,7 @@ def _measure(counted: list[tuple[torch.Tensor, float]], norm_type: float) -> tor
 
 
 def _total(over: ProcessGroup | None, mine: torch.Tensor, norm_type: float) -> float:
-    """Return the sum or the maximum of all ranks' numbers; the device is synchronized once."""
+    """Return the sum or maximum of all ranks' numbers; synchronizes with the device once."""
     values = mine
     if over is not None and over.size > 1:
         values = mine.new_empty(over.size)

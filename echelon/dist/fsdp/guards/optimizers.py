@@ -1,12 +1,12 @@
 """Check that an optimizer is elementwise and therefore works on shards.
 
-A shard is a run of a parameter's elements. An optimizer that treats each element independently
-(SGD, Adam, ...) gives the same result on shards as on the whole parameter; an optimizer that uses a
-parameter's matrix, rows or norms (Muon, Adafactor, LAMB, ...) would silently compute something
-else. So an optimizer is checked before its first step on shards: torch's optimizers are known, and
-other optimizers are tried on a small parameter, whole and in pieces. A class that assembles whole
-parameters itself declares this with an attribute `handles_shards = True`
-(`echelon.train.optimizers.Muon`).
+A shard is a contiguous run of a parameter's elements. An optimizer that treats each element
+independently (SGD, Adam, ...) gives the same result on shards as on the whole parameter; an
+optimizer that uses a parameter's matrix, rows or norms (Muon, Adafactor, LAMB, ...) would silently
+compute something else. So an optimizer is checked before its first step on shards: torch's own
+optimizers are known, and any other optimizer is tested on a small parameter, once whole and once in
+pieces. A class that assembles whole parameters itself declares this with the attribute
+`handles_shards = True` (`echelon.train.optimizers.Muon`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _installed = False
 
 
 def install() -> None:
-    """Install a check of every optimizer at its first step."""
+    """Install a check that runs before the first step of every optimizer."""
     global _installed
     if not _installed:
         register_optimizer_step_pre_hook(uncompiled(_before_step))

@@ -1,10 +1,10 @@
-"""Scale the loss for float16, with decisions that all ranks make together.
+"""Scale the loss for float16, with all ranks deciding together.
 
 Gradients below 6e-8 are zero in float16, so the loss is multiplied by a large scale before backward
-and the gradients are divided by it afterwards. If the scale was too large, gradients overflow, the
+and the gradients are divided by it afterwards. If the scale is too large, gradients overflow, the
 step is skipped and the scale is reduced. An overflow often occurs on only one rank, in its shards,
-stage or experts. So the flag is reduced over every rank that holds parameters, and all ranks skip
-the step and change the scale together.
+stage or experts. So an overflow flag is reduced over all ranks that hold parameters, and these
+ranks skip the step and change the scale together.
 """
 
 from __future__ import annotations
@@ -155,7 +155,10 @@ class GradScaler:
         self._overflowed.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint; equal on all ranks between `update` and `unscale_`."""
+        """Return the state for a checkpoint.
+
+        Between `update` and `unscale_`, the state is the same on all ranks.
+        """
         return {"scale": self._scale, "num_finite": self._num_finite}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -200,7 +203,7 @@ def share_overflow(
 
 
 def _groups(members: list[Member]) -> list[ProcessGroup]:
-    """Return the group that divides the parameters, and the group of their replicas."""
+    """Return the largest group that shards the parameters, and the groups of their replicas."""
     over = largest(groups_of(members))
     replicas = {member.flat.replicas: None for member in members}
     return [group for group in (over, *replicas) if group is not None]

@@ -2,12 +2,12 @@
 
 To torch, a shard is an ordinary parameter, so torch's helpers accept it but see only this rank's
 part. They would return the norm of that part, or skip the step on only one rank. After the first
-`fully_shard`, these functions treat shards like whole parameters:
+`fully_shard`, these functions either handle shards correctly or refuse them:
 
     torch.nn.utils.clip_grad_norm_      the norm of all ranks' shards (`clipping.clip_grad_norm_`)
     torch.nn.utils.get_total_norm       refused for gradients of shards, whose groups it cannot see
-    torch.amp.GradScaler                all ranks of a unit's groups skip a step, or none does
-    torch.autograd.backward             `inputs=` may name shards (so may `Tensor.backward`);
+    torch.amp.GradScaler                either all ranks of a unit's groups skip a step, or none
+    torch.autograd.backward             `inputs=` may name shards (also in `Tensor.backward`);
                                         refused under Compiled Autograd
     torch.autograd.grad                 refused for shards, because it would return only one rank's
                                         gradients
@@ -184,7 +184,7 @@ def _guarded_grad(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _inputs(inputs: Any) -> list[Any]:
-    """Return the tensors to compute gradients for, given as one tensor, several or a dict."""
+    """Return `inputs` as a list; it may be one tensor, several, or a dict of tensors."""
     if isinstance(inputs, dict):
         return list(inputs.values())
     return list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]

@@ -1,1 +1,1 @@
-"""Release memory behind persistent tensors and allocate it again, on the host and on devices."""
+"""Release and reallocate the memory behind persistent tensors, on the host and on devices."""

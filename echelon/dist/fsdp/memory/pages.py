@@ -1,10 +1,10 @@
 """Move physical memory from a released unit to a unit that is being gathered.
 
 Memory that is returned to the system is zeroed when it is allocated again, which costs as much as a
-gather. So the memory released by one unit is moved under the addresses of the next unit of the same
-size by a change of page tables (mremap): this takes 70 us for 64 MB in huge pages, while zeroing
-them takes 3 ms, or 40 ms in small pages (measured). Only as much memory is kept as the budget
-allows; `trim` returns the rest to the system.
+gather. So the pages that one unit releases are remapped (mremap) to the addresses of the next unit
+of the same size. For 64 MB this takes 70 us in huge pages, whereas zeroing takes 3 ms, or 40 ms in
+small pages (measured). Only as much memory is kept as the budget allows; `trim` returns it to the
+system.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAY_MOVE, _FIXED, _DO_NOT_UNMAP = 1, 2, 4  # of <sys/mman.h>; the last since Li
 
 
 class Pages:
-    """The idle memory of released storages, which is still mapped at their addresses.
+    """Idle memory of released storages, still mapped at the storages' addresses.
 
     Args:
         limit: returns how many bytes may be idle; None means as many as other storages of the same
@@ -54,7 +54,7 @@ class Pages:
         return idle + storage.payload_bytes <= self._limit()
 
     def supply(self, storage: HostStorage) -> None:
-        """Move idle memory of the right size to a storage, if there is any such memory."""
+        """Move idle memory of the right size to a storage, if there is any."""
         if storage in self._idle:
             self._idle.remove(storage)
             return

@@ -35,7 +35,7 @@ class Releases:
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes that were released but are not known to be free yet."""
+        """The number of released bytes that are not yet known to be free."""
         return sum(num_bytes for _, num_bytes in self._pending)
 
     def add(self, num_bytes: int, device: torch.device) -> None:

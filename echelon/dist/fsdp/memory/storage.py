@@ -22,7 +22,7 @@ _HUGE_BYTES = 2 << 20
 
 
 class Memory:
-    """The memory that the units of one group share between two uses.
+    """The memory that the units of one group share and reuse.
 
     Args:
         limit: returns how many bytes may be idle on the host. On a device, the limit applies to
@@ -40,7 +40,7 @@ class Memory:
         self.releases = Releases(limit)
 
     def make_storage(self, numel: int, dtype: torch.dtype, device: torch.device) -> Storage:
-        """Return a storage for `numel` elements whose memory is not resident yet."""
+        """Return a storage for `numel` elements; its memory is not resident yet."""
         if device.type == "cpu":
             return HostStorage(numel, dtype, self.pages)
         return DeviceStorage(numel, dtype, device, self.releases)
@@ -124,7 +124,7 @@ class HostStorage(Storage):
 
 
 class DeviceStorage(Storage):
-    """A device tensor whose storage is resized to release its memory and allocate it again.
+    """A device tensor that releases and reallocates its memory by resizing its storage.
 
     Args:
         releases: limits memory that was released but may still be in use; None means unlimited.

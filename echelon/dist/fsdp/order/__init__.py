@@ -1,11 +1,11 @@
 """Decide when units are gathered, released and reduced; the driver carries out these decisions.
 
     events    a unit's forward begins or ends; the gradients of its outputs, of its inputs or of a
-              parameter are ready; autograd ends; a step failed; the program holds or releases units
+              parameter are ready; autograd ends; a step fails; the program holds or releases units
     actions   gather, wait, release, collect, reduce, finish, exchange, ... (`actions.py`)
 
 `Order` takes one event at a time and returns the actions that the driver then carries out in that
-order. The modules in this folder never import torch, start a collective or read a clock: equal
-events give equal actions, so ranks whose models run alike stay in step, and every case can be
-tested with a table of events and actions.
+order. The modules in this folder never import torch, start a collective or read a clock. The same
+events always produce the same actions, so ranks that run the same model stay in step, and every
+case can be tested with a table of events and actions.
 """

@@ -25,7 +25,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Release a unit's parameters; with `keep_near`, keep the part that near ranks need."""
+    """Release a unit's parameters; with `keep_near`, keep the part that the near ranks need."""
 
     entry: Entry
     keep_near: bool

@@ -1,9 +1,10 @@
-"""Limit the bytes that sharding may use in addition to the unit that is computing.
+"""Limit the memory that sharding may use in addition to the unit that is computing.
 
-One third each is reserved for units gathered ahead, for gradients being reduced, and for idle
-memory that the next gather will use. What each third allows depends only on the units' sizes and
-their order, never on timing, so that all ranks decide alike. One unit ahead, and one reduction in
-progress while the next one begins, are always allowed, because otherwise nothing would overlap.
+A third of the budget is reserved for each of three uses: units gathered ahead, gradients being
+reduced, and idle memory that the next gather will use. What each third allows depends only on the
+units' sizes and their order, never on timing, so all ranks make the same decisions. One unit ahead,
+and one reduction in progress while the next one begins, are always allowed, because otherwise
+nothing would overlap.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Budget:
         return self._default_third if self.num_bytes is None else self.num_bytes // 3
 
     def allows_ahead(self, ahead_bytes: int, more_bytes: int) -> bool:
-        """Return whether a unit may be gathered ahead, given `ahead_bytes` of other units."""
+        """Return whether a unit may be gathered ahead, on top of `ahead_bytes` for other units."""
         return not ahead_bytes or ahead_bytes + more_bytes <= self.third
 
     def allows_reduction(self, under_way: Sequence[int], more_bytes: int) -> bool:

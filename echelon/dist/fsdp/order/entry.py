@@ -17,9 +17,9 @@ UNWATCHED = 0  # a call of which no input has a gradient
 class State(enum.Enum):
     """Which of a unit's parameters are in memory.
 
-    SHARDED: only this rank's chunks are in memory. NEAR: the part from which the near ranks gather
-    again is in memory too. GATHERING: a gather is in progress, and memory for all parameters is
-    allocated. WHOLE: all parameters are in memory.
+    SHARDED: only this rank's chunks are in memory. NEAR: this rank also keeps the part that the
+    near ranks need to gather the unit again. GATHERING: a gather is in progress, and memory for all
+    parameters is allocated. WHOLE: all parameters are in memory.
     """
 
     SHARDED = "sharded"
@@ -43,7 +43,7 @@ class Facts(Protocol):
         """Return the parameters that require gradients."""
 
     def is_stale(self) -> bool:
-        """Return whether the shards changed after they were gathered."""
+        """Return whether the shards have changed since they were gathered."""
 
     def has_gradients(self) -> bool:
         """Return whether the unit has gradients that have not been reduced."""
@@ -57,7 +57,7 @@ class Entry:
         number: the unit's number on its group.
         name: the unit's name in messages.
         num_bytes: size of the gathered parameters.
-        gradient_bytes: size of the buffer in which their gradients are reduced.
+        gradient_bytes: size of the buffer used to reduce the gradients.
         depth: how many units ahead of this one are gathered while it computes.
         reshard: whether the unit is released after forward.
         has_near: whether a part of the unit is kept after forward, for the gather in backward.
@@ -65,15 +65,15 @@ class Entry:
             its forward to its backward, because it would be gathered again at once.
         borrowed: units that own parameters that this unit also uses.
         borrowers: units that use parameters of this unit.
-        recording: the recording of the forwards in which this unit is the outermost, or None.
+        recording: if this unit is the outermost one, the recording of its forwards, else None.
         place: position in the order in which the units' forwards began; -1 if this unit's forward
             has not begun.
-        has_begun: whether a forward has begun but its backward is not complete.
+        has_begun: whether a forward has begun and its backward is not yet complete.
         ended_at: position in the order in which the units' forwards ended.
-        held: whether the program unsharded the unit, so that the unit is not released and its
-            gradients are not reduced.
+        held: whether the program unsharded the unit. A held unit is not released, and its gradients
+            are not reduced.
         sync: whether the backward reduces the unit's gradients.
-        calls: forward calls whose backward has not reached their inputs yet.
+        calls: forward calls whose backward has not yet reached their inputs.
         is_unwatched: whether some forward call had no input that requires a gradient, so that the
             end of its backward cannot be observed.
         missing: parameters without a gradient in this backward; None if no gradient has arrived
@@ -109,7 +109,7 @@ class Entry:
 
     @property
     def reduces(self) -> bool:
-        """Whether a backward that ran now would reduce the gradients."""
+        """Whether a backward at this point would reduce the gradients."""
         return self.sync and not self.held
 
     def awaits(self) -> set[Hashable]:
@@ -119,7 +119,7 @@ class Entry:
         return self.missing
 
     def begin_call(self, call: int) -> None:
-        """Expect the backward of a forward call, unless this autograd run already completed it."""
+        """Expect a forward call's backward, unless this autograd run has already completed it."""
         if call == UNWATCHED:
             self.is_unwatched = True
         elif call in self._kept_calls:  # their graph is gone through again, all of it

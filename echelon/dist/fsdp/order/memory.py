@@ -39,7 +39,7 @@ class Residency:
 
     @property
     def ahead_bytes(self) -> int:
-        """The number of bytes of units that are gathered but have not been requested yet."""
+        """The size in bytes of the units that are gathered but have not been requested yet."""
         return sum(entry.num_bytes for entry in self._ahead)
 
     def gather(self, entry: Entry) -> None:

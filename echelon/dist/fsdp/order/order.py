@@ -2,13 +2,14 @@
 
 The class `Order` records the order in which forwards request units, and requests the next units
 ahead of time, up to a depth and within a budget. The units gathered ahead depend only on these
-records, so that all ranks do the same.
+records, so all ranks gather the same ones.
 
-[Note: when a step fails] An exception leaves forwards that began but did not end, or a backward
-that never finished. The next forward of such a unit detects this, and the order starts over: it
-waits for gathers in progress (the other ranks started them too), releases everything, and drops
-gradients that were not reduced. The program then continues with `optimizer.zero_grad()` and the
-next batch. After an error of a collective the group itself is unusable, and its operations raise.
+[Note: when a step fails] An exception leaves behind forwards that began but did not end, or a
+backward that never finished. The next forward of such a unit detects this, and the order starts
+over: it waits for gathers in progress (the other ranks started them too), releases everything, and
+drops gradients that were not reduced. The program then continues with `optimizer.zero_grad()` and
+the next batch. After an error in a collective the group itself is unusable, and every operation on
+it raises an error.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ class Order:
 
         Args:
             records: whether autograd records the forward.
-            trains: whether a backward may follow; under a reentrant checkpoint a backward follows
-                even without `records`.
+            trains: whether a backward may follow; under a reentrant checkpoint, it may follow even
+                if `records` is False.
         """
         if self.in_backward:  # activations are computed again
             self._running().enters(entry)
@@ -174,10 +175,10 @@ class Order:
         return self._residency.take()
 
     def backward_asks(self) -> list[int]:
-        """Return the votes on which the ranks must agree before the current backward ends.
+        """Return this rank's votes, which the ranks must combine before the current backward ends.
 
-        Each number is this rank's vote on one recording; the maximum over all ranks decides. The
-        result is empty on all ranks if there is nothing to agree on.
+        Each vote is a number for one recording; the maximum over all ranks decides. The list is
+        empty on all ranks if there is nothing to agree on.
         """
         run = self._running()
         return [] if run.yields_nothing else self._pending.words(run)
@@ -244,7 +245,7 @@ class Order:
         return self._residency.take()
 
     def reduce(self, entries: Iterable[Entry]) -> Actions:
-        """Reduce gradients at the program's request, whether or not the backward reduced them."""
+        """Reduce the units' gradients at the program's request."""
         reductions = Reductions(self._residency)
         for entry in entries:
             reductions.begin(entry)
@@ -298,8 +299,8 @@ class Order:
     def _comes_first(self, entry: Entry, recording: Recording, *, at_end: bool) -> bool:
         """Return whether the backward will begin with this unit, whose forward is ending.
 
-        This is not assumed of an outermost unit without inner units, which may be one of many in
-        sequence.
+        An outermost unit without inner units is assumed not to come first, because it may be one of
+        several that run in sequence.
         """
         if at_end and not entry.outer:
             return self._final is not None and entry is self._final()

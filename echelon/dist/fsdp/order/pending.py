@@ -1,7 +1,7 @@
 """Track the recordings whose backward is incomplete, and choose those that take part in a run.
 
-Recordings are identified by number, because a recording may be deleted on some ranks earlier than
-on other ranks; see [Note: models that are deleted].
+Recordings are identified by number, because a recording may be deleted earlier on some ranks than
+on others; see [Note: models that are deleted].
 """
 
 from __future__ import annotations

@@ -26,14 +26,14 @@ class Recording:
 
     Attributes:
         number: the outermost unit's number.
-        following: for each unit, the next unit that the last forward requested.
+        following: for each unit, the unit that the last forward requested next.
         last: the last unit requested in the running forward.
         final: the last unit that the last forward requested; its backward begins first.
         begun, ended: the forwards that began and ended since the last backward.
         begun_before: the forwards that began before the last backward.
         partners: numbers of the recordings that took part in every backward of this recording; None
             if there has been no backward.
-        unreduced: units of earlier backwards, which may have gradients that were not reduced.
+        unreduced: units from earlier backwards that may have unreduced gradients.
     """
 
     number: int
@@ -53,7 +53,7 @@ class Recording:
         self.last = entry
 
     def after(self, entry: Entry) -> list[Entry]:
-        """Return the units that the last forward requested after a unit, up to its depth."""
+        """Return the units requested after a unit in the last forward, up to the unit's depth."""
         following: list[Entry] = []
         depth = entry.depth
         while len(following) < depth and (due := self.following.get(entry)) is not None:

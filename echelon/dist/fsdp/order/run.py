@@ -7,12 +7,12 @@ Two orders, both known before the run begins, keep the ranks in step whatever da
 * gradients are reduced in the reverse of the order in which forwards *began* (an outer unit begins
   first and gets its last gradient last). A unit that is ready waits for the units before it.
 
-A unit's parameters are released once all gradients of its parameters have been computed, or all
-gradients of its inputs, which autograd computes last. A unit with frozen parameters whose inputs do
-not need gradients is released at the end of the run, because its last gradient does not show when
-the frozen parameters are no longer used. A run without any gradient for a parameter (only gradients
-of inputs, the first half of a split backward) does not release or reduce anything, because the
-weights' gradients are still to be computed and may need the parameters.
+A unit's parameters are released once autograd has computed all gradients of the parameters, or all
+gradients of the unit's inputs, which come last. If a unit has frozen parameters and its inputs need
+no gradients, it is released at the end of the run, because its last gradient does not show when the
+frozen parameters are no longer used. A run that computes only gradients of inputs (the first half
+of a split backward) does not release or reduce anything, because the gradients of the parameters
+are still to be computed and may need the parameters.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Run:
         recordings: the recordings of the outermost units that may take part.
         ended: the units' forwards since the last run, in the order they ended.
         begun: the same forwards, in the order they began.
-        is_again: whether there were no forwards, so that this run passes through retained graphs.
-            In that case, `begun` is taken from the last run, and units that this run does not reach
-            are skipped.
+        is_again: whether there were no forwards since the last run, so this run passes through
+            retained graphs. In that case, `begun` is taken from the last run, and units that this
+            run does not reach are skipped.
 
     Attributes:
         recordings: the recordings of the outermost units that take part, known once the run is
@@ -69,7 +69,7 @@ class Run:
         return not self._arrived and bool(self._expected)
 
     def keep_rest(self) -> None:
-        """Leave the units that were not gathered to the next run if this run yielded nothing."""
+        """If this run yielded nothing, leave the units that it did not gather to the next run."""
         for recording in self.recordings:
             recording.ended = {one: None for one in recording.ended if one in self._to_gather}
 
@@ -109,7 +109,8 @@ class Run:
     def look(self, entry: Entry, *, passed: bool) -> None:
         """Check whether a unit's backward is complete.
 
-        `passed` is whether the unit's inputs have their gradients.
+        Args:
+            passed: whether the unit's inputs have their gradients.
         """
         if entry.calls or self._is_lent(entry) or not self._is_complete(entry, passed=passed):
             return

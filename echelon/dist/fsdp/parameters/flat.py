@@ -6,7 +6,7 @@
                                           memory exists only while the unit is gathered.
     chunk    [chunk_numel]                this rank's part, in the dtype of the shards. Always in
                                           memory, separate from `full`, so that `full` can use huge
-                                          pages; the gather itself copies it into place.
+                                          pages; the gather itself copies the chunk into `full`.
     leaf     the parameter's shape        an nn.Parameter that views `full`; used by forward and
                                           backward, and given gradients by autograd.
     shard    [length, 1, ...]             an nn.Parameter that views `chunk`: this rank's part of
@@ -14,9 +14,9 @@
                                           before sharding, so that an optimizer created earlier
                                           continues to work. It has as many dims as the parameter
                                           had, because programs group parameters by `p.dim()`.
-    aside    the parameter's shape        gradients of earlier micro-batches that were not reduced,
-                                          if they are summed in a dtype other than the leaf's; if
-                                          the dtypes agree, `leaf.grad` holds them.
+    aside    the parameter's shape        unreduced gradients of earlier micro-batches. Used only
+                                          if gradients are summed in a dtype other than the leaf's;
+                                          if the dtypes agree, `leaf.grad` holds them.
     sums     [chunk_numel]                this rank's part of the reduced gradients, which
                                           `shard.grad` views.
 
@@ -69,9 +69,9 @@ class Source:
 class Member:
     """One parameter of a `Flat`.
 
-    A member has only weak references to the modules. Autograd's graph, which a module may store
-    with one of its outputs, refers to the member, and the garbage collector does not traverse
-    graphs.
+    A member has only weak references to the modules. A module may store one of its outputs, and
+    with it autograd's graph. The graph refers to the member, and the garbage collector does not
+    traverse graphs.
     """
 
     def __init__(self, flat: Flat, source: Source, piece: Piece, part: Part) -> None:
@@ -105,7 +105,7 @@ class Member:
         """Make the modules use the leaf wherever they use the parameter.
 
         Raises:
-            ValueError: the program put another object in such a place.
+            ValueError: the program has replaced the parameter with another object in a module.
         """
         if self.leaf.requires_grad != self.shard.requires_grad:
             self.leaf.requires_grad_(self.shard.requires_grad)
@@ -152,7 +152,7 @@ class Member:
         return shard.data_ptr() == self._shard_address and shard.dtype == self.flat.dtype
 
     def note_gather(self) -> None:
-        """Record whether the shard changed since the last gather.
+        """Record whether the shard has changed since the last gather.
 
         Raises:
             ValueError: the shard was converted or moved, or has a hook that would never be called.
@@ -209,7 +209,7 @@ class Member:
         return self.leaf.grad is not None or self.aside is not None
 
     def set_aside(self) -> None:
-        """Add an unreduced gradient to those that were set aside earlier, in the sums' dtype."""
+        """Add an unreduced gradient to those set aside earlier, in the dtype of the sums."""
         gradient, dtype = self.leaf.grad, self.flat.reduce_dtype
         if gradient is None or gradient.dtype == dtype:
             return

@@ -54,7 +54,7 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """The number of elements of the whole vector, including padding."""
+        """The number of elements in the whole vector, including padding."""
         return self.chunk_numel * self.group_size
 
     def part(self, index: int, rank: int) -> Part:
@@ -76,8 +76,8 @@ def plan_layout(
     Args:
         shapes: the shape of each parameter.
         itemsize: size in bytes of the smallest element that the vector will hold. A unit may be
-            gathered in a dtype other than the shards' dtype, and chunks in both must be aligned to
-            pages.
+            gathered in a dtype other than the shards' dtype, and chunks of both dtypes must be
+            aligned to pages.
         group_size: number of ranks.
         page_bytes: size of a page; chunks are whole pages unless the unit is small.
     """

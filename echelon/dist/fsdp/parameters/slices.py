@@ -1,6 +1,6 @@
-"""Mark the parameters that tensor parallelism divided along one dim as slices.
+"""Mark a parameter as a slice if tensor parallelism has divided it along one dim.
 
-A rank's parameter is then an even part of the whole parameter. Code that depends on whole shapes
+A rank's parameter is then an equal part of the whole parameter. Code that depends on whole shapes
 and positions (checkpoints, whole state dicts) reads the part's position from its mark. The mark is
 an attribute of the parameter, like the marks in `marks.py`, and is copied from a parameter to its
 leaf.
@@ -19,7 +19,7 @@ _NAME = "_echelon_slice"
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """An even part of a tensor.
+    """One of several equal parts of a tensor.
 
     Attributes:
         shape: shape of the whole tensor.

@@ -19,7 +19,7 @@ _owners: weakref.WeakKeyDictionary[Flat, weakref.ref[Unit]] = weakref.WeakKeyDic
 
 
 class Unit:
-    """Modules whose parameters are gathered and released together when the order decides.
+    """Modules whose parameters are gathered and released together, as the order decides.
 
     Args:
         number: the unit's number within its group.
@@ -225,6 +225,6 @@ def owner_of(member: Member) -> Unit:
 
 
 def units_of(module: nn.Module) -> list[Unit]:
-    """Return the units in a module, in the order of its modules."""
+    """Return the units in a module, in the order of the module's submodules."""
     found = (unit_of(part) for part in module.modules())
     return list(dict.fromkeys(unit for unit in found if unit is not None))

@@ -45,10 +45,10 @@ def driver_of(unit: Unit) -> Driver:
 
 
 class _Run:
-    """An object that only the callback of autograd's engine holds, so it lives as long as the run.
+    """An object held only by the callback in autograd's engine, so it lives as long as the run.
 
-    If an exception stops the engine, the callback is dropped together with this object, which shows
-    the driver that the step failed.
+    If an exception stops the engine, the callback and this object are dropped, and the driver
+    detects the failed step.
     """
 
     def __init__(self, ends: Callable[[], None]) -> None:
@@ -69,9 +69,9 @@ class Driver:
         order: decides what to gather, release and reduce, and when.
         units: the units, keyed by number.
         sizes: the sizes of the units, keyed by number, including some deleted units.
-        hashes: running hashes, one over the gathers and one over the reductions, each in the order
-            of issue. The hashes are separate because the way in which gathers and reductions
-            alternate may depend on which parameters a rank used.
+        hashes: two running hashes, one of the gathers and one of the reductions, each in the order
+            in which they were issued. The hashes are separate because the interleaving of gathers
+            and reductions may depend on which parameters a rank used.
     """
 
     def __init__(self, group: ProcessGroup, replicas: ProcessGroup | None) -> None:
@@ -177,7 +177,12 @@ class Driver:
         return self.order.in_backward
 
     def before_forward(self, unit: Unit, *, trains: bool) -> None:
-        """Gather a unit's parameters; `trains` is whether a backward may follow."""
+        """Gather a unit's parameters before its forward.
+
+        Args:
+            unit: the unit whose forward is about to begin.
+            trains: whether a backward may follow.
+        """
         with self._failing():
             _ = self.in_backward
             records = torch.is_grad_enabled()
@@ -255,7 +260,7 @@ class Driver:
     # ---- actions ----
 
     def _agree(self, words: Sequence[int]) -> list[int]:
-        """Return the element-wise maximum of the votes of all ranks."""
+        """Return the element-wise maximum of all ranks' votes."""
         with self._explaining("agreeing on the models that a backward reached"):
             unit = next(iter(self.units.values()))
             agreed = torch.tensor(words, dtype=torch.int64, device=unit.device)

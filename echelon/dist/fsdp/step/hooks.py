@@ -99,7 +99,7 @@ def _hook_gradient(unit: Unit, driver: Driver, member: Member) -> None:
 
 
 class _PartHook:
-    """A hook that requires a unit's parameters to be in memory when an inner module runs."""
+    """A hook that raises an error if an inner module runs while the unit is not gathered."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
@@ -152,9 +152,9 @@ class _ModuleHooks:
         """Return outputs that are not inputs and do not share memory with parameters.
 
         A unit may return an input unchanged (a dropped layer). The gradient of an output shows that
-        the unit's backward begins, and the gradient of an input shows that it is over, so the two
-        must be different tensors. In addition, an output that views a parameter would be read after
-        the parameter's memory is released.
+        the unit's backward is beginning, and the gradient of an input shows that it is over, so the
+        two must be different tensors. In addition, an output that views a parameter would be read
+        after the parameter's memory is released.
         """
         inputs = {id(tensor) for ref in self._inputs if (tensor := ref()) is not None}
 
@@ -242,7 +242,7 @@ def _watch_all(tensors: Iterable[torch.Tensor], told: Callable[[], None]) -> boo
     """Call `told` when all of these tensors have gradients; return whether any can get a gradient.
 
     Some tensors may get their gradients long before the others; the gradient of a skip connection,
-    for example, is available at once. Tensors that the unit does not use are not waited for.
+    for example, is available at once. Tensors that the unit does not use are ignored.
     """
     watched = [tensor for tensor in tensors if tensor.requires_grad]
 
@@ -257,11 +257,11 @@ def _watch_all(tensors: Iterable[torch.Tensor], told: Callable[[], None]) -> boo
 
 
 def _inner(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose gradient is this unit's contribution to the original's gradient.
+    """Return a view whose gradient holds only this unit's contribution to the tensor's gradient.
 
-    That gradient is complete when the unit's backward is complete. The original's gradient would
-    not show this, because it also has contributions from other units, and the gradient of a leaf is
-    processed as soon as it is ready.
+    The view's gradient is complete when the unit's backward is complete. The tensor's own gradient
+    would not show this, because it also has contributions from other units, and because the
+    gradient of a leaf is processed as soon as it is ready.
     """
     return tensor.view_as(tensor) if tensor.requires_grad else tensor
 

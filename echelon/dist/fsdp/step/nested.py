@@ -1,4 +1,7 @@
-"""Find tensors in a module's arguments and results: tuples, lists, dicts and dataclasses."""
+"""Find the tensors in a module's arguments and results.
+
+They may be nested in tuples, lists, dicts and dataclasses.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Run all reductions of one backward concurrently, followed by an exchange among the ranks.
 
 At the end of the backward, every rank publishes a hash of the order in which it gathered and
-reduced units, and the parameters for which it had gradients. A rank with a different order is named
-in an error, and a parameter that has no gradient on any rank keeps its `.grad`, so that the
-optimizer skips it.
+reduced units, and the parameters for which it had gradients. If a rank's order differs, an error
+names that rank. A parameter that has no gradient on any rank keeps its `.grad`, so the optimizer
+skips it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from echelon.errors import CollectiveMismatchError
 
 
 class Reducer:
-    """The reductions of units, in the order in which `start` is called; the same on all ranks.
+    """The reductions of units; all ranks must call `start` in the same order.
 
     Args:
         pool: the source of buffers.

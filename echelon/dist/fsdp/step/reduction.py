@@ -4,10 +4,10 @@
               (pooled, in the dtype of the reduction)        --all_reduce over the replicas-->
               --> shard.grad
 
-The buffer always has its full size, with zeros for gradients that this rank does not have, so that
-ranks that did not use a parameter stay in step with the other ranks. The exchange at the end of the
-backward (`reducer.py`) determines which parameters got a gradient on any rank; the `.grad` of all
-other parameters is unchanged, as in a single-process program.
+The buffer always has its full size, with zeros for gradients that this rank does not have, so ranks
+that did not use a parameter stay in step with the others. The exchange at the end of the backward
+(`reducer.py`) determines which parameters received a gradient on any rank; the `.grad` of all other
+parameters is unchanged, as in a single-process program.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class Reduction:
     def collect(self, member: Member) -> None:
         """Copy a gradient into the buffer and free it.
 
-        A small gradient that arrives first stays in `.grad`. Otherwise, a unit whose norm gets its
-        gradient long before the other parameters would hold a buffer for all that time.
+        A small gradient that arrives first stays in `.grad`. Otherwise the buffer might be held for
+        a long time: the gradient of a normalization layer, for example, can arrive long before the
+        others.
         """
         gradient = member.leaf.grad
         assert gradient is not None, member.name
@@ -88,9 +89,9 @@ class Reduction:
     def cross(self) -> None:
         """Block until the sum over this group is complete, then start the sum over the replicas.
 
-        [Note: launches of two levels] When the second sum starts depends only on the order of
-        reductions, never on whether the first sum happens to be complete. Device libraries require
-        that all ranks launch the collectives of several communicators in the same order.
+        [Note: launches of two levels] The second sum starts at a point that depends only on the
+        order of reductions, never on whether the first sum happens to be complete. Device libraries
+        require all ranks to launch the collectives of several communicators in the same order.
         """
         if self._replicas is None or self._is_across or self._work is None:
             return
