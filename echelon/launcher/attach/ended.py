@@ -24,7 +24,7 @@ def begun(ranks: Sequence[FoundRank]) -> dict[int, int]:
 
 
 def endings(ranks: Sequence[FoundRank], before: Mapping[int, int]) -> dict[int, str]:
-    """Return the ranks of `before` that have ended, each with how it ended; "" if unknown."""
+    """Return the ranks in `before` that have ended, each with how it ended; "" if unknown."""
     return {
         one.rank: _how(one.pid)
         for one in ranks

@@ -171,7 +171,7 @@ def _in_root(root: str, folder: Path) -> Path:
 
 
 def keep(sighting: Sighting, folder: Path, world_size: int, reason: str) -> None:
-    """Write a sighting as an incident's folder, which `fr-analyze` reads.
+    """Write a sighting as an incident folder that `fr-analyze` can read.
 
     Raises:
         OSError: the folder cannot be written.

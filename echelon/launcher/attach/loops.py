@@ -56,9 +56,9 @@ def find_left(stacks: Mapping[int, tuple[Frame, ...]], read: Read) -> tuple[Left
 
 
 def _parting(one: tuple[Frame, ...], other: tuple[Frame, ...]) -> tuple[Frame, Frame] | None:
-    """Return the outermost frames at which two stacks differ, the first one at a later line.
+    """Return the outermost frames at which two stacks differ.
 
-    Return None unless both frames are in the same function.
+    Return None unless both frames are in the same function and the first is at a later line.
     """
     for mine, theirs in zip(reversed(one), reversed(other), strict=False):
         if mine != theirs:

@@ -211,7 +211,7 @@ def _newest(ranks: list[FoundRank]) -> list[FoundRank]:
 
 
 def _is_helper(one: FoundRank, found: Mapping[int, FoundRank]) -> bool:
-    """Return whether a process is not a rank itself but inherited the environment of one."""
+    """Return whether a process has merely inherited a rank's environment."""
     return any(
         above in found and (found[above].job, found[above].rank) == (one.job, one.rank)
         and found[above].pid != one.pid
@@ -220,7 +220,7 @@ def _is_helper(one: FoundRank, found: Mapping[int, FoundRank]) -> bool:
 
 
 def _starts_ranks(one: FoundRank, others: list[FoundRank]) -> bool:
-    """Return whether a scheduler's task is not itself a rank but the launcher of ranks."""
+    """Return whether a scheduler's task launches the ranks rather than being one."""
     below = {other.pid for other in others if other.launcher != one.launcher}
     return bool(below) and not below.isdisjoint(descendants(one.pid))
 

@@ -1,4 +1,4 @@
-"""Show that a launcher is alive, by a listening socket that the kernel closes when it exits.
+"""Show that a launcher is alive: the kernel closes its listening socket when it exits.
 
 The kernel accepts connections for a process that is stopped or starved, and refuses them as soon as
 the process is gone, however it ended. So a node on a busy machine may take longer than 1.5 s to

@@ -1,6 +1,6 @@
-"""Connect the coordinator to all nodes and status clients, by a gRPC server on its own thread.
+"""Connect the coordinator to all nodes and status clients, with a gRPC server on its own thread.
 
-There is one stream per node and one per status client. A node that hangs up has left at once. A
+There is one stream per node and one per status client. A node that hangs up is gone at once. A
 node whose stream breaks may reconnect and continue its session. Such a node is lost once its
 machine refuses connections to the life sign, or once the node has been silent for too long. The
 clock that measures silence stops while the server's process is not running. A peer must prove with

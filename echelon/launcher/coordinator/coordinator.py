@@ -59,7 +59,9 @@ Send = Callable[[str, m.Command], None]
 
 
 class Coordinator:
-    """The coordinator of a job. Call `take` per message, and `step` after messages and deadlines.
+    """The coordinator of a job.
+
+    Call `take` for each message, and call `step` after messages and at deadlines.
 
     Args:
         succession: decides whether a world may begin in a job with failover; None without failover.
@@ -341,7 +343,7 @@ class Coordinator:
         self._decide(world, decide.WorkerEnded(event.rank, 1, "could not be killed"))
 
     def _lived_ns(self) -> int:
-        """Return the time for judging ranks, which stops while this process is not running."""
+        """Return the time used to judge ranks. It stops while this process is not running."""
         return int(self._lived.at(time.monotonic()) * 1e9)
 
     def _look(self, world: World) -> None:

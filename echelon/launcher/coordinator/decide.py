@@ -7,11 +7,11 @@
 
 After the first failure there is a pause, so that the other ranks can report how they ended and the
 black boxes contain both cause and effect. (The other ranks notice a failure within 0.1 s.) A second
-failure does not extend the pause. The pause ends early once all workers have ended, unless a stop
-signal that the launcher did not send ended the first one. A scheduler may be signalling every
-process on a node, including the launcher; in that case no rank has failed. If a worker is lost and
-the others continue, the phase does not change, and an incident is collected after a pause of the
-same length.
+failure does not extend the pause. The pause ends early once all workers have ended, unless the
+first failure was due to a stop signal that the launcher did not send. A scheduler may be signalling
+every process on a node, including the launcher; in that case no rank has failed. If a worker is
+lost and the others continue, the phase does not change, and an incident is collected after a pause
+of the same length.
 
 Each node measures the grace period between SIGTERM and SIGKILL from the moment when it signalled
 its workers. The coordinator's backstop is only for a node that does not kill its workers in time. A

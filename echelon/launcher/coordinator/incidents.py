@@ -125,7 +125,7 @@ class Incidents:
         return True
 
     def _has_running_ranks(self, action: decide.CollectIncident) -> bool:
-        """Return whether ranks may run during the analysis, so that no restart waits for it."""
+        """Return whether ranks may still run during the analysis, so no restart waits for it."""
         if action.kind == "stall":
             return action.is_early or not self._stalls_end
         return bool(action.lost)

@@ -48,7 +48,7 @@ class MeetingPlace(Protocol):
 
 
 class StoreProcess:
-    """A store server that listens on a port that it chooses itself.
+    """A store server on a port of its own choosing.
 
     Args:
         bind: the address to bind.

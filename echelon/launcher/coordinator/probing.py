@@ -191,7 +191,7 @@ class Probing:
             yield Task(probe=STORAGE, folder=str(self._options.checkpoint_dir))
 
     def _links(self) -> Iterator[tuple[str, str]]:
-        """Yield each remaining suspect with the partner for measuring its link."""
+        """Yield each remaining suspect, with a partner for measuring the link between them."""
         if self._has_pairs:  # the links between those that the failure names
             pairs = zip(self._named, self._named[1:], strict=False)
             yield from ((a, b) for a, b in pairs if a in self._suspects and self._is_here(b))
@@ -232,7 +232,7 @@ class Probing:
             self._send(name, m.Probe(number=present.number, tasks=packed))
 
     def _note_silent(self, present: _Round) -> None:
-        """Count the probes of nodes that have not answered by the deadline as failed."""
+        """Count probes as failed if their node has not answered by the deadline."""
         for name, tasks in present.tasks.items():
             for task in tasks:
                 if task.probe != LISTEN:

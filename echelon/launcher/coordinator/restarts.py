@@ -1,9 +1,9 @@
 """Decide whether another attempt follows, from how the earlier ones ended. Pure.
 
-A lost node does not count as a restart, because the next world may succeed with a replacement or
+Losing a node does not use up a restart, because the next world may succeed with a replacement or
 with fewer nodes. But a node that is lost repeatedly just after the start (a pod that runs out of
 memory whenever the model is built) would restart the world indefinitely. So after a few such losses
-in a row, each further loss counts as a restart, as a failure does. The policy (`policy/policy.py`)
+in a row, each further loss uses up a restart, as a failure does. The policy (`policy/policy.py`)
 decides what follows a failure, within `--max-restarts`. Leaves, preemptions and stops by the user
 are not failures.
 """

@@ -79,7 +79,7 @@ class Roster:
         self._awaited = frozenset(name for name in former if name in self._nodes)
 
     def open(self, now_s: float) -> None:
-        """Begin to gather a world; nodes that are already connected are treated as joining now."""
+        """Begin to gather nodes for a world; those already connected are treated as joining now."""
         self._opened_s = self._latest_join_s = now_s
         self._enough_since_s = now_s if len(self._nodes) >= self._min else None
 

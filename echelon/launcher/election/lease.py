@@ -1,4 +1,4 @@
-"""Keep two worlds apart by time limits, without reading the clock of another node. Pure.
+"""Keep two worlds apart with time limits, without reading the clock of another node. Pure.
 
     host                                  node
     beat n at h        ------------->     promise: no vote for another host until now + P

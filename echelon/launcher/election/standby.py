@@ -171,7 +171,7 @@ class Standby:
         return candidacy
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when votes have arrived. Needs a running search."""
+        """Return a descriptor that is readable once votes arrive. Only for use during a search."""
         assert self._canvasser is not None
         return self._canvasser.votes.fileno()
 

@@ -1,4 +1,4 @@
-"""Record how a job spends its time, on the hosting node, and keep the record in a file.
+"""On the hosting node, record how a job spends its time, and keep the record in a file.
 
 The file is rewritten while the job runs, so a killed launcher loses only the last few seconds. It
 is also written whenever an attempt ends. The longer a write takes, the less often the file is

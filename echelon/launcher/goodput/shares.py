@@ -14,7 +14,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The cost of one failed attempt, as the mean over all ranks.
+    """The cost of one failed attempt, averaged over all ranks.
 
     Attributes:
         restart_ns: the time from the failure to the next first step, including the step that the

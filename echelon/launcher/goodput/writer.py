@@ -1,4 +1,4 @@
-"""Write a job's account on a thread, so that a hung file system does not block the launcher.
+"""Write a job's account on a separate thread, so a hung file system does not block the launcher.
 
 Only the newest facts are worth writing, so newer facts replace those that are still waiting to be
 written.

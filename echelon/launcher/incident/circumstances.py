@@ -178,7 +178,10 @@ def _owns_host_memory(record: Record) -> bool | None:
 
 
 def _owns_device_memory(text: str) -> bool | None:
-    """Return whether torch's error shows that the job used up a device's memory, or None."""
+    """Return whether the job itself used up a device's memory, by torch's error message.
+
+    The result is None if the message does not say.
+    """
     capacity, own = _CAPACITY.search(text), _OWN_USE.search(text)
     if capacity is None or own is None:
         return None

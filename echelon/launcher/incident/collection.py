@@ -1,4 +1,4 @@
-"""Collect the dumps of one incident while the nodes send them."""
+"""Collect the dumps of one incident as the nodes send them."""
 
 from __future__ import annotations
 

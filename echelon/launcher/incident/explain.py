@@ -3,7 +3,7 @@
 The analysis of thousands of ranks may take a minute and gigabytes of memory, and it may fail. To
 keep the job safe, it runs in a niced child process with its own memory limit. The agent's loop
 continues, and a restart waits a few seconds at most for the result. The child is started when the
-collection of an incident begins, so its imports are done when the incident is complete.
+collection of an incident begins, so its imports are done by the time the incident is complete.
 
     agent -> child   one line of JSON: {incident, shown, columns}
     child -> agent   one JSON object: {report, story, text, file_text, circumstances}

@@ -48,7 +48,7 @@ class Incident:
 
 @dataclass(kw_only=True, slots=True)
 class Report:
-    """What happened to the job so far; the coordinator adds to it while the job runs."""
+    """What has happened to the job so far; the coordinator adds to it while the job is running."""
 
     job_id: str
     world_size: int

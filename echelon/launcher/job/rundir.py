@@ -190,7 +190,7 @@ class RunDirectory:
 
 
 def write_json(path: Path, value: dict[str, Any], indent: int | None = 1) -> None:
-    """Write a JSON file of mode 0600 atomically.
+    """Atomically write a JSON file with mode 0600.
 
     Raises:
         OSError: the file cannot be written; no partial file is left.

@@ -1,8 +1,8 @@
 """Learn limits for this node's ranks, and summarise the ranks for the coordinator.
 
 A rank's ring shows whether the rank is active. If the ring does not change, processor time, output
-and bytes on the rank's connections may show activity. `Activity` collects these signs, only for
-ranks whose rings have not changed for a while.
+and bytes on the rank's connections may show activity. `Activity` collects these signs, but only
+for ranks whose rings have not changed for a while.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class NodeLimits:
             rank.worked_ns = max(rank.worked_ns, rank.activity.last_mono_ns)
 
     def sum_up(self, sights: list[Sight], age_s: Callable[[int], float]) -> Summary:
-        """Return the summary of the ranks that were just examined."""
+        """Return a summary of the ranks that were just examined."""
         seen = {s.rank: self._ranks[s.rank] for s in sights if s.rank in self._ranks}
         if not seen:
             return Summary()
@@ -127,7 +127,7 @@ class NodeLimits:
         return self._with_late(summary, late) if late else summary
 
     def rest(self, now_ns: int) -> None:
-        """Ignore any rank activity that the collection of an incident has caused."""
+        """Ignore any activity of the ranks that was caused by collecting an incident."""
         for number, rank in self._ranks.items():
             if rank.activity is not None:
                 rank.activity.rest(self._num_printed(number), now_ns)

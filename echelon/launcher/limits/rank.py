@@ -1,7 +1,7 @@
 """Keep one rank's histories, and compare them with what the rank is doing now. Pure.
 
 [Note: phases excuse] A rank whose innermost open phase has no limit of its own, or has not exceeded
-its limit, is doing something that may take long, such as a checkpoint, a compilation or an
+its limit, is doing something that may take a long time, such as a checkpoint, a compilation or an
 evaluation. In that case no rank is examined early, because the other ranks may be waiting for this
 one. The rule does not apply to a phase in which collectives are called (an epoch, a step).
 """

@@ -2,12 +2,12 @@
 
 An early examination (a *look*) is due if three conditions hold. An operation or phase has taken
 longer than its own history allows. For the duration of that limit, no rank of the job has advanced,
-computed, printed or sent anything. And no rank is in a phase that may take long. So a long
+computed, printed or sent anything. And no rank is in a phase that may take a long time. So a long
 evaluation, a checkpoint that is being written, or a compilation does not trigger a look: some rank
 is active. No look is taken before init, while a rank has no ring, or while a node's last report is
 too old; the stall rule with its fixed limit still applies.
 
-A look does not stop any rank. If the job then continues by itself, the look was a false alarm.
+A look does not stop any rank. If the job then continues on its own, the look was a false alarm.
 After `MAX_CLEARED` false alarms, the histories are considered poor predictors, and no more looks
 are taken in that attempt.
 """
@@ -28,7 +28,7 @@ _SLACK_S = 2.0  # a rank's last activity may be slightly later than the start of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class View:
-    """A node's last report; timestamps are in ns of the coordinator's clock."""
+    """A node's last report; timestamps are in ns on the coordinator's clock."""
 
     seen_ns: int
     worked_ns: int  # when one of its ranks last worked

@@ -101,7 +101,7 @@ class Activity:
         self._carried = None
 
     def _starves(self, now_mono_ns: int) -> bool:
-        """Return whether the worker or a descendant is ready to run but hardly ever gets to."""
+        """Return whether the worker or a descendant is ready to run but gets almost no CPU time."""
         elapsed_ns = now_mono_ns - self._since_ns
         if elapsed_ns < _STARVED_LEAST_NS or now_mono_ns - self._worked_ns > _STARVED_NS:
             return False

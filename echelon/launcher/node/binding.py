@@ -71,7 +71,7 @@ class Topology:
         ]
 
     def _nodes(self) -> dict[int, frozenset[int]]:
-        """Return the usable processors of each NUMA node that has usable processors."""
+        """Return each NUMA node's usable processors, leaving out nodes that have none."""
         found = {}
         for folder in self._node.glob("node[0-9]*"):
             cpus = _numbers(folder / "cpulist") & self._allowed

@@ -1,7 +1,7 @@
 """Run the guard: the parent of a node's workers, which ends every process that they have started.
 
-The guard is a separate program (`python -I -S guard.py FD`) with a single thread, which imports
-nothing from the package. The guard does two things that the agent itself cannot do: it forks from a
+The guard is a separate program (`python -I -S guard.py FD`). It has a single thread and imports
+nothing from the package. It does two things that the agent itself cannot do: it forks from a
 process without other threads, and it outlives a killed agent just long enough to end the workers.
 
 * Each worker leads its own session and receives a death signal when the guard ends.

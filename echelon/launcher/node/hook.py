@@ -61,7 +61,7 @@ class Hook:
     def tick(self, now_s: float) -> bool:
         """Kill the command once its time limit has passed.
 
-        Return True if the command survives the signal.
+        Return True if the command has survived the signal.
         """
         if now_s < self.due_s:
             return False

@@ -81,7 +81,7 @@ class RingMemory:
             print(f"echelon: {rank_dir / 'ring'} stays in memory: {err}", file=sys.stderr)
 
     def close(self) -> None:
-        """Remove the folder, but keep the rings that could not be moved, as already reported."""
+        """Remove the folder, unless it still holds rings that could not be moved."""
         if self.folder is not None:
             _remove_if_empty(self.folder)
             os.close(self._lock)

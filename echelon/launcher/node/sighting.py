@@ -119,7 +119,7 @@ class Sighting:
         return None if ring is None else ring.words()
 
     def rest(self) -> None:
-        """Ignore any rank activity that the collection of an incident has caused."""
+        """Ignore any activity of the ranks that was caused by collecting an incident."""
         for rank, activity in self._activities.items():
             activity.rest(self._num_printed(rank), time.monotonic_ns())
         if self._limits is not None:

@@ -155,7 +155,7 @@ class Workers:
         Args:
             index: the standby's index.
             as_index: the worker's index from now on.
-            env: the worker's environment, which names the place of its ring.
+            env: the worker's environment, which names the location of its ring.
             group: the path of the worker's own cgroup; "" means none.
         """
         rings = {name: env[name] for name in _RING_PLACE if name in env}
@@ -173,7 +173,7 @@ class Workers:
         self._send({"do": "signal", "index": index, "signal": int(number), "alone": alone})
 
     def fence(self, at_s: float) -> None:
-        """Kill all workers at this time of CLOCK_BOOTTIME; a later call replaces the time."""
+        """Have all workers killed at a time of CLOCK_BOOTTIME; a later call replaces the time."""
         self._send({"do": "fence", "at_s": at_s})
 
     def sweep(self, number: int) -> None:

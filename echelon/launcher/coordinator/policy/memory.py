@@ -18,7 +18,7 @@ MOST_KEPT = 16  # failures, and decisions: every node gets them
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """What the policy knows about a job, as of when an attempt last started or ended.
+    """What the policy knows about a job, as of the last start or end of an attempt.
 
     Attributes:
         failures: the job's failures, oldest first.

@@ -1,4 +1,4 @@
-"""Decide what follows a failure, given the earlier failures. A pure function over the table.
+"""Decide what follows a failure, given the earlier failures and the table. Pure.
 
 A failure repeats an earlier failure if both have the same cause and site and the job has completed
 no new step in between. An error at the same line five thousand steps later is not a repetition,
@@ -80,7 +80,7 @@ def repeated(failure: Failure, history: Sequence[Failure]) -> list[Failure]:
 def _since_progress(failure: Failure, history: Sequence[Failure]) -> list[Failure]:
     """Return the failures since the job reached its furthest step.
 
-    The list is empty if this failure occurred at a later step than all of them.
+    The list is empty if this failure occurred at a later step than all earlier ones.
     """
     furthest, stuck = -1, 0
     for place, one in enumerate(history):

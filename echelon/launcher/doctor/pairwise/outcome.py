@@ -36,7 +36,7 @@ class Outcome:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no part is broken; a slow part is not broken."""
+        """Whether every part works, even if slowly."""
         found = [*self.pairs.values(), *(one for node in self.nodes for one in node)]
         return not any(one.is_broken for one in found) and not (self.collective or {}).get("error")
 

@@ -240,7 +240,7 @@ class Standbys:
         one.close()
 
     def close(self) -> None:
-        """Close the pipes and sockets, so that the standbys exit; the guard kills the others."""
+        """Close the standbys' pipes and sockets, so that they exit; the guard kills any left."""
         for one in list(self._waiting.values()):
             self._drop(one)
 

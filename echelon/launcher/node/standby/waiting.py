@@ -104,7 +104,7 @@ class Waiting:
         return all((name in own) == (name in environ) for name in self._tested)
 
     def release(self, environ: Mapping[str, str], cwd: str, *, has_stdin: bool) -> None:
-        """Let the standby run the program; if it has already ended, the guard reports an exit."""
+        """Let the standby run the program; if it has already ended, the guard reports that."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.control.close)
             file = os.memfd_create("echelon-standby", os.MFD_CLOEXEC)
