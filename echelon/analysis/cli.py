@@ -83,7 +83,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.trace is not None:
         from echelon.analysis.report.trace import write_trace
 
-        write_trace(picture.evidence, arguments.trace)
+        write_trace(picture.whole, arguments.trace)
     if arguments.json:
         _print_json(report)
     else:

@@ -13,6 +13,7 @@ from echelon.analysis.evidence.model import Evidence
 from echelon.analysis.evidence.picture import Picture, take_picture
 from echelon.analysis.evidence.stack_tree import Branch, merge, short_form
 from echelon.analysis.evidence.stacks import main_thread, short_site
+from echelon.analysis.evidence.survived import Survived
 from echelon.analysis.finding import Cause, Confidence, Finding, Report, rank_list
 from echelon.analysis.hypothesis import Rule, choose, is_joint, propose
 from echelon.analysis.rules.calls.mismatch import find_mismatch
@@ -59,6 +60,7 @@ RULES: tuple[Rule, ...] = (
 # Tried in order if no hypothesis was proposed.
 FALLBACKS: tuple[Rule, ...] = (find_missing, find_unknown, find_straggler)
 _MAX_NAMED = 16
+_MAX_SURVIVED = 2  # mismatches that are described
 _MESSAGE_CHARS = 300
 _ENDINGS = frozenset({Cause.EXCEPTION, Cause.DEAD_PROCESS, Cause.OUT_OF_MEMORY, Cause.DEVICE_STUCK})
 
@@ -105,7 +107,7 @@ def report_of(picture: Picture) -> Report:
     return Report(
         world_size=evidence.world_size,
         ranks_present=tuple(evidence.ranks),
-        findings=_with_probes(evidence, _with_losses(evidence, findings)),
+        findings=_with_probes(evidence, _with_losses(evidence, _with_survived(picture, findings))),
         origin=evidence.origin,
         warnings=evidence.warnings,
         stacks=() if is_healthy else merged_stacks(evidence),
@@ -120,6 +122,26 @@ def merged_stacks(evidence: Evidence) -> tuple[Branch, ...]:
         if thread is not None:
             shown[rank] = short_form(thread.frames)
     return merge(shown)
+
+
+def _with_survived(picture: Picture, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """Add to the verdict which mismatches the job had survived earlier."""
+    root = next((place for place, finding in enumerate(findings) if not finding.info), None)
+    if root is None or not picture.survived:
+        return findings
+    newest = picture.survived[-_MAX_SURVIVED:]
+    lines = [_survived_line(one) for one in newest]
+    if len(newest) < len(picture.survived):
+        lines.append(f"{len(picture.survived) - len(newest)} more mismatches were caught earlier")
+    changed = findings[root].changed(evidence=(*findings[root].evidence, *lines))
+    return (*findings[:root], changed, *findings[root + 1 :])
+
+
+def _survived_line(one: Survived) -> str:
+    at = f" at {short_site(one.site)}" if one.site else ""
+    what = f"a mismatch in {one.operation} #{one.sequence} of group '{one.name}'{at}"
+    since = f" for {one.num_steps} steps" if one.num_steps else ""
+    return f"{what} was caught earlier; the job continued{since}"
 
 
 def _with_losses(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:

@@ -140,6 +140,29 @@ def nothing_recorded_at_all() -> Report:
     return Job(2).report("")
 
 
+def a_survived_mismatch() -> Report:
+    """Looked at in a step: the mismatch of three steps ago does not count any more."""
+    job = Job(4).train(2)
+    for rank in job.ranks:
+        shape = (7,) if rank.rank == 2 else (8,)
+        rank.all_reduce(shape=shape, group="trial", failed="CollectiveMismatchError: differ")
+    job.train(3)
+    job.snapshot_s = 0.2
+    job[0].all_reduce(inside=True)
+    return job.report("")
+
+
+def finished_after_a_survived_mismatch() -> Report:
+    job = Job(4).train(2)
+    for rank in job.ranks:
+        shape = (7,) if rank.rank == 2 else (8,)
+        rank.all_reduce(shape=shape, group="trial", failed="CollectiveMismatchError: differ")
+    for order, rank in enumerate(job.train(3).ranks):
+        rank.closed = True
+        rank.exited(0, order=order)
+    return job.report("")
+
+
 STORIES = [
     finished,
     running_rings,
@@ -156,6 +179,8 @@ STORIES = [
     a_few_late_arrivals,
     one_rank_alone,
     nothing_recorded_at_all,
+    a_survived_mismatch,
+    finished_after_a_survived_mismatch,
 ]
 
 

@@ -21,6 +21,7 @@ from echelon.analysis.evidence.model import Evidence, RankEvidence
 from echelon.analysis.evidence.stacks import main_thread
 from echelon.analysis.evidence.stream_waits import stream_graph
 from echelon.analysis.evidence.streams import Streams
+from echelon.analysis.evidence.survived import Survived, without_survived
 from echelon.analysis.evidence.waits import Wait, WaitGraph, wait_graph
 from echelon.recorder.format.schema import State
 
@@ -39,6 +40,8 @@ class Picture:
     all_waits: WaitGraph
     streams: Streams | None = None  # of torch's dumps
     own_exchanges: Exchanges | None = None  # of echelon's records: torch's have streams
+    survived: tuple[Survived, ...] = ()  # the mismatches whose calls the evidence leaves out
+    recorded: Evidence | None = None  # the evidence with these calls; None if there are none
     _memory: dict[str, Any] = field(default_factory=dict)
 
     def remembered(self, key: str, find: Callable[[Picture], _Found]) -> _Found:
@@ -47,6 +50,17 @@ class Picture:
             self._memory[key] = find(self)
         found: _Found = self._memory[key]
         return found
+
+    @property
+    def whole(self) -> Evidence:
+        """All that was recorded, including the calls of survived mismatches."""
+        return self.recorded or self.evidence
+
+    @cached_property
+    def lanes_in_use(self) -> Sequence[Lanes]:
+        """The lanes of groups that were not ended by a mismatch that the job survived."""
+        over = {one.group for one in self.survived if one.is_group_over}
+        return [lanes for lanes in self.lanes if lanes.group not in over]
 
     @cached_property
     def exchanges(self) -> Exchanges:
@@ -188,16 +202,23 @@ class Picture:
         return next(iter(self.graph.waits_for(ranks)), None)
 
 
-def take_picture(evidence: Evidence) -> Picture:
-    """Match the records, and build the wait-for graph."""
+def take_picture(recorded: Evidence) -> Picture:
+    """Leave out survived mismatches, match the records, and build the wait-for graph."""
+    evidence, survived = without_survived(recorded)
     lanes = all_lanes(evidence)
     if evidence.foreign == "torch":
         streams = Streams(evidence)
         waits = stream_graph(streams)
         return Picture(evidence=evidence, lanes=lanes, all_waits=waits, streams=streams)
     exchanges = Exchanges(evidence)
-    waits = wait_graph(evidence, lanes, exchanges)
-    return Picture(evidence=evidence, lanes=lanes, all_waits=waits, own_exchanges=exchanges)
+    return Picture(
+        evidence=evidence,
+        lanes=lanes,
+        all_waits=wait_graph(evidence, lanes, exchanges),
+        own_exchanges=exchanges,
+        survived=survived,
+        recorded=recorded if survived else None,
+    )
 
 
 def failed_last(facts: RankEvidence) -> Any | None:

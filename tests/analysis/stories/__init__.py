@@ -10,6 +10,7 @@ from tests.analysis.stories import (
     several,
     skipped,
     stuck,
+    survived,
     words,
 )
 from tests.analysis.stories.story import STORIES
@@ -25,5 +26,6 @@ __all__ = [
     "several",
     "skipped",
     "stuck",
+    "survived",
     "words",
 ]

@@ -28,7 +28,7 @@ def timeline(picture: Picture) -> dict[str, Any]:
     Each operation takes five numbers: start, length (-1 if it is still running), kind, sequence
     and state. Each span takes three: start, length and name.
     """
-    ranks = list(picture.evidence.ranks.values())
+    ranks = list(picture.whole.ranks.values())
     share = max(_FEWEST, min(_MOST, MAX_BOXES // max(1, len(ranks))))
     kept = {facts.rank: facts.rows[-share:] for facts in ranks}
     begin = _begin(list(kept.values()))

@@ -160,8 +160,8 @@ def kind_of(odd: Call, usual: Call) -> Cause:
 
 
 def earliest(picture: Picture) -> Divergence | None:
-    """Return the earliest divergence in any group."""
-    found = [one for lanes in picture.lanes if (one := divergence(lanes)) is not None]
+    """Return the earliest divergence in any group that is still in use."""
+    found = [one for lanes in picture.lanes_in_use if (one := divergence(lanes)) is not None]
     return min(found, key=lambda one: one.began_ns, default=None)
 
 

@@ -24,7 +24,7 @@ def find_skipped(picture: Picture) -> list[Finding]:
     """Report the earliest slip, even if all signatures match."""
     if not picture.in_trouble and earliest(picture) is None:
         return []
-    slips = [slip for lanes in picture.lanes if (slip := silent_slip(lanes)) is not None]
+    slips = [slip for lanes in picture.lanes_in_use if (slip := silent_slip(lanes)) is not None]
     if slips:
         first = min(slips, key=lambda slip: _began(slip.lanes, slip.column))
         found = earliest(picture)

@@ -25,7 +25,7 @@ _MAX_MEMBERS = 4096  # beyond this the splits do not fit into a slot anyway
 
 def find_split_mismatch(picture: Picture) -> list[Finding]:
     """Report the first unfinished all_to_all whose splits are inconsistent."""
-    for lanes in picture.lanes:
+    for lanes in picture.lanes_in_use:
         for column in _open_columns(lanes):
             odd = odd_members(lanes, column)
             if odd:

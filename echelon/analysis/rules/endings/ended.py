@@ -157,6 +157,8 @@ def ending_of(picture: Picture, facts: RankEvidence) -> Ending | None:
     """
     host = facts.host
     raised = _raised(facts)
+    if raised is not None and _was_only_printed(picture, facts, raised):
+        raised = None
     if host.stopped_by_agent or (host.alive and raised is None):
         return None
     if raised is not None:
@@ -258,6 +260,13 @@ def _raised(facts: RankEvidence) -> Raised | None:
     if raised is None or raised.type == "SystemExit":
         return None
     return _within_loader(raised)
+
+
+def _was_only_printed(picture: Picture, facts: RankEvidence, raised: Raised) -> bool:
+    """Return whether a traceback on stderr is of a mismatch that the job survived."""
+    return facts.last_words is None and any(
+        one.is_named_by(raised.type, raised.message) for one in picture.survived
+    )
 
 
 def _within_loader(raised: Raised) -> Raised:

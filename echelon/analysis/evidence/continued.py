@@ -1,0 +1,138 @@
+"""Determine whether the members of a group continued after an error that ended the group.
+
+A rank that runs its clean-up also makes calls. Therefore, barriers do not count, and a rank has
+continued only if it completed collectives in several later steps. If a program marks no steps, the
+call sites decide: its loop continues if it makes calls where it made them shortly before the error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from echelon.analysis.evidence.lanes import ROOTED
+from echelon.analysis.evidence.model import Evidence
+from echelon.recorder.format.schema import State
+
+MIN_STEPS = 2  # in which each member must have completed collectives
+_MIN_CALLS = 2  # at call sites from before the error, if no steps are marked
+_MIN_REPEATED = 4  # calls at sites with several calls, if there was no call before the error
+_RECENT_SITES = 4
+_RECENT_ROWS = 512
+_BARRIERS = frozenset({"barrier", "monitored_barrier"})
+_SEQUENCE_BITS = 40
+Rows = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continuation:
+    """The collectives that the members of a group completed after an error.
+
+    Attributes:
+        failed: the index of the first failed row of each rank that had the error.
+        over: the number of the group if the error ended it, else -1; its calls do not count.
+    """
+
+    evidence: Evidence
+    members: tuple[int, ...]
+    failed: Mapping[int, int]
+    over: int
+    _kinds: dict[frozenset[str], npt.NDArray[np.bool_]] = field(default_factory=dict)
+
+    def num_steps(self) -> int | None:
+        """Return in how many later steps the member with the fewest steps took part.
+
+        Returns:
+            None if a member did not continue; 0 if all continued and some member marks no steps.
+        """
+        counts = [self._num_steps(rank) for rank in self.members]
+        known = [count for count in counts if count is not None]
+        return min(known, default=None) if len(known) == len(counts) else None
+
+    def _num_steps(self, rank: int) -> int | None:
+        later = self._later(rank)
+        steps = set(later["step"].tolist()) - self._steps_of_error - {-1}
+        if len(steps) >= MIN_STEPS:
+            return len(steps)
+        if not len(later) or bool((later["step"] >= 0).any()):
+            return None
+        return 0 if self._loops(rank, _places(later)) else None
+
+    def _later(self, rank: int) -> Rows:
+        """Return the collectives that a member completed after the error, oldest first."""
+        if rank in self.failed:
+            return self._since_error[rank]
+        facts = self.evidence.ranks.get(rank)
+        if facts is not None and len(facts.rows):
+            rows = facts.rows[self._counts(facts.rows)]
+            return np.asarray(rows[np.isin(_keys(rows), self._common)])
+        # Others' records prove in which collectives a rank without rows took part.
+        witness = max(self._since_error.values(), key=lambda rows: len(self._with(rows, rank)))
+        return self._with(witness, rank)
+
+    def _with(self, rows: Rows, rank: int) -> Rows:
+        groups = [n for n, group in enumerate(self.evidence.groups) if rank in group.ranks]
+        joint = np.isin(rows["group"], groups) & ~self._are_in(ROOTED)[rows["call"]]
+        return np.asarray(rows[joint])
+
+    @cached_property
+    def _since_error(self) -> Mapping[int, Rows]:
+        """The later collectives of each rank that had the error."""
+        found = {}
+        for rank, index in self.failed.items():
+            rows = self.evidence.ranks[rank].rows[index + 1 :]
+            found[rank] = rows[self._counts(rows) & (rows["group"] != self.over)]
+        return found
+
+    @cached_property
+    def _common(self) -> npt.NDArray[np.int64]:
+        """The keys of all collectives in `_since_error`, which identify them on other ranks."""
+        return np.unique(np.concatenate([_keys(rows) for rows in self._since_error.values()]))
+
+    def _counts(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Return which rows are completed collectives that show that a program continues."""
+        done = (rows["state"] == State.COMPLETED) & (rows["sequence"] >= 0)
+        return np.asarray(done & ~self._are_in(_BARRIERS)[rows["call"]], np.bool_)
+
+    def _are_in(self, operations: frozenset[str]) -> npt.NDArray[np.bool_]:
+        """Return which calls are of one of some operations: [num_calls]."""
+        if operations not in self._kinds:
+            calls = self.evidence.tables.calls
+            self._kinds[operations] = np.array([c.operation in operations for c in calls], bool)
+        return self._kinds[operations]
+
+    @cached_property
+    def _steps_of_error(self) -> set[int]:
+        return {int(self.evidence.ranks[r].rows[i]["step"]) for r, i in self.failed.items()}
+
+    def _loops(self, rank: int, later: npt.NDArray[np.int64]) -> bool:
+        """Return whether later call sites show that a rank's loop continues."""
+        recent = self._recent(rank)
+        if recent:
+            return int(np.isin(later, recent).sum()) >= _MIN_CALLS
+        _, counts = np.unique(later, return_counts=True)
+        return int(counts[counts > 1].sum()) >= _MIN_REPEATED
+
+    def _recent(self, rank: int) -> list[int]:
+        """Return the last few call sites of a rank, or of any rank, before the error."""
+        known = rank if rank in self.failed else next(iter(self.failed))
+        rows = self.evidence.ranks[known].rows[: self.failed[known]][-_RECENT_ROWS:]
+        places = _places(rows[self._counts(rows)])
+        return list(dict.fromkeys(reversed(places.tolist())))[:_RECENT_SITES]
+
+
+def _keys(rows: Rows) -> npt.NDArray[np.int64]:
+    """Return one number per row that identifies the row's collective: [num_rows]."""
+    groups = rows["group"].astype(np.int64) << _SEQUENCE_BITS
+    return np.asarray(groups | rows["sequence"], np.int64)
+
+
+def _places(rows: Rows) -> npt.NDArray[np.int64]:
+    """Return where each row was called: its site, or its call if no site is known: [num_rows]."""
+    calls = -1 - rows["call"].astype(np.int64)
+    return np.asarray(np.where(rows["site"] > 0, rows["site"], calls), np.int64)

@@ -1,0 +1,268 @@
+"""Find the mismatches that a program caught and survived, and leave them out of the evidence.
+
+A mismatch ends its group, not the program. If all members caught the error and continued without
+that group, whatever ends the job later has another cause. Left in, the failed calls would look like
+the earliest fault, and their ranks like ranks that still wait.
+
+Missing the mismatch that ended a job would be worse than reporting one that did not. Therefore, a
+mismatch counts as survived only if no rank is still inside the operation, if every member continued
+(see `continued.py`), and if no rank's ending names it. torch's flight recorder records no errors,
+so nothing is ever left out of its dumps.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from echelon.analysis.evidence.continued import Continuation
+from echelon.analysis.evidence.model import Evidence, RankEvidence
+from echelon.analysis.evidence.stacks import last_traceback
+from echelon.recorder.format.schema import State
+
+_MISMATCH = re.compile(r"MismatchError\b|Detected mismatch between collectives")
+_ECHELONS = re.compile(r"^(?:echelon\.errors\.|(?:Collective|PeerLost|Store)\w*Error$)")
+_GROUP = re.compile(r"\bin group '([^'\n]{1,200})'")
+_NUMBER = re.compile(r"#\d{1,9}$")  # of a group whose name and members had been used before
+_CHAINED = re.compile(
+    r"The above exception was the (direct cause) of|During handling of the above exception"
+)
+_MAX_COMPARED = 120  # characters of recorded errors
+# How a process ends by an uncaught exception: with code 1, or aborted by a library's threads.
+_BY_EXCEPTION = frozenset({1, -signal.SIGABRT, 128 + signal.SIGABRT})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Survived:
+    """A mismatch that all members of a group caught, and after which all of them continued.
+
+    `num_steps` is the number of later steps in which every member took part, or 0 if the program
+    marks no steps.
+    """
+
+    group: int
+    name: str
+    operation: str
+    sequence: int
+    site: str
+    began_ns: int
+    num_steps: int
+    is_group_over: bool
+    errors: frozenset[str]  # as recorded, without their types
+    other_errors: frozenset[str]  # of other mismatches of the job
+
+    def is_named_by(self, type_name: str, message: str) -> bool:
+        """Return whether an error reports this mismatch, as far as the error's text tells.
+
+        Two groups may have the same name in a message, for example the worlds before and after a
+        second `init`, so that the recorded errors decide first.
+        """
+        if not _MISMATCH.search(f"{type_name}: {message}"):
+            return False
+        if _is_among(self.errors, message):
+            return True
+        named = _GROUP.findall(message)
+        is_named = not named or _NUMBER.sub("", self.name) in named
+        return is_named and not _is_among(self.other_errors, message)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Break:
+    """The rows of a mismatch: [num_rows] indices per rank, in ascending order."""
+
+    group: int
+    failed: Mapping[int, npt.NDArray[np.int64]]
+    is_group_over: bool
+
+    def first(self) -> dict[int, int]:
+        """Return the index of each rank's first failed row."""
+        return {rank: int(places[0]) for rank, places in self.failed.items()}
+
+    def errors(self, evidence: Evidence) -> frozenset[str]:
+        """Return the recorded errors without their types."""
+        rows = (evidence.ranks[rank].rows[places] for rank, places in self.failed.items())
+        numbers = {int(number) for own in rows for number in own["error"]}
+        return frozenset(evidence.tables.texts[n].partition(": ")[2] for n in numbers)
+
+
+def without_survived(evidence: Evidence) -> tuple[Evidence, tuple[Survived, ...]]:
+    """Return the evidence without the calls of survived mismatches, and these mismatches."""
+    breaks = [] if evidence.foreign else list(_breaks(evidence))
+    if not breaks or _ended_alike(evidence):
+        return evidence, ()
+    errors = frozenset().union(*(one.errors(evidence) for one in breaks))
+    seen_of = ((one, _survived(evidence, one, errors)) for one in breaks)
+    found = [(one, seen) for one, seen in seen_of if seen is not None]
+    if not found:
+        return evidence, ()
+    over = [one for one, _ in found]
+    ranks = {
+        rank: replace(facts, rows=facts.rows[~_is_over(facts, over)])
+        for rank, facts in evidence.ranks.items()
+    }
+    survived = sorted((seen for _, seen in found), key=lambda seen: seen.began_ns)
+    return replace(evidence, ranks=ranks), tuple(survived)
+
+
+def _is_over(facts: RankEvidence, breaks: Sequence[_Break]) -> npt.NDArray[np.bool_]:
+    """Return which of a rank's rows belong to survived mismatches: [num_rows]."""
+    rows = facts.rows
+    over = np.zeros(len(rows), np.bool_)
+    for one in breaks:
+        over[one.failed.get(facts.rank, [])] = True
+        if one.is_group_over:
+            over |= (rows["group"] == one.group) & (rows["state"] != State.COMPLETED)
+    return over
+
+
+# ---- the mismatches on record ----
+
+
+def _breaks(evidence: Evidence) -> Iterator[_Break]:
+    """Yield the mismatches: one per group if the group was not used again, else per operation."""
+    by_group: dict[int, dict[int, npt.NDArray[np.int64]]] = {}
+    for rank, facts in evidence.ranks.items():
+        failed = np.flatnonzero(facts.rows["state"] == State.FAILED)
+        told = [i for i in failed.tolist() if _MISMATCH.search(evidence.error(facts.rows[i]))]
+        places = np.array(told, np.int64)
+        groups = facts.rows["group"][places]
+        for group in np.unique(groups).tolist():
+            by_group.setdefault(group, {})[rank] = places[groups == group]
+    for group, failed_rows in by_group.items():
+        whole = _Break(group=group, failed=failed_rows, is_group_over=True)
+        if _is_used_again(evidence, whole):
+            yield from _by_operation(evidence, whole)
+        else:
+            yield whole
+
+
+def _is_used_again(evidence: Evidence, one: _Break) -> bool:
+    """Return whether a call of the group completed after the error, as torch's groups allow."""
+    for rank, index in one.first().items():
+        later = evidence.ranks[rank].rows[index + 1 :]
+        if bool(((later["group"] == one.group) & (later["state"] == State.COMPLETED)).any()):
+            return True
+    return False
+
+
+def _by_operation(evidence: Evidence, whole: _Break) -> Iterator[_Break]:
+    found: dict[int, dict[int, npt.NDArray[np.int64]]] = {}
+    for rank, places in whole.failed.items():
+        numbers = evidence.ranks[rank].rows["sequence"][places]
+        for number in np.unique(numbers).tolist():
+            found.setdefault(number, {})[rank] = places[numbers == number]
+    for failed in found.values():
+        yield _Break(group=whole.group, failed=failed, is_group_over=False)
+
+
+# ---- whether they were survived ----
+
+
+def _ended_alike(evidence: Evidence) -> bool:
+    """Return whether all ranks exited by themselves, with one error code and outside of any call.
+
+    No rank failed first then, and a mismatch is the best explanation of the error code.
+    """
+    hosts = [facts.host for facts in evidence.ranks.values()]
+    codes = {0 if host.alive or host.stopped_by_agent else host.exit_code for host in hosts}
+    if len(codes) != 1 or codes <= {0, None}:
+        return False
+    return not any(_is_cut_off(evidence, facts) for facts in evidence.ranks.values())
+
+
+def _is_cut_off(evidence: Evidence, facts: RankEvidence) -> bool:
+    """Return whether a rank ended by an exception, or in a call without a mismatch."""
+    if facts.last_words is not None:
+        return True
+    if not len(facts.rows) or facts.rows[-1]["state"] == State.COMPLETED:
+        return False
+    return not _MISMATCH.search(evidence.error(facts.rows[-1]))
+
+
+def _survived(evidence: Evidence, one: _Break, errors: frozenset[str]) -> Survived | None:
+    """Describe a mismatch that all members of its group survived; None for any other mismatch."""
+    group, first = evidence.groups[one.group], one.first()
+    row = _earliest_row(evidence, first)
+    sequence = int(row["sequence"])
+    if any(_is_inside(facts, one, sequence) for facts in evidence.ranks.values()):
+        return None
+    over = one.group if one.is_group_over else -1
+    later = Continuation(evidence=evidence, members=group.ranks, failed=first, over=over)
+    num_steps = later.num_steps()
+    if num_steps is None:
+        return None
+    seen = Survived(
+        group=one.group,
+        name=group.name,
+        operation=evidence.call(row).operation,
+        sequence=sequence if sequence >= 0 else int(row["p2p_sequence"]),
+        site=evidence.site(row),
+        began_ns=int(row["created_ns"]),
+        num_steps=num_steps,
+        is_group_over=one.is_group_over,
+        errors=one.errors(evidence),
+        other_errors=errors - one.errors(evidence),
+    )
+    return None if any(_ended_by(facts, seen) for facts in evidence.ranks.values()) else seen
+
+
+def _is_inside(facts: RankEvidence, one: _Break, sequence: int) -> bool:
+    """Return whether a rank has not left the operation, or a group that is over."""
+    rows = facts.rows
+    inside = (rows["state"] == State.CREATED) | (rows["state"] == State.STARTED)
+    inside &= rows["group"] == one.group
+    if not one.is_group_over:
+        inside &= rows["sequence"] <= sequence
+    return bool(inside.any())
+
+
+def _earliest_row(evidence: Evidence, first: Mapping[int, int]) -> Any:
+    rows = [evidence.ranks[rank].rows[index] for rank, index in first.items()]
+    return min(rows, key=lambda row: int(row["created_ns"]))
+
+
+# ---- what the endings say ----
+
+
+def _ended_by(facts: RankEvidence, seen: Survived) -> bool:
+    """Return whether a rank, or a thread of it, was ended by a mismatch, as far as it is known."""
+    for words in (facts.last_words, facts.thread_words):
+        if words is not None and _names(words.type, words.message, words.traceback, seen):
+            return True
+    if facts.last_words is not None:
+        return False
+    texts = [facts.host.error_file]
+    if facts.host.exit_code in _BY_EXCEPTION:  # with another code, the traceback was only printed
+        texts.append(facts.host.stderr_tail)
+    found = [raised for text in texts if (raised := last_traceback(text)) is not None]
+    return any(_names(raised.type, raised.message, "", seen) for raised in found)
+
+
+def _names(type_name: str, message: str, traceback: str, seen: Survived) -> bool:
+    """Return whether an ending's exception is the mismatch, quotes it, or was raised from it."""
+    if seen.is_named_by(type_name, message):
+        return True
+    # Echelon's other errors concern other groups; what they were raised from is their own matter.
+    return not _ECHELONS.match(type_name) and _was_raised_from(traceback, seen)
+
+
+def _is_among(errors: Iterable[str], message: str) -> bool:
+    """Return whether a message begins like a recorded error, which may have been shortened."""
+    return any(error and error[:_MAX_COMPARED] in message for error in errors)
+
+
+def _was_raised_from(traceback: str, seen: Survived) -> bool:
+    """Return whether an exception is chained to the mismatch.
+
+    A program may continue inside its `except` block, so that a later exception has the mismatch as
+    its context. If steps show that the program continued, only `raise ... from` counts.
+    """
+    place = next((m.end() for m in reversed(list(_MISMATCH.finditer(traceback)))), -1)
+    link = _CHAINED.search(traceback, place) if place >= 0 else None
+    return link is not None and (seen.num_steps == 0 or link[1] is not None)
