@@ -38,7 +38,7 @@ class MicroBatch:
         return {name: one for _, some in sorted(self.stages.items()) for name, one in some.items()}
 
     def rank_of(self, name: str) -> int:
-        """Return the rank that recorded a gradient; for other names, the rank of the loss."""
+        """Return the rank that recorded a gradient or, for other names, computed the loss."""
         for stage, gradients in self.stages.items():
             if name in gradients:
                 return self.ranks[stage]

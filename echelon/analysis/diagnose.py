@@ -168,7 +168,7 @@ def _with_probes(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Fin
 
 
 def _cautious(evidence: Evidence, finding: Finding) -> Finding:
-    """Lower `certain` to `likely` after an early snapshot, unless the finding singles ranks out."""
+    """Lower `certain` after an early snapshot, unless the finding singles out some ranks."""
     differs = 0 < len(finding.culprit_ranks) < evidence.world_size
     if not evidence.incident.is_early or differs or finding.confidence is not Confidence.CERTAIN:
         return finding

@@ -66,7 +66,7 @@ class Confidence(str, Enum):
 
 
 class Scope(Enum):
-    """The ranks whose trouble a finding explains, besides any ranks that are waiting for those."""
+    """Which ranks' trouble a finding explains."""
 
     CULPRITS = "those who wait for its culprits"
     GROUP = "those inside its operation or a later one of its group"

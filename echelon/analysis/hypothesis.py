@@ -51,7 +51,7 @@ class Hypothesis:
 
     @property
     def score(self) -> float:
-        """The number of ranks it explains, discounted if it rests on missing records."""
+        """The number of explained ranks, discounted if the hypothesis rests on missing records."""
         return len(self.explains) * (_WEAK if self.is_weak else 1.0)
 
 
@@ -108,7 +108,10 @@ def _is_weak(picture: Picture, finding: Finding) -> bool:
 
 
 def choose(picture: Picture, hypotheses: Sequence[Hypothesis]) -> Choice:
-    """Choose the root and further roots for ranks it leaves unexplained, and judge the root."""
+    """Choose the root, and further roots for ranks that it leaves unexplained.
+
+    The root's confidence is lowered if rival hypotheses explain as much.
+    """
     if not hypotheses:
         return Choice(roots=(), rest=())
     ordered = sorted(hypotheses, key=lambda one: (-one.score, one.place))

@@ -34,7 +34,7 @@ def visible_devices(text: str) -> list[str]:
 
 
 def visible_to(local_rank: int, environ: Mapping[str, str]) -> str:
-    """Return the CUDA_VISIBLE_DEVICES value that makes only its own GPU visible to a local rank.
+    """Return the CUDA_VISIBLE_DEVICES value that lets a local rank see only its own GPU.
 
     Raises:
         ValueError: the launcher's own CUDA_VISIBLE_DEVICES lists too few GPUs for this rank.

@@ -34,7 +34,7 @@ GLOO_THREAD = "pt_gloo_runloop"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostThread:
-    """A thread, as the host sees it, of a rank without a ring."""
+    """A thread of a rank without a ring, as the host sees it."""
 
     name: str = ""
     call: str = ""  # the kernel call in which it waits; "" if it runs, or if the call is not known

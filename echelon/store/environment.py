@@ -18,7 +18,7 @@ from pathlib import Path
 
 
 def job_secret(host: str, port: int) -> bytes | None:
-    """Return the secret of the job's store if this is its address, and None otherwise.
+    """Return the secret of the job's store if the address is that store's, and None otherwise.
 
     A client of the job's store always uses this secret, and no other server ever receives it.
 

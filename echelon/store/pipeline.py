@@ -45,7 +45,7 @@ class Reply(Generic[T]):
         return cast(T, self._answer)
 
     def settle(self, answer: object) -> None:
-        """Set the answer, or the error that replaces it."""
+        """Set the answer, or the error to raise instead."""
         self._answer = answer
         self._is_there = True
 

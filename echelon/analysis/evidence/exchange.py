@@ -91,7 +91,7 @@ class Exchanges:
         return (rank, int(row["peer"]), int(row["call"])) in self._done
 
     def unheard(self, rank: int) -> list[int]:
-        """Return the ranks whose messages to a rank it has not all received."""
+        """Return the ranks that have sent messages which this rank has not received."""
         return sorted(
             sender
             for sender in self._senders.get(rank, ())

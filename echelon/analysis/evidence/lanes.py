@@ -131,7 +131,7 @@ def all_lanes(evidence: Evidence) -> list[Lanes]:
 
 
 def _distinct(numbers: npt.NDArray[Any]) -> list[int]:
-    """Return a column's distinct values; needs no sorting as long as there are only a few."""
+    """Return a column's distinct values, without sorting it unless there are many."""
     found: list[int] = []
     while len(numbers) and len(found) < _FEW:
         found.append(int(numbers[0]))

@@ -103,7 +103,7 @@ class RankEvidence:
 
     @property
     def offset_ns(self) -> int:
-        """The offset that converts this rank's monotonic clock to rank 0's clock when added."""
+        """The offset to add to this rank's monotonic clock to convert it to rank 0's clock."""
         return self.identity.clock_offset_ns
 
 

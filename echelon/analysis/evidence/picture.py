@@ -85,7 +85,7 @@ class Picture:
         return not self.is_in_flight(wait.age_s)
 
     def is_in_flight(self, age_s: float) -> bool:
-        """Return whether an operation that has lasted this long is still normal."""
+        """Return whether it is still normal for an operation to take this long."""
         if self.evidence.incident.kind == "stall":
             return age_s < _YOUNG_SHARE * self._oldest_s
         return age_s < STUCK_AFTER_S
@@ -104,7 +104,7 @@ class Picture:
 
     @staticmethod
     def _with_reached(old: list[Wait], waits: list[Wait]) -> list[Wait]:
-        """Add younger waits that hold up ranks of older waits, because they lead to the root."""
+        """Add younger waits of ranks that older waits depend on, because they lead to the root."""
         kept = {id(wait) for wait in old}
         by_rank: dict[int, list[Wait]] = {}
         for wait in waits:
@@ -171,7 +171,7 @@ class Picture:
         )
 
     def is_cut_off(self, wait: Wait) -> bool:
-        """Return whether packets are lost between ranks that have entered an operation."""
+        """Return whether packets are lost between ranks that have entered a wait's operation."""
         return any(one.is_dead for one in self.links_within((*wait.waiting, *wait.completed)))
 
     @property

@@ -95,7 +95,7 @@ def _keys(streams: Streams) -> Mapping[int, npt.NDArray[np.int64]]:
 def _steps_away(
     ranks: Sequence[int], rank: int, peers: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.int64]:
-    """Return the cyclic distance from a rank to each peer within a group, starting at 1."""
+    """Return each peer's cyclic distance from a rank within a group, counting from 1."""
     order = np.argsort(np.array(ranks))
     places = order[np.searchsorted(np.array(ranks), peers, sorter=order) % len(ranks)]
     own = ranks.index(rank) if rank in ranks else 0
@@ -135,7 +135,7 @@ def _in_group(
 def _alike(
     keys: Mapping[int, npt.NDArray[np.int64]], spans: Mapping[int, tuple[int, int]]
 ) -> Iterator[dict[int, int]]:
-    """Group ranks whose calls in the given spans are equal; yield each rank's start of its span."""
+    """Group ranks whose calls in the given spans are equal; yield where each span starts."""
     programs: dict[tuple[int, ...], dict[int, int]] = {}
     for rank, (begin, end) in spans.items():
         programs.setdefault(tuple(keys[rank][begin:end].tolist()), {})[rank] = begin
@@ -192,10 +192,10 @@ def _first_difference(lines: Sequence[npt.NDArray[np.int64]]) -> int | None:
 
 
 def _is_novel(line: npt.NDArray[np.int64], place: int) -> bool:
-    """Return whether a call has never followed the calls before it.
+    """Return whether a call departs from what has always followed the calls before it.
 
-    The longest sequence of preceding calls that occurred earlier decides. If there is none, the
-    call is not novel.
+    The decision is based on the longest run of preceding calls that has occurred before. If there
+    is none, the call is not novel.
     """
     keys = line.tolist()
     for length in (8, 4, 2, 1):

@@ -1,4 +1,4 @@
-"""Merge the stacks of all ranks into one tree that shows how many ranks are where.
+"""Merge the stacks of all ranks into one tree that shows how many ranks are at each place.
 
 A node is a run of frames that the same ranks share; the tree forks where their stacks differ. Ranks
 with equal stacks are merged before any comparison, so even with thousands of ranks, the cost

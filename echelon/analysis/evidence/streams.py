@@ -121,7 +121,7 @@ class Streams:
         return found
 
     def message(self, rank: int, row: int) -> Message | None:
-        """Return the pending message in a row, or None if the row is not one."""
+        """Return the pending message in a row, or None if the row holds none."""
         return self._by_row.get((rank, row))
 
     def counterpart(self, message: Message) -> Message | None:

@@ -50,7 +50,7 @@ class Arrivals:
 
     @property
     def span_s(self) -> float:
-        """The seconds from the first arrival to the last arrival at all of these collectives."""
+        """The seconds from the first arrival at any of these collectives to the last arrival."""
         if len(self.created_ns) < 2:
             return 0.0
         return float(self.created_ns[-1] + self.lag_ns[:, -1].max() - self.created_ns[0]) / 1e9
@@ -130,7 +130,7 @@ def clocks_contradict(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTime:
-    """How one rank spent its time. `phases_s` holds totals per span name, and of communication."""
+    """How one rank spent its time; `phases_s` has a total per span name and for communication."""
 
     rank: int
     window_s: float

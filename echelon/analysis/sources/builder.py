@@ -1,8 +1,8 @@
 """Build evidence from echelon's own black boxes, turning records into rows over shared tables.
 
-A record's wide columns are dropped as soon as its rows exist, so a world of 16,384 ranks
-fits into memory. An impossible record (a forged rank, an out-of-range clock) is left out with a
-warning. No value in a record determines how much memory is allocated.
+A record's wide columns are dropped as soon as its rows exist, so a world of 16,384 ranks fits into
+memory. An impossible record (a forged rank, an out-of-range clock) is left out with a warning. No
+value in a record determines how much memory is allocated.
 """
 
 from __future__ import annotations
@@ -110,8 +110,7 @@ class EvidenceBuilder:
     def _calls(self, record: Record) -> npt.NDArray[Any]:
         """Return the numbers of a record's calls.
 
-        Four columns are packed into one integer, so each distinct combination is looked up only
-        once.
+        Four columns are packed into one integer, and each distinct integer is looked up only once.
         """
         columns = [record.operations[name] for name in ("operation", "signature", "reduce_op")]
         columns.append(record.operations["root"].astype(np.int64) + 1)

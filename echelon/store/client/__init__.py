@@ -1,1 +1,1 @@
-"""Provide the client: its calls, the connections that carry them, and servers it hosts."""
+"""Provide the client: its calls, the connections that carry them, and the servers it hosts."""

@@ -6,7 +6,8 @@ echelon's server, every call takes one round trip, and gather, barrier, get and 
 inside the server.
 
 If the connection breaks, calls that are safe to repeat (reads and waits) are repeated. All other
-calls (add, append, compare_set, queue operations, rounds) fail with an error that says so.
+calls (add, append, compare_set, queue operations, rounds) fail with an error that reports the
+broken connection.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ class OurCalls(Store):
     # Beyond torch's API.
 
     def statistics(self) -> StoreStatistics:
-        """Return statistics: the server's contents, and how many callers wait for each key."""
+        """Return statistics: the server's contents, and the number of waiters for each key."""
         return StoreStatistics.from_json(self._sure("statistics", b"", p.STATISTICS, b""))
 
     def _do_pipeline(self, steps: list[Step]) -> None:

@@ -4,7 +4,8 @@ Replies carry no IDs, so a connection serves one exchange at a time (see the not
 Gathers are built from plain commands (see the note in `base`).
 
 If a connection breaks, calls that are safe to repeat (reads and waits) are repeated once. All other
-calls (add, append, compare_set, queue operations, rounds) fail with an error that says so.
+calls (add, append, compare_set, queue operations, rounds) fail with an error that reports the
+broken connection.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ _PARENTS_SIGNALS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command. The exit code is 0, 1 if the server failed, or 2 for invalid usage."""
+    """Run the command; return 0, 1 if the server failed, or 2 for invalid usage."""
     args = _parse(argv)
     has_parent_pipe = sys.stdin is not None and _is_pipe(0)
     if args.parent_only:

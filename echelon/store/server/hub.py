@@ -285,7 +285,7 @@ class Hub:
             self.deliver_woken()
 
     def statistics(self) -> Generator[None, None, StoreStatistics]:
-        """Collect statistics in slices: the contents, and how many callers wait for each key."""
+        """Collect statistics in slices: the contents, and the number of waiters for each key."""
         state = self.state
         value_bytes = yield from total_bytes(state)
         return StoreStatistics(

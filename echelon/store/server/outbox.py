@@ -74,7 +74,7 @@ class Outbox:
         self.num_bytes += length + p.FRAME_HEADER_BYTES
 
     def flush(self) -> None:
-        """Pass the replies to the transport in one write, or in parts if long and sealed."""
+        """Pass the replies to the transport in one write; long sealed ones are written in parts."""
         pieces, transport = self._pieces, self.transport
         if transport is None:
             self.drop()

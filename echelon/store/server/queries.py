@@ -225,7 +225,7 @@ def _arrive_as(
 
 
 def _cancel(peer: Peer, tag: int) -> None:
-    """Withdraw a wait or a watch; if it has ended, it has been answered, and nothing is done."""
+    """Withdraw a wait or a watch, unless it has already ended and been answered."""
     waiter: Waiter | None = peer.waiter_of(tag)
     if waiter is not None:
         world_size, arrived, missing = peer.state.story_of(waiter)

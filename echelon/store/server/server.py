@@ -211,7 +211,7 @@ class StoreServer:
         self._call(lambda hub: hub.renew())
 
     def statistics(self) -> StoreStatistics:
-        """Return statistics: the server's contents, and how many callers wait for each key.
+        """Return statistics: the server's contents, and the number of waiters for each key.
 
         Raises:
             StoreError: the server is not running.

@@ -3,7 +3,7 @@
 A connection proves little about a process: a forked child, address translation or a vanished
 machine may keep it open, and a brief network failure may close it. So a presence belongs to a
 session, which is a client that may return over another connection. It ends when it is released or
-its lease expires. When the session's connection closes, its leases are cut short to a grace period,
+its lease expires. When the session's connection closes, its leases are shortened to a grace period,
 within which a live client will have reconnected.
 """
 
@@ -25,7 +25,7 @@ class _Lease:
 
 
 class Leases:
-    """The presences of one server. It is used only on the server's loop, which calls `expire`."""
+    """The presences of one server; used only on its loop, which calls `expire` regularly."""
 
     def __init__(self, state: StoreState, now: Callable[[], float]) -> None:
         self._state = state

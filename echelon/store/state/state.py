@@ -371,7 +371,7 @@ class StoreState:
     # Owners.
 
     def withdraw(self, waiter: Waiter) -> None:
-        """Stop waiting: undo the waiter's arrival, and remove it from the lists of its keys."""
+        """Stop a wait: undo any arrival, and remove the waiter from the lists of its keys."""
         round_ = self.rounds.get(waiter.keys[0]) if waiter.keys else None
         if round_ is not None and waiter in round_.arrivals:
             round_.remove(waiter)
@@ -400,7 +400,7 @@ class StoreState:
         self.present_by[key] = owner
 
     def end_presence(self, owner: Hashable, key: bytes) -> None:
-        """Delete a key that is present by this owner, unless its value has been replaced."""
+        """Delete a presence of this owner, unless another value has replaced it."""
         if self.present_by.get(key) is owner:
             self.delete(key)
 

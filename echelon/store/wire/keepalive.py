@@ -1,7 +1,7 @@
 """Detect a peer whose machine has vanished.
 
 The kernel closes the connections of a dead process. But if a machine loses power or its network,
-its connections stay open, and its waits and arrivals would remain. So both ends let the kernel
+its connections would stay open, and with them its waits and arrivals. So both ends let the kernel
 probe an idle peer, and consider the peer dead after about half a minute of silence. While data is
 unacknowledged, however, the kernel sends no probes and would retransmit for a quarter of an hour,
 so the age of unacknowledged data is limited too. That limit also disconnects a peer that reads

@@ -175,7 +175,7 @@ class Parser:
         return out, data[position:]
 
     def _after_held(self, data: bytes) -> bytes:
-        """Return the held bytes plus `data` once these are enough; until then, b""."""
+        """Return the held bytes plus `data`, or b"" if there are still too few."""
         self._held += data
         if len(self._held) < self._need:
             return b""

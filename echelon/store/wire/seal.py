@@ -6,7 +6,7 @@ connection. So both ends derive one key per direction from the secret and both n
 byte after the proof is sent in a record: a u32 length, 16 bytes of keyed BLAKE2b over the record's
 number and data, and the data. A relay can then only forward the stream or cut it. Covering the
 addresses in the proof was rejected: this would fail at every NAT, service address and port forward,
-and would still leave the network to be trusted afterwards. Nothing is encrypted, so anyone who sees
+and the network would still have to be trusted afterwards. Nothing is encrypted, so anyone who sees
 the traffic can read it.
 """
 

@@ -18,7 +18,7 @@ def part(name: str) -> str:
 
 
 def fill(parts: Mapping[str, str]) -> str:
-    """Replace the placeholders of `page.html`, each of which is written `{{name}}`.
+    """Replace the `{{name}}` placeholders of `page.html`.
 
     The inserted markup is not searched for placeholders, because recorded text may look like one.
 

@@ -125,7 +125,7 @@ def _odd_by_error(found: Divergence) -> tuple[int, ...]:
 
 
 def _odd_by_habit(found: Divergence) -> tuple[int, ...]:
-    """Return the side that made a call new to its call site, or () unless exactly one side did."""
+    """If exactly one side's call is new at its call site, return that side; otherwise ()."""
     novel = [side for side in found.sides if not _is_habit(found, side)]
     return novel[0] if len(novel) == 1 and len(found.sides) == 2 else ()
 

@@ -1,4 +1,4 @@
-"""Detect a rank that diverged from other ranks that run the same program.
+"""Detect a rank that diverged from the other ranks running the same program.
 
 A group reveals a missing or an extra call only if signatures differ or a member made fewer calls.
 However, ranks that run the same program make the same calls in the same order across all groups. A
@@ -115,7 +115,7 @@ def _call(picture: Picture, row: Any) -> str:
 
 
 def slip_cause(picture: Picture, rank: int) -> Cause | None:
-    """Return the cause if a rank's habits show that it left out or repeated a call, or None."""
+    """If a rank's habit shows a missing or an extra call, return the cause; otherwise None."""
     slip = None if picture.streams is None else slip_of(picture.streams, rank)
     if slip is None:
         return None

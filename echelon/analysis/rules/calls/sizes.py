@@ -19,7 +19,7 @@ _SCATTERS = frozenset({"_reduce_scatter_base", "reduce_scatter_tensor"})
 
 
 def find_misfit(picture: Picture) -> list[Finding]:
-    """Report an operation whose input and output sizes do not match, and the ranks that made it."""
+    """Report an operation whose input and output sizes do not match, and the ranks calling it."""
     streams = picture.streams
     if streams is None or not picture.graph.waits:
         return []

@@ -51,7 +51,7 @@ class Slip:
 
 
 def slip_at(found: Divergence) -> Slip | None:
-    """Return the slip if a divergence is caused by a slipped stream, or None otherwise."""
+    """Return the slip that explains a divergence, or None if there is none."""
     odd = culprits(found)
     usual = next((side for side in found.sides if not set(side) & set(odd)), None)
     if usual is None:  # a tie: try both assignments
@@ -156,7 +156,7 @@ def _by_loader(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
 
 
 def _has_left_loader(lanes: Lanes, member: int, column: int) -> bool:
-    """Return whether a member's data loader had ended before it made a call."""
+    """Return whether a member had finished its data loader before making a call."""
     row = lanes.row(member, column)
     if row is None:
         return False
@@ -237,10 +237,10 @@ def _decide_tie(found: Divergence, one: Slip | None, other: Slip | None) -> Slip
 
 
 def _breaks_habit(lanes: Lanes, member: int, column: int) -> bool | None:
-    """Return whether a call has never followed the preceding calls before.
+    """Return whether a call departs from what has always followed the preceding calls.
 
-    The longest sequence of preceding calls that this rank made before decides. Returns None if
-    there is no such sequence.
+    The decision is based on the longest run of preceding calls that this rank has made before.
+    Returns None if there is no such run.
     """
     keys = _keys(lanes, member)[max(0, column - _LOOK_BACK) : column + 1]
     past, current = keys[:-1], keys[-1]

@@ -53,7 +53,7 @@ _CAUSES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """How one rank ended by its own fault."""
+    """How a rank ended on its own."""
 
     rank: int
     cause: Cause
@@ -203,7 +203,7 @@ def is_victim(picture: Picture, facts: RankEvidence) -> bool:
 
 
 def long_wait_s(picture: Picture, facts: RankEvidence) -> float:
-    """Return how long a dead rank had been waiting for ranks that outlived it; 0 if for none."""
+    """Return how long a dead rank had waited for ranks that outlived it; 0 if it had not."""
     if not facts.host.exited_mono_ns:
         return 0.0
     ranks = picture.evidence.ranks
@@ -222,7 +222,7 @@ def _lived_on(facts: RankEvidence) -> bool:
 
 
 def own_wait_s(facts: RankEvidence, until_ns: int) -> float:
-    """Return for how many seconds a rank's oldest pending operation had been pending."""
+    """Return the age of a rank's oldest pending operation, in seconds."""
     pending = np.isin(facts.rows["state"], (State.CREATED, State.STARTED))
     if not pending.any():
         return 0.0

@@ -137,7 +137,7 @@ def watchdog_timeout(stderr: str) -> tuple[int, str] | None:
 
 
 def gloo_timeout_s(stderr: str) -> float:
-    """Return how long a rank had been waiting when Gloo timed out; 0 without a timeout."""
+    """Return how long a rank had waited when Gloo timed out; 0 if Gloo did not time out."""
     found = _GLOO_TIMEOUT.findall(stderr)
     return int(found[-1]) / 1000 if found else 0.0
 

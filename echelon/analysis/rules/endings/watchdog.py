@@ -19,7 +19,7 @@ _MAX_LINES = 4
 
 
 def find_given_up(picture: Picture) -> list[Finding]:
-    """Report the ranks that the others were waiting for when their watchdogs timed out."""
+    """Report the ranks that kept others waiting until the others' watchdogs timed out."""
     gave_up = {
         rank: told
         for rank, facts in picture.evidence.ranks.items()

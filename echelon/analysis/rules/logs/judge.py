@@ -1,9 +1,9 @@
 """Diagnose a job from its ranks' logs alone, separating root causes from consequences.
 
-A rank caused its own trouble if its log shows an uncaught exception that does not blame a peer or a
-known message that reports a root cause, or if a launcher reports that a signal killed it. If
-only consequences are logged, the suspect is the rank that logged none: the others were waiting for
-it. Logs cannot show that nothing is wrong, because a hanging job logs nothing.
+A rank caused its own trouble if its log shows an uncaught exception (unless that blames a peer) or
+a known message that reports a root cause, or if a launcher reports that a signal killed the rank.
+If only consequences are logged, the suspect is the rank that logged none: the others were waiting
+for it. Logs cannot show that nothing is wrong, because a hanging job logs nothing.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _with_killed(picture: Picture, troubles: list[Trouble], job: Sequence[Said])
 
 
 def _root(picture: Picture, troubles: list[Trouble], said: dict[int, tuple[Said, ...]]) -> Finding:
-    """Choose the root among the troubles that ranks caused themselves."""
+    """Choose the root from the troubles that ranks caused themselves."""
     ranks = picture.evidence.ranks
     first = picture.evidence.incident.ended
     told = [one for one in troubles if one.rank in first]
@@ -315,7 +315,7 @@ def _by_barrier(said: Sequence[Said]) -> _Suspects | None:
 
 
 def _behind(picture: Picture) -> _Suspects | None:
-    """Suspect the ranks whose watchdogs timed out in a different operation from most others'."""
+    """Suspect ranks whose watchdogs timed out in a different operation from the majority's."""
     gave_up = {
         rank: told
         for rank, facts in picture.evidence.ranks.items()

@@ -25,7 +25,7 @@ _LAUNCHES = "p2p_sequence"
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
-    """The numbers of messages that two ranks had launched at a collective, if these differ."""
+    """The differing numbers of messages that two ranks had launched at a collective."""
 
     short: int
     other: int

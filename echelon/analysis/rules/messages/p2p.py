@@ -59,7 +59,7 @@ class _Pending:
                 self._lonely_for.setdefault((one.peer, one.is_send), []).append(one)
 
     def facing(self, one: Posted) -> list[Posted]:
-        """Return the pending operations between the same two ranks that the peer posted."""
+        """Return the peer's pending operations between the same two ranks."""
         return self._by_pair.get((one.peer, one.rank), [])
 
     def lonely_for(self, one: Posted) -> list[Posted]:
@@ -122,7 +122,10 @@ def _unequal_pair(picture: Picture, pending: _Pending) -> list[Finding]:
 
 
 def _novel(picture: Picture, pending: _Pending) -> list[Finding]:
-    """Report two ranks that both send or both receive, if one of them has no reason to."""
+    """Report two ranks that both send to, or both receive from, each other.
+
+    One of them must have no reason to, judging by its past or by messages it has not received.
+    """
     for one in pending.all:
         for other in pending.facing(one):
             if one.answered or other.answered or one.is_send != other.is_send:

@@ -173,7 +173,7 @@ def _is_head(streams: Streams, message: Message) -> bool:
 
 
 def _is_strange(streams: Streams, message: Message) -> bool:
-    """Return whether a rank waits for an unrelated rank although it used other peers until now."""
+    """Return whether a rank is waiting for an unrelated rank after using only other peers."""
     if message.peer not in streams.heads or not _is_head(streams, message):
         return False
     own, theirs = (streams.evidence.ranks[r].rows for r in (message.rank, message.peer))
@@ -251,7 +251,7 @@ def _describe_wrong(
 
 
 def _left_out(picture: Picture, streams: Streams) -> list[Finding]:
-    """Report two ranks that wait for each other, one of which has left out a message."""
+    """Report two ranks waiting for each other, one of which has left out a message."""
     ring = set(picture.graph.cycle())
     waits = [
         message

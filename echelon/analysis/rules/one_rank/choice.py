@@ -1,4 +1,4 @@
-"""Determine what a rank is doing while other ranks wait for it.
+"""Determine what a rank is doing while other ranks are waiting for it.
 
 Each test is a small function that takes one rank's evidence and returns a reading or None. The
 tests run in the order of `_TESTS`, the most specific first, and the first reading is used. A rank
@@ -51,7 +51,7 @@ from echelon.recorder.format.schema import TRACING
 
 
 def read_rank(picture: Picture, rank: int) -> Reading:
-    """Determine from a rank's own signals what it is doing while other ranks wait for it."""
+    """Determine from a rank's own signals what it is doing while other ranks are waiting for it."""
     facts = picture.evidence.ranks.get(rank)
     if facts is None:
         return read_absence(picture, rank)
@@ -123,7 +123,7 @@ def _waits_line(facts: RankEvidence) -> tuple[str, ...]:
 
 
 def _unrecorded(picture: Picture, facts: RankEvidence, lines: list[str]) -> Reading:
-    """Determine what a rank is doing from its threads in the kernel, without ring or stack."""
+    """Infer what a rank without a ring or a stack is doing from its threads' system calls."""
     rank = facts.rank
     stack = missing_stack(facts, f"rank {rank}'s stack")
     if TRACING not in facts.host.not_permitted:

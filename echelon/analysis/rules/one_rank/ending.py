@@ -78,7 +78,7 @@ def _is_closed(facts: RankEvidence) -> bool:
 
 
 def read_silence(picture: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a heartbeat older than the others', if rings read on another host are all there is."""
+    """Detect a stale heartbeat when the only evidence is rings that were read on another host."""
     if facts.host.alive is not None or picture.evidence.foreign or not facts.has_ring:
         return None
     behind_s = _behind_s(picture, facts)

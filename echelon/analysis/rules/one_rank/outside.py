@@ -2,7 +2,7 @@
 
 torch's Gloo backend runs each collective on a thread that waits for its peers with a timeout; the
 threads of an idle backend wait without one. So the kernel shows which ranks are inside a
-collective, and the ranks that are not keep them waiting. Before a group exists, ranks block in a
+collective, and the ranks outside are keeping them waiting. Before a group exists, ranks block in a
 socket call until all ranks have joined the store.
 
 This method shows neither which collective a rank is in nor where in its code it is; only stacks

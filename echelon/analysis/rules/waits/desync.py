@@ -77,8 +77,8 @@ def _sureness(picture: Picture, ring: tuple[int, ...], waits: list[Wait]) -> Con
 def _breaker(waits: list[Wait], ring: set[int], recorded: Collection[int]) -> int | None:
     """Return the one rank whose removal breaks the cycle, or None if there is not exactly one.
 
-    Candidates are ranks that some wait needs alone. Ranks without a record are ignored, because
-    they seem to be absent everywhere.
+    A candidate must be the only rank missing from some wait. Ranks without a record do not count,
+    because they seem to be missing everywhere.
     """
     seen = [[rank for rank in wait.absent if rank in recorded] for wait in waits]
     alone = {absent[0] for absent in seen if len(absent) == 1} & ring

@@ -57,7 +57,7 @@ def laggards(found: Arrivals, hosts: list[str]) -> Laggards | None:
     """Return the members that were last most often; None if there are too few collectives.
 
     The result is one rank if a single rank is late. Otherwise it is the ranks of a host, or a few
-    ranks that are equally late and are last by turns.
+    ranks that are equally late and take turns at being last.
 
     Args:
         hosts: the host of each member: [num_members].

@@ -247,7 +247,7 @@ class TorchGroups:
             self.world_size = max(self.world_size, _regular_size(pairs, self._recorded, inside))
 
     def settle(self, read: TorchRank) -> None:
-        """Replace (name, description) pairs in a rank's rows with groups, and peers with ranks."""
+        """In a rank's rows, replace pairs with groups, and local peers with global ranks."""
         rows = read.rows
         for pair in np.unique(rows["group"]).tolist():
             mine = rows["group"] == pair
