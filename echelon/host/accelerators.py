@@ -54,7 +54,7 @@ def visible_to(local_rank: int, environ: Mapping[str, str]) -> str:
 def numa_nodes_of_gpus(
     environ: Mapping[str, str], proc: Path = Path("/proc"), sys: Path = Path("/sys")
 ) -> list[int]:
-    """Return the NUMA node of each visible NVIDIA GPU, indexed by local device number.
+    """Return the NUMA node of each visible NVIDIA GPU; GPUs are numbered by PCI address.
 
     The list is empty if there are no GPUs, or if CUDA_VISIBLE_DEVICES does not name GPUs by number.
     """

@@ -4,7 +4,7 @@ Each row is a pair `(path, function)`: a frame matches if both patterns are foun
 and its function's name. An empty function pattern matches any function. Paths are written with `/`;
 backslashes in stacks from other systems are converted first. The rows were taken from the stacks of
 real programs, which are kept in `tests/data/stacks` together with the script that recorded them.
-Rows for libraries that could not be installed follow the layout of their packages.
+Rows for libraries that were not available follow the layout of their packages.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class Picture:
 
     @staticmethod
     def _with_reached(old: list[Wait], waits: list[Wait]) -> list[Wait]:
-        """Add younger waits of ranks that older waits depend on, because they lead to the root."""
+        """Add younger waits of the ranks that older ones depend on: such waits lead to the root."""
         kept = {id(wait) for wait in old}
         by_rank: dict[int, list[Wait]] = {}
         for wait in waits:
@@ -186,7 +186,7 @@ class Picture:
         return tuple(sorted(reached - culprits))
 
     def dragged_along(self, gone: set[int]) -> set[int]:
-        """Return the ranks in the same operations as dead ranks, and all ranks that wait for them.
+        """Return all ranks in operations that dead ranks were in, and all ranks waiting for those.
 
         A rank that died inside an operation had already entered it, so the operation does not count
         as waiting for that rank.

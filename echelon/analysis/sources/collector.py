@@ -1,4 +1,4 @@
-"""Disable the cycle collector while thousands of files are being read.
+"""Disable cyclic garbage collection while thousands of files are being read.
 
 A loaded dump consists of millions of plain objects that form no cycles. The collector would scan
 them again and again without finding anything.
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Disable the cycle collector within the `with` block, if it was enabled."""
+    """Disable cyclic garbage collection within the `with` block, if it was enabled."""
     was_on = gc.isenabled()
     gc.disable()
     try:

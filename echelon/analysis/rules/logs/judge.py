@@ -87,9 +87,9 @@ def find_in_logs(picture: Picture) -> list[Finding]:
 
 
 def advice_in(text: str) -> str:
-    """Quote the last message in a log that is known to report a root cause, with its remedy.
+    """Quote a log's last line that is known to report a root cause, with its remedy.
 
-    The result is "" if there is no such message.
+    The result is "" if there is no such line.
     """
     found = [one for one in messages_in(text) if one.message.role is Role.ROOT]
     return f"{_shown(found[-1].line)} ({found[-1].message.advice})" if found else ""
