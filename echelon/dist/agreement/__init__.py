@@ -1,1 +1,1 @@
-"""Lets one rank request a stop or a timed save, which all ranks then carry out at the same call."""
+"""Let one rank request a stop or a timed save that all ranks carry out at the same call."""

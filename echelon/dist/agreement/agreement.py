@@ -1,15 +1,14 @@
-"""Makes one rank's request take effect on every rank at the same call.
+"""Make one rank's request take effect on every rank at the same call.
 
-Ranks call `reached` once per step. Until a rank makes a request, a call costs a lock and a
-comparison and needs no communication: each rank has a thread that waits at the store for the first
-request.
+Ranks call `reached` once per step. Until a rank makes a request, a call costs only a lock and a
+comparison, without communication: on each rank, a thread waits at the store for the first request.
 
 [Note: the call that all ranks agree on] Ranks may be several calls apart. When a thread receives a
-request, it holds its rank: the next call blocks. The thread then publishes how many calls its rank
-has answered, and once the numbers of all ranks are known, the call with the largest number is the
-one that returns True on all ranks. No rank has answered that call yet, because each is held at its
-own number. A held rank waits only for the threads of other ranks, never for their programs, so this
-cannot deadlock with anything that the programs wait for.
+request, it holds its rank: the rank's next call blocks. The thread then publishes the number of
+that call. Once all ranks' numbers are known, the ranks agree on the highest: the call with this
+number returns True on all ranks. No rank can have passed that call, because every rank is held at
+or before it. A held rank waits only for the threads of other ranks, never for their programs, so
+this cannot deadlock with anything that the programs are waiting for.
 
 An all_reduce per step was rejected: it adds a cost to every step and synchronises ranks that are
 otherwise independent.
@@ -41,10 +40,10 @@ _ANSWERED = "answered"
 
 
 class Agreement:
-    """One rank's part in an agreement. Created by `runtime.agree_on_calls`.
+    """One rank's part in an agreement, created by `runtime.agree_on_calls`.
 
     Attributes:
-        reason: the reason given by the first rank to ask, set once the call is agreed on.
+        reason: the reason given by the first rank to ask; set once the ranks have agreed on a call.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class Agreement:
         return self._is_closed
 
     def unanswered(self) -> str:
-        """Return a request, from any rank, that no call has answered yet; "" if there is none.
+        """Return any rank's request that has not taken effect yet, or "" if there is none.
 
         May be called after `close`.
 
@@ -125,8 +124,8 @@ class Agreement:
     def close(self) -> None:
         """Stop the thread. Calling this twice is safe.
 
-        Ranks that ask later can still read how many calls this rank answered, because it may have
-        left its loop by then.
+        Ranks that ask later can still read how many calls this rank made, because this rank may
+        have left its loop by then.
         """
         if not self._is_closed and self._members.size > 1:
             self._leave()
@@ -175,7 +174,7 @@ class Agreement:
                 self._fail(CollectiveError(f"no agreement on {self._what}: this rank has left"))
 
     def _leave(self) -> None:
-        """Join the agreement even without a request, unless the group or store has failed."""
+        """Take part in the agreement even without a request, unless the group or store failed."""
         with self._lock:
             is_left = not self._is_held and self._state.error is None
             self._is_held = True

@@ -1,4 +1,4 @@
-"""Stops all training loops at the same step, after any rank receives a signal or requests a stop.
+"""Stop all training loops at the same step after any rank receives a signal or requests a stop.
 
     while step < steps:
         train()
@@ -11,8 +11,8 @@ The signal handler only records the signal; the next call of `should_stop` publi
 action, which ends the process.
 
 [Note: a stop and a loss] Ranks that continue after a loss count their calls from zero, in a new
-agreement for their new world. Perhaps only some of them knew of the stop. So each rank repeats the
-request that it knows of in the new agreement, and all ranks stop at the same call.
+agreement for their new world. Only some of them may already know of a stop. So each rank repeats
+any request that it knows of in the new agreement, and all ranks stop at the same call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
 
 class _Stop:
-    """This process's stop: the signals that request it, and the agreement in the current world."""
+    """The state of this process's stop: the signals that request it, and the current agreement."""
 
     def __init__(self, rank: int, agreement: Agreement) -> None:
         self.has_stopped = False
@@ -59,7 +59,7 @@ class _Stop:
         self.agreement.ask(self._wish)
 
     def reached(self) -> bool:
-        """Count a call; return True if all ranks stop at this call or stopped at an earlier one.
+        """Count a call; return True if all ranks agreed to stop at this call or an earlier one.
 
         Between two worlds, return False without counting the call, so that all ranks start counting
         when the next world begins.
@@ -72,7 +72,7 @@ class _Stop:
         return self.has_stopped
 
     def _renew(self) -> None:
-        """Join the new world's agreement, and repeat any request made in the previous world."""
+        """Join the new world's agreement, and repeat any request from the previous world."""
         before = self.agreement
         known = before.reason if self.has_stopped else before.unanswered()
         self.agreement = runtime.agree_on_calls("stopping")
@@ -93,7 +93,7 @@ _current: _Stop | None = None
 
 
 def stop_on_signals(*signals: int) -> None:
-    """Make these signals stop all ranks when any rank receives one.
+    """Stop all ranks when any rank receives one of these signals.
 
     The signals' default action is disabled. Every rank must call this function on its main thread
     before it first calls `should_stop`. `shutdown` restores the previous handlers.
@@ -126,15 +126,14 @@ def should_stop() -> bool:
     If ranks continue after a loss (`echelon.dist.resilient`), they agree on the stop again.
 
     Every rank must call this once per step. The first call installs a handler for SIGTERM, unless
-    `stop_on_signals` named other signals. After a rank has received a signal and called
-    `should_stop`, the ranks agree on a stop at most one step later; calls before that need no
-    communication.
+    `stop_on_signals` named other signals. Once a rank has received a signal and called
+    `should_stop`, the ranks stop at most one step later. Earlier calls do not need communication.
 
     Returns:
         True once a rank has received a signal or called `request_stop` and the ranks have agreed.
 
     Raises:
-        ValueError: there is no world; or the first call is not on the main thread.
+        ValueError: there is no world, or the first call is not on the main thread.
         CollectiveTimeoutError: some ranks did not call `should_stop` within the world's timeout;
             the error names them.
         PeerLostError: a rank died while the ranks agreed.
@@ -159,7 +158,7 @@ def should_stop() -> bool:
 def request_stop(reason: str = "request_stop") -> None:
     """Make `should_stop` return True on all ranks soon.
 
-    A call on one rank is enough, from any thread.
+    Only one rank needs to call this, on any thread.
 
     Raises:
         ValueError: there is no world.
@@ -175,7 +174,7 @@ def request_stop(reason: str = "request_stop") -> None:
 
 
 def stop_reason() -> str:
-    """Return which rank requested the stop and why, e.g. "rank 2: SIGTERM"; "" if none has.
+    """Return which rank requested the stop and why, such as "rank 2: SIGTERM"; "" if none has.
 
     Example:
         >>> stop_reason()
@@ -205,7 +204,7 @@ def _forget() -> None:
 
 
 def _forget_in_child() -> None:
-    """Restore the handlers in a forked child, so that SIGTERM ends a data loader's worker."""
+    """Restore the handlers in a forked child, so that SIGTERM still ends data loader workers."""
     global _current
     stop, _current = _current, None
     if stop is not None:

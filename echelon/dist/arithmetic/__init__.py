@@ -1,1 +1,1 @@
-"""Provide reductions on the host, and small operations that travel with the comparison of calls."""
+"""Provide reductions on the host, and small operations done in the exchange that compares calls."""

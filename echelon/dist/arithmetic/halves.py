@@ -1,7 +1,7 @@
 """Convert 16-bit floats to float32 and back: float16, and bfloat16 stored as uint16.
 
-Values are rounded to nearest even, and every NaN becomes a quiet NaN. If torch is loaded, torch's
-loops are used, because NumPy takes 10 to 20 times as long (1 to 0.4 GB/s on one core).
+Values are rounded to nearest even, and every NaN becomes a quiet NaN. If torch is loaded, torch
+does the conversion, because NumPy takes 10 to 20 times as long (1 to 0.4 GB/s on one core).
 """
 
 from __future__ import annotations

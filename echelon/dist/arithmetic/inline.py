@@ -1,8 +1,8 @@
-"""Carry out small operations by sending a rank's data together with the description of its call.
+"""Perform small operations by sending each rank's data along with the description of its call.
 
-Backends that use connections spend one exchange before every collective on comparing the ranks'
-calls. That exchange also carries up to 256 bytes of data, from which each rank computes the result,
-so a small operation costs one exchange instead of two.
+Before every collective, backends that use connections compare the ranks' calls in one exchange.
+That exchange also carries up to 256 bytes of data per rank, from which each rank computes the
+result. So a small operation costs one exchange instead of two.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def calls(rows: Flat) -> list[bytes]:
 def is_small(operation: Operation) -> bool:
     """Return whether the data was sent with the description of the call.
 
-    Ranks with equal calls get equal answers.
+    The result is the same on all ranks that make equal calls.
     """
     data = operation.target if operation.source is None else operation.source
     if operation.input_splits or operation.output_splits:
@@ -56,7 +56,7 @@ def is_small(operation: Operation) -> bool:
 
 
 def finish(operation: Operation, rows: Flat, rank: int) -> None:
-    """Compute a small operation's result from all ranks' rows, in rank order, and write it."""
+    """Compute a small operation's result from all ranks' rows, in rank order, and store it."""
     source, target = operation.source, operation.target
     if target is None:
         return

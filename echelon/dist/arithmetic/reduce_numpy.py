@@ -3,7 +3,7 @@
 The fixed order makes the result bitwise identical on every rank and in every run. 16-bit floats are
 accumulated in float32 and rounded once, to nearest even. Integer sums wrap around at the width of
 their dtype. An average of integers is the sum divided by the number of parts and truncated toward
-zero, as in NCCL. It is therefore wrong if the sum wraps around.
+zero, as in NCCL, and is therefore wrong if the sum wraps around.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BLOCK = 1 << 16  # elements; the widened block of each part stays in the second
 
 
 def reduce_into(target: Flat, parts: Sequence[Flat], reduce_op: str, dtype: str) -> None:
-    """Reduce `parts` over the ranks into `target`. All arrays have the same length and dtype.
+    """Reduce the ranks' `parts` into `target`. All arrays have the same length and dtype.
 
     `target` may share memory with one of the parts.
     """
@@ -55,7 +55,7 @@ def reduce_into(target: Flat, parts: Sequence[Flat], reduce_op: str, dtype: str)
 
 
 def divide(data: Flat, count: int, dtype: str) -> None:
-    """Divide sums by the number of parts, in place; integers are truncated toward zero.
+    """Divide sums by the number of parts, in place; integer results are truncated toward zero.
 
     Args:
         data: [numel], of any dtype that can be averaged except 16-bit floats, whose totals are

@@ -1,6 +1,6 @@
-"""Choose the dtype that an engine's levels accumulate in, and provide memory for the sums.
+"""Choose the dtype in which an engine's levels accumulate, and provide memory for the sums.
 
-16-bit floats are passed between the levels as float32, so that they are rounded only once, at the
+Sums of 16-bit floats are passed between levels as float32, so they are rounded only once, at the
 end.
 """
 
@@ -26,7 +26,7 @@ def array_of(data: Flat | None) -> Flat:
 def summing_of(operation: Operation) -> str:
     """Return the reduction that each level performs.
 
-    For an average, each level sums, and the sum is divided at the end.
+    For an average, each level computes a sum; the final sum is divided at the end.
     """
     return "sum" if operation.reduce_op == "avg" else operation.reduce_op
 
@@ -44,7 +44,7 @@ def carried_of(operation: Operation) -> np.dtype[Any]:
 
 
 def convert(dtype: str, out: Flat, data: Flat) -> None:
-    """Copy between an array of `dtype` and an array of the dtype that levels accumulate in."""
+    """Copy between an array of `dtype` and an array of the dtype in which levels accumulate."""
     if out is data:
         return
     if out.dtype == data.dtype:
@@ -58,7 +58,7 @@ def convert(dtype: str, out: Flat, data: Flat) -> None:
 class Scratch:
     """Reusable memory for the steps of an operation.
 
-    Allocating fresh pages would take as long as exchanging their contents. Large buffers are not
+    Allocating new pages would take as long as exchanging their contents. Large buffers are not
     kept.
     """
 
@@ -66,7 +66,7 @@ class Scratch:
         self._kept: dict[str, Flat] = {}
 
     def take(self, name: str, length: int, dtype: Any) -> Flat:
-        """Return memory of shape [length] for a name. Earlier contents under that name are lost."""
+        """Return memory of shape [length] under a name, whose earlier contents are lost."""
         num_bytes = length * np.dtype(dtype).itemsize
         if num_bytes > _MOST_KEPT_BYTES:
             return np.empty(length, dtype)

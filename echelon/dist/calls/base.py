@@ -1,8 +1,8 @@
 """Define the base class of a group's calls.
 
-Every operation passes through it to be numbered, recorded and given to the engine, so the black box
-never misses an operation. The subclasses check a call's arguments first, so an engine never
-receives invalid arguments.
+This class numbers and records every operation before passing it to the engine, so the black box
+never misses one. The subclasses check a call's arguments first, so an engine never receives invalid
+arguments.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _P2P = int(Flag.P2P)
 
 
 class _Coalesced(threading.local):
-    """A `coalesce` block that a thread has entered, with its number and its works."""
+    """A `coalesce` block that a thread has entered, with the block's number and works."""
 
     # On the class: looking for an attribute that is not there costs a small collective's tenth.
     batch: tuple[int, list[Work]] | None = None
@@ -180,7 +180,7 @@ class Calls:
     ) -> Work | None:
         """Number, record and launch one operation; the caller holds the group's turn.
 
-        If `waits` is false, the caller waits on the returned work.
+        If `waits` is false, the caller must wait for the returned work.
         """
         batch = self._batch()
         record = self._admit(operation, shown, async_op, is_nested=is_nested)
@@ -200,7 +200,7 @@ class Calls:
     def _admit(
         self, operation: Operation, shown: View | None, async_op: bool, *, is_nested: bool = False
     ) -> int:
-        """Number and record an operation, unless it is refused."""
+        """Number and record an operation; if it is refused, record and raise the failure."""
         try:
             self._state.admit(operation, is_nested=is_nested)
         except CollectiveError as err:
@@ -210,7 +210,7 @@ class Calls:
     def _raise_failure(self, err: BaseException, record: int) -> NoReturn:
         """Record a failure and raise it.
 
-        An error of the group also names the line of the caller.
+        A group's error also gets the file and line of the call.
         """
         recorder = None if record == NOT_RECORDED else black_box.current()
         if recorder is not None:

@@ -1,9 +1,9 @@
 """Define the collectives of a group.
 
-Every call has two forms. By default it blocks and returns once the operation has ended on this
-rank. With `async_op=True` it returns a `Work` at once. The docstring of `ProcessGroup` describes
-what all calls have in common: which ranks must make a call, which arrays a call accepts, and what
-it raises.
+Every call has two forms. By default, it blocks until the operation has ended on this rank. With
+`async_op=True`, it returns a `Work` at once. The docstring of `ProcessGroup` describes
+what all calls have in common: which ranks must make a call, which arrays it accepts, and what it
+raises.
 """
 
 from __future__ import annotations
@@ -160,11 +160,10 @@ class Collectives(Calls):
         """Collect every rank's `x` into `out`, in rank order.
 
         Args:
-            out: [size * n, ...], with the dtype of `x`; with `output_splits` [sum(output_splits),
-                ...].
-            x: [n, ...], the same shape on all ranks; with `output_splits`
-                [output_splits[rank], ...]. May be exactly this rank's part of `out`, but must not
-                overlap it otherwise.
+            out: [size * n, ...] or, with `output_splits`, [sum(output_splits), ...]; with the dtype
+                of `x`.
+            x: [n, ...], the same shape on all ranks or, with `output_splits`, [output_splits[rank],
+                ...]. May be exactly this rank's part of `out`, but must not overlap it otherwise.
             async_op: return a `Work` at once instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
             output_splits: number of rows (dim 0) of each rank, the same on all ranks; None means
@@ -235,10 +234,10 @@ class Collectives(Calls):
         """Reduce `x` over all ranks and store this rank's part of the result in `out`.
 
         Args:
-            out: [n, ...], with the dtype of `x`; with `input_splits` [input_splits[rank], ...]. May
-                be exactly this rank's part of `x`, but must not overlap it otherwise.
-            x: [size * n, ...], the same shape on all ranks; with `input_splits`
-                [sum(input_splits), ...].
+            out: [n, ...] or, with `input_splits`, [input_splits[rank], ...]; with the dtype of `x`.
+                May be exactly this rank's part of `x`, but must not overlap it otherwise.
+            x: [size * n, ...] or, with `input_splits`, [sum(input_splits), ...]; the same shape on
+                all ranks.
             op: as for `all_reduce`.
             async_op: return a `Work` at once instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
@@ -342,7 +341,8 @@ class Collectives(Calls):
 
         Args:
             out: the rows (dim 0) that this rank receives.
-            x: the rows to send, of the same dtype and shape; must not share memory with `out`.
+            x: the rows to send, with the same dtype and row shape as `out`; must not share memory
+                with it.
             output_splits: number of rows that each rank sends to this rank; None means equal parts.
             input_splits: number of rows to send to each rank; None means equal parts.
             async_op: return a `Work` at once instead of blocking.
@@ -451,7 +451,7 @@ class Collectives(Calls):
         Args:
             out: [n, ...], the same shape on all ranks.
             x: on `root`, [size * n, ...] with the dtype of `out`; None on the other ranks.
-            root: rank within this group that has the parts.
+            root: rank within this group that holds all parts.
             async_op: return a `Work` at once instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
         """
@@ -485,14 +485,14 @@ class Collectives(Calls):
     def monitored_barrier(self, timeout_s: Timeout = None) -> None:
         """Block until every rank has called this method. A timeout error names the missing ranks.
 
-        A rank that has made the call is not named, even if its process has been stopped since. On
-        backends that use connections, the call takes two exchanges with the store.
+        A rank that has called this method is not named, even if its process has since been stopped.
+        On backends that use connections, the method takes two exchanges with the store.
 
         Args:
             timeout_s: timeout for this call; None means the group's timeout.
 
         Raises:
-            CollectiveTimeoutError: some ranks did not make the call; `ranks` of the error holds
+            CollectiveTimeoutError: some ranks did not call this method; the error's `ranks` are
                 their global ranks.
         """
         with self._state.evidence.arriving():

@@ -103,7 +103,7 @@ class PointToPoint(Calls):
         """Receive the next message with this tag from a rank into `x`.
 
         Args:
-            x: any shape; the dtype and the number of elements must match the sender's.
+            x: any shape; its dtype and number of elements must match the sender's.
             source: the sender's rank within this group; None accepts the first message with the tag
                 from any rank.
             tag: the sender's tag.
@@ -111,7 +111,8 @@ class PointToPoint(Calls):
             timeout_s: timeout for this operation; None means the group's timeout.
 
         Returns:
-            The sender's rank within this group; if asynchronous, a `Work` that has it as `source`.
+            The sender's rank within this group; if asynchronous, a `Work` whose `source` is that
+            rank.
         """
         peer = ANY_SOURCE if source is None else self._check_peer(source, "source")
         target = view(x, "x", writable=True)

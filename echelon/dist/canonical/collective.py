@@ -1,13 +1,14 @@
 """Compute sums over ranks in the order of the canonical tree, on any backend.
 
-    reduce_scatter    all_to_all: each rank sends every other rank's block of elements of each of
-                      its nodes; each then adds the nodes of its block in the tree's order.
+    reduce_scatter    all_to_all: from each of its nodes, a rank sends every other rank that rank's
+                      block of elements; each rank then adds the nodes of its own block in the
+                      tree's order.
     all_reduce        reduce_scatter, then an all_gather of the blocks.
 
-A rank sends (size - 1) / size of its vector per node. With one node per rank, for example if the
-number of micro-batches is the same power of two on all ranks, this is the traffic of an ordinary
-reduce-scatter. The backends only copy the values, and this module adds them, so the sums do not
-depend on how a backend reduces.
+A rank sends (size - 1) / size of its vector per node. With one node per rank (for example, if every
+rank has the same number of micro-batches and this number is a power of two), the traffic is that of
+an ordinary reduce-scatter. The backends only copy the values, and this module adds them, so the
+sums do not depend on how a backend reduces.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from echelon.errors import CollectiveMismatchError
 
 
 def agree_runs(group: ProcessGroup, run: Run) -> tuple[Run, ...]:
-    """Return the run of every rank. Collective: blocks until all ranks have called it.
+    """Return the run of every rank. Collective: blocks until all ranks have called this.
 
     Raises:
         CollectiveMismatchError: the runs have different totals, or a rank's run does not begin
@@ -49,9 +50,9 @@ def agree_runs(group: ProcessGroup, run: Run) -> tuple[Run, ...]:
 def reduce_scatter(
     group: ProcessGroup, sums: TreeSums, runs: Sequence[Run], splits: Sequence[int] | None = None
 ) -> TreeSums:
-    """Add the ranks' sums over the union of the runs; return this rank's block of elements.
+    """Combine the ranks' sums over all of their runs; return this rank's block of elements.
 
-    Collective: blocks until all ranks have called it or the group's timeout expires.
+    Collective: blocks until all ranks have called this or the group's timeout expires.
 
     Args:
         group: a group whose ranks have adjacent runs, in rank order.
@@ -61,8 +62,8 @@ def reduce_scatter(
             possible.
 
     Returns:
-        The sums of this rank's block. `total()` is the result if the union covers all numbers;
-        otherwise reduce the sums over other ranks that have the same block.
+        The sums of this rank's block. If the runs together cover all numbers, `total()` is the
+        result; otherwise, next reduce the sums over the other ranks that have the same block.
 
     Raises:
         ValueError: micro-batches are missing, or `runs` or `splits` do not match.
@@ -97,9 +98,9 @@ def reduce_scatter(
 
 
 def all_reduce(group: ProcessGroup, sums: TreeSums, runs: Sequence[Run]) -> torch.Tensor:
-    """Return the sum over all micro-batches of all ranks, [numel], bitwise identical on all ranks.
+    """Return the sum over all ranks' micro-batches, [numel], bitwise identical on all ranks.
 
-    Collective: blocks until all ranks have called it or the group's timeout expires.
+    Collective: blocks until all ranks have called this or the group's timeout expires.
 
     Args:
         group: a group whose ranks have adjacent runs that together cover all numbers.
@@ -122,7 +123,7 @@ def all_reduce(group: ProcessGroup, sums: TreeSums, runs: Sequence[Run]) -> torc
 
 
 def even_splits(numel: int, size: int) -> list[int]:
-    """Divide elements evenly among ranks, in multiples of 16, which suit vector instructions."""
+    """Divide elements evenly among ranks, in multiples of 16 to suit vector instructions."""
     grains = -(-numel // 16)
     ends = [min(numel, (grains * (rank + 1) // size) * 16) for rank in range(size)]
     return [end - start for start, end in itertools.pairwise([0, *ends])]
@@ -131,7 +132,7 @@ def even_splits(numel: int, size: int) -> list[int]:
 def _by_destination(
     nodes: Sequence[tuple[Node, torch.Tensor]], splits: Sequence[int], sums: TreeSums
 ) -> torch.Tensor:
-    """Return each rank's block of every node, ordered by rank: [len(nodes) * numel]."""
+    """Return the blocks of every node, grouped by receiving rank: [len(nodes) * numel]."""
     if len(nodes) == 1:
         return nodes[0][1]
     packed = torch.empty(len(nodes) * sums.numel, dtype=sums.dtype, device=sums.device)

@@ -3,7 +3,7 @@
 A parameter is divided into blocks of 1024 elements, counted from its first element. The squares
 within a block are added pairwise by halving, in float64, and the blocks of a parameter are added in
 the order of the canonical tree. A block that spans several shards is first assembled from the
-elements of each rank.
+ranks' elements.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def tree_total(sums: torch.Tensor) -> torch.Tensor:
 class PartialBlocks:
     """Block sums of one parameter that is split across ranks.
 
-    Each rank's message is zero where other ranks have values, so the sum of the messages over the
-    ranks, in any order, contains all values exactly.
+    Each rank's message is zero where other ranks have values. So the sum of all ranks' messages, in
+    any order, contains every value exactly.
 
     Args:
         numel: number of elements of the whole parameter.
@@ -77,7 +77,7 @@ class PartialBlocks:
         Args:
             message: [message_numel], float64, zeros.
             values: [n], this rank's part of the parameter.
-            start: index within the parameter of the first element of `values`.
+            start: index of the first element of `values` within the parameter.
         """
         stop = start + values.numel()
         first, last = -(-start // BLOCK), stop // BLOCK

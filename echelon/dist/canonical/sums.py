@@ -1,8 +1,8 @@
 """Add one rank's micro-batches in the order of the canonical tree.
 
-The algorithm is that of a binary counter: a value that completes a node is added to its left
-neighbour at once. At most log2(numbers) + 1 vectors are alive if the run begins at a multiple of
-its length, and at most twice as many otherwise.
+The algorithm is that of a binary counter: when a value completes a node, the node is added to its
+left neighbour at once. At most log2(numbers) + 1 vectors are alive if the run begins at a multiple
+of its length, and at most twice as many otherwise.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class TreeSums:
                 afterwards: its memory may be reused for a sum.
 
         Raises:
-            ValueError: another number is next, or the vector has the wrong length or device.
+            ValueError: a different number is due, or the vector has the wrong length or device.
         """
         if number != self._next or number not in self.run:
             done = self._next == self.run.stop
@@ -105,7 +105,7 @@ class TreeSums:
         """Return the sum of all micro-batches of all ranks.
 
         Raises:
-            ValueError: the run has only some of the micro-batches.
+            ValueError: the run contains only some of the micro-batches.
         """
         nodes = self.nodes()
         if len(self.run) != self.run.total:
@@ -119,7 +119,7 @@ class TreeSums:
     def joined(
         cls, run: Run, numel: int, like: TreeSums, nodes: list[tuple[Node, torch.Tensor]]
     ) -> TreeSums:
-        """Return sums over `run` made from the nodes of adjacent ranks, reusing their memory."""
+        """Create sums over `run` from the nodes of adjacent ranks, reusing the nodes' memory."""
         found = cls(run, numel, like.dtype, like.device)
         found._nodes = combine(nodes, run, _add)
         found._next = run.stop

@@ -1,4 +1,4 @@
-"""Define the canonical tree: the order in which values of numbered micro-batches are added.
+"""Define the canonical tree: the order in which the values of numbered micro-batches are added.
 
     number        0   1   2   3   4   5   6
     height 1      [0  1]  [2  3]  [4  5]  6
@@ -6,11 +6,12 @@
     height 3      [0          .           6]
 
 The leaves are the micro-batches of one step, 0 to `total` - 1. Node (height, index) covers the
-numbers from index * 2^height up to the next multiple, or up to `total`: the last node of a height
-may be incomplete. The value of a node is the sum of its left and right children, or the left
-child's value if there is no right child. So the order depends only on `total`. A rank that has a
-run of numbers adds the part of the tree within its run, which leaves at most 2 log2(length) sums.
-These are then added across ranks in the same tree. This module is pure arithmetic, without tensors.
+numbers from index * 2^height up to the next multiple, or up to `total`, so the last node at a
+height may be incomplete. The value of a node is the sum of its left and right children, or the left
+child's value if there is no right child. So the order depends only on `total`. A rank with a run of
+numbers adds the part of the tree that lies within its run, which leaves at most 2 log2(length)
+sums. These are then added across ranks in the same tree. This module is pure arithmetic, without
+tensors.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ class Node:
         return Node(self.height + 1, self.index >> 1)
 
     def stop(self, total: int) -> int:
-        """Return one more than the last number that the node covers, in a tree over `total`."""
+        """Return one more than the last number that the node covers, given `total` leaves."""
         return min((self.index + 1) << self.height, total)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The numbers of one rank, from `start` to `stop` - 1, out of 0 to `total` - 1. May be empty.
+    """One rank's numbers, from `start` to `stop` - 1, out of 0 to `total` - 1. May be empty.
 
     Raises:
         ValueError: the numbers are not in order.
@@ -98,7 +99,7 @@ def root(total: int) -> Node:
 def maximal_nodes(run: Run) -> tuple[Node, ...]:
     """Return the largest nodes within a run, which together cover the run exactly once.
 
-    The nodes are in ascending order; there are at most 2 log2(len(run)) of them, or 1. If the run
+    The nodes are in ascending order; there are at most max(1, 2 log2(len(run))) of them. If the run
     contains all numbers, the only node is the root.
     """
     nodes = []
@@ -115,11 +116,11 @@ def maximal_nodes(run: Run) -> tuple[Node, ...]:
 def combine(
     nodes: Iterable[tuple[Node, T]], run: Run, add: Callable[[T, T], T]
 ) -> list[tuple[Node, T]]:
-    """Add neighbouring nodes as far as the tree allows this within a run.
+    """Add neighbouring nodes within a run as far as the tree allows.
 
     Args:
-        nodes: nodes with their values, in ascending order and without gaps, from the run's start
-            on.
+        nodes: nodes with their values, in ascending order without gaps, beginning at the run's
+            start.
         run: the numbers that the nodes may cover.
         add: adds two values, the left one first.
 
@@ -134,7 +135,7 @@ def combine(
 
 
 def _fold(stack: list[tuple[Node, T]], run: Run, add: Callable[[T, T], T]) -> None:
-    """Replace the last nodes by their parent as long as the whole parent is available."""
+    """Replace the last nodes with their parent, as long as the parent has all its children."""
     while stack:
         node, value = stack[-1]
         parent = node.parent

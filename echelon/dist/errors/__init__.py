@@ -1,1 +1,1 @@
-"""Build the errors of a group's operations and their messages."""
+"""Build the errors of a group's operations, including their messages."""

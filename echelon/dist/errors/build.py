@@ -1,4 +1,4 @@
-"""Build the errors of a group's operations in one place, so that all engines raise equal errors."""
+"""Build the errors of a group's operations in one place, the same for all engines."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def aborted(members: Members, operation: Operation) -> CollectiveError:
 
 
 def interrupted(members: Members, operation: Operation, raised: BaseException) -> CollectiveError:
-    """Build the error for a group after a handler's exception interrupted one of its calls."""
+    """Build the error for a group in which a signal handler's exception interrupted a call."""
     what = f"{type(raised).__name__} in a signal handler"
     return _of_this_rank(members, operation, f"the group was aborted on rank {{rank}}: {what}")
 
@@ -105,7 +105,7 @@ def closed(members: Members, operation: Operation) -> CollectiveError:
 
 
 def nested(members: Members, operation: Operation) -> CollectiveError:
-    """Build the error for a collective that a handler calls during another of the same group."""
+    """Build the error for a collective called by a signal handler during another of the group."""
     return _of_this_rank(
         members,
         operation,
@@ -162,7 +162,7 @@ def out_of_reach(
 def connection_broken(
     members: Members, operation: Operation, raised: BaseException, ranks: Sequence[int] = ()
 ) -> CollectiveError:
-    """Build the error for a broken connection when no rank is known to be at fault."""
+    """Build the error for a broken connection for which no rank is known to be at fault."""
     return CollectiveError(
         f"{place(members, operation)}: a connection broke although no rank is known to have "
         f"died: {raised}",
@@ -174,7 +174,7 @@ def connection_broken(
 
 
 def broken_since(members: Members, operation: Operation, first: CollectiveError) -> CollectiveError:
-    """Build the error for an operation of a group that an earlier failure has broken."""
+    """Build the error for an operation in a group that an earlier failure has broken."""
     why = f", for {named(first.ranks)}" if first.ranks else ""
     said = str(first).partition("\n")[0]
     return type(first)(

@@ -1,1 +1,1 @@
-"""Meet the other ranks, and track their hosts, processes and clocks."""
+"""Find the other ranks of a group, and track their hosts, processes and clocks."""

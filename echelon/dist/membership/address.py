@@ -1,4 +1,4 @@
-"""Find the address at which the other hosts of a job reach this host."""
+"""Find the address at which a job's other hosts reach this host."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import socket
 
 
 def own_address(endpoint: str) -> str:
-    """Return the address at which other hosts can reach this host, on its route to the store.
+    """Return this host's address on its route to the store, where other hosts can reach it.
 
     Args:
-        endpoint: "host:port" of the store at which the members meet. For a store without an
-            endpoint (a file), the address of this host's own name is used, as in torch.
+        endpoint: "host:port" of the store that the members use. If the store has no endpoint (a
+            file), this host's name is resolved instead, as in torch.
 
     Raises:
         OSError: the store's name cannot be resolved, or there is no route to it.

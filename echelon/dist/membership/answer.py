@@ -1,7 +1,8 @@
-"""Define a rank's answer in a liveness check, and derive the ranks at fault from the answers.
+"""Define a rank's answer to a liveness check, and derive the ranks at fault from the answers.
 
 A message that times out shows only that its peer did not send. The peer may itself be waiting, for
-another message or in a collective. In that case the rank at the end of that chain must be named.
+another message or in a collective. In that case, the rank at the end of the chain of waits must be
+named.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Answer:
 
     Attributes:
         num_called: number of the group's collectives that the rank has called.
-        peers: group ranks whose messages it is waiting for.
+        peers: group ranks from which it is waiting for a message.
         collectives: numbers of the collectives in which it is waiting.
     """
 
@@ -31,7 +32,7 @@ class Answer:
 
 
 def answer_of(state: GroupState) -> str:
-    """Return this rank's answer in encoded form; callable from any thread."""
+    """Encode this rank's answer; callable from any thread."""
     waits = state.waits()
     return json.dumps(
         {
@@ -54,14 +55,14 @@ def origins(
     """Follow the chains of waiting ranks, starting from the ranks that did not send.
 
     Args:
-        me: this rank's group rank, which is asking and is waiting for `late`.
+        me: this rank's group rank; this rank is asking, and is waiting for `late`.
         late: the group ranks that did not send.
         answers: the answers, keyed by group rank, including this rank's answer.
         silent: group ranks that did not answer; chains end there.
 
     Returns:
-        The group ranks at the ends of the chains, and the group ranks in between. For a cycle,
-            which has no end, the result is `late` and no ranks in between.
+        The group ranks at the ends of the chains, and the group ranks in between. If the chain is a
+            cycle, it has no end: the result is then `late` and no ranks in between.
     """
     ends: list[int] = []
     between: list[int] = []
@@ -82,7 +83,7 @@ def origins(
 
 
 def _needed(rank: int, answers: Mapping[int, Answer], silent: Sequence[int]) -> list[int]:
-    """Return the ranks for which a rank is waiting, as far as the answers show."""
+    """Return the ranks that a rank is waiting for, as far as the answers show."""
     if rank not in answers:
         return []
     mine = answers[rank]

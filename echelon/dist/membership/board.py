@@ -1,7 +1,7 @@
-"""Post short notices on a board in the store, which every rank of a world reads at once.
+"""Post short notices on a board in the store that every rank of a world watches.
 
-A rank whose group failed posts a verdict; a rank that must find out which ranks are dead posts a
-question, which every member's process answers, whatever its main thread is doing. Notices are
+A rank whose group has failed posts a verdict. A rank that must find out which ranks are dead posts
+a question, which every member's process answers even if its main thread is busy. Notices are
 numbered keys, each written with one atomic compare_set, so that notices are never lost or
 reordered.
 
@@ -29,7 +29,7 @@ Take = Callable[[dict[str, Any]], None]
 
 
 def quick(store: Store) -> Store:
-    """Return a view of a store with its own connection; its calls take at most `QUICK_S`.
+    """Return a view of a store with its own connection, on which a call takes at most `QUICK_S`.
 
     Raises:
         StoreError: the store cannot be reached.
@@ -40,14 +40,14 @@ def quick(store: Store) -> Store:
 
 
 def path_of(store: Store) -> str:
-    """Return the prefix of all keys in a view of a store."""
+    """Return the prefix that a view of a store adds to all keys."""
     if isinstance(store, PrefixStore):
         return f"{path_of(store.underlying_store)}{store.prefix}/"
     return ""
 
 
 class Board:
-    """A process's access to a board; it listens as long as a group is attached."""
+    """A process's access to a board; the process listens to it while any group is attached."""
 
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore("board", store)
@@ -59,7 +59,7 @@ class Board:
         self._thread: threading.Thread | None = None
 
     def attach(self, path: str, take: Take) -> None:
-        """From now on, call `take` with each notice for one group, on the board's thread.
+        """Start calling `take` with each notice for one group, on the board's thread.
 
         Raises:
             StoreError: the store cannot be reached within its own timeout.
@@ -83,7 +83,7 @@ class Board:
     def detach(self, path: str) -> None:
         """Stop passing on the notices for a group.
 
-        The board stops listening once no group is left.
+        The board stops listening once no groups are attached.
         """
         with self._lock:
             self._takers.pop(path, None)

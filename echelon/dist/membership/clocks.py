@@ -1,9 +1,9 @@
-"""Align the hosts' clocks once, at `init`, by finding each clock's offset to rank 0's clock.
+"""Align the hosts' clocks once, at `init`, by finding each clock's offset from rank 0's clock.
 
-Ranks that share rank 0's clock (on a single host, all ranks) do not need this. On every other host,
-one rank asks rank 0 for the time, in round trips through the store's queues, and passes the result
-to the other ranks on its host. Rank 0 answers exactly the expected number of questions and finishes
-with the last.
+Ranks that share rank 0's clock (all ranks, on a single host) do not need this. On every other host,
+one rank asks rank 0 for the time several times, through the store's queues, and passes the result
+to the other ranks on its host. Rank 0 knows how many questions to expect, and stops after the last
+one.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def agree(
     my_clock: str | None = None,
     now: Callable[[], int] = time.monotonic_ns,
 ) -> ClockOffset:
-    """Return this rank's offset to rank 0's clock; every rank of the world must call this.
+    """Return this rank's offset from rank 0's clock; every rank of the world must call this.
 
     Args:
-        timeout_s: how long to wait each time for another rank.
+        timeout_s: how long each wait for another rank may take.
         my_clock: identifies this rank's clock; None means this process's own clock.
-        now: returns that clock's time in ns.
+        now: returns the time on that clock in ns.
 
     Raises:
         StoreTimeoutError: a rank did not join.

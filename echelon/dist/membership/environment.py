@@ -68,7 +68,7 @@ def num_ranks_here(at_least: int) -> int:
 
 
 def local_rank() -> int:
-    """Return this rank's number within its node, or its rank if the launcher sets no such number.
+    """Return this rank's number within its node, or its rank if the launcher does not set one.
 
     Raises:
         ValueError: the variable is not a number.
@@ -77,7 +77,7 @@ def local_rank() -> int:
 
 
 def on_loss() -> str:
-    """Return what the launcher does when a rank dies: "shrink", or "" if the attempt ends."""
+    """Return what the launcher does when a rank dies: "shrink", or "" to end the attempt."""
     return os.environ.get("ECHELON_ON_LOSS", "")
 
 

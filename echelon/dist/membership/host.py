@@ -1,4 +1,4 @@
-"""Find the other ranks' processes on this host, and this host's address on a route."""
+"""Find the other ranks' processes on this host, and the address this host uses on a route."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from echelon.host.identity import Process, is_same_host, process_of
 
 
 def processes_here(facts: list[dict[str, Any]], rank: int) -> dict[int, Process]:
-    """Return the processes of the other ranks on the host of the given rank."""
+    """Return the processes of the other ranks that are on the same host as `rank`."""
     return {
         other: process_of(fact)
         for other, fact in enumerate(facts)
@@ -18,7 +18,7 @@ def processes_here(facts: list[dict[str, Any]], rank: int) -> dict[int, Process]
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return this machine's address on the route to another machine, or "" without a route."""
+    """Return this machine's address on the route to another machine, or "" if there is no route."""
     try:
         family, kind, proto, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, proto) as probe:

@@ -1,21 +1,21 @@
-"""Determine which members of a group are at fault: dead, closed, late, or blamed by a rank.
+"""Determine which members of a group are at fault: dead, closed, late, or blamed by another rank.
 
 Evidence, strongest first:
 
-1. the end of a process on this host, detected directly (`peers`); 2. a verdict published by another
-rank; the first verdict is final, and all ranks report it; 3. the mark of a rank that closed the
-group properly; 4. a rank that does not answer the liveness check. Every rank's process answers on a
-separate thread with the number of collectives it has called, so a rank that is computing is
-considered late, never dead. The answer also says what the rank is waiting for, so that a waiting
+1. the death of a process on this host, detected directly (`peers`); 2. a verdict published by
+another rank; the first verdict is final, and all ranks report it; 3. the mark of a rank that closed
+the group properly; 4. a rank that does not answer the liveness check. Every rank's process answers
+on a separate thread with the number of collectives it has called, so a rank that is still computing
+is considered late, never dead. The answer also says what the rank is waiting for, so that a waiting
 rank is not blamed for another rank's fault.
 
 Neither a connection nor a lease of the store is evidence: a stopped rank keeps its connection, a
-live rank may lose it, and a lease may be out of date by its length (10 s by default). The liveness
-check asks for an answer now, and a rank answers over its current connection.
+live rank may lose it, and a lease may be out of date by as much as its duration (10 s by default).
+A liveness check asks for an answer now, and a rank answers over its current connection.
 
 A rank that merely does not answer is reported as such, and is blamed only if no rank is known to be
 dead. When the store does not answer, the error says so and does not blame any rank. Every store
-call here has its own limit (`board.QUICK_S`).
+call in this module has its own limit (`board.QUICK_S`).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Liveness:
     def use_board(self) -> None:
         """Use the world's board even if every member is watched directly. Call this before `serve`.
 
-        A broken connection shows that a rank left or failed, but neither which rank nor why.
+        A broken connection shows that some rank left or failed, but not which rank, or why.
         """
         if self._others:
             self._board = self._world_board
@@ -125,7 +125,7 @@ class Liveness:
         needed: Sequence[int] | None,
         dead: Sequence[int] = (),
     ) -> CollectiveError:
-        """Return the ranks at fault, within 2.5 s, or 4 s if the store answers late.
+        """Return an error that names the ranks at fault, within 2.5 s, or 4 s if the store is slow.
 
         A store that does not answer is retried for a while, because its machine may have been
         paused.
@@ -149,7 +149,7 @@ class Liveness:
                 time.sleep(_ASK_AGAIN_S)
 
     def explain(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return the error that explains why a rank left, if the rank published the reason."""
+        """Return an error that explains the given one, if another rank published the reason."""
         if self._is_of_a_part(operation, error):
             return self.find(operation, None, [operation.peer])
         if self._is_late_here(operation, error):
@@ -163,7 +163,7 @@ class Liveness:
         return self._heard_or(operation, error, _HEARSAY_S)
 
     def hear(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return the verdict of the rank whose failure ended an operation, or else `error`."""
+        """If another rank's failure ended the operation, return its verdict; otherwise `error`."""
         wait_s = _HEARSAY_S if self._board is None else _VERDICT_S
         return self._heard_or(operation, error, wait_s)
 
@@ -187,11 +187,11 @@ class Liveness:
 
     @contextlib.contextmanager
     def arriving(self) -> Iterator[None]:
-        """Mark in the store, during the block, that this rank is in a monitored barrier.
+        """During the block, keep a mark in the store that this rank is in a monitored barrier.
 
-        A liveness check needs a live process, but this mark remains valid even if the rank can no
-        longer answer. If the store does not answer, no mark is set. If ranks share a host and
-        memory, that memory shows which of them have arrived.
+        A liveness check needs a live process; the mark remains valid even if the rank can no longer
+        answer. If the store does not answer, no mark is set. Ranks on one host that share memory do
+        not need a mark: the memory shows which of them have arrived.
         """
         if self._board is None:
             yield
@@ -208,23 +208,23 @@ class Liveness:
         self._try(lambda store: store.delete_key(mark))  # after a failure others may read it
 
     def _try(self, ask: Callable[[Store], object]) -> None:
-        """Call the store with a short timeout; ignore the error if it does not answer."""
+        """Call the store with a short timeout; do nothing if it does not answer."""
         with contextlib.suppress(StoreError), contextlib.closing(quick(self._store)) as store:
             ask(store)
 
     def publish(self, error: CollectiveError) -> None:
-        """Publish why the group ended on this rank; runs on the watcher's thread."""
+        """Publish, on the watcher's thread, why the group ended on this rank."""
         if self._others and not self._has_heard:
             note = self._note(error)
             watcher().post(lambda: self._publish(note))
 
     def leave(self) -> None:
-        """Mark that this rank closed the group; runs on the watcher's thread."""
+        """Publish, on the watcher's thread, that this rank closed the group."""
         if self._board is not None:
             watcher().post(self._mark_left)
 
     def close(self, timeout_s: float = 2 * QUICK_S) -> None:
-        """Publish everything that is still pending, and release all resources.
+        """Publish everything that is still pending, then release all resources.
 
         May be called twice.
         """
@@ -277,7 +277,7 @@ class Liveness:
         return build.connection_broken(members, operation, broken, seen)
 
     def _is_late_here(self, operation: Operation, error: CollectiveError) -> bool:
-        """Return whether a message between ranks that are all on this host timed out."""
+        """Return whether a message timed out in a group whose ranks are all on this host."""
         return (
             isinstance(error, CollectiveTimeoutError)
             and self._board is None
@@ -286,11 +286,11 @@ class Liveness:
         )
 
     def _late_here(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return the rank on this host that is at the end of the chain of waiting ranks.
+        """Return an error that names the rank of this host at the end of the chain of waits.
 
         This method does not query other ranks. It relies on the fact that the ranks in a chain time
-        out at nearly the same moment and publish what they were waiting for. Without a store, the
-        method names the peer itself, as `error` does.
+        out at nearly the same moment and publish what they were waiting for. If the store does not
+        answer, the method names the peer itself, as `error` does.
         """
         if self._state is None:
             return error
@@ -333,7 +333,7 @@ class Liveness:
         return [rank for rank in late if not store.check([f"{self._arrivals}/{rank}"])]
 
     def _ask(self, operation: Operation, store: Store) -> tuple[dict[int, Answer], list[int]]:
-        """Return the calls and waits of other ranks, and the ranks that did not answer."""
+        """Ask the other ranks for their calls and waits; return the answers and silent ranks."""
         if self._board is None:
             return {}, []
         question = f"{operation.kind}-{operation.peer}-{operation.sequence}"
@@ -350,7 +350,7 @@ class Liveness:
         return {rank: read(value) for rank, value in zip(heard, values, strict=True)}, silent
 
     def _silent(self, question: str, store: Store, wait_s: float) -> list[int]:
-        """Return the other ranks that have not answered the liveness check in time."""
+        """Return the other ranks that do not answer the liveness check in time."""
         keys = {self._answer_key(question, rank): rank for rank in self._others}
         try:
             store.wait(list(keys), timeout=wait_s)

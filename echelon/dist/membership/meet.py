@@ -1,4 +1,4 @@
-"""Exchange one value per member through the store, as every new group does."""
+"""Exchange one value per member through the store, which every new group has to do."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def gather(
 ) -> list[Any]:
     """Exchange one value per member through the store, under a key that may be reused.
 
-    The first rank to time out withdraws its arrival, so the next rank to time out would report the
-    first as missing too. So each rank also leaves a mark, which outlives the withdrawal and shows
-    that the rank had arrived.
+    The first rank to time out withdraws its arrival, so the next one would report it as missing
+    too. Each rank therefore also leaves a mark that it does not withdraw, which shows that it had
+    arrived.
 
     Raises:
-        CollectiveTimeoutError: some members did not arrive by `deadline_s`; the error names the
-            members that never did.
+        CollectiveTimeoutError: some members did not arrive by `deadline_s`; the error names those
+            that never arrived.
     """
     value = json.dumps(mine).encode()
     left = max(0.001, deadline_s - time.monotonic())
@@ -41,9 +41,9 @@ def next_round(members: Members, store: PrefixStore, deadline_s: float) -> int:
     """Agree on the number of the world that these ranks are about to create.
 
     Every key of a world has the world's number as a prefix, so a process that leaves and rejoins
-    never reads keys of an earlier world. The store and not the ranks keeps the count, because a
-    restarted process does not know how many worlds it was in. Rank 0 draws the number, and all
-    ranks receive it in one gather, which completes only when every rank is joining.
+    never reads keys from an earlier world. The store keeps the count, rather than the ranks,
+    because a restarted process does not know how many worlds it has been in. Rank 0 draws the
+    number, and all ranks receive it in one gather, which completes only once every rank is joining.
 
     Raises:
         CollectiveTimeoutError: some members did not join by `deadline_s`; the error names them.
@@ -61,15 +61,15 @@ def exchange(
 ) -> list[Any]:
     """Exchange one value per member through the store while watching for members' deaths.
 
-    The last rank to arrive sets a gate key, so that each rank waits for only one key, however many
-    ranks there are.
+    The last rank to arrive sets a gate key, so that each rank waits for only one key, regardless of
+    the number of ranks.
 
     Args:
         key: a key used only for this exchange.
 
     Raises:
         CollectiveTimeoutError: some members did not arrive by `deadline_s`; the error names them.
-        PeerLostError: `members.check` found within about a second that a member has died.
+        PeerLostError: a member died; `members.check` detects this within about a second.
     """
     began_s = time.monotonic()
     names = [f"{key}/{rank}" for rank in range(members.size)]

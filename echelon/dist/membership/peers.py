@@ -1,11 +1,11 @@
 """Detect that the processes of other ranks have ended.
 
-Processes are watched through pidfds, which are not affected by reused pids and report a zombie as
-dead. If the kernel or a sandbox denies pidfds, the pid and the start time in /proc are used. A pid
-is meaningless in another PID namespace, such as another container's. A process in such a namespace
-passes its own pidfd (see `shm/handover.py`), and is watched only from then on. One descriptor per
-process serves all groups, and one epoll watches all descriptors, so checking hundreds of peers
-takes one system call.
+Processes are watched through pidfds, which are immune to reused pids and report a zombie as dead.
+If the kernel or a sandbox does not allow pidfds, the pid and its start time in /proc are used. A
+pid is meaningless in another PID namespace, such as another container's. A process in such a
+namespace passes its own pidfd (see `shm/handover.py`), and is watched only from then on. One
+descriptor per process serves all groups, and one epoll watches all descriptors, so checking
+hundreds of peers takes one system call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from echelon.host.identity import Process, pid_namespace, start_ticks
 
 
 class _Descriptors:
-    """The pidfds of this process, each shared by all groups that watch the same process."""
+    """This process's pidfds, each shared by all groups that watch the same process."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -62,7 +62,7 @@ class _Descriptors:
             return self._ended
 
     def release(self, process: Process) -> None:
-        """Release one use of a pidfd; the last release closes the pidfd."""
+        """Release one use of a pidfd, and close the pidfd after the last one."""
         with self._lock:
             fd, users = self._open.pop(process)
             if users > 1:
@@ -87,7 +87,7 @@ _descriptors = _Descriptors()
 
 
 def _forget() -> None:
-    """Reset the descriptors in a forked child, where a missing thread may hold the lock."""
+    """Reset the descriptors in a forked child, where a thread that is gone may hold the lock."""
     global _descriptors
     _descriptors = _Descriptors()
 
@@ -103,8 +103,8 @@ def adopt(process: Process, fd: int) -> None:
 class Peers:
     """The processes of the other members on this host, keyed by group rank.
 
-    `close` may run during a call of another method, on another thread or in a signal handler. A
-    closed object reports no process as dead, and holds no descriptor.
+    `close` may run while another method is running, on another thread or in a signal handler. A
+    closed object does not report any process as dead, and does not hold any descriptors.
     """
 
     def __init__(self, processes: Mapping[int, Process]) -> None:

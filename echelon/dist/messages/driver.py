@@ -1,8 +1,8 @@
-"""Run the thread that moves the bytes of a group's messages.
+"""Run the thread that transfers the bytes of a group's messages.
 
-Callers only append to a queue and wake the thread, and only the thread itself holds locks. So a
-call may come from any thread, from a signal handler that interrupted another call, or from a
-process that is about to fork. The thread starts with the first message.
+Callers only append to a queue and wake the thread; only the thread itself takes locks. So it is
+safe to call from any thread, from a signal handler that interrupted another call, or from a process
+that is about to fork. The thread starts with the first message.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHECK_EVERY_S = 0.1
 
 
 class StreamBroken(Exception):  # noqa: N818 -- an event for the protocol, not an error for a user
-    """The streams to and from a peer have ended."""
+    """The streams to and from a peer have broken."""
 
 
 class Streams(Interface):
@@ -39,14 +39,14 @@ class Streams(Interface):
         """Close the streams to and from a peer."""
 
     def wait(self, timeout_s: float) -> list[int]:
-        """Block until there is work, `wake` was called, or the timeout expires.
+        """Block until there is work, `wake` is called, or the timeout expires.
 
         Returns:
             The peers that may have sent bytes.
         """
 
     def writable(self) -> list[int]:
-        """Return the peers for which a `write` was refused earlier but may now succeed."""
+        """Return the peers whose stream was full at the last `write` but may now have room."""
 
     def read(self, peer: int, view: memoryview) -> int:
         """Read a peer's bytes into `view`; return the number of bytes, which may be 0.
@@ -62,14 +62,14 @@ class Streams(Interface):
         """Write as many bytes as there is room for; return how many were written.
 
         Raises:
-            StreamBroken: the peer will not read the bytes.
+            StreamBroken: the peer can no longer read the bytes.
         """
 
     def broken(self) -> list[tuple[int, str]]:
         """Return the peers whose streams have ended since the last call, each with its reason."""
 
     def wake(self) -> None:
-        """Wake another thread's current `wait`, or its next one."""
+        """End another thread's current `wait`, or its next one."""
 
     def close(self) -> None:
         """Release all resources. Called by the driver's thread or by the driver's closer."""
@@ -82,7 +82,7 @@ class Driver:
     """Runs a group's message protocol over its streams."""
 
     def __init__(self, name: str, protocol: Protocol, streams: Streams, lost: Lost) -> None:
-        """Create the driver. `lost(peer, why)` creates the error for a transfer that is cut off."""
+        """Create the driver; `lost(peer, why)` creates the error for an interrupted transfer."""
         self._name = name
         self._protocol = protocol
         self._streams = streams
@@ -117,7 +117,7 @@ class Driver:
         self._streams.wake()
 
     def close(self, timeout_s: float, error: BaseException | None = None) -> bool:
-        """Wait for the thread, which `cut` has told to stop, and release the streams.
+        """Wait for the thread, which `cut` must have told to stop, and release the streams.
 
         Returns:
             Whether the thread ended in time.
@@ -132,10 +132,10 @@ class Driver:
         return not thread.is_alive()
 
     def _may_have_unread(self, peer: int) -> bool:
-        """Return whether bytes from a peer may be in transit to a receive. Callable on any thread.
+        """Return whether bytes from a peer may be on the way to a receive. Callable on any thread.
 
         The result is True if bytes have arrived, or if the driver's thread is working: the thread
-        may have read bytes that it has not passed to the receive yet, or may not have seen the
+        may have read bytes but not yet passed them to the receive, or it may not have seen the
         receive yet.
         """
         if self._streams.has_unread(peer):
@@ -197,7 +197,7 @@ class Driver:
         return min(self._streams.slice_s, CHECK_EVERY_S if self._live else _IDLE_S)
 
     def _look_around(self) -> None:
-        """Check the watches of one transfer per peer, and of all transfers past their deadlines."""
+        """Check the watch of one transfer per peer, and of every transfer past its deadline."""
         now = time.monotonic()
         self._look_at_s = now + CHECK_EVERY_S
         for transfer in self._live:

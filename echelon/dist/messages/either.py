@@ -1,9 +1,10 @@
-"""Run a receive from any rank on two engines, one of which gets the message.
+"""Run a receive from any rank on two engines, exactly one of which gets the message.
 
 [Note: one message for two receives] The receive is started on both levels, into the same array. The
-receive inside the host decides. The engine inside the host claims that receive when a message
-matches. The level between hosts must cancel that receive (`withdraw`) before it matches a message
-itself. Both steps are atomic. So a message is never lost or taken twice.
+state of the receive inside the host decides which level gets the message. The engine inside the
+host claims that receive when a message matches it. The level between hosts must cancel it
+(`withdraw`) before matching a message itself. Both steps are atomic, so a message is never lost or
+taken twice.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Inside(Pending, Protocol):
 
 
 class EitherPending:
-    """A receive that ranks on this host and on other hosts may answer.
+    """A receive whose message may come from a rank on this host or on another host.
 
     Args:
         inside: the receive inside the host, which ends without a source if it was cancelled.
@@ -56,7 +57,7 @@ class EitherPending:
 
     @property
     def error(self) -> BaseException | None:
-        """The error with which the receive failed; None if it succeeded or has not ended."""
+        """The error that the receive failed with; None if it succeeded or has not ended."""
         ended = self._ended()
         return None if ended is None else ended.error
 
@@ -73,7 +74,7 @@ class EitherPending:
         return self._near[inside] if inside >= 0 else self._across.source
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Block until the operation ends or the timeout expires; return whether it has ended."""
+        """Block until the operation ends or the timeout expires; return whether it ended."""
         limit_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.done:
             left_s = CHECK_EVERY_S

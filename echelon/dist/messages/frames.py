@@ -1,13 +1,13 @@
-"""Encode the frames of a message stream, each of which is a 64-byte header and perhaps a payload.
+"""Encode the frames of a message stream, each with a 64-byte header and possibly a payload.
 
     EAGER   a whole message: header (tag, dtype, size), then its bytes
-    OFFER   a message that waits at the sender: header only; `number` identifies it
-    GRANT   the receiver has a place for offer `number`: the sender may send it
+    OFFER   a message that is waiting at the sender: header only; `number` identifies it
+    GRANT   the receiver has memory for offer `number`: the sender may send it
     DATA    the next `size` bytes of offer `number`
     CREDIT  the receiver has taken `size` bytes of eager messages out of its memory
 
-Each ordered pair of ranks has one stream, so frames of one rank arrive in the order in which that
-rank wrote them; grants and credits travel in the stream of the other direction.
+Each ordered pair of ranks has one stream, so frames arrive in the order in which the sender wrote
+them; grants and credits travel on the stream in the opposite direction.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FrameKind(IntEnum):
 
 
 class FrameError(ValueError):
-    """A peer sent bytes that are not a frame, or an unexpected frame."""
+    """A peer sent an unexpected frame, or bytes that are not a frame."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""Match receives and messages by sender and tag, in order within each pair and tag.
+"""Match receives and messages by sender and tag, in order for each sender and tag.
 
-A receive that does not name a sender competes with all other receives. Of all receives that match a
-message, the one that was posted first gets the message. Of all messages that match a receive, the
-one that arrived first is taken.
+A receive that does not name a sender competes with all other receives. Among the receives that
+match a message, the one posted first gets it. Among the messages that match a receive, the one that
+arrived first is taken.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Arrival:
 
 
 class Matcher:
-    """The posted receives and the early messages of one rank. Not thread-safe."""
+    """One rank's posted receives and early messages. Not thread-safe."""
 
     def __init__(self) -> None:
         self._posted: dict[tuple[int, int], deque[Transfer]] = {}
@@ -70,7 +70,7 @@ class Matcher:
         return None
 
     def match(self, peer: int, tag: int) -> Transfer | None:
-        """Return and remove the receive that matches a message that has just arrived."""
+        """Remove and return the receive that matches a newly arrived message."""
         named = self._posted.get((peer, tag))
         while unnamed := self._posted.get((ANY_SOURCE, tag)):
             if named and named[0].order < unnamed[0].order:
@@ -82,20 +82,20 @@ class Matcher:
         return self._pop_posted((peer, tag), named) if named else None
 
     def keep(self, arrival: Arrival) -> None:
-        """Keep a message for which no receive has been posted yet."""
+        """Keep a message until a matching receive is posted."""
         self._num_early += 1
         arrival.order = self._num_early
         by_peer = self._early.setdefault(arrival.tag, {})
         by_peer.setdefault(arrival.peer, deque()).append(arrival)
 
     def drop_offers(self, peer: int) -> None:
-        """Forget messages that a rank has offered but will no longer send."""
+        """Discard messages that a rank has offered but will no longer send."""
         for tag, by_peer in list(self._early.items()):
             kept = deque(one for one in by_peer.get(peer, ()) if one.is_complete)
             self._set_early(tag, by_peer, peer, kept)
 
     def take_receives(self, peer: int) -> list[Transfer]:
-        """Remove and return the receives that only `peer` can answer."""
+        """Remove and return the receives whose message could only come from `peer`."""
         found = []
         for key in [key for key in self._posted if key[0] == peer]:
             waiting = self._posted.pop(key)
@@ -133,7 +133,7 @@ class Matcher:
     def _set_early(
         self, tag: int, by_peer: dict[int, deque[Arrival]], peer: int, waiting: deque[Arrival]
     ) -> None:
-        """Set a queue, dropping an empty one because a program may use new tags in every step."""
+        """Set a queue, or remove it if empty, since a program may use new tags in every step."""
         if waiting:
             by_peer[peer] = waiting
         else:

@@ -1,14 +1,14 @@
 """Implement the message protocol between two ranks as a state machine without I/O.
 
-A small message is sent at once (EAGER). A large message, or one that would use more of the
-receiver's memory than granted, is offered first and sent directly into the receiver's array once a
-receive has claimed it. So sends with different tags complete in the order in which the receiver
-takes them. Early messages use at most `WINDOW_BYTES` of a rank's memory per sending peer, plus a
-64-byte header for each message that waits at its sender.
+A small message is sent at once (EAGER). A message that is large, or would exceed the memory granted
+by the receiver, is offered first. Once a receive has claimed it, it is sent directly into the
+receiver's array. So sends with different tags complete in the order in which the receiver takes
+them. Early messages use at most `WINDOW_BYTES` of a rank's memory per sending peer, plus a 64-byte
+header for each message that is waiting at its sender.
 
-The bytes of a stream are always read, regardless of the posted receives, so messages cannot block
-each other. Payloads of offered messages take turns, `CHUNK_BYTES` each, so that a small message
-never waits for a whole large one.
+A stream's bytes are always read, even if no receive is posted, so messages cannot block each other.
+The payloads of offered messages take turns of `CHUNK_BYTES` each, so a small message never waits
+for a whole large one.
 
 A single thread (driver.py) drives the state machine, so it needs no locks.
 """
@@ -37,7 +37,7 @@ Mismatch = Callable[[Transfer, str], BaseException]
 
 @dataclass(slots=True)
 class _Frame:
-    """An outgoing frame; `ends` is called once the frame has been written."""
+    """An outgoing frame; `ends` is called once the frame is written."""
 
     views: list[memoryview]
     ends: Transfer | None = None
@@ -72,7 +72,7 @@ class Protocol:
     """
 
     def __init__(self, size: int, mismatch: Mismatch) -> None:
-        """Create the state; `mismatch(receive, sent)` creates the error for unequal messages."""
+        """Create the state; `mismatch(receive, sent)` creates the error if the two differ."""
         self._num_peers = size - 1
         self._mismatch = mismatch
         self._matcher = Matcher()
@@ -291,7 +291,7 @@ class Protocol:
         self._advance(inbox, body)
 
     def _fits(self, receive: Transfer, peer: int, dtype: bytes, size: int) -> bool:
-        """Record the sender, and end a receive whose dtype or size differs from the message's."""
+        """Record the sender; end the receive if its dtype or size differs from the message's."""
         receive.source = peer
         if (dtype, size) == (receive.dtype, len(receive.data)):
             return True
@@ -319,7 +319,7 @@ class Protocol:
     # ---- the end ----
 
     def lost(self, peer: int, error: BaseException) -> None:
-        """End transfers that need a peer whose streams have ended; earlier messages are kept."""
+        """End the transfers that need a peer whose streams broke; keep messages that arrived."""
         if peer in self._gone:
             return
         self._gone[peer] = error
@@ -349,7 +349,7 @@ class Protocol:
         self._matcher = Matcher()
 
     def forget(self, transfer: Transfer) -> None:
-        """Cancel a receive that has no message yet, because its caller has stopped waiting."""
+        """Cancel a receive whose caller has stopped waiting, if it does not have a message yet."""
         self._matcher.withdraw(transfer)
 
     def pending(self) -> list[Transfer]:

@@ -1,4 +1,4 @@
-"""Define a transfer: a send or receive, from its call until it ends."""
+"""Define a transfer: one send or receive, from the call until it ends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _has_none(peer: int) -> bool:  # noqa: ARG001
 
 
 class Withdrawable(Protocol):
-    """A receive from any rank in another engine that competes with a receive in this one."""
+    """A receive from any rank, in another engine, that competes with a receive in this engine."""
 
     def withdraw(self) -> bool:
         """Cancel the receive; return False if it already has a message or has ended."""
@@ -47,15 +47,15 @@ class Transfer(Outcome):
     Attributes:
         operation: the caller's operation.
         dtype: the key of the dtype's name.
-        data: [num_bytes], a view of the caller's array that keeps it alive.
+        data: [num_bytes], a view of the caller's array, which the view keeps alive.
         source: the group rank that sent a receive's message; -1 until known.
         order: the position among the posted receives of the group; lower positions were posted
             first.
         moved: number of bytes that have been sent or received so far.
         watch: the limits of the transfer; None if the calling thread checks them.
         rival: a receive in another engine that competes with this receive for one message.
-        has_unread: returns whether unread bytes of a rank have arrived; callable from any thread.
-        is_shared: whether ranks outside this engine may also answer the receive.
+        has_unread: returns whether unread bytes from a rank have arrived; callable from any thread.
+        is_shared: whether the message may also come from a rank outside this engine.
     """
 
     __slots__ = (
@@ -84,8 +84,7 @@ class Transfer(Outcome):
         """Claim a message for a receive that accepts any rank.
 
         Returns:
-            False if the receive was cancelled, or its rival, the receive that competes with it,
-                already has a message.
+            False if the receive was cancelled, or if its rival already has a message.
         """
         if self.rival is not None and not self.rival.withdraw():
             return False
@@ -100,7 +99,7 @@ class Transfer(Outcome):
 
     @property
     def is_over(self) -> bool:
-        """Whether the transfer has ended, or stopped waiting because its rival has a message."""
+        """Whether the transfer has ended, or need not wait because its rival has a message."""
         return self.done or (self.rival is not None and self.rival.source >= 0)
 
     def needed(self) -> list[int]:
@@ -108,20 +107,17 @@ class Transfer(Outcome):
         return [] if self.done else [self.operation.peer]
 
     def needed_alive(self) -> list[int]:
-        """Return the ranks whose deaths end the transfer, except one that may have sent already."""
+        """Return the ranks whose death ends the transfer: needed ranks without unread bytes."""
         ranks = [rank for rank in self.needed() if not self.has_unread(rank)]
         return [] if self.done else ranks  # it may have arrived while we looked
 
     def check(self) -> None:
-        """Check the transfer's watch, and raise the error that the watch reports.
-
-        See `Watch.check`.
-        """
+        """Check the transfer's watch, which may raise an error; see `Watch.check`."""
         if self.watch is not None:
             self.check_with(self.watch)
 
     def check_with(self, watch: Watch) -> None:
-        """Check a watch, allowing for a rank that sent a message and exited before it was read."""
+        """Check a watch, allowing for a rank that has exited but whose message is unread."""
         if self.operation.peer == ANY_SOURCE:
             watch.check(None)
         else:

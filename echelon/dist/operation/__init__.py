@@ -1,1 +1,1 @@
-"""Describe operations: calls whose arguments have been checked, with flat views of their arrays."""
+"""Describe operations: calls with checked arguments and flat views of their arrays."""

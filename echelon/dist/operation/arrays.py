@@ -1,10 +1,10 @@
-"""View users' arrays without copying them: NumPy, torch, CuPy, and any array with DLPack.
+"""View users' arrays (NumPy, torch, CuPy, or any array with DLPack) without copying them.
 
-A view is one flat NumPy array over the caller's own memory, plus the name of the true dtype: NumPy
-does not have bfloat16, so such data is carried as uint16 and named "bfloat16"; a dtype that can be
-moved but not summed (complex64, float8, ...) is carried as bytes. An array in device memory is
-carried as its address. Arrays that cannot be viewed without a copy are refused here, before
-anything is sent. This module never imports torch: if a tensor was passed, torch is already loaded.
+A view is a flat NumPy array over the caller's own memory, plus the name of the true dtype. NumPy
+does not have bfloat16, so such data is represented as uint16 and named "bfloat16". A dtype that can
+be moved but not summed (complex64, float8, ...) is represented as bytes, and an array in device
+memory as its address. Arrays that cannot be viewed without a copy are refused here, before anything
+is sent. This module never imports torch: if a tensor was passed, torch is already loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Flat = npt.NDArray[Any]
 
 
 class Array(Protocol):
-    """An array that a group's calls accept: NumPy, torch, CuPy, or another DLPack array.
+    """An array that a group's calls accept: NumPy, torch, CuPy, or any other array with DLPack.
 
     The array's memory must be contiguous, and writable if a result is stored in it. JAX arrays are
     read-only, so they can only be inputs.
@@ -37,7 +37,7 @@ class Array(Protocol):
         """Return the array as a DLPack capsule."""
 
     def __dlpack_device__(self) -> tuple[Any, int]:
-        """Return the kind and the number of the device that holds the array."""
+        """Return the type and index of the device that holds the array."""
 
 
 # What can be reduced, in the order of the C core's `enum ec_dtype`.
@@ -94,7 +94,7 @@ class DeviceFlat:
 
 @dataclass(slots=True)  # not frozen: that makes each one three times as expensive
 class View:
-    """A view of an array, as the backends use it.
+    """A view of an array, in the form that backends use.
 
     Attributes:
         data: [numel], over the caller's memory. Its dtype is uint16 if `dtype` is "bfloat16". It is
@@ -123,7 +123,7 @@ def is_floating(dtype: str) -> bool:
 
 
 def is_numeric(dtype: str) -> bool:
-    """Return whether a dtype can be reduced, and not only moved."""
+    """Return whether a dtype can be reduced, rather than only moved."""
     return dtype in _NUMERIC
 
 
@@ -203,10 +203,10 @@ def _view_torch(torch: Any, tensor: Any, name: str) -> View:
 
 
 class _HostMemory:
-    """A tensor's memory as a flat buffer for NumPy, which keeps the tensor alive.
+    """A tensor's memory as a flat buffer for NumPy. The buffer keeps the tensor alive.
 
-    `Tensor.numpy()` would also work, but marks the storage as not resizable, and FSDP1 and PowerSGD
-    resize tensors that they have sent.
+    `Tensor.numpy()` would also work, but it marks the storage as not resizable, whereas FSDP1 and
+    PowerSGD resize tensors that they have sent.
     """
 
     __slots__ = ("__array_interface__", "_tensor")

@@ -51,7 +51,7 @@ def check_reduce_op(op: str, dtype: str) -> str:
 def check_pair(
     call: str, large_name: str, large: View, small_name: str, small: View, size: int, rank: int
 ) -> None:
-    """Check that one array holds `size` parts like another, and that they overlap only in place.
+    """Check that `large` holds `size` parts like `small`, and that they overlap only in place.
 
     The small array may be exactly part `rank` of the large array; the operation is then in place.
 
@@ -94,7 +94,7 @@ def _place(data: View) -> str:
 def check_overlap(
     call: str, large_name: str, large: View, small_name: str, small: View, offset: int = -1
 ) -> None:
-    """Check by address that two arrays do not share memory, whichever libraries they come from.
+    """Check by address that two arrays, even from different libraries, do not share memory.
 
     Args:
         offset: the only allowed position of the small array, in bytes from the start of the large
@@ -174,7 +174,7 @@ def check_uneven(
 
     Raises:
         ValueError: the splits do not add up to the whole; the part does not hold this rank's rows;
-            dtypes, devices or rows differ; or the arrays overlap other than exactly in place.
+            dtypes, devices or rows differ; or the arrays overlap other than in place.
     """
     (whole_name, large), (part_name, small) = whole, part
     _check_alike(call, whole_name, large, part_name, small)
@@ -198,7 +198,7 @@ def check_index(value: Any, name: str) -> int:
     """Return an integer as a Python int. Integers of NumPy and other libraries are accepted.
 
     Raises:
-        ValueError: the value is not an integer but a float, a string or a bool.
+        ValueError: the value is not an integer; floats, strings and bools are refused.
     """
     if type(value) is int:
         return value
@@ -211,7 +211,7 @@ def check_index(value: Any, name: str) -> int:
 
 
 def check_rank(rank: Any, name: str, group: str, size: int) -> int:
-    """Return a rank of a group as a Python int.
+    """Check that a value is a rank of a group, and return it as a Python int.
 
     Raises:
         ValueError: the value is not a rank of the group.
@@ -226,7 +226,7 @@ def check_timeout(timeout_s: float | timedelta) -> float:
     """Return a timeout in seconds, at most about 30 years.
 
     Raises:
-        ValueError: the timeout is not a number of seconds or a `timedelta`, or is not above 0.
+        ValueError: the timeout is not a number of seconds or a `timedelta`, or is not positive.
     """
     seconds = _seconds(timeout_s)
     if seconds > 0:
@@ -235,10 +235,10 @@ def check_timeout(timeout_s: float | timedelta) -> float:
 
 
 def check_wait(timeout_s: float | timedelta | None) -> float | None:
-    """Return how long to wait for an operation, in seconds: 0 only looks, None waits for its end.
+    """Return how long to wait for an operation, in seconds; 0 does not wait, None has no limit.
 
     Raises:
-        ValueError: the value is not a number of seconds or a `timedelta`, or is below 0.
+        ValueError: the value is not a number of seconds or a `timedelta`, or is negative.
     """
     if timeout_s is None:
         return None
@@ -258,7 +258,7 @@ def _seconds(timeout_s: Any) -> float:
 
 
 def check_tag(tag: Any) -> int:
-    """Return a message's tag as a Python int.
+    """Check a message's tag, and return it as a Python int.
 
     Raises:
         ValueError: the tag is not a number from 0 to 2^31 - 3.
@@ -270,7 +270,7 @@ def check_tag(tag: Any) -> int:
 
 
 def check_name(name: Any) -> str | None:
-    """Return the name of a group as the caller gave it.
+    """Check and return the name that a caller gave to a group.
 
     Raises:
         TypeError: the name is not a str.
@@ -281,7 +281,7 @@ def check_name(name: Any) -> str | None:
 
 
 def check_ranks(ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
-    """Return the members of a new group.
+    """Check and return the members of a new group.
 
     Raises:
         TypeError: `ranks` is not a sequence.

@@ -56,8 +56,9 @@ class Operation:
         device: the device of the data: "cpu", "cuda", "xpu", ...; "cpu" for a barrier.
         reduce_op: one of `REDUCE_OPS`, or "" if the operation does not reduce.
         root: group rank of the root, or -1 if the operation has no root.
-        peer: group rank at the other end of a send or receive; `ANY_SOURCE` for a receive from any
-            rank, whose `Pending.source` becomes the sender's group rank; -1 for a collective.
+        peer: group rank at the other end of a send or receive; -1 for a collective; `ANY_SOURCE`
+            for a receive from any rank, in which case `Pending.source` becomes the sender's group
+            rank.
         source, target: [numel] each, or None if this rank sends or receives nothing; the same array
             for an in-place operation. The target of all_gather and gather and the source of
             reduce_scatter and scatter are [group_size * n].
@@ -68,8 +69,8 @@ class Operation:
             are the same on all ranks.
         shape: the shape that the caller passed, for messages.
         call: the data that must be equal on all ranks; b"" for a send or receive.
-        is_detached: whether the operation is a device send for which the caller does not wait, so
-            that the array may be overwritten as soon as the call returns.
+        is_detached: whether the operation is a device send that the caller does not wait for; the
+            array may then be overwritten as soon as the call returns.
     """
 
     kind: str
@@ -107,9 +108,9 @@ class Operation:
 
 
 def encode_dtype(dtype: str, num_bytes: int) -> bytes:
-    """Encode a dtype's name in at most `num_bytes` bytes. A longer name ends in a checksum.
+    """Encode a dtype's name in at most `num_bytes` bytes.
 
-    The checksum keeps different names from becoming equal by truncation.
+    A longer name is truncated and ends in a checksum, so that different names remain different.
     """
     name = dtype.encode()
     if len(name) <= num_bytes:

@@ -214,8 +214,8 @@ class Parallel:
     def _compare(self, inputs: Any, targets: Any) -> None:
         """Before the first step, check that all ranks of axis tp received the same data.
 
-        Otherwise each rank would silently combine its own data with other ranks' results for other
-        data.
+        Otherwise each rank would silently combine its own data with other ranks' results for
+        different data.
         """
         group = self._axes.tensor
         if self._has_compared or group.size == 1:

@@ -26,14 +26,14 @@ class Plan:
         tensor: the modules that tensor parallelism changes, each with its style:
 
             * "region": a module that contains "column" and "row" modules, such as attention or a
-            feed-forward network; its first argument enters the divided part of the model.
+              feed-forward network; its first argument enters the divided part of the model.
             * "column": an `nn.Linear` divided by its outputs.
             * "row": an `nn.Linear` divided by its inputs; its outputs are summed over the ranks.
             * "vocabulary": an `nn.Embedding` divided evenly by its rows if possible, and otherwise
-            treated like "embedding".
+              treated like "embedding".
             * "embedding": an `nn.Embedding` that every rank holds.
             * "head": an `nn.Linear` whose outputs are divided evenly, if possible, and then
-            gathered.
+              gathered.
 
         stages: called with the model, the index of a stage and the number of stages; returns the
             stage's module, with the model's names. None if the model cannot run as a pipeline.

@@ -5,8 +5,8 @@ they observed (see `backends/interface.py`). This module converts the first obse
 group's error. Every later call reports that error, on this rank and, through `Evidence`, on the
 other ranks.
 
-[Note: the end of a group] A group can end by a failure, an abort or a close; the first of these
-wins. An atomic `dict.setdefault` decides which one is first. A lock would not work, because a
+[Note: the end of a group] A group ends when it fails, is aborted or is closed, whichever happens
+first. An atomic `dict.setdefault` decides which one was first. A lock would not work, because a
 signal handler may call `abort` on a thread that already holds the lock. The winner cuts the
 engine's connections. The engine is released (`close`) only once no thread is inside it. So `close`
 waits briefly for other threads. If its caller is itself inside the engine (a signal handler that

@@ -1,7 +1,7 @@
 """Create the echelon group behind a torch group.
 
-Torch passes its store, a rank and a size; the members meet at that store, so a second rendezvous is
-not needed, and echelon's own `init` may be used in the same program.
+Torch passes its store, a rank and a size. The members join through that store, so a second
+rendezvous is not needed. A program may also use echelon's own `init`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _world_options = Options()
 
 
 def create(torch_options: Any, group_options: Any) -> TorchGroup:
-    """Create the backend of a torch group; blocks until all members have called this.
+    """Create the backend of a torch group; block until all members have called this.
 
     Args:
         torch_options: torch's `_DistributedBackendOptions`.
@@ -68,7 +68,7 @@ class Maker:
         self._meeting: Meeting | None = None
 
     def make(self, description: str) -> ProcessGroup:
-        """Create the group; every member must call this, which blocks until all have joined.
+        """Create the group; every member must call this. Block until all members have joined.
 
         Args:
             description: torch's `group_desc`, such as "mesh_dp", which names the group in verdicts.
@@ -96,7 +96,7 @@ class Maker:
         return group
 
     def close(self) -> None:
-        """Disconnect from the store. Must be called when the group is closed."""
+        """Disconnect from the store. Call this when the group is closed."""
         if self._meeting is not None:
             self._meeting.close()
 

@@ -1,8 +1,8 @@
 """Run threads that complete torch futures, each in the order of its operations.
 
-A future is completed by a thread that has waited for the future's operation. Callbacks chained to a
-future run on that thread. They may themselves wait for a later future, as DDP's PowerSGD hook does;
-another thread, created when needed, completes that future.
+The thread that waited for an operation completes the operation's future, and runs the callbacks
+chained to it. A callback may itself wait for a later future, as DDP's PowerSGD hook does; that
+future is completed by another thread, which is created when needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CLOSE_S = 1.0
 
 
 class FutureThreads:
-    """The threads of one group, keyed by the kind of operation and the depth of chained futures."""
+    """One group's threads, keyed by kind of operation and by depth of chained futures."""
 
     def __init__(self) -> None:
         self._threads: dict[str, _Thread] = {}
@@ -28,7 +28,7 @@ class FutureThreads:
         self._pid = os.getpid()
 
     def submit(self, name: str, job: Job) -> None:
-        """Run a job after earlier jobs of the same name, on a thread that is not waiting for it."""
+        """Run a job after earlier jobs of the same name, on a thread other than the caller's."""
         title = f"echelon-torch-{name}"
         running = threading.current_thread().name
         if running.startswith(title):
@@ -40,7 +40,7 @@ class FutureThreads:
         thread.submit(job)
 
     def close(self) -> None:
-        """Stop the threads once the operations that they wait for have ended. Waits at most 1 s."""
+        """Stop the threads once their operations have ended. Blocks for at most 1 s."""
         if os.getpid() != self._pid:
             return  # the threads are the parent's
         with self._lock:

@@ -1,13 +1,14 @@
-"""Adapt an echelon ProcessGroup to torch's interface of a process group.
+"""Adapt an echelon ProcessGroup to torch's process group interface.
 
-Torch's C++ and Python code call the methods below by these names; older names are aliases. The
-arguments of an operation are converted to contiguous arrays (tensors.py), the ProcessGroup checks,
-records and carries out the operation, and torch gets a `TorchWork` (work.py). A blocking call
-(`asyncOp` false) runs on the calling thread and raises its error there, unchanged.
+Torch's C++ and Python code call the methods below by these names; older names are aliases. An
+operation's arguments are converted to contiguous arrays (tensors.py); the ProcessGroup checks,
+records and executes the operation; and torch receives a `TorchWork` (work.py). A blocking call
+(`asyncOp` false) runs on the calling thread and raises errors there unchanged.
 
-The subclass replaces torch's whole group, whatever devices were named: tensors on the host and on
-devices all use one ProcessGroup, which has an engine for each kind. Ranks are ranks within the
-group, because torch translates `src` and `dst` and passes on `group_src` and `group_dst`.
+The subclass replaces torch's whole group, whichever devices the program specified: tensors on the
+host and on devices all use one ProcessGroup, which has an engine for each kind of device. Ranks are
+ranks within the group, because torch translates `src` and `dst` and passes on `group_src` and
+`group_dst`.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class TorchGroup(Identity):
         return self._run_all(opts, [(start, finish)], [data], _limit(timeout))
 
     def allreduce_coalesced(self, data: Sequence[Tensor], opts: Any = None) -> TorchWork:
-        """Reduce several tensors, each over all ranks."""
+        """Reduce each of several tensors over all ranks, in place."""
         reduction = Reduction.of(opts)
         return self._run_all(opts, [self._reducing(one, reduction) for one in data], list(data))
 
@@ -106,7 +107,7 @@ class TorchGroup(Identity):
         return self._run(opts, start, [data], finish)
 
     def broadcast(self, tensor: Any, opts: Any = None) -> TorchWork:
-        """Copy the root's tensor into every rank's tensor, which must have the same size."""
+        """Copy the root's tensor into every rank's tensor. All must have the same size."""
         data, root = tensors.only(tensor, "broadcast"), opts.rootRank
         group, (x, finish) = self._group, tensors.target(data)
         return self._run(opts, partial(group.broadcast, x.reshape(-1), root), [data], finish)
@@ -262,7 +263,7 @@ class TorchGroup(Identity):
         return self._receive(data, source, tag)
 
     def recv_anysource(self, data: Sequence[Tensor], tag: int = 0) -> TorchWork:
-        """Receive the first tensor that any rank of the group sends with this tag."""
+        """Receive the first tensor with this tag from any rank of the group."""
         return self._receive(data, None, tag)
 
     def _receive(self, data: Sequence[Tensor], source: int | None, tag: int) -> TorchWork:
@@ -315,7 +316,7 @@ class TorchGroup(Identity):
     _set_default_timeout = set_timeout
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing, because the group numbers its operations from the start."""
+        """Do nothing: the group numbers its operations from the start."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self._group.num_collectives
@@ -346,16 +347,16 @@ class TorchGroup(Identity):
 
     @property
     def _group(self) -> ProcessGroup:
-        """The underlying group, which is created when first used.
+        """The underlying group, created on first use.
 
-        All members must then take part.
+        Its creation needs all members to take part.
         """
         return self._made or self._meet()
 
     def _meet(self) -> ProcessGroup:
-        """Create the underlying group if there is none yet.
+        """Create the underlying group if it does not exist yet.
 
-        Blocks until all members have joined.
+        Block until all members have joined.
         """
         with self._making:
             if self._closed:
@@ -414,7 +415,7 @@ def _now(job: Job) -> None:
 
 
 def _close_all() -> None:
-    """End groups left open, because a thread that is still waiting would abort the exit."""
+    """Close groups that were left open: a thread still waiting in one would abort the exit."""
     for group in sorted(_open_groups, key=lambda one: one.group_name, reverse=True):
         group.shutdown()
 

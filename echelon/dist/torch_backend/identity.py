@@ -1,4 +1,4 @@
-"""Provide a group's name, rank and size, which torch reads in C++ and in Python."""
+"""Provide a group's name, rank and size, which torch reads both in C++ and in Python."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _core: Any = torch._C._distributed_c10d
 class Identity(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class, untyped
     """The part of a torch group that describes it.
 
-    Torch's own methods need a backend below the group. A subclass of this class replaces both the
-    methods and the backend.
+    Torch's own methods need a separate backend object in the group. A subclass of this class
+    replaces both the methods and that backend.
     """
 
     supports_splitting = False
@@ -65,7 +65,7 @@ class Identity(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class, 
         self._torch_name = name
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """Set the description. Torch calls this method last, so the members join here."""
+        """Set the description. The members join here, since torch calls this method last."""
         self._description = description
         self._meet()
 

@@ -21,12 +21,12 @@ _LINEAR = ("sum", "avg")
 
 
 class Reduction:
-    """A reduce operation, copied from torch's options while they exist.
+    """A reduce operation, copied from torch's options before they are freed.
 
     `opts.reduceOp` refers to a C++ struct that is freed when the call returns.
 
     Attributes:
-        factor: a factor by which every rank's data is first multiplied (PREMUL_SUM), or None.
+        factor: the factor by which every rank's data is multiplied first (PREMUL_SUM), or None.
     """
 
     __slots__ = ("factor", "name")
@@ -37,7 +37,7 @@ class Reduction:
 
     @classmethod
     def of(cls, options: Any) -> Reduction:
-        """Return the operation that is given in torch's options or by itself; a sum by default."""
+        """Return the operation in `options`, which may itself be one; None means a sum."""
         if options is None:
             return _PLAIN[torch_dist.ReduceOp.SUM]
         kind = getattr(options, "reduceOp", options)
@@ -51,7 +51,7 @@ class Reduction:
         return _PLAIN[kind]
 
     def real(self, tensor: Any) -> Any:
-        """View a complex tensor as real numbers, on which its sum can be computed."""
+        """View a complex tensor as real numbers, which can be summed."""
         if not tensor.is_complex():
             return tensor
         if self.name not in _LINEAR:

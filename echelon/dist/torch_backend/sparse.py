@@ -1,8 +1,8 @@
-"""Sum sparse tensors: each rank gets all non-zeros and adds them in rank order.
+"""Sum sparse tensors: each rank collects all non-zeros and adds them in rank order.
 
-DDP uses this for embeddings with sparse gradients. The sum takes three gathers on the host: the
-number of non-zeros of each rank, their indices, and their values, padded to the longest. The call
-blocks until the sum is done.
+DDP uses this for embeddings with sparse gradients. A sum takes three gathers on the host: of each
+rank's number of non-zeros, of their indices, and of their values, padded to the largest number. The
+call blocks until the sum is complete.
 """
 
 from __future__ import annotations

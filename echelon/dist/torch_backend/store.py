@@ -1,10 +1,10 @@
-"""Let the members of a torch group join at torch's own store.
+"""Let the members of a torch group join through torch's own store.
 
-Torch passes the store of its rendezvous to a backend, so a second store is not needed. If it is a
-TCPStore, echelon's or torch's, echelon's client connects to the same server. The client's waits do
-not log, can be interrupted by signals, and take one round trip on echelon's server. One client
-serves all groups of a process. Any other store, such as a FileStore or one that the program
-defines, is used through torch.
+Torch passes its rendezvous store to a backend, so a second store is not needed. If it is a
+TCPStore, whether echelon's or torch's, echelon's client connects to the same server. Unlike torch's
+client, it can wait without logging, its waits can be interrupted by signals, and each takes one
+round trip on echelon's server. One client serves all groups of a process. Any other store, such as
+a FileStore or a store defined by the program, is used through torch.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _users: Counter[tuple[int, str, int]] = Counter()
 
 
 class Meeting:
-    """The part of a store that one torch group uses. Close it when the group is closed."""
+    """The part of a store that one torch group uses. Must be closed when the group is closed."""
 
     def __init__(self, torch_store: Any, rank: int, timeout_s: float) -> None:
-        """Agree on a prefix that no other group uses; blocks until group rank 0 has chosen one.
+        """Agree on a prefix that no other group uses; block until group rank 0 has chosen one.
 
         Raises:
             StoreTimeoutError: group rank 0 did not join within `timeout_s`.
@@ -95,7 +95,7 @@ def _observed(operation: str, key: str) -> span:
 
 
 class TorchStore(Store):
-    """An adapter that gives a torch store echelon's interface, with unchanged keys and values."""
+    """An adapter with echelon's interface for a torch store; keys and values are unchanged."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -103,7 +103,7 @@ class TorchStore(Store):
 
     @property
     def endpoint(self) -> str:
-        """The address of torch's store, as far as it is known."""
+        """The address of torch's store, if known."""
         root = _root(self._store)
         host, port = getattr(root, "host", None), getattr(root, "port", None)
         return f"{host}:{port}" if host else f"torch's {type(root).__name__}"

@@ -1,8 +1,8 @@
-"""Convert torch's tensors to the form that groups accept: one contiguous input and output.
+"""Convert torch's tensors to the form that groups accept: one contiguous input and one output.
 
-Torch passes lists of tensors, tensors with gaps, and complex tensors. Tensors that already are one
-piece of memory are used in place. Other tensors go through a buffer, and `finish` copies the result
-back.
+Torch passes lists of tensors, tensors with gaps, and complex tensors. Tensors that already form one
+piece of memory are used in place. Other tensors go through a buffer, from which `finish` copies the
+result back.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Finish = Callable[[], None]
 
 
 def only(data: Any, call: str) -> Tensor:
-    """Return the only tensor of torch's list, or the argument itself if it is a tensor."""
+    """Return the only tensor in torch's list, or the argument itself if it is a tensor."""
     if isinstance(data, torch.Tensor):
         return data
     if len(data) != 1:
@@ -35,7 +35,7 @@ def only_list(data: Any, call: str) -> Sequence[Tensor]:
 
 
 def flat_source(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors into one, as a view if their memory allows it and otherwise as a copy."""
+    """Concatenate tensors into one: a view if they are adjacent in memory, otherwise a copy."""
     whole = _as_one_piece(tensors)
     if whole is not None:
         return whole
@@ -43,7 +43,7 @@ def flat_source(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def flat_target(tensors: Sequence[Tensor]) -> tuple[Tensor, Finish | None]:
-    """Return one target for several results, and a function that copies the data to the results."""
+    """Return one target for several results, and a function that copies its data into them."""
     whole = _as_one_piece(tensors)
     if whole is not None:
         return whole, None
@@ -63,7 +63,7 @@ def source(tensor: Tensor) -> Tensor:
 
 
 def target(tensor: Tensor) -> tuple[Tensor, Finish | None]:
-    """Return a contiguous target for a result, and a function that copies to the result."""
+    """Return a contiguous target for a result, and a function that copies the target into it."""
     if tensor.is_contiguous():
         return tensor.detach(), None
     buffer = tensor.detach().contiguous()
@@ -84,7 +84,7 @@ def both(finishes: Sequence[Finish | None]) -> Finish | None:
 
 
 def check_own(tensors: Sequence[Tensor], own: Tensor, rank: int, what: str) -> None:
-    """Check that a list's tensor for this rank has the same size as the rank's own tensor.
+    """Check that this rank's tensor in a list has the same size as the rank's own tensor.
 
     Raises:
         ValueError: the sizes differ.
@@ -97,7 +97,7 @@ def check_own(tensors: Sequence[Tensor], own: Tensor, rank: int, what: str) -> N
 
 
 def splits(tensors: Sequence[Tensor]) -> list[int] | None:
-    """Return the number of elements of each tensor in a list, or None if all are equal."""
+    """Return the number of elements of each tensor in a list, or None if all numbers are equal."""
     numels = [tensor.numel() for tensor in tensors]
     return numels if len(set(numels)) > 1 else None
 

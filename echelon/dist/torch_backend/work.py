@@ -1,10 +1,10 @@
 """Wrap echelon's works as torch works, for `async_op=True` and for DDP.
 
-[Note: errors and futures] A thread that waits for a work completes the torch future of that work.
+[Note: errors and futures] A work's torch future is completed by the thread that waits for the work.
 Torch turns a Python exception into a wrong result in one place (`_create_work_from_future`) and
-into a crash in another (`Future.set_exception` under DDP). So `wait()` of this class raises the
-error itself, and a future is always a child created by `then`, whose callback raises: C++ then sees
-a RuntimeError with the error's name and text.
+into a crash in another (`Future.set_exception` under DDP). So `TorchWork.wait` raises errors
+itself, and every future handed out is a child created by `then`, with a callback that raises the
+error. C++ then sees a RuntimeError with the error's name and text.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ CompleteLater = Callable[[Job], object]
 
 
 class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
-    """One or several echelon operations, wrapped as one torch work.
+    """One or more echelon operations, wrapped as one torch work.
 
     Args:
         parts: the underlying works; empty if the operation is already done.
         result: the tensors that the operation fills.
         finish: copies results from a buffer into the caller's tensors; runs once, on the first
-            thread that finds the operation done.
+            thread to find that the operation has ended.
         complete_later: passes a job to the thread that completes futures.
     """
 
@@ -66,7 +66,7 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
         """Block until the operation has ended; return True.
 
         Raises:
-            CollectiveTimeoutError: the operation has not ended within `timeout` and continues.
+            CollectiveTimeoutError: the operation did not end within `timeout`; it continues to run.
                 (Without a `timeout`, the operation's own timeout bounds the wait.)
             CollectiveError: the operation itself failed.
         """
