@@ -1,8 +1,8 @@
-"""Provide channels: ordered connections between two ranks that are independent of other calls.
+"""Provide channels: ordered connections between two ranks, independent of all other calls.
 
-A channel is implemented as a negative tag, which user messages cannot have. The two ends agree on
-the tag through the store, so that two names never share a tag, and neither end waits for the other
-to open the channel.
+A channel is a negative tag, which user messages cannot have. Its two ends agree on the tag through
+the store, so different names never share a tag, and neither end waits for the other to open the
+channel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ChannelTags:
     """The tags of one group's channels."""
 
     def __init__(self, store: Store, rank: int) -> None:
-        """Create the tags; `store` is a view of the store reserved for all members' channels."""
+        """Create the tags; `store` is a view that is reserved for all members' channels."""
         self._store = store
         self._rank = rank
         self._known: dict[tuple[int, str], int] = {}
@@ -50,8 +50,8 @@ class ChannelTags:
 class Channel:
     """One end of a channel to another rank. Use `ProcessGroup.channel` to create it.
 
-    Messages in one direction of a channel arrive in order, separately for host and device arrays. A
-    channel on which nothing is received does not block any collective, tag or other channel.
+    In each direction, messages arrive in order, separately for host arrays and device arrays. A
+    channel on which messages are not received does not block collectives, tags or other channels.
 
     Attributes:
         peer: the rank within the group at the other end.
@@ -70,11 +70,10 @@ class Channel:
     def open(self, like: Array, async_op: bool = False, timeout_s: Timeout = None) -> Work | None:
         """Connect both directions before the first message, for arrays on the device of `like`.
 
-        Blocks, at most for the timeout, until the other end also opens the channel, or sends and
-        receives in both directions. A rank with several channels should first open all of them with
-        `async_op`, so that the order at the other ends does not matter. For host arrays the call
-        returns at once. Without `open`, the first message in each direction connects that
-        direction.
+        Blocks, at most for the timeout, until the other end also opens the channel, or has sent and
+        received on it. A rank with several channels should first open all of them with `async_op`,
+        so that the order at the other ends does not matter. For host arrays, the method returns at
+        once. Without `open`, each direction is connected by its first message.
 
         Args:
             like: an array on the device; it is neither read nor written.
@@ -110,7 +109,7 @@ class Channel:
         """Receive the next message from the other end into `x`.
 
         Args:
-            x: any shape; the dtype and the number of elements must match the sender's.
+            x: any shape; its dtype and number of elements must match the sender's.
             async_op: return a `Work` at once instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
         """

@@ -25,7 +25,7 @@ MakeGroup = Callable[[Sequence[int], str, str], "ProcessGroup | None"]
 
 
 class ProcessGroup(Collectives, PointToPoint):
-    """A set of ranks that communicate. Created by `init`, `new_group` and `split`, never directly.
+    """A set of ranks that communicate, created by `init`, `new_group` or `split`, never directly.
 
     Every call except `send` and `recv` is collective: all members must make the same calls in the
     same order. Arrays are contiguous NumPy arrays, torch tensors, CuPy arrays or other DLPack
@@ -34,14 +34,14 @@ class ProcessGroup(Collectives, PointToPoint):
 
     * ValueError, before anything is sent, if an argument is not supported;
     * CollectiveMismatchError, on every rank, if members made different calls;
-    * CollectiveTimeoutError if some members did not make the call within its timeout
-      (`timeout_s` or, if that is None, the group's timeout);
-    * PeerLostError if a member died or left.
+    * CollectiveTimeoutError, if some members did not make the call within its timeout (`timeout_s`
+      or, if that is None, the group's timeout);
+    * PeerLostError, if a member died or left.
 
-    After the last three errors the group can no longer be used: later calls raise an error that
-    mentions the first error. Several threads may call at once; collectives of one group run in the
-    order of the calls, which must be the same on all ranks. With `async_op=True` a call returns a
-    `Work` at once and raises from its `wait()`.
+    After any of the last three errors, the group can no longer be used: later calls raise an error
+    that mentions the first one. Several threads may make calls at the same time; a group's
+    collectives run in the order of the calls, which must be the same on all ranks. With
+    `async_op=True`, a call returns a `Work` at once, and `Work.wait` raises the errors.
 
     Example:
         >>> world = dist.init()  # on each of 2 ranks
@@ -95,8 +95,8 @@ class ProcessGroup(Collectives, PointToPoint):
     def broadcast_object(self, obj: Any, root: int, timeout_s: Timeout = None) -> Any:
         """Return the object of `root` on every rank. The object must be plain data.
 
-        The values that msgpack supports are None, bool, numbers, str, bytes, lists and dicts; a
-        tuple arrives as a list. Blocks until the root has made the call.
+        Plain data is None, bool, numbers, str, bytes, lists and dicts; a tuple arrives as a list.
+        Blocks until the root has made the call.
 
         Args:
             obj: the object to send on `root`; ignored on other ranks.
@@ -154,13 +154,13 @@ class ProcessGroup(Collectives, PointToPoint):
 
     @contextlib.contextmanager
     def coalesce(self) -> Iterator[None]:
-        """Launch the operations called inside the block together.
+        """Launch all operations called inside the block together.
 
-        All of them have ended when the block ends.
+        All of them have ended when the block exits.
 
-        An exception raised in the block is propagated, and nothing is launched on a device. If the
-        block had already called an operation, the group also ends, because other ranks may have
-        launched their operations.
+        An exception raised in the block is propagated, and no operations are launched on a device.
+        If the block had already called an operation, the group also ends, because other ranks may
+        have launched their operations.
         """
         if self._batch() is not None:
             raise ValueError("coalesce() cannot be nested")
@@ -190,7 +190,7 @@ class ProcessGroup(Collectives, PointToPoint):
     def split(
         self, color: int | None, key: int = 0, name: str | None = None
     ) -> ProcessGroup | None:
-        """Divide the group: ranks of equal `color` form a new group, ordered by `key`, then rank.
+        """Divide the group: ranks with equal `color` form a new group, ordered by `key`, then rank.
 
         Every member must call this method, which returns this rank's new ProcessGroup, or None if
         `color` is None.
@@ -217,8 +217,8 @@ class ProcessGroup(Collectives, PointToPoint):
 
         Both ends must call this, in any order and at any time; neither end waits for the other. The
         first use of a name queries the store, within the store's timeout. The same name always
-        gives the same channel. A channel carries host and device arrays, each kind in its own
-        order; `Channel.open` connects a channel for a device ahead of the first message.
+        gives the same channel. A channel carries both host and device arrays, and keeps each kind
+        in order; `Channel.open` connects a channel for a device before the first message.
 
         Args:
             peer: the rank within this group at the other end.
@@ -249,9 +249,9 @@ class ProcessGroup(Collectives, PointToPoint):
     def close(self) -> None:
         """End the group on this rank and release its resources. Calling this twice is safe.
 
-        The call takes at most 1 s and does not contact other ranks. Ranks that still need this rank
-        raise PeerLostError. If a signal handler closes the group during one of the group's calls,
-        the interrupted call ends and then releases the group.
+        This takes at most 1 s and does not contact other ranks. On ranks that still need this rank,
+        calls raise PeerLostError. If a signal handler closes the group during one of the group's
+        calls, the interrupted call ends and then releases the group.
         """
         self._state.close()
 
@@ -259,7 +259,7 @@ class ProcessGroup(Collectives, PointToPoint):
     def state(self) -> GroupState:
         """The group's calls, and how the group ended.
 
-        The state outlives a group that is dropped.
+        The state outlives a group object that is dropped.
         """
         return self._state
 

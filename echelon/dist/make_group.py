@@ -36,8 +36,7 @@ class GroupMaker:
     Args:
         rank: this process's global rank.
         store: the world's view of the store.
-        backend: a backend's name; None chooses a backend according to the hosts and the arrays'
-            devices.
+        backend: a backend's name; None chooses one according to the hosts and the arrays' devices.
         options: the options passed to `init`.
     """
 
@@ -54,11 +53,11 @@ class GroupMaker:
         self._may_end = False
 
     def watch_members(self) -> None:
-        """Note that `end` may be called. From then on, a loss also ends the creation of groups."""
+        """Declare that `end` may be called; from now on, a loss also ends groups being created."""
         self._may_end = True
 
     def begin(self, epoch: int) -> None:
-        """Allow groups to be created again, in an epoch later than that of all existing groups."""
+        """Allow groups to be created again, in an epoch later than those of all existing groups."""
         with self._adding:
             self._epoch = epoch
             if self._end is not None and self._end[0] <= epoch:
@@ -98,15 +97,15 @@ class GroupMaker:
         timeout_s: float,
         facts: Facts | None = None,
     ) -> ProcessGroup:
-        """Create a group that contains this rank; blocks until all members have called this.
+        """Create a group that contains this rank; block until all members have called this.
 
         Args:
             ranks: global ranks, in group order.
             store: a view of the store reserved for the group.
             timeout_s: timeout for this call and for the group's operations.
-            facts: the `process_identity` of each member, if known; a member's death is then noticed
-                from now on. If None, the members meet first, and deaths during that meeting are not
-                noticed.
+            facts: the `process_identity` of each member, if known; members' deaths are then noticed
+                from now on. If None, the members first exchange their identities, and deaths during
+                that exchange are not noticed.
 
         Raises:
             ValueError: the backend cannot run here.
@@ -161,10 +160,10 @@ class GroupMaker:
         return gather(members, store, "members", mine, deadline_s)
 
     def _drop(self, state: GroupState) -> None:
-        """Close a group that was dropped without being closed; done later, on the watcher's thread.
+        """Close a group that was dropped without being closed, later, on the watcher's thread.
 
-        Ranks drop a group at different moments, so a group whose library requires all ranks to
-        close together is kept.
+        Ranks drop a group at different times. So a group is kept if its library requires all ranks
+        to close it together.
         """
         if state.is_closed or state.is_foreign:
             return
@@ -181,7 +180,7 @@ class GroupMaker:
         return next((error for error in errors if error is not None), None)
 
     def close(self) -> None:
-        """Close the groups that are still open, in reverse order of creation."""
+        """Close all groups that are still open, in the reverse order of their creation."""
         with self._adding:
             groups = list(self._groups)
         for group in sorted(groups, key=lambda group: group.created_mono_ns, reverse=True):
@@ -216,7 +215,7 @@ def _host_backend(facts: Facts) -> str:
 
 
 def _address(store: Store) -> str:
-    """Return the address at which other hosts can reach this host, on its route to the store."""
+    """Return this host's address on its route to the store, where other hosts can reach it."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return address_towards(store.host, store.port) if isinstance(store, TCPStore) else ""

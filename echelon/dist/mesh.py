@@ -11,7 +11,7 @@ from echelon.dist.runtime import new_group, world
 
 
 class DeviceMesh:
-    """A grid of the world's ranks in row-major order: the last axis holds neighbouring ranks.
+    """A grid of the world's ranks in row-major order: ranks along the last axis are consecutive.
 
     Every rank of the world must create the same meshes in the same order. Creating a mesh blocks
     until all ranks have joined, at most for the world's timeout. Sub-meshes share the groups of
@@ -58,10 +58,10 @@ class DeviceMesh:
         return math.prod(self.shape)
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
-        """Return the sub-mesh of one or several axes, in the requested order. A local operation.
+        """Return the sub-mesh of one or more axes, in the requested order. A local operation.
 
         Raises:
-            ValueError: an axis is unknown or named twice, or no axis is named.
+            ValueError: an axis is unknown or listed twice, or `names` is empty.
         """
         wanted = (names,) if isinstance(names, str) else tuple(names)
         if not wanted:
@@ -97,7 +97,7 @@ class DeviceMesh:
     def completed(self, names: Sequence[str]) -> DeviceMesh:
         """Return a mesh with the given axes, adding each missing axis with a single rank.
 
-        Collective if an axis is missing: every rank of the world must make this call with the same
+        Collective if an axis is missing: every rank of the world must then call this with the same
         names.
 
         Args:
@@ -165,7 +165,7 @@ def _coordinate(rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _make_axis(shape: tuple[int, ...], axis: int, name: str) -> ProcessGroup:
-    """Create the groups of all lines of ranks along `axis`; return this rank's group."""
+    """Create one group for each line of ranks along `axis`; return this rank's group."""
     own: ProcessGroup | None = None
     others = [range(length) for index, length in enumerate(shape) if index != axis]
     for fixed in itertools.product(*others):
@@ -176,7 +176,7 @@ def _make_axis(shape: tuple[int, ...], axis: int, name: str) -> ProcessGroup:
 
 
 def _make_alone(world_size: int) -> ProcessGroup:
-    """Create a group for each single rank; return this rank's group."""
+    """Create a separate group for every rank; return this rank's group."""
     own: ProcessGroup | None = None
     for rank in range(world_size):
         own = new_group([rank], name="alone") or own

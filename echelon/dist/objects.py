@@ -1,7 +1,7 @@
 """Exchange objects between ranks as msgpack, so that nothing is ever pickled.
 
-The ranks first exchange the sizes, then the bytes, padded to the longest object. So each call
-consists of two collectives, and the second needs the result of the first.
+The ranks first exchange the objects' sizes, then their bytes, padded to the longest object. So each
+call consists of two collectives, the second of which needs the result of the first.
 """
 
 from __future__ import annotations

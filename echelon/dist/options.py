@@ -13,7 +13,7 @@ class Options:
 
     Attributes:
         reduction: "fast" leaves the order of summation to the backend; "rank_ordered" sums in rank
-            order, so that results are bit-identical on every backend and in every run.
+            order, so results are bitwise identical on every backend and in every run.
 
     Example:
         >>> Options(reduction="rank_ordered").reduction

@@ -1,8 +1,8 @@
-"""Manage the world of this process: `init`, `world`, `new_group`, `shutdown`.
+"""Manage this process's world: `init`, `world`, `new_group`, `shutdown`.
 
-`init` meets the other ranks at the store that the launcher (or torchrun, or rank 0) hosts, creates
-the world group and connects the parts. In the black box, waits at the store become `store` spans;
-across hosts, the black box also records the offset of this clock to rank 0's clock.
+`init` finds the other ranks through the store, which the launcher, torchrun or rank 0 hosts, and
+creates the world group. The black box records waits at the store as `store` spans and, across
+hosts, the offset of this rank's clock from rank 0's clock.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _World:
         return self.world
 
     def make(self, ranks: Sequence[int], name: str, path: str) -> ProcessGroup | None:
-        """Create a group under a path of the store; return None if this rank is not a member."""
+        """Create a group on a path in the store; return None if this rank is not a member."""
         if self.rendezvous.rank not in ranks:
             return None
         store = PrefixStore(path, self.store)
@@ -144,10 +144,10 @@ def init(
 
     Args:
         backend: "shm", "gloo", "shm+gloo", "xccl", "nccl" or a plug-in's name. None means "shm" if
-            all ranks are on one host, and otherwise "shm+gloo". For arrays on a device, None also
-            adds "nccl", "xccl" or a plug-in, created in the first collective on such an array.
-            "nccl", like any device backend, uses the device that the program made current, or else
-            the device given by LOCAL_RANK.
+            all ranks are on one host, and "shm+gloo" otherwise. With None, "nccl", "xccl" or a
+            plug-in is also created on the first collective whose array is on a device. A device
+            backend such as "nccl" uses the device that the program made current, or else the device
+            given by LOCAL_RANK.
         timeout_s: timeout for this call and for every operation of the groups created from the
             world.
         reduction: "fast", or "rank_ordered" for sums in rank order on every backend ("shm" always
@@ -199,9 +199,9 @@ def init(
 
 
 def is_initialized() -> bool:
-    """Return whether there is a world: created by `init`, and not yet ended by `shutdown`.
+    """Return whether there is a world, created by `init` and not yet ended by `shutdown`.
 
-    The result is False in a forked child of a rank, because the world belongs to the parent.
+    Return False in a forked child of a rank, because the world belongs to the parent.
 
     Example:
         >>> _ = dist.init()
@@ -227,13 +227,13 @@ def world() -> ProcessGroup:
 
 
 def new_group(ranks: Sequence[int], name: str | None = None) -> ProcessGroup | None:
-    """Create a group of some of the world's ranks; blocks until all its members have joined.
+    """Create a group of some of the world's ranks; block until all its members have joined.
 
-    Every rank of the world must make the same calls of this function in the same order; ranks
-    outside the group get None.
+    Every rank of the world must make the same calls to this function in the same order. On ranks
+    outside the group, it returns None.
 
     Args:
-        ranks: ranks of the world, in the order that they have in the group.
+        ranks: the members' ranks in the world, in group order.
         name: the name to show in verdicts; None generates a name.
 
     Raises:
@@ -258,7 +258,7 @@ def new_group(ranks: Sequence[int], name: str | None = None) -> ProcessGroup | N
 def leave_groups() -> None:
     """Close all groups and agreements within about 1 s, but stay connected to the store.
 
-    Until `regroup` creates another world, `world` returns the closed group.
+    Until `regroup` creates a new world, `world` returns the closed group.
 
     Raises:
         ValueError: there is no world.
@@ -267,13 +267,13 @@ def leave_groups() -> None:
 
 
 def regroup(ranks: Sequence[int], epoch: int, facts: Facts) -> ProcessGroup:
-    """Create a world of some of this world's ranks. Messages keep the ranks' earlier numbers.
+    """Create a new world of some of this world's ranks. Messages still show the old rank numbers.
 
-    Each of these ranks must call this function. It blocks until all of them have joined.
+    Each of these ranks must call this function, which blocks until all of them have joined.
 
     Args:
-        ranks: the ranks of the new world, including this rank, in group order, as numbered by the
-            launcher.
+        ranks: the launcher's numbers of the ranks of the new world, in group order, including this
+            rank.
         epoch: a number higher than the epoch of every world that these ranks created earlier.
         facts: the `process_identity` of each of these ranks.
 
@@ -286,7 +286,7 @@ def regroup(ranks: Sequence[int], epoch: int, facts: Facts) -> ProcessGroup:
 
 
 def expect_epochs() -> None:
-    """Note that `end_world` may be called from now on. Every rank must call this.
+    """Declare that `end_world` may be called from now on. Every rank must call this.
 
     Raises:
         ValueError: there is no world.
@@ -305,7 +305,7 @@ def end_world(error: CollectiveError, epoch: int) -> None:
 
 
 def is_between_worlds() -> bool:
-    """Return whether this process has left its groups and not yet created a new world.
+    """Return whether this process has left its groups but has not created a new world yet.
 
     Raises:
         ValueError: there is no world.
@@ -323,7 +323,7 @@ def first_error() -> CollectiveError | None:
 
 
 def own_rank() -> int:
-    """Return this process's rank as numbered by the launcher, even if the world has changed.
+    """Return this process's original rank from the launcher, even if the world has changed.
 
     Raises:
         ValueError: there is no world.
@@ -341,11 +341,11 @@ def job_store() -> TCPStore | MemoryStore:
 
 
 def agree_on_calls(what: str) -> Agreement:
-    """Create an agreement among all ranks, which must all call this. Does not block.
+    """Create an agreement among all ranks. All of them must call this; it does not block.
 
     Args:
-        what: the subject of the agreement, for errors and spans. The n-th call with this text on
-            each rank belongs to the same agreement.
+        what: the subject of the agreement, for errors and spans. On each rank, the n-th call with
+            this text belongs to the same agreement.
 
     Raises:
         ValueError: `init` was not called.
@@ -357,7 +357,7 @@ _before_shutdown: list[Callable[[], None]] = []
 
 
 def before_shutdown(action: Callable[[], None]) -> Callable[[], None]:
-    """Make `shutdown` call `action` first, and raise any exception from `action` at the end."""
+    """Make `shutdown` call `action` first; any exception from `action` is raised at the end."""
     _before_shutdown.append(action)
     return action
 
@@ -369,7 +369,8 @@ def shutdown() -> None:
     wait for any checkpoint that this rank is still saving in the background.
 
     Raises:
-        CheckpointError, OSError: the background checkpoint failed; the world has still been left.
+        CheckpointError, OSError: the background checkpoint failed; this rank has left the world
+            nevertheless.
 
     Example:
         >>> world = dist.init()
@@ -434,18 +435,18 @@ def _join(
 
 
 def _attempt(rendezvous: Rendezvous, connection: TCPStore | MemoryStore) -> PrefixStore:
-    """Return the part of the store for this attempt, in which each world has its own keys."""
+    """Return this attempt's part of the store, in which each world has its own keys."""
     return PrefixStore(rendezvous.namespace or "echelon/solo", connection)
 
 
 def _meet(
     joining: _Joining, rendezvous: Rendezvous, options: Options, timeout_s: float
 ) -> tuple[TCPStore | MemoryStore, int]:
-    """Connect to the store, and agree with all ranks on the number of the new world.
+    """Connect to the store, and agree with all ranks on the new world's number.
 
     [Note: a store that ends with its world] If rank 0 hosts the store, its `shutdown` ends the
-    store. A rank that left earlier and joins again may have connected to that store. It then
-    connects to the next store, which rank 0 opens when it joins.
+    store. A rank that left earlier and is rejoining may have connected to that store. It then
+    connects to the next store, which rank 0 opens when rank 0 joins again.
     """
     members = Members(
         name="world", rank=rendezvous.rank, ranks=range(rendezvous.world_size), options=options
@@ -472,7 +473,7 @@ def _meet(
 
 
 def _clock_offset(state: _World, rendezvous: Rendezvous) -> ClockOffset | None:
-    """Measure this rank's clock offset to rank 0; return None on one host or if it fails."""
+    """Measure this clock's offset from rank 0's; return None on a single host or on failure."""
     if rendezvous.local_world_size >= rendezvous.world_size:
         return None
     try:
@@ -500,7 +501,7 @@ def _connect(rendezvous: Rendezvous, timeout_s: float) -> TCPStore | MemoryStore
 
 
 def _forget_lock() -> None:
-    """Replace the lock in a forked child, where a thread that does not exist may hold it."""
+    """Replace the lock in a forked child, where a thread that is gone may hold it."""
     global _lock
     _lock = threading.RLock()
 

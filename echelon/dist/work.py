@@ -64,7 +64,7 @@ class Work:
 
     @property
     def lane(self) -> object:
-        """The lane of the operation; operations in one lane finish in call order."""
+        """The operation's lane; operations in the same lane finish in the order of their calls."""
         one = self.operation
         return (one.kind, one.peer, one.tag) if one.is_message else None
 
@@ -75,7 +75,7 @@ class Work:
     def exception(self) -> BaseException | None:
         """Return the operation's error; None if it succeeded or has not ended.
 
-        The call may take up to 2 s, like `error`.
+        Like `error`, this may take up to 2 s.
         """
         return self.error
 
@@ -91,8 +91,8 @@ class Work:
             timeout_s: how long to wait; 0 does not block; None means the operation's own timeout.
 
         Raises:
-            ValueError: `timeout_s` is below 0 or not a duration.
-            CollectiveTimeoutError: the operation has not ended within `timeout_s`, but continues;
+            ValueError: `timeout_s` is negative or not a duration.
+            CollectiveTimeoutError: the operation did not end within `timeout_s`; it continues, and
                 `wait` may be called again.
             CollectiveError: the operation itself failed.
         """

@@ -1,8 +1,8 @@
-"""Read the epochs that the launcher publishes, and let the ranks of an epoch meet.
+"""Read the epochs that the launcher publishes, and bring the ranks of an epoch together.
 
 A rank reads only its own copy of the newest epoch, and never decides which ranks are lost. If a
-rank of the new epoch is lost while the others are waiting to meet it, the launcher opens the gate
-of their meeting, and they find that there is a newer epoch.
+rank of the new epoch is lost while the other ranks are waiting for it, the launcher ends their
+wait, and they find that there is a newer epoch.
 
 A rank that is computing, or is waiting for a host that does not answer, does not notice a loss by
 itself. So a thread (`News`) waits for the next epoch, and then ends the groups of the old world.
@@ -30,7 +30,7 @@ _CLOSE_S = 0.5
 
 
 class Superseded(Exception):  # noqa: N818 -- not an error that a user sees
-    """The epoch whose ranks were meeting has been replaced by a newer epoch."""
+    """A newer epoch replaced this one while its ranks were still gathering."""
 
 
 class Epochs:
@@ -47,7 +47,7 @@ class Epochs:
         self.number = 0
 
     def next(self, timeout_s: float) -> Epoch:
-        """Return the newest epoch since the last one returned; wait until there is one.
+        """Return the newest epoch that has not been returned yet; wait until there is one.
 
         Raises:
             StoreTimeoutError: no new epoch was published within `timeout_s`.
@@ -87,7 +87,7 @@ class Epochs:
 
 
 class News:
-    """Waits for epochs on its own thread, over its own connection.
+    """Waits for epochs on its own thread, using its own connection.
 
     Args:
         store: the job's store.

@@ -1,4 +1,4 @@
-"""Keep a rank's copy of the training state at the start of a step, in the rank's own memory.
+"""Keep a copy of a rank's training state at the start of a step, in the rank's own memory.
 
 Tensors are copied into memory that is reused from one step to the next. They are restored in place,
 so the model, the optimizer and the caller keep the same parameter objects.
@@ -17,7 +17,7 @@ from torch import nn
 
 
 class Stateful(Protocol):
-    """An object with its own state: a schedule, an average of the weights, a sampler.
+    """An object with state of its own: a schedule, an average of the weights, a sampler.
 
     Example:
         >>> schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -35,7 +35,7 @@ class Stateful(Protocol):
 
 
 class KeptState:
-    """The state of a model, its optimizer and the random generators at one moment.
+    """The state of a model, its optimizer and the random generators at one point in time.
 
     The copy needs as much memory as the parameters, the buffers and the optimizer's state.
 
@@ -104,7 +104,7 @@ class KeptState:
         _set_random_state(self._random)
 
     def drop(self) -> None:
-        """Release the copies, now that there is no other rank left to lose."""
+        """Release the copies, now that there are no other ranks left to lose."""
         self._tensors.clear()
         self._owned.clear()
         self._state.clear()
@@ -131,7 +131,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _copied(value: Any, place: Any) -> Any:
-    """Return a copy of a value; copy a tensor into `place` if that has the same form."""
+    """Copy a value; copy a tensor into `place` if that has the same shape, dtype and device."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     is_alike = (

@@ -1,14 +1,14 @@
-"""Run steps that all ranks commit, and that the survivors repeat when a rank is lost.
+"""Run steps that all ranks commit together; when a rank is lost, the survivors repeat the step.
 
-[Note: kept and finished] Each rank holds two numbers. `kept` is a step: the rank has a copy of the
-state at the start of that step. `finished` is one higher once the rank has computed that step
-completely; its live state is then the start of the next step. A barrier ends each step. A rank sets
-`finished` before it enters the barrier; only after the barrier does it raise `kept` and copy again.
-So a rank that is past the barrier knows that all have finished, and among survivors `finished` and
-`kept` differ by at most one step. The survivors exchange `finished` and continue from the lowest
-value, because each of them has that state, either live or as its copy.
+[Note: kept and finished] Each rank has two numbers. `kept` is the step at whose start the rank
+copied its state. `finished` equals `kept` until the rank has computed that step completely, and is
+then one higher: the live state is now the start of the next step. A barrier ends each step. A rank
+raises `finished` before the barrier, and `kept` only after it, when it copies the state again. So a
+rank that has passed the barrier knows that all ranks have finished the step, and the numbers of the
+survivors differ by at most one step. The survivors exchange `finished` and continue from the lowest
+value, because each of them has that state, either live or as a copy.
 
-Protection begins like a step: a rank has `finished` the start once `prepare` has returned.
+The start counts as a step too: a rank has finished it once `prepare` has returned.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class World:
 
     Attributes:
         group: the group of these ranks; `echelon.dist.world()` returns the same group.
-        epoch: the number of the epoch, 0 at the start, and higher after each loss.
+        epoch: the number of the epoch: 0 at the start, higher after each loss.
         lost: the ranks that have been lost so far, as numbered by the launcher.
 
     Example:
@@ -85,8 +85,8 @@ def run(
     Under `echelon run --on-loss shrink`, the surviving ranks discard the step in which a rank died,
     restore the state from the start of that step, and repeat the step. Their processes are not
     restarted. With gradients that do not depend on the number of ranks
-    (`echelon.train.same_bits.SameBits`) the result has the same bits as without the loss. Under
-    other launchers or settings, `run` warns and trains without this protection.
+    (`echelon.train.same_bits.SameBits`), the result is bitwise identical to that of a run without
+    losses. Under other launchers or settings, `run` warns and trains without this protection.
 
     Every rank must call this after `echelon.dist.init`. Each step ends with a barrier. Each rank
     copies the training state once per step, and the copy takes as much memory as that state.
@@ -94,7 +94,7 @@ def run(
     Args:
         prepare: creates whatever belongs to the current ranks (groups, meshes, `SameBits`), and
             returns a function that computes one step, given the step's number. `prepare` is called
-            at the start, and again after each loss, when all earlier groups have been closed. The
+            at the start, and again after each loss, once all earlier groups are closed. The
             function that it returns must change only the model, the optimizer, `also` and random
             numbers. It must not use gradients from an earlier step, and must not catch
             CollectiveError.
@@ -109,8 +109,8 @@ def run(
     Raises:
         ValueError: there is no world, `model` is not replicated, or a protected `run` was already
             called in this process.
-        CollectiveError: a collective failed, and the launcher published no epoch without the ranks
-            at fault, because too few ranks are left or no rank has died.
+        CollectiveError: a collective failed, and the launcher did not publish a new epoch, because
+            too few ranks are left or no rank has died.
 
     Example:
         >>> from echelon.train.same_bits import SameBits
@@ -161,7 +161,7 @@ def _end_world(epoch: Epoch) -> None:
 
 
 class _Training(Generic[_T]):
-    """One call of `run` on this rank."""
+    """One call to `run` on this rank."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class _Training(Generic[_T]):
         self._epochs = Epochs(runtime.job_store(), runtime.own_rank())
 
     def train(self, world: World) -> None:
-        """Train up to the last step, in as many worlds as necessary."""
+        """Train up to the last step, in as many successive worlds as necessary."""
         now = world
         while True:
             try:
@@ -234,7 +234,7 @@ class _Training(Generic[_T]):
             raise error
 
     def _commit(self, *, is_kept: bool) -> None:
-        """Make the live state the one to return to; every rank has this state or can reach it."""
+        """Make the live state the one to restore after a loss; all have it or can reach it."""
         self._kept = self._finished
         if self._may_continue and is_kept:
             self._state.keep()
@@ -248,10 +248,10 @@ class _Training(Generic[_T]):
     # ---- after a loss ----
 
     def _recover(self, err: CollectiveError) -> World:
-        """Return the world of the ranks that remain.
+        """Return the world of the remaining ranks.
 
         Raises:
-            CollectiveError: no epoch was published, or the ranks of the epoch did not meet.
+            CollectiveError: no epoch was published, or some ranks of the epoch did not join.
         """
         if isinstance(err, CollectiveMismatchError):
             raise err  # every rank would call the same again
@@ -282,7 +282,7 @@ class _Training(Generic[_T]):
             raise _unrepeated(err, why) from err
 
     def _join(self, epoch: Epoch) -> World:
-        """Agree with an epoch's ranks on a step, restore that step's start, and create a world."""
+        """Agree on a step with an epoch's ranks, restore its start, and create a world."""
         mine = {"kept": self._kept, "finished": self._finished, "process": process_identity()}
         timeout_s = runtime.world().timeout_s
         rows = self._epochs.meet(epoch, mine, timeout_s)
@@ -345,7 +345,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _why_none(err: CollectiveError, waited_s: float) -> str:
-    """Return why the launcher has not published an epoch, as far as the reason is known."""
+    """Return why the launcher has not published an epoch, as far as this rank knows."""
     if not isinstance(err, PeerLostError):
         return f"no rank was lost within {waited_s:g} s of this error"
     ranks = ", ".join(map(str, err.ranks))
@@ -356,7 +356,7 @@ def _why_none(err: CollectiveError, waited_s: float) -> str:
 
 
 def _claim() -> None:
-    """Refuse a second protected run, which would read the first run's epochs and standings."""
+    """Refuse a second protected run, because it would read the first run's epochs and standings."""
     global _is_claimed
     if _is_claimed:
         raise ValueError(
