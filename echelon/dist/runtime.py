@@ -341,7 +341,7 @@ def job_store() -> TCPStore | MemoryStore:
 
 
 def agree_on_calls(what: str) -> Agreement:
-    """Create an agreement among all ranks. All of them must call this; it does not block.
+    """Create an agreement among all ranks. Every rank must call this. Does not block.
 
     Args:
         what: the subject of the agreement, for errors and spans. On each rank, the n-th call with

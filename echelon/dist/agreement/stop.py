@@ -62,7 +62,7 @@ class _Stop:
         """Count a call; return True if all ranks agreed to stop at this call or an earlier one.
 
         Between two worlds, return False without counting the call, so that all ranks start counting
-        when the next world begins.
+        together in the next world.
         """
         if self.agreement.is_closed:
             if runtime.is_between_worlds():

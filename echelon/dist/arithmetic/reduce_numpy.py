@@ -58,8 +58,8 @@ def divide(data: Flat, count: int, dtype: str) -> None:
     """Divide sums by the number of parts, in place; integer results are truncated toward zero.
 
     Args:
-        data: [numel], of any dtype that can be averaged except 16-bit floats, whose totals are
-            divided before they are rounded.
+        data: [numel], of any dtype that can be averaged. 16-bit floats are the exception: their
+            totals are divided before they are rounded.
     """
     if dtype in ("float32", "float64"):
         np.divide(data, data.dtype.type(count), out=data)

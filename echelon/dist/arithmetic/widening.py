@@ -66,7 +66,7 @@ class Scratch:
         self._kept: dict[str, Flat] = {}
 
     def take(self, name: str, length: int, dtype: Any) -> Flat:
-        """Return memory of shape [length] under a name, whose earlier contents are lost."""
+        """Return memory of shape [length], kept under a name. Its earlier contents are lost."""
         num_bytes = length * np.dtype(dtype).itemsize
         if num_bytes > _MOST_KEPT_BYTES:
             return np.empty(length, dtype)

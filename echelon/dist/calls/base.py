@@ -210,7 +210,7 @@ class Calls:
     def _raise_failure(self, err: BaseException, record: int) -> NoReturn:
         """Record a failure and raise it.
 
-        A group's error also gets the file and line of the call.
+        If it is an error of the group, add the file and line of the user's call.
         """
         recorder = None if record == NOT_RECORDED else black_box.current()
         if recorder is not None:

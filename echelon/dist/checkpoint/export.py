@@ -25,8 +25,8 @@ def export(
 
     A .safetensors file receives the tensors of one module. Any other file is written in the format
     of `torch.save` and can be read by `torch.load(..., weights_only=True)`: a module's state_dict
-    if `key` names a module, otherwise a dict of all entries except random states, as torch itself
-    would store them. The file appears atomically.
+    if `key` names a module, otherwise a dict of all entries except random states, in the forms that
+    torch uses. The file appears atomically.
 
     Args:
         path: the path of the checkpoint, or of one version of it.

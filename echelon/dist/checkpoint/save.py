@@ -55,7 +55,7 @@ def save(
     states are saved for each rank. An optimizer's parameters take their names from the modules in
     the same state.
 
-    The previous checkpoint remains loadable until this one is complete, whatever happens. Ranks
+    The previous checkpoint always remains loadable until this one is complete. Ranks
     wait for each other for at most the group's timeout or, in the background, `timeout_s`.
 
     Args:
@@ -215,7 +215,7 @@ class _Job:
             raise
 
     def run_apart(self, deadline_s: float) -> None:
-        """Write and commit without communication, by watching for the files of the other ranks.
+        """Write and commit without communication, by watching for the other ranks' files.
 
         This leaves the group free for training, which continues at the same time.
         """

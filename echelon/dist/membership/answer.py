@@ -1,6 +1,6 @@
 """Define a rank's answer to a liveness check, and derive the ranks at fault from the answers.
 
-A message that times out shows only that its peer did not send. The peer may itself be waiting, for
+A message that times out shows only that its peer did not send. The peer may itself be waiting for
 another message or in a collective. In that case, the rank at the end of the chain of waits must be
 named.
 """
@@ -23,7 +23,7 @@ class Answer:
     Attributes:
         num_called: number of the group's collectives that the rank has called.
         peers: group ranks from which it is waiting for a message.
-        collectives: numbers of the collectives in which it is waiting.
+        collectives: numbers of the collectives that it is waiting in.
     """
 
     num_called: int
@@ -55,7 +55,7 @@ def origins(
     """Follow the chains of waiting ranks, starting from the ranks that did not send.
 
     Args:
-        me: this rank's group rank; this rank is asking, and is waiting for `late`.
+        me: the group rank of this rank, which is waiting for `late`.
         late: the group ranks that did not send.
         answers: the answers, keyed by group rank, including this rank's answer.
         silent: group ranks that did not answer; chains end there.

@@ -1,4 +1,4 @@
-"""Post short notices on a board in the store that every rank of a world watches.
+"""Post short notices on a board, which the store holds and every rank of a world watches.
 
 A rank whose group has failed posts a verdict. A rank that must find out which ranks are dead posts
 a question, which every member's process answers even if its main thread is busy. Notices are
@@ -29,7 +29,7 @@ Take = Callable[[dict[str, Any]], None]
 
 
 def quick(store: Store) -> Store:
-    """Return a view of a store with its own connection, on which a call takes at most `QUICK_S`.
+    """Return a view of a store with its own connection; each call takes at most `QUICK_S`.
 
     Raises:
         StoreError: the store cannot be reached.

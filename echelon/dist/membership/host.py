@@ -1,4 +1,4 @@
-"""Find the other ranks' processes on this host, and the address this host uses on a route."""
+"""Find the processes of other ranks on this host, and the address of this host on a route."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from echelon.host.identity import Process, is_same_host, process_of
 
 
 def processes_here(facts: list[dict[str, Any]], rank: int) -> dict[int, Process]:
-    """Return the processes of the other ranks that are on the same host as `rank`."""
+    """Return the processes of the other ranks on the same host as `rank`."""
     return {
         other: process_of(fact)
         for other, fact in enumerate(facts)

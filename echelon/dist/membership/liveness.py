@@ -288,8 +288,8 @@ class Liveness:
     def _late_here(self, operation: Operation, error: CollectiveError) -> CollectiveError:
         """Return an error that names the rank of this host at the end of the chain of waits.
 
-        This method does not query other ranks. It relies on the fact that the ranks in a chain time
-        out at nearly the same moment and publish what they were waiting for. If the store does not
+        This method does not query other ranks. It relies on the ranks in a chain timing out at
+        nearly the same time and publishing what they were waiting for. If the store does not
         answer, the method names the peer itself, as `error` does.
         """
         if self._state is None:

@@ -66,7 +66,7 @@ class Streams(Interface):
         """
 
     def broken(self) -> list[tuple[int, str]]:
-        """Return the peers whose streams have ended since the last call, each with its reason."""
+        """Return the peers whose streams have broken since the last call, each with the reason."""
 
     def wake(self) -> None:
         """End another thread's current `wait`, or its next one."""

@@ -3,8 +3,8 @@
 [Note: one message for two receives] The receive is started on both levels, into the same array. The
 state of the receive inside the host decides which level gets the message. The engine inside the
 host claims that receive when a message matches it. The level between hosts must cancel it
-(`withdraw`) before matching a message itself. Both steps are atomic, so a message is never lost or
-taken twice.
+(`withdraw`) before that level matches a message. Both steps are atomic, so a message is never lost
+or taken twice.
 """
 
 from __future__ import annotations

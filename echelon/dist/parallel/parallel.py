@@ -76,7 +76,7 @@ class Parallel:
 
     @property
     def has_loss(self) -> bool:
-        """Whether this rank computes losses, because it holds the last stage."""
+        """Whether this rank holds the last stage and therefore computes losses."""
         return self.pipeline is None or self.pipeline.has_last
 
     def step(self, inputs: Any, targets: Any = None, *, loss_scale: float = 1.0) -> Tensor:

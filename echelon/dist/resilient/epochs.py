@@ -2,7 +2,7 @@
 
 A rank reads only its own copy of the newest epoch, and never decides which ranks are lost. If a
 rank of the new epoch is lost while the other ranks are waiting for it, the launcher ends their
-wait, and they find that there is a newer epoch.
+wait, so that they can read the newer epoch.
 
 A rank that is computing, or is waiting for a host that does not answer, does not notice a loss by
 itself. So a thread (`News`) waits for the next epoch, and then ends the groups of the old world.
@@ -30,11 +30,11 @@ _CLOSE_S = 0.5
 
 
 class Superseded(Exception):  # noqa: N818 -- not an error that a user sees
-    """A newer epoch replaced this one while its ranks were still gathering."""
+    """An epoch was replaced by a newer one before all of its ranks had arrived."""
 
 
 class Epochs:
-    """This rank's view of the epochs of its attempt.
+    """This rank's view of its attempt's epochs.
 
     Args:
         store: the job's store.

@@ -42,7 +42,7 @@ class KeptState:
     Args:
         model: the model, which is replicated on all ranks.
         optimizer: the optimizer of the model's parameters.
-        also: other objects whose state is changed by the steps.
+        also: other objects whose state the steps change.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """Run steps that all ranks commit together; when a rank is lost, the survivors repeat the step.
 
-[Note: kept and finished] Each rank has two numbers. `kept` is the step at whose start the rank
-copied its state. `finished` equals `kept` until the rank has computed that step completely, and is
+[Note: kept and finished] Each rank has two numbers. `kept` is a step: the rank copied its state at
+the start of that step. `finished` equals `kept` until the rank has computed that step completely,
+and is
 then one higher: the live state is now the start of the next step. A barrier ends each step. A rank
 raises `finished` before the barrier, and `kept` only after it, when it copies the state again. So a
 rank that has passed the barrier knows that all ranks have finished the step, and the numbers of the
@@ -102,7 +103,7 @@ def run(
         optimizer: the optimizer of the model's parameters.
         total: the number of the last step, plus one.
         first: the number of the first step.
-        also: schedules, averages and other objects whose state is changed by the steps.
+        also: schedules, averages and other objects whose state the steps change.
         on_commit: called once per step on each rank, with the step's number and result, when the
             step can no longer be undone by a loss. It must not call collectives.
 
@@ -234,7 +235,7 @@ class _Training(Generic[_T]):
             raise error
 
     def _commit(self, *, is_kept: bool) -> None:
-        """Make the live state the one to restore after a loss; all have it or can reach it."""
+        """Make the live state the one to restore after a loss; all ranks have or can reach it."""
         self._kept = self._finished
         if self._may_continue and is_kept:
             self._state.keep()

@@ -88,7 +88,7 @@ class Unfinished:
 
     @contextlib.contextmanager
     def local_folder(self) -> Iterator[Path]:
-        """Yield the folder to write this rank's file in, which is the version's own."""
+        """Yield the version's own folder, in which this rank writes its file."""
         yield self.path
 
     def publish(self, file: Path, limit_s: float) -> None:  # noqa: ARG002 -- of the interface

@@ -1,7 +1,7 @@
 """Define the manifest, which holds all plain values and locates each tensor's elements.
 
 Here, a tensor is a sequence of elements in row-major order. Each rank writes parts of some tensors,
-one after the other, to its own file; `Range` describes such a part. On loading, the elements that a
+one after another, to its own file; `Range` describes such a part. On loading, the elements that a
 rank wants are intersected with the parts in the files, so any number of ranks can load a
 checkpoint.
 """

@@ -37,7 +37,7 @@ class Source(Protocol):
         """Fill `out` with a tensor's elements, starting at element `start`.
 
         `out` is a plain 1-D tensor of the stored dtype. If `repeats` is given (see `Pattern`),
-        `out` receives several runs, one after the other.
+        `out` receives several runs, one after another.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Name each step's checkpoint folder, and find the step of such a folder."""
+"""Convert between steps and the names of their checkpoint folders."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Found:
 
     Attributes:
         step: the step's number.
-        condition: whether the checkpoint can be loaded, as far as can be judged without reading it.
+        condition: whether the checkpoint seems loadable, judged without reading it.
         reason: why the checkpoint is not complete; "" if it is.
         score: the score given by the program, or None.
     """

@@ -53,7 +53,7 @@ class Peers(Protocol):
 
 
 class Alone:
-    """A process that saves and loads alone, whatever its rank."""
+    """A process that saves and loads by itself, regardless of its rank."""
 
     size = 1
     timeout_s = _DEFAULT_TIMEOUT_S

@@ -127,8 +127,8 @@ def _finish_at_shutdown() -> None:
 def _finish_at_exit() -> None:
     """Wait for the program's last save; if it failed, make the program fail.
 
-    Python ignores exceptions in exit handlers, so this function ends the process itself with an
-    exit code, after doing the work of this package's other exit handlers.
+    Python ignores exceptions in exit handlers, so this function does the work of the package's
+    other exit handlers and then ends the process with an exit code.
     """
     error = finish()
     if error is None:

@@ -28,7 +28,7 @@ _WINDOW_BYTES = 64 << 20
 
 
 def read(peers: Peers, source: Source, wanted: Sequence[Wanted]) -> Exception | None:
-    """Fill all tensors; return this rank's error, if any, once all have finished. Collective."""
+    """Fill all tensors; once all ranks have finished, return this rank's error. Collective."""
     reading = _Reading(peers, source)
     if peers.size > 1:
         lines = find_lines(peers, source, wanted)
@@ -44,8 +44,8 @@ class _Reading:
     """One rank's share of reading a version.
 
     Attributes:
-        error: this rank's first error. After an error the rank stops reading but still takes part
-            in every exchange, because the other ranks wait for it.
+        error: this rank's first error. After an error, the rank stops reading but still takes part
+            in every exchange, because the other ranks are waiting for it.
     """
 
     def __init__(self, peers: Peers, source: Source) -> None:
@@ -80,7 +80,7 @@ class _Reading:
     def _round(self, lines: Sequence[Line], number: int, num_rounds: int) -> None:
         """Read one window of each line, send this rank's part and store the other ranks' parts.
 
-        Any two ranks list the lines that they have in common in the same order.
+        Any two ranks list their common lines in the same order.
         """
         rank, size = self._peers.rank, self._peers.size
         parts = [aligned(-(-line.num_bytes // (num_rounds * len(line.ranks)))) for line in lines]

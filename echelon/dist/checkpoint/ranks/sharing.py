@@ -1,6 +1,6 @@
 """Lay out the data that several ranks need as lines of bytes.
 
-The tensors wanted by the same ranks are placed one after the other on one line of bytes. There is
+The tensors wanted by the same set of ranks form one line of bytes, one after another. There is
 one line for the tensors that every rank wants (replicas of a whole model) and one for each smaller
 set of ranks that want the same tensors (replicas of a shard). Tensors that only one rank wants are
 not on any line.

@@ -1,4 +1,4 @@
-"""Keep the gradients of parameters equal if every rank of a tensor-parallel group holds them."""
+"""Keep gradients equal across a tensor-parallel group for parameters that every rank holds."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ def _described(module: nn.Module) -> str:
 
 
 def _check_tokens(name: str, tokens: Tensor, num_all: int) -> None:
-    """Check that each token is a row of the embedding, so that some rank looks it up.
+    """Check that each token is a row of the embedding; no rank would look up any other token.
 
     Raises:
         IndexError: a token is not a row, as in `nn.Embedding`. Checked only on the host, where the

@@ -1,4 +1,4 @@
-"""If a step fails on one rank, end the groups that the step uses, on all ranks.
+"""If a step fails on one rank, end all groups that the step uses, on every rank.
 
 In these groups, other ranks are waiting for the failed rank's outputs, gradients, shards or
 averages. An exception from a stage's module is the program's own error; a program that catches it,

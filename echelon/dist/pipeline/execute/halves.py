@@ -8,7 +8,7 @@ typical linear layer looks like this:
                          `-- bias
 
 The first half runs the engine only for the inputs and records the gradients that arrive at each
-node with parameters; such a node skips any product that only a weight needs. The second half runs
+node with parameters; these nodes skip any product that only a weight needs. The second half runs
 each recorded node again, only for its parameters. Each product is thus computed once, by the same
 kernels as in a whole backward, so the gradients are bitwise identical.
 

@@ -15,7 +15,7 @@ _shared: WeakKeyDictionary[nn.Module, list[list[str]]] = WeakKeyDictionary()
 
 
 class Layers(nn.Module):
-    """Layers that run one after the other. Their names may contain dots, as in the whole model."""
+    """Layers that run one after another. Their names may contain dots, as in the whole model."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def split(
     list are named by their positions.
 
     Args:
-        model: layers that run one after the other, each on the output of the previous layer. A
+        model: layers that run one after another, each on the output of the previous one. A
             dict's keys are the layers' names in the model, which may contain dots: `{"wte": wte,
             "h.0": block, ...}`.
         num_stages: the number of stages; at most the number of layers.

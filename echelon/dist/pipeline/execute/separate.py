@@ -34,7 +34,7 @@ class Listener(Protocol):
         """
 
     def random_state(self, stage: Stage) -> torch.Tensor:
-        """Return the state of the generators, to be passed to the next stage: uint8."""
+        """Return the generators' state, as uint8, for the next stage."""
 
     def computed(self, stage: Stage, microbatch: int, *, is_complete: bool) -> None:
         """Take the gradients after a backward.

@@ -68,7 +68,7 @@ class Action:
 
     @property
     def is_compute(self) -> bool:
-        """Whether the action is a computation, rather than moving data or parameters."""
+        """Whether the action computes something, rather than moving data or parameters."""
         return self.kind in COMPUTE
 
     @property

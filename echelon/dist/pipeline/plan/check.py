@@ -1,4 +1,4 @@
-"""Check whether a plan can be executed before running it, and locate any fault.
+"""Before a plan runs, check whether it can be executed, and locate any fault.
 
 Generated plans pass by construction, which a test verifies. The checks are meant for plans written
 by hand.
@@ -146,7 +146,7 @@ def _check_messages(plan: Plan, index: _Index) -> None:
 
 
 def required_messages(plan: Plan) -> Iterator[tuple[Action, Action]]:
-    """Yield each send and matching receive that stages on different ranks need."""
+    """Yield each pair of a send and its receive between stages on different ranks."""
     owner = plan.rank_of_stage
     for stage in range(plan.num_stages - 1):
         if owner[stage] == owner[stage + 1]:

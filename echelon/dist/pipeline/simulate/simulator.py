@@ -69,7 +69,7 @@ def simulate(
     """Compute when a plan's actions run.
 
     Args:
-        plan: any plan. Its messages and sharding actions take no time themselves.
+        plan: any plan. Its messages and sharding actions are counted as taking no time.
         forward: the cost of one chunk's forward, as one number for all stages or one per stage.
         input_grad: cost of the gradient of one chunk's input.
         weight_grad: cost of the gradient of one chunk's weights; a whole backward takes

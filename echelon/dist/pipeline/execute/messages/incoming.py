@@ -1,8 +1,8 @@
 """Manage this rank's receives from one peer during a step.
 
-A channel's messages arrive in the order in which they are sent, which is that of the peer's row in
-the plan. So receives are posted in that order, a few computations ahead of need, even if their data
-is needed in another order.
+A channel's messages arrive in the order in which the peer sends them, which is the order of its row
+in the plan. So receives are posted in that order, a few computations ahead of need, even if their
+data is needed in another order.
 
 A receive of outputs can be posted before their header has arrived, because both ends remember the
 size from the previous step. A micro-batch may have a different shape in the next step; outputs that

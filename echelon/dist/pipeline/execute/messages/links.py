@@ -1,11 +1,11 @@
 """Open the channels from this rank to the ranks that hold its stages' neighbours.
 
-There are three channels per peer, each of which delivers messages in the order in which they are
-sent. The headers channel uses the host's engine, because the host reads the headers. The data
-channel uses the engine of the stages' device. The spill channel is for outputs that are larger than
-the receive posted for them. On a device, the data and spill channels each use one two-rank
-communicator per direction. The data channel is connected when the pipeline is created, and the
-spill channel when outputs first need it.
+There are three channels per peer; each delivers messages in the order in which they were sent. The
+headers channel uses the host's engine, because the host reads the headers. The data channel uses
+the engine of the stages' device. The spill channel is for outputs that are larger than the receive
+posted for them. On a device, the data and spill channels each use one two-rank communicator per
+direction. The data channel is connected when the pipeline is created, and the spill channel when
+outputs first need it.
 """
 
 from __future__ import annotations
