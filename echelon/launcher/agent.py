@@ -417,6 +417,8 @@ class _Agent:
             node.stop(command)
         elif isinstance(command, m.Kill):
             node.kill()
+        elif isinstance(command, m.KillRanks):
+            node.kill_ranks(command)
         elif isinstance(command, m.Collect):
             node.collect(command)
         elif isinstance(command, m.ClearUp):

@@ -13,7 +13,7 @@ import msgpack
 
 from echelon.errors import LaunchError
 
-VERSION = 8
+VERSION = 9
 MAX_MESSAGE_BYTES = 8 << 20
 DUMP_PART_BYTES = 1 << 20
 
@@ -361,6 +361,14 @@ class Kill:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KillRanks:
+    """A command: send SIGKILL to some ranks; the others continue without them."""
+
+    attempt: int
+    ranks: list[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Collect:
     """A command: take a snapshot of this node's ranks and send their dumps."""
 
@@ -436,8 +444,8 @@ class Probe:
 
 
 Command = (
-    Start | Stop | Kill | Collect | ClearUp | Show | Over | TellStatus | JobShown | Statuses
-    | Tick | TryWays | Welcome | LeaseBeat | Entrust | Vote | Probe
+    Start | Stop | Kill | KillRanks | Collect | ClearUp | Show | Over | TellStatus | JobShown
+    | Statuses | Tick | TryWays | Welcome | LeaseBeat | Entrust | Vote | Probe
 )  # fmt: skip
 
 _KINDS: dict[str, type[Any]] = {
@@ -447,7 +455,7 @@ _KINDS: dict[str, type[Any]] = {
         CheckIn, Tock, WaysTried, Unkillable, Resume, Welcome, Laps,
         Start, Stop, Kill, Collect, ClearUp, Show, Over, TellStatus, JobShown, Tick, TryWays,
         LeaseBeat, LeaseReply, Entrust, Poll, Renew, Vote, Probe, Probed,
-        Standings,
+        Standings, KillRanks,
     )
 }  # fmt: skip
 

@@ -25,6 +25,7 @@ from echelon.launcher.coordinator import decide
 from echelon.launcher.coordinator import observers as o
 from echelon.launcher.coordinator.conclusion import conclude
 from echelon.launcher.coordinator.decide import EndedBy
+from echelon.launcher.coordinator.hung import HungRanks
 from echelon.launcher.coordinator.incidents import Incidents
 from echelon.launcher.coordinator.losses import LOST, Losses
 from echelon.launcher.coordinator.meeting import MeetingPlace
@@ -97,8 +98,11 @@ class Coordinator:
             stalls_end=options.on_stall != "report",
         )
         self._verdicts = self._incidents.verdicts
-        self._stalls = Stalls(options, self._verdicts.is_open, self._decide, terminal.say)
         self._losses = Losses(options, directory, meeting, report, terminal.say)
+        self._hung = HungRanks(self._losses, send, terminal.say)
+        self._stalls = Stalls(
+            options, self._verdicts.is_open, self._decide, terminal.say, self._hung
+        )
         self._roster = Roster(
             options.min_nodes,
             options.max_nodes,
@@ -306,6 +310,8 @@ class Coordinator:
         self._look_at_losses(world)  # the ranks may have continued after an earlier one
         for rank, code in ended.items():
             world.note_ended(rank, None if code == LOST else code)
+            if self._hung.cause_of(rank):
+                self._losses.note_hang(world, rank, self._hung.cause_of(rank))
         is_survived = not self._stop_signal and self._losses.takes(world, ended)
         for rank, code in ended.items():
             self._note_end(world, rank, code, is_survived=is_survived)
@@ -316,8 +322,10 @@ class Coordinator:
             o.RankEnded(attempt=world.number, rank=rank, code=known, is_survived=is_survived)
         )
         how = self._how_ended(world, rank, code)
+        self._hung.note_ended(world, rank, is_survived=is_survived, now_ns=self._lived_ns())
         if is_survived:
-            self._decide(world, decide.WorkerLost(rank, how))
+            is_explained = bool(self._hung.cause_of(rank))
+            self._decide(world, decide.WorkerLost(rank, how, is_explained))
             return
         self._decide(world, decide.WorkerEnded(rank, 1 if code == LOST else code, how))
 
@@ -330,6 +338,9 @@ class Coordinator:
         self._decide(world, decide.WorkerEnded(rank, 1 if code is None else code, how))
 
     def _how_ended(self, world: World, rank: int, code: int) -> str:
+        cause = self._hung.cause_of(rank)
+        if cause and code == -signal.SIGKILL:
+            return f"was ended for its hang ({cause})"
         if code != LOST:
             return decide.describe_code(code)
         return f"was lost with node {world.host_of(rank)}"

@@ -69,6 +69,7 @@ class WorkerLost:
 
     rank: int
     how: str  # in words
+    is_explained: bool = False  # by the incident of a stall that it was ended for
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,9 +216,10 @@ class Attempt:
         After a short pause, one incident is collected for this loss and any others.
         """
         self._running.discard(event.rank)
-        if not self._losses:
-            self.deadline_s = now_s + SETTLE_S
-        self._losses.append(event)
+        if not event.is_explained:
+            if not self._losses:
+                self.deadline_s = now_s + SETTLE_S
+            self._losses.append(event)
         return [] if self._running else self._over()
 
     def _collect_losses(self) -> list[Action]:

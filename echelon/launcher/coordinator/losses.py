@@ -75,6 +75,7 @@ class Losses:
         self._left: list[int] = []  # ranks that ended by themselves, before their last step
         self._number = 0  # of the newest epoch
         self._awaited: Epoch | None = None  # an epoch whose ranks have not all reported
+        self._causes: dict[int, str] = {}  # of ranks that were ended because they hang
         self._first_lost_ns = 0  # when the first rank was lost since the last complete epoch
         self._remote.clear()
 
@@ -86,6 +87,22 @@ class Losses:
     def _follow(self, world: World) -> None:
         if world.number != self._attempt:
             self._begin(world.number)
+
+    def why_not_without(self, world: World, ranks: Sequence[int]) -> str:
+        """Return why the attempt could not continue if these living ranks were killed, or ""."""
+        if not self._is_on:
+            return "--on-loss end"
+        self._follow(world)
+        gone = [rank for rank in ranks if rank in world.ended]
+        if gone or world.attempt.phase is not decide.Phase.RUNNING:
+            return "ranks have ended by themselves"
+        ended = dict.fromkeys(ranks, -int(signal.SIGKILL))
+        return self._why_not(world, ended, self._standings(world))
+
+    def note_hang(self, world: World, rank: int, cause: str) -> None:
+        """Record why a rank has been ended, before its loss is handled."""
+        self._follow(world)
+        self._causes[rank] = cause
 
     def takes(self, world: World, ended: Mapping[int, int]) -> bool:
         """Return whether the attempt continues without these ranks; if so, publish an epoch.
@@ -103,12 +120,12 @@ class Losses:
         known = self._standings(world)
         lost = [*self._lost, *ended]
         why_not = self._why_not(world, ended, known) or self._publish(world, lost, known)
-        who = _named(ended)
+        who = named(ended)
         if why_not:
             self._say(f"cannot continue without {who}: {why_not}")
             return False
         verb = "is" if len(ended) == 1 else "are"
-        left = _named(self._awaited.roster if self._awaited else ())
+        left = named(self._awaited.roster if self._awaited else ())
         self._say(f"{who} {verb} lost; continuing with {left}")
         return True
 
@@ -168,7 +185,7 @@ class Losses:
         died = self._meeting.how_it_died()
         if died:
             return f"the job's store {died}"
-        living = [one for one in range(world.size) if one not in world.ended]
+        living = [one for one in range(world.size) if one not in {*world.ended, *ended}]
         if self._may_move and LOST in ended.values():
             return "with failover=true, the loss of a node ends the attempt"
         if self._left:
@@ -219,11 +236,13 @@ class Losses:
             rank: one.ready_there_ns for rank, one in self._remote.items() if one.ready_there_ns
         }
         world.note_continued(epoch.number, epoch.lost, since_ns, there)
+        causes = {rank: self._causes.pop(rank) for rank in epoch.lost if rank in self._causes}
         self._report.continuations.append(
             {
                 "attempt": world.number,
                 "epoch": epoch.number,
                 "lost_ranks": list(epoch.lost),
+                "ended_for": {str(rank): cause for rank, cause in causes.items()},
                 "num_ranks": len(epoch.roster),
                 "step": step,
                 "repeated": repeats,
@@ -232,11 +251,14 @@ class Losses:
             }
         )
         what = f"step {step} repeated" if repeats else f"no step repeated, {step} is next"
+        hung = ", ".join(f"rank {rank} ({cause})" for rank, cause in causes.items())
+        without = f" without {hung}, with" if hung else " with"
         self._say(
-            f"continued with {len(epoch.roster)} of {world.size} ranks in {seconds:.2f} s: {what}, "
-            "0 steps lost"
+            f"continued{without} {len(epoch.roster)} of {world.size} ranks in {seconds:.2f} s: "
+            f"{what}, 0 steps lost"
         )
 
 
-def _named(ranks: Iterable[int]) -> str:
+def named(ranks: Iterable[int]) -> str:
+    """Return the ranks as "rank 1, 2"."""
     return f"rank {', '.join(map(str, ranks))}"

@@ -51,7 +51,7 @@ class Restarting:
             is_elastic=options.max_nodes > 1,
             policy=options.restart_policy,
             exclude_after=options.exclude_after,
-            after_stalls=options.on_stall == "restart",
+            after_stalls=options.on_stall in ("restart", "replace"),
         )
         self.last_line = ""  # of the last decision
         self.not_before_s = 0.0  # when the next world may begin

@@ -1,9 +1,12 @@
-"""Decide when a lasting stall ends the attempt under `--on-stall restart`.
+"""Decide when a lasting stall ends the attempt under `--on-stall restart` or `replace`.
 
 The decision waits for the verdict. A hung program stays hung. But a slow rank, a cut link, an
 unresponsive disk, or ranks that are still loading on a busy machine may recover, and a restart
 would not help. So a stall with such a cause is given some time to clear. If a restart leads to the
 same stall again, the new stall is given more time.
+
+Under `replace`, the culprits of some verdicts are ended instead (`HungRanks`), and the attempt
+continues without them.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from echelon.launcher.coordinator.decide import StallExamined
+from echelon.launcher.coordinator.hung import DIES_S, HungRanks
+from echelon.launcher.coordinator.losses import named
 from echelon.launcher.coordinator.policy.failure import UNKNOWN
 from echelon.launcher.coordinator.policy.judging import failure_of
 from echelon.launcher.coordinator.policy.table import PATIENCE, may_pass
@@ -29,6 +34,7 @@ class Stalls:
         is_open: a function that returns whether an incident is still waiting for its verdict.
         end: a function that ends the attempt because of a stall.
         say: a function that prints a line.
+        hung: ends the culprits of a stall under `--on-stall replace`.
     """
 
     def __init__(
@@ -37,8 +43,13 @@ class Stalls:
         is_open: Callable[[Incident], bool],
         end: Callable[[World, StallExamined], None],
         say: Callable[[str], None],
+        hung: HungRanks,
     ) -> None:
-        self._asks = options.on_stall == "restart" and options.restart_policy == "smart"
+        restarts, is_smart = options.on_stall == "restart", options.restart_policy == "smart"
+        self._replaces = options.on_stall == "replace"
+        self._has_patience = is_smart
+        self._asks = self._replaces or (restarts and is_smart)
+        self._hung = hung
         self._least_patience_s = PATIENCE * options.stall_timeout_s
         self._num_in_vain = 0  # stalls that were given time, since the last progress
         self._is_open = is_open
@@ -65,36 +76,56 @@ class Stalls:
 
     def clear(self) -> None:
         """Forget the stall, now that its attempt has ended."""
+        self._forget()
+        self._hung.clear()
+
+    def _forget(self) -> None:
         self._world = self._incident = None
         self._until_s = float("inf")
         self._is_late = False
 
     def note_progress(self) -> None:
         """Forget the stall, now that the ranks are making progress again."""
-        self.clear()
+        self._forget()
         self._num_in_vain = 0
 
     def deadline_s(self) -> float:
         """Return the time by which `step` must be called."""
-        return self._until_s
+        return min(self._until_s, self._hung.deadline_s())
 
     def step(self, now_s: float) -> None:
         """End the stalled ranks once the verdict or the elapsed time requires it."""
+        undead = self._hung.undead(now_s)
+        if undead is not None:
+            ranks, world = undead
+            self._say(f"{named(ranks)} survived SIGKILL for {DIES_S:g} s; the attempt ends")
+            self._end(world, StallExamined(lasts=True))
+        self._step_stall(now_s)
+
+    def _step_stall(self, now_s: float) -> None:
         world, incident = self._world, self._incident
         if world is None:
             return
         if incident is not None and not self._is_open(incident):
             self._incident = None
-            self._judge(failure_of(world, incident).cause, now_s)
+            self._judge(world, incident, now_s)
         elif incident is not None and now_s >= self._until_s and not self._is_late:
             self._is_late = True
             self._until_s = now_s + self._patience_s
         if now_s >= self._until_s:
-            self.clear()
+            self._forget()
             self._end(world, StallExamined(lasts=True))
 
-    def _judge(self, cause: str, now_s: float) -> None:
-        if not may_pass(cause):
+    def _judge(self, world: World, incident: Incident, now_s: float) -> None:
+        failure = failure_of(world, incident)
+        cause = failure.cause
+        if self._replaces:
+            why_not = self._hung.end(world, failure, incident, now_s)
+            if not why_not:
+                self._forget()
+                return
+            self._say(f"no rank is replaced: {why_not}")
+        if not (self._has_patience and may_pass(cause)):
             self._until_s = now_s
             return
         if not self._is_late:

@@ -199,6 +199,7 @@ class NodeAgent:
             master_port=0,
             stall_timeout_ms=0,
             torch_backend=self._options.torch_backend,
+            on_loss=self._options.on_loss,
         )
         attempt = self._attempt(likely)
         folders = [self._directory.rank_dir(rank, attempt.number) for rank in attempt.ranks]
@@ -378,6 +379,14 @@ class NodeAgent:
         self._stop_after_examination = None
         self._grace.note_killed(time.monotonic())
         self._end_workers(signal.SIGKILL)
+
+    def kill_ranks(self, command: m.KillRanks) -> None:
+        """Kill some ranks, and the processes of their groups; the other ranks keep running."""
+        if command.attempt != self.attempt:
+            return  # an earlier one
+        for worker in self._workers:
+            if worker.rank in command.ranks and worker.exit_code is None:
+                self._guard.signal(worker.local_rank, signal.SIGKILL)
 
     def _end_workers(self, number: int) -> None:
         """Send a signal to the running workers, which then count as stopped by the launcher."""
@@ -697,7 +706,7 @@ class NodeAgent:
             virtual_local_rank=self._options.virtual_local_rank,
             torch_backend=command.torch_backend,
             resume=command.resume,
-            on_loss=self._options.on_loss,
+            on_loss=command.on_loss,
             lists_modules=self._options.standby > 0,
         )
 

@@ -291,10 +291,11 @@ def _add_watch_options(watch: argparse._ArgumentGroup, default: Defaults) -> Non
     )
     watch.add_argument(
         "--on-stall",
-        choices=("report", "stop", "restart"),
+        choices=("report", "stop", "restart", "replace"),
         default=default("on_stall", "report"),
         help="report: print the verdict and let the job continue (default); stop: end the job; "
-        "restart: end the ranks and restart them as after a failure",
+        "restart: end the ranks and restart them as after a failure; replace: end only the ranks "
+        "that hang, as --on-loss continues without them, and restart if the verdict is unsure",
     )
     watch.add_argument(
         "--learned-limits",

@@ -49,7 +49,7 @@ class Options:
     restart_policy: str  # "smart", "always" or "never"
     exclude_after: int  # avoid a node after this many failures; 0: never
     stall_timeout_s: float
-    on_stall: str  # "report", "stop" or "restart"
+    on_stall: str  # "report", "stop", "restart" or "replace"
     on_loss: str  # "end" or "shrink"
     min_ranks: int  # the least number of ranks that may continue after losses
     learned_limits: str  # "on" or "off"
@@ -167,6 +167,8 @@ def _without_effect(args: argparse.Namespace, meeting: Rendezvous | None) -> lis
         notes.append(f"--on-loss {args.on_loss} has no effect: no rank is left after a loss")
     elif args.min_ranks == args.nproc_per_node:
         notes.append(f"--on-loss {args.on_loss} has no effect: --min-ranks allows no loss")
+    if args.on_stall == "replace" and args.on_loss == "end":
+        notes.append("--on-stall replace works as restart without --on-loss shrink")
     if args.standby and args.no_python and not args.run_path:
         notes.append("--standby has no effect with --no-python: only Python programs have standbys")
     return notes + _without_effect_alone(args, meeting)

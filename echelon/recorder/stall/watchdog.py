@@ -70,15 +70,21 @@ class StallRule:
         self._reported: dict[int, int] | None = None
         self._dumps: dict[int, int] = {}
         self._trusted_from_ns = 0  # reports from before are outdated
+        self._quiet_until_ns = 0
 
     @property
     def is_stalled(self) -> bool:
         """Whether a reported stall continues."""
         return self._reported is not None
 
+    def begin_again(self, now_mono_ns: int) -> None:
+        """Count the reported stall as over, and give the ranks the whole limit to make progress."""
+        self._reported = None
+        self._quiet_until_ns = now_mono_ns + int(self._limit_s * 1e9)
+
     def look(self, sights: Sequence[Sight], now_mono_ns: int) -> Stall | None:
         """Return a stall that has not been reported yet, or None."""
-        if not sights:
+        if not sights or now_mono_ns < self._quiet_until_ns:
             return None
         ended = {sight.rank: sight.num_ended for sight in sights}
         dumped = self._dumped(sights, now_mono_ns)

@@ -9,11 +9,12 @@ import pytest
 from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator import decide
 from echelon.launcher.coordinator.conclusion import conclude
+from echelon.launcher.coordinator.decide import StallExamined
 from echelon.launcher.coordinator.losses import Losses
 from echelon.launcher.coordinator.policy.judging import failure_of
 from echelon.launcher.coordinator.roster import Node
 from echelon.launcher.coordinator.world import LostEarlier, World
-from echelon.launcher.job.report import Report
+from echelon.launcher.job.report import Incident, Report
 from echelon.launcher.job.rundir import RunDirectory
 from echelon.launcher.options.options import parse
 from echelon.recorder.continuation import Epoch, Standing, State, note_standing
@@ -314,3 +315,32 @@ def test_where_another_node_may_host_the_job_the_loss_of_a_node_is_a_failure(tmp
     assert f"cannot continue without rank 2, 3: {why}" in job.terminal.text
     assert job.coordinator._meeting.values == {}
     job.coordinator.close()
+
+
+def test_a_hung_rank_is_killed_by_its_own_node_and_its_stall_is_the_only_incident(
+    tmp_path, monkeypatch
+):
+    job = _on_two_nodes(tmp_path, monkeypatch, "--on-stall", "replace", "--stall-timeout", "30")
+    coordinator, world = job.coordinator, job.coordinator._world
+    _stands(job, 0)
+    incident = Incident(tmp_path / "dump" / "incident_0", "stall", 0, "rank 3 is late")
+    incident.verdict = {"cause": "frozen_process", "culprit_ranks": [3], "confidence": "certain"}
+    job.report.incidents.append(incident)
+    coordinator._stalls.on_examined(world, StallExamined(lasts=True), incident, 0.0)
+    assert job.commands(m.KillRanks) == [m.KillRanks(attempt=0, ranks=[3])]
+    assert job.commands(m.KillRanks, job.other) == job.commands(m.KillRanks)
+    job.take(job.other, m.WorkerEnded(attempt=0, rank=3, code=-signal.SIGKILL))
+    assert "rank 3 is lost; continuing with rank 0, 1, 2" in job.terminal.text
+    assert incident.recovered
+    assert world.attempt.deadline_s is None, "another incident would be collected"
+    assert job.commands(m.Stop) == []
+    for rank in range(2):
+        folder = RunDirectory(tmp_path, "").rank_dir(rank, 0)
+        monkeypatch.setenv("ECHELON_RANK_DIR", str(folder))
+        note_standing(Standing(state=State.PROTECTED, epoch=1, step=5, ready_mono_ns=900))
+    _stands(job, 1)
+    job.look()
+    (continued,) = job.report.continuations
+    assert continued["ended_for"] == {"3": "frozen_process"}
+    assert "continued without rank 3 (frozen_process), with 3 of 4 ranks in" in job.terminal.text
+    coordinator.close()

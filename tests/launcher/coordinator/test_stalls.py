@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator.decide import StallExamined
+from echelon.launcher.coordinator.hung import DIES_S, HungRanks
 from echelon.launcher.coordinator.roster import Node
 from echelon.launcher.coordinator.stalls import VERDICT_S, Stalls
 from echelon.launcher.coordinator.world import World
@@ -14,6 +17,15 @@ from echelon.launcher.job.report import Incident
 from echelon.launcher.options.options import parse
 
 _RESTART = ("--on-stall", "restart", "--stall-timeout", "10", "--max-restarts", "3")
+
+
+class _Losses:
+    """Decides which losses are survived."""
+
+    why_not = ""
+
+    def why_not_without(self, world: World, ranks: Sequence[int]) -> str:
+        return self.why_not
 
 
 class _Job:
@@ -29,7 +41,10 @@ class _Job:
             [node], number=0, grace_s=1.0, stop_on_stall=True, stall_timeout_s=10.0
         )
         self.incident = Incident(Path("incident_0"), "stall", 0, "slow")
-        self.stalls = Stalls(self.options, lambda _: self.waits, self._end, self._say)
+        self.losses, self.sent = _Losses(), []
+        send = lambda node, command: self.sent.append((node, command))  # noqa: E731
+        self.hung = HungRanks(self.losses, send, self._say)
+        self.stalls = Stalls(self.options, lambda _: self.waits, self._end, self._say, self.hung)
 
     def _end(self, world: World, event: StallExamined) -> None:
         self.ended.append(event.lasts)
@@ -37,9 +52,12 @@ class _Job:
     def _say(self, text: str) -> None:
         self.said += text
 
-    def explain(self, cause: str) -> None:
+    def explain(self, cause: str, confidence: str = "certain", ranks: tuple[int, ...] = (1,)):
         self.waits = False
-        self.incident.verdict = {"cause": cause, "culprit_ranks": [1], "confidence": "certain"}
+        self.incident.verdict = {
+            "cause": cause, "culprit_ranks": list(ranks), "confidence": confidence,
+            "summary": "rank 1 sleeps at train.py:7 in step",
+        }  # fmt: skip
 
     def begin(self, *, lasts: bool = True) -> None:
         self.stalls.on_examined(self.world, StallExamined(lasts=lasts), self.incident, 0.0)
@@ -137,3 +155,91 @@ def test_without_the_smart_policy_nothing_waits(argv):
 def test_a_stall_that_cleared_while_it_was_examined_ends_nothing(job):
     job.begin(lasts=False)
     assert job.ended == [False]
+
+
+_REPLACE = ("--on-stall", "replace", "--on-loss", "shrink", "--stall-timeout", "10")
+
+
+def _hang(job: _Job, cause: str = "host_hang", **verdict) -> None:
+    """A stall that is examined and explained."""
+    job.waits = True
+    job.begin()
+    job.explain(cause, **verdict)
+    job.stalls.step(1.0)
+
+
+@pytest.mark.parametrize("cause", ["frozen_process", "host_hang", "gil_hang", "device_stuck"])
+def test_the_culprits_of_a_certain_hang_are_killed_and_nothing_else_ends(cause):
+    job = _Job(*_REPLACE)
+    _hang(job, cause, ranks=(0, 1))
+    assert job.sent == [("a", m.KillRanks(attempt=0, ranks=[0, 1]))]
+    job.stalls.step(1.0 + DIES_S - 0.1)
+    for rank in (0, 1):
+        job.hung.note_ended(job.world, rank, is_survived=True, now_ns=0)
+    assert job.incident.recovered
+    assert job.stalls.deadline_s() == float("inf")
+    job.stalls.step(1000.0)
+    assert (job.ended, len(job.sent)) == ([], 1)
+
+
+@pytest.mark.parametrize(
+    ("cause", "confidence", "ranks", "says"),
+    [
+        ("frozen_process", "likely", (1,), "the verdict on frozen_process is not certain"),
+        ("shape_mismatch", "certain", (1,), "the cause is shape_mismatch, not the hang"),
+        ("host_hang", "certain", (), "the verdict on host_hang names no rank"),
+    ],
+)
+def test_a_stall_without_a_sure_culprit_ends_as_under_restart(cause, confidence, ranks, says):
+    job = _Job(*_REPLACE)
+    _hang(job, cause, confidence=confidence, ranks=ranks)
+    assert says in job.said
+    assert (job.sent, job.ended) == ([], [True])
+
+
+def test_a_hang_whose_loss_would_not_be_survived_ends_as_under_restart():
+    job = _Job(*_REPLACE)
+    job.losses.why_not = "1 rank is left, below --min-ranks 2"
+    _hang(job)
+    assert "no rank is replaced: 1 rank is left, below --min-ranks 2" in job.said
+    assert (job.sent, job.ended) == ([], [True])
+
+
+def test_a_stall_that_may_pass_has_the_same_time_as_under_restart():
+    job = _Job(*_REPLACE)
+    _hang(job, "straggler")
+    assert (job.sent, job.ended) == ([], [])
+    assert "straggler may pass" in job.said
+
+
+def test_a_stall_that_clears_before_its_verdict_kills_no_rank():
+    job = _Job(*_REPLACE)
+    job.begin()
+    job.stalls.note_progress()
+    job.explain("frozen_process")
+    job.stalls.step(1.0)
+    assert (job.sent, job.ended) == ([], [])
+
+
+def test_a_rank_that_survives_sigkill_ends_the_attempt_once():
+    job = _Job(*_REPLACE)
+    _hang(job, "frozen_process")
+    assert job.stalls.deadline_s() == 1.0 + DIES_S
+    job.stalls.step(1.0 + DIES_S)
+    job.stalls.step(2.0 + DIES_S)
+    assert job.ended == [True]
+    assert "rank 1 survived SIGKILL for 30 s" in job.said
+
+
+def test_a_program_that_keeps_hanging_at_the_same_place_is_not_replaced_indefinitely():
+    """Each rank that repeats the step may hang there, too."""
+    job = _Job(*_REPLACE)
+    for _ in range(3):
+        _hang(job)
+        job.hung.note_ended(job.world, 1, is_survived=True, now_ns=0)
+    assert len(job.sent) == 2
+    assert "ranks keep hanging at the same place (train.py:7 in step)" in job.said
+    assert job.ended == [True]
+    job.stalls.clear()  # the next attempt
+    _hang(job)
+    assert len(job.sent) == 3

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import selectors
+import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,13 +24,21 @@ class _Guard:
 
     def __init__(self) -> None:
         self._ends = os.pipe()
+        self.environments: list[dict[str, str]] = []
+        self.signals: list[tuple[int, int]] = []
+
+    def signal(self, index: int, number: int) -> None:
+        self.signals.append((index, number))
 
     def fileno(self) -> int:
         return self._ends[0]
 
     def hold(self, folder: str) -> None: ...
 
-    def spawn(self, *_: object, **__: object) -> tuple[int, int]:
+    def spawn(
+        self, _: int, __: object, env: dict[str, str], *___: object, **____: object
+    ) -> tuple[int, int]:
+        self.environments.append(env)
         pipes = [os.pipe(), os.pipe()]
         for _, write_end in pipes:
             os.close(write_end)
@@ -78,3 +88,18 @@ def test_a_kill_for_memory_counts_only_in_its_own_attempt(node, monkeypatch):
         node.start(_start(attempt))
         node.collect(m.Collect(incident=attempt, kind="failure", reason="x"))
     assert [one.oom_kills_before for one in occasions] == [3, 4]
+
+
+def test_only_the_named_ranks_of_the_present_attempt_are_killed(node):
+    node.start(replace(_start(0), world_size=6, first_rank=2, num_workers=1))
+    node.kill_ranks(m.KillRanks(attempt=1, ranks=[2]))
+    node.kill_ranks(m.KillRanks(attempt=0, ranks=[1, 3]))
+    assert node._guard.signals == []
+    node.kill_ranks(m.KillRanks(attempt=0, ranks=[2]))
+    assert node._guard.signals == [(0, signal.SIGKILL)]
+
+
+def test_the_hosting_nodes_choice_on_losses_holds_on_this_node(node):
+    node.start(replace(_start(0), on_loss="shrink"))
+    (environ,) = node._guard.environments
+    assert environ["ECHELON_ON_LOSS"] == "shrink"

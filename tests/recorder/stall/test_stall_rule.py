@@ -204,3 +204,14 @@ def test_what_took_long_before_gets_more_time_than_anything_else():
     assert stall(0, 62) is not None
     assert stall(180, 179) is None
     assert stall(180, 181) is not None
+
+
+def test_a_stall_that_was_acted_on_is_over_and_counts_again_after_the_whole_limit():
+    """Without its culprit the others continue; if they do not, there is another culprit."""
+    one = rule()
+    waits = [sight(r, progress=100, pending=100, ended=5, seen=109) for r in range(2)]
+    assert one.look(waits, 110 * S) is not None
+    one.begin_again(113 * S)
+    assert not one.is_stalled
+    assert one.look(waits[:1], 122 * S) is None
+    assert one.look(waits[:1], 123 * S) is not None
