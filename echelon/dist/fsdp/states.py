@@ -134,7 +134,7 @@ def is_part(value: Any, shard: Shard) -> bool:
 
 @uncompiled_call
 def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-    """Return the whole model's state on the host, as the unsharded model's `state_dict()` would.
+    """Return the whole model's state on the host, like the unsharded model's `state_dict()`.
 
     Gathers one unit at a time. Collective.
 

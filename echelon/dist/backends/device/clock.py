@@ -44,7 +44,7 @@ class DeviceClock:
             return 0
 
     def _make_tie(self) -> Tie:
-        """Tie the clocks with the fastest of a few events."""
+        """Tie the clocks, using the fastest of several events."""
         ties = []
         with self._runtime.relaxed():
             for _ in range(_NUM_TRIES):

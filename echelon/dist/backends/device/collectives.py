@@ -142,7 +142,7 @@ class Collectives:
     def _reduce_in_order(
         self, on: Communicator, operation: Operation, source: Any, target: Any, op: str, stream: Any
     ) -> None:
-        """Exchange all ranks' data and reduce it in rank order; use float32 for 16-bit floats."""
+        """Exchange all ranks' data and reduce it in rank order, 16-bit floats in float32."""
         empty = self._library.empty_like
         if operation.kind == "all_reduce":
             self._all_reduce_in_order(on, operation, source, target, op, stream)

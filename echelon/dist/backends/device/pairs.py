@@ -34,7 +34,7 @@ _MESSAGE = "message"  # all messages of a lane use one connection
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The direction of a lane: its two ranks within the group, and the lane's name."""
+    """The direction of a lane, as two ranks of the group, and the lane's name."""
 
     sender: int
     receiver: int

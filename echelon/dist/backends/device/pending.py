@@ -176,7 +176,7 @@ class DevicePending:
 
 
 class DonePending:
-    """An operation that has no completion of its own: it is in a graph, or had nothing to do."""
+    """An operation without a completion of its own: it is in a graph, or there is nothing to do."""
 
     error = None
     done = True

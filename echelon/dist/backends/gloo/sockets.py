@@ -1,6 +1,6 @@
 """Carry a group's messages as byte streams over TCP, separately from Gloo's connections.
 
-Gloo's sends and receives cannot be polled, wait in C where no signal handler runs, close every
+Gloo's sends and receives cannot be polled, wait in C, where no signal handler runs, close every
 connection when one wait times out, and do not report which peer failed. So messages have their own
 connections: one per direction of each pair in use, opened on demand. Each connection is written
 only at one end and read only at the other, so closing it never discards bytes in flight.

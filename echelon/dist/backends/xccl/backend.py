@@ -157,7 +157,7 @@ class _Joining:
         self._members = members
 
     def check(self, needed: Callable[[], Sequence[int]] | None = None) -> None:
-        """Raise if a member has died or the timeout has expired."""
+        """Raise an error if a member has died or the timeout has expired."""
         self._members.check()
         if time.monotonic() >= self.deadline_s:
             late = [] if needed is None else needed()

@@ -99,7 +99,7 @@ class XpuCommunicator:
         return False
 
     def abort(self) -> None:
-        """Keep the communicator, because the library can neither abort operations nor free it."""
+        """Keep the communicator, as the library can neither abort its operations nor free it."""
         keep_for_ever(self._communicator)
 
     def destroy(self) -> None:

@@ -1,1 +1,1 @@
-"""Adapt or refuse calls that expect whole parameters, because shards hold only a part of them."""
+"""Adapt or refuse calls that expect whole parameters, since a shard is only part of one."""

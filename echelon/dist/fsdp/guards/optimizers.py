@@ -4,8 +4,8 @@ A shard is a contiguous run of a parameter's elements. An optimizer that treats 
 independently (SGD, Adam, ...) gives the same result on shards as on the whole parameter; an
 optimizer that uses a parameter's matrix, rows or norms (Muon, Adafactor, LAMB, ...) would silently
 compute something else. So an optimizer is checked before its first step on shards: torch's own
-optimizers are known, and any other optimizer is tested on a small parameter, once whole and once in
-pieces. A class that assembles whole parameters itself declares this with the attribute
+optimizers are listed here, and any other optimizer is tested on a small parameter, once whole and
+once in pieces. A class that assembles whole parameters itself declares this with the attribute
 `handles_shards = True` (`echelon.train.optimizers.Muon`).
 """
 
@@ -90,8 +90,9 @@ def _check_optimizer(optimizer: Optimizer) -> None:
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Return whether an optimizer class gives the same results on a whole parameter and on pieces.
 
-    The class is tried on a small parameter. Returns False if the results differ or the class cannot
-    be tried, because it takes arguments other than its `defaults` or does not accept pieces.
+    The class is tested on a small parameter. The result is False if the results differ, or if the
+    class cannot be tested because it takes arguments other than its `defaults` or does not accept
+    pieces.
     """
     generator = torch.Generator().manual_seed(7)
     values = torch.rand(6, 4, generator=generator) + 0.5

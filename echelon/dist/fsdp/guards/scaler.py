@@ -26,8 +26,8 @@ T = TypeVar("T", bound="torch.Tensor | list[torch.Tensor]")
 class GradScaler:
     """A scale for the loss that grows while gradients are finite and shrinks when they overflow.
 
-    It has the methods of `torch.amp.GradScaler`, to be called in the same order in each step. Its
-    state is the same on all ranks and can be saved directly in a checkpoint: `save(path, {"scaler":
+    It has the methods of `torch.amp.GradScaler`, which must be called in the same order. Its state
+    is the same on all ranks and can be saved directly in a checkpoint: `save(path, {"scaler":
     scaler, ...})`.
 
     Args:
@@ -184,7 +184,7 @@ def _unscale(gradients: list[torch.Tensor], factor: float) -> bool:
 def share_overflow(
     overflow: bool, parameters: Iterable[torch.Tensor], over: ProcessGroup | None = None
 ) -> bool:
-    """Return whether any rank that holds parameters passed True. Collective among those ranks.
+    """Return whether any rank that holds parameters found an overflow. Collective among them.
 
     Args:
         overflow: whether this rank found an overflow.

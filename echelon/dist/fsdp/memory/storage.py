@@ -1,9 +1,10 @@
 """Provide memory that can be released and allocated again behind the same tensor.
 
-Autograd keeps views of a unit's gathered parameters from forward to backward. They stay valid while
-the memory behind them is released and allocated again, because the address never changes. On the
-CPU, the memory is an anonymous mapping whose pages are returned to the system, without an allocator
-that would keep or scatter them. On a device, it is a storage that is resized to zero and back.
+Autograd keeps views of a unit's gathered parameters from forward to backward. These views stay
+valid while the memory behind them is released and allocated again, because its address never
+changes. On the CPU, the memory is an anonymous mapping whose pages are returned to the system,
+without an allocator that would keep or scatter them. On a device, the memory is a storage that is
+resized to zero and back.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Sized(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The sizes of a unit that this rank may have deleted while another rank has not."""
+    """The sizes of a unit that this rank may have deleted although another rank has not."""
 
     num_bytes: int
     gradient_bytes: int

@@ -29,7 +29,7 @@ class State(enum.Enum):
 
 
 class Facts(Protocol):
-    """Facts about a unit that may change between events and are read only when they are needed."""
+    """Facts about a unit, read only when needed, because they may change between events."""
 
     @property
     def trains(self) -> bool:
@@ -54,7 +54,7 @@ class Entry:
     """The order's record of one unit, which exists as long as the unit; see [Note: ownership].
 
     Attributes:
-        number: the unit's number on its group.
+        number: the unit's number within its group.
         name: the unit's name in messages.
         num_bytes: size of the gathered parameters.
         gradient_bytes: size of the buffer used to reduce the gradients.

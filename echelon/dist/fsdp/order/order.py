@@ -184,9 +184,9 @@ class Order:
         return [] if run.yields_nothing else self._pending.words(run)
 
     def backward_ends(self, agreed: Sequence[int] = ()) -> Actions:
-        """Handle the end of autograd.
+        """Handle the end of a run of autograd.
 
-        If the run ends here, `backward_completes` must be called next.
+        If `in_backward` is still True afterwards, `backward_completes` must be called next.
 
         Args:
             agreed: for each number from `backward_asks`, the maximum over all ranks.

@@ -5,11 +5,11 @@ which refers to the entries of its inner units. The order itself has only weak r
 and recordings. So deleting a model frees everything, and an inner unit exists for as long as any
 recording may request it.
 
-[Note: models that are deleted] The garbage collector runs at different moments on different ranks.
+[Note: models that are deleted] The garbage collector runs at different times on different ranks.
 Therefore a decision that ranks must share never depends on which units exist. The order keeps the
 *numbers* of the recordings whose backward is not complete. If there are several, the ranks agree at
-the end of a backward on the recordings that take part in it: those that some rank reached and no
-rank has deleted.
+the end of a backward on the recordings that take part in it: those that at least one rank reached
+and no rank has deleted.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Run:
             recording.ended = {one: None for one in recording.ended if one in self._to_gather}
 
     def reaches(self, recording: Recording) -> bool:
-        """Return whether autograd reached a unit of a recording."""
+        """Return whether autograd has reached any unit of a recording."""
         units = (*recording.begun, *recording.ended)
         if self.is_again:
             units = (*units, *recording.begun_before)
@@ -167,8 +167,8 @@ class Run:
     def _after(self, entry: Entry) -> list[Entry]:
         """Return the units that autograd will reach after a unit, unless the run ends earlier.
 
-        Only units whose recordings always took part together are included, because other units may
-        not be needed.
+        The result contains only units whose recordings have always taken part together, because
+        other units may not be needed.
         """
         if len(self.recordings) == 1:
             return self._to_gather

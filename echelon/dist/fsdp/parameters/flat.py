@@ -165,7 +165,7 @@ class Member:
         self._gathered_version = version
 
     def take_move(self) -> int:
-        """Return 1 if the shard changed between the last two gathers, else 0; clear this record."""
+        """Return 1 if the shard changed between the last two gathers, else 0; clear the record."""
         moved, self._has_moved = self._has_moved, False
         return int(moved)
 
@@ -231,13 +231,13 @@ class Member:
         self.leaf.grad = self.aside = None
 
     def of(self, chunk: torch.Tensor) -> torch.Tensor:
-        """Return a view of this rank's part of the parameter in a tensor of the chunk's size."""
+        """Return a view of this parameter's part of a chunk-sized tensor."""
         part = self.part
         dims = (1,) * max(0, len(self.piece.shape) - 1)
         return chunk[part.offset : part.offset + part.length].view(part.length, *dims)
 
     def within(self, full: torch.Tensor) -> torch.Tensor:
-        """Return a view of the parameter in a tensor of the whole vector's size."""
+        """Return a view of this parameter's part of a tensor as large as the whole vector."""
         piece = self.piece
         return full[piece.start : piece.start + piece.numel].view(piece.shape)
 
@@ -468,7 +468,7 @@ class Flat:
         return torch.zeros(numel, dtype=self.dtype, device=self.device)
 
     def _fill(self, sources: Sequence[Source], replicas: ProcessGroup | None) -> None:
-        """Fill this rank's chunk from rank 0's parameters, so that all ranks start out equal."""
+        """Fill this rank's chunk from rank 0's parameters, so that all ranks start equal."""
         whole = None
         if self.group.rank == 0:
             whole = self.full.tensor if self.compute_dtype == self.dtype else make_whole(self)

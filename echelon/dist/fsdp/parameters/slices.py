@@ -41,7 +41,7 @@ class Slice:
         return tuple(shape)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return a view of this part in the whole tensor."""
+        """Return this part of the whole tensor, as a view."""
         length = self.shape[self.dim] // self.count
         return whole.narrow(self.dim, self.index * length, length)
 
@@ -51,7 +51,7 @@ class Slice:
 
 
 def set_slice(parameter: nn.Parameter, part: Slice) -> None:
-    """Mark a parameter as a part of a whole parameter."""
+    """Mark a parameter as one slice of a whole parameter."""
     parameter.__dict__[_NAME] = part
 
 

@@ -212,7 +212,7 @@ class Unit:
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """Return the unit that a module is a root of, or None if the module is not a root."""
+    """Return the unit that `fully_shard` created for a module, or None if there is none."""
     unit: Unit | None = attached(module)
     return unit
 

@@ -2,7 +2,7 @@
 
 The order of collectives follows from the units' settings, so the settings must be equal on all
 ranks. The default budget follows from the existing units. The garbage collector runs at different
-moments on different ranks, so a unit is counted until all ranks have deleted it.
+times on different ranks, so a unit is counted until all ranks have deleted it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from echelon.dist.group import ProcessGroup
 
 
 def check_settings(driver: Driver, title: str, settings: dict[str, Any]) -> None:
-    """Check that all ranks create the next unit with equal settings. Collective; blocks.
+    """Check that all ranks create the next unit with the same settings. Collective; blocks.
 
     Args:
         driver: the unit's driver.
