@@ -2,12 +2,11 @@
 
 [Note: kept and finished] Each rank has two numbers. `kept` is a step: the rank copied its state at
 the start of that step. `finished` equals `kept` until the rank has computed that step completely,
-and is
-then one higher: the live state is now the start of the next step. A barrier ends each step. A rank
-raises `finished` before the barrier, and `kept` only after it, when it copies the state again. So a
-rank that has passed the barrier knows that all ranks have finished the step, and the numbers of the
-survivors differ by at most one step. The survivors exchange `finished` and continue from the lowest
-value, because each of them has that state, either live or as a copy.
+and is then one higher: the live state is now the start of the next step. A barrier ends each step.
+A rank raises `finished` before the barrier, and `kept` only after it, when it copies the state
+again. So a rank that has passed the barrier knows that all ranks have finished the step, and the
+numbers of the survivors differ by at most one step. The survivors exchange `finished` and continue
+from the lowest value, because each of them has that state, either live or as a copy.
 
 The start counts as a step too: a rank has finished it once `prepare` has returned.
 """
