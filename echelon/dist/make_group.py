@@ -64,7 +64,7 @@ class GroupMaker:
                 self._end = None
 
     def end(self, error: CollectiveError, epoch: int) -> None:
-        """End all groups with an error, unless they belong to `epoch` or to a later epoch.
+        """End all groups with an error, except those of `epoch` or a later epoch.
 
         May be called on any thread. Groups that are being created end within about a second.
         """

@@ -109,7 +109,7 @@ class _World:
 
 
 class _Joining:
-    """A call of `init` that is waiting for the other ranks."""
+    """A call to `init` that is waiting for the other ranks."""
 
     def __init__(self) -> None:
         self.connection: TCPStore | MemoryStore | None = None

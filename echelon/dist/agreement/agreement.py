@@ -80,7 +80,7 @@ class Agreement:
             self._listen_in_background()
 
     def ask(self, reason: str) -> None:
-        """Make a later call of `reached` return True on all ranks. Safe in signal handlers."""
+        """Make a later call to `reached` return True on all ranks. Safe in signal handlers."""
         self._wish = reason
 
     def reached(self) -> bool:

@@ -1,1 +1,1 @@
-"""Define the calls of a group, each of which checks its arguments and starts one operation."""
+"""Define a group's calls. Each call checks its arguments and starts one operation."""

@@ -1,4 +1,4 @@
-"""Define send and receive, each of which checks its arguments and starts one operation."""
+"""Define send and receive. Each call checks its arguments and starts one operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compute sums over numbered micro-batches that are bitwise identical on any number of ranks."""
+"""Sum over numbered micro-batches, with bitwise identical results on any number of ranks."""
 
 from echelon.dist.canonical.collective import agree_runs, all_reduce, reduce_scatter
 from echelon.dist.canonical.sums import TreeSums, sum_dtype

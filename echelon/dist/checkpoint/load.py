@@ -38,9 +38,9 @@ def load(path: str | os.PathLike[str], state: dict[str, Any]) -> dict[str, Any]:
     mismatch with the state is detected before anything is changed.
 
     Args:
-        path: the path or address passed to `save`, or the path of one version in it; a file written
-            by `torch.save` with a state_dict, alone or in a dict (read without unpickling objects);
-            or a .safetensors file.
+        path: the path or address passed to `save`, or the path of one version in it; a file that
+            `torch.save` wrote from a state_dict or a dict of states (read without unpickling
+            objects); or a .safetensors file.
         state: a state of the same structure as the saved one, or a part of it.
 
     Raises:

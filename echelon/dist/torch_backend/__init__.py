@@ -1,5 +1,5 @@
 """Provide the c10d backend `echelon`, which runs unmodified torch programs on echelon's groups.
 
-`init_process_group("echelon")` does not need an import of this package; see
+A program can call `init_process_group("echelon")` without importing this package; see
 `echelon_torch_autoload`.
 """

@@ -104,7 +104,7 @@ class Unfinished:
         files.write_whole(self.path / FAILED_NAME.format(rank), reason.encode(), sync=False)
 
     def failure(self) -> str | None:
-        """Return the first rank that failed and its reason, or None if no rank has failed."""
+        """Return the first rank that failed, and the reason, or None if no rank has failed."""
         for name in sorted(_names(self.path)):
             if name.endswith(".failed") and not name.startswith("."):
                 rank = int(name.removeprefix("rank_").removesuffix(".failed"))

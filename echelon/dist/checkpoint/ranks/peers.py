@@ -193,7 +193,7 @@ def find(*, to_write: bool) -> Peers:
 
 
 def together(peers: Peers, doing: str, action: Callable[[], _Result]) -> _Result:
-    """Run a function on every rank; return its result, or raise on every rank if any rank failed.
+    """Run a function on every rank; return its result, or raise an error if any rank failed.
 
     Raises:
         CheckpointError: another rank failed. This rank's own error is raised unchanged.
@@ -209,7 +209,7 @@ def together(peers: Peers, doing: str, action: Callable[[], _Result]) -> _Result
 
 
 def agree(peers: Peers, error: Exception | None, doing: str) -> None:
-    """Raise on every rank if any rank had an error.
+    """Raise an error on every rank if any rank had one.
 
     A rank that failed raises its own error; the other ranks raise an error that names the failed
     rank.

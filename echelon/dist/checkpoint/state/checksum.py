@@ -25,7 +25,7 @@ def checksum(data: Tensor) -> int:
 
 
 def sums(data: Tensor) -> Tensor:
-    """Return exact int64 sums over the rows and columns of the elements, read as 32-bit words.
+    """Return exact int64 sums of the rows and columns of the elements, viewed as 32-bit words.
 
     The words form rows of 1024. Any change of up to three words changes the sum of some row or
     column. The result stays on the tensor's device and is about 1/500 the size of the data.
