@@ -94,7 +94,7 @@ def _parsed(source: str) -> ast.Module | None:
 
 
 def _scope(tree: ast.Module, frame: Frame) -> ast.AST | None:
-    """Return the innermost function around a frame's line; None if its name is not the frame's.
+    """Return the innermost function around a frame's line; None if the names differ.
 
     For a frame outside all functions, return the module.
     """

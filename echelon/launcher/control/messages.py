@@ -302,7 +302,7 @@ class LeaseBeat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entrust:
-    """A command: keep this mandate, which has the form of `pack_mandate`."""
+    """A command: keep this mandate, which `pack_mandate` has encoded."""
 
     mandate: bytes
 

@@ -130,10 +130,10 @@ class Losses:
         return True
 
     def _note_left(self, world: World, ranks: Sequence[int]) -> None:
-        """Publish that ranks ended by themselves, so that ranks waiting for an epoch stop waiting.
+        """Publish that ranks ended on their own, so that other ranks stop waiting for an epoch.
 
-        No further epoch can include all the ranks that they need. Ranks that are not waiting are
-        not disturbed, because all ranks may be ending after a requested stop.
+        Ranks that are waiting cannot get another epoch. Ranks that are not waiting are not
+        disturbed, because all ranks may be ending after a requested stop.
         """
         known = self._standings(world)
         early = [one for one in ranks if one in known and known[one].state is not State.DONE]

@@ -192,7 +192,7 @@ class Office:
         )
 
     def remember(self, *, restarts: int, num_attempts: int, memory: str) -> None:
-        """Record in the mandate what the next host must know, with the same world and electors."""
+        """Update what the next host must know; the world and the electors remain the same."""
         self.mandate = replace(
             self.mandate,
             index=self.mandate.index + 1,

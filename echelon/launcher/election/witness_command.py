@@ -25,7 +25,7 @@ from echelon.launcher.options.texts import not_negative
 
 
 class WitnessServer:
-    """A witness that listens on an address and answers on the thread of its server.
+    """A witness that listens on an address and answers on its server's thread.
 
     Raises:
         LaunchError: the address cannot be bound.

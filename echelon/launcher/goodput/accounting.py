@@ -197,7 +197,7 @@ class _Cut:
 
 
 def _parts(lap: Lap, left: int, stalled: int, numbering: _Numbering) -> dict[Category, int]:
-    """Divide a lap's time outside stalls into categories."""
+    """Divide a lap's time into categories, leaving out stalls."""
     spent = _without(lap.spent, stalled)
     saving = min(spent.checkpoint_ns, left)
     left -= saving
@@ -218,7 +218,7 @@ def _parts(lap: Lap, left: int, stalled: int, numbering: _Numbering) -> dict[Cat
 
 
 def _without(spent: Spent, stalled: int) -> Spent:
-    """Subtract the time of stalls from the recorded times, first from the time in collectives."""
+    """Subtract stalled time from the recorded times, starting with the time in collectives."""
     left = [spent.waited_ns, spent.checkpoint_ns, spent.data_ns]
     for i, ns in enumerate(left):
         left[i] = max(0, ns - stalled)

@@ -178,9 +178,9 @@ def _owns_host_memory(record: Record) -> bool | None:
 
 
 def _owns_device_memory(text: str) -> bool | None:
-    """Return whether the job itself used up a device's memory, by torch's error message.
+    """Return whether the job itself used up a device's memory, according to torch's error.
 
-    The result is None if the message does not say.
+    The result is None if the error does not say.
     """
     capacity, own = _CAPACITY.search(text), _OWN_USE.search(text)
     if capacity is None or own is None:

@@ -2,7 +2,7 @@
 
 The verdict on a stall is shown as soon as it is known. The verdict on a failure is shown once the
 attempt has ended, because only then are all victims known. If ranks make progress before the
-verdict on a stall has been shown, it is withdrawn.
+verdict on their stall has been shown, the verdict is withdrawn.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ _NUM_SHOWN = 8
 
 
 class LimitsFile:
-    """A writer that saves a node's rows on a short-lived thread, so a hung disk blocks only it.
+    """A writer that saves a node's rows on a short-lived thread, in case the disk hangs.
 
     A failed write is ignored, because the file is only informative.
     """

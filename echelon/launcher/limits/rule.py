@@ -1,15 +1,15 @@
 """Decide, from all nodes' reports, when to examine ranks before the stall rule's limit. Pure.
 
-An early examination (a *look*) is due if three conditions hold. An operation or phase has taken
-longer than its own history allows. For the duration of that limit, no rank of the job has advanced,
-computed, printed or sent anything. And no rank is in a phase that may take a long time. So a long
-evaluation, a checkpoint that is being written, or a compilation does not trigger a look: some rank
-is active. No look is taken before init, while a rank has no ring, or while a node's last report is
-too old; the stall rule with its fixed limit still applies.
+An early examination is due if three conditions hold. An operation or phase has taken longer than
+its own history allows. For the duration of that limit, no rank of the job has advanced, computed,
+printed or sent anything. And no rank is in a phase that may take a long time. So a long evaluation,
+a checkpoint that is being written, or a compilation does not trigger an examination: some rank is
+active. Nor is there one before init, while a rank has no ring, or while a node's last report is too
+old; the stall rule with its fixed limit still applies.
 
-A look does not stop any rank. If the job then continues on its own, the look was a false alarm.
-After `MAX_CLEARED` false alarms, the histories are considered poor predictors, and no more looks
-are taken in that attempt.
+An early examination does not stop any rank. If the job then continues on its own, it was a false
+alarm. After `MAX_CLEARED` false alarms, the histories are considered poor predictors, and there are
+no more early examinations in that attempt.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ class LimitRule:
 
     @property
     def is_reported(self) -> bool:
-        """Whether a look has been reported and no rank has moved since."""
+        """Whether an early examination has been requested and no rank has moved since."""
         return self._reported is not None
 
     @property
     def is_disarmed(self) -> bool:
-        """Whether looks have stopped, because too many were false alarms."""
+        """Whether early examinations have ended, because too many were false alarms."""
         return self.num_cleared >= MAX_CLEARED
 
     def look(self, views: Sequence[View | None], now_ns: int) -> Look | None:
-        """Return the look that is now due, or None if there is none or it was already reported.
+        """Return the early examination that is now due, or None; each is returned only once.
 
         Args:
             views: one view per node that has not been lost; None for a node that has not reported

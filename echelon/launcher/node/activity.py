@@ -10,12 +10,11 @@ same, because it also waits with a timeout. But such a thread wakes two hundred 
 request the lock.
 
 Threads that only poll a clock always use some processor time, so less than 1/50 of a core counts as
-inactivity. On a badly overloaded machine, a worker that is computing may get no more than that. So
-the time for which its main thread was ready to run, but had no processor, is read from the kernel;
-if it is a large share of the time, it counts as activity. This includes the main threads of
-compilers that the worker has started. A hung rank whose main thread polls looks similar on such a
-machine, so this excuse expires after a while. Connections are examined only after a worker has been
-inactive for a while.
+inactivity. On a badly overloaded machine, a worker that is computing may get no more than that. The
+kernel counts how long its main thread was ready to run but had no processor, and a large share of
+such time counts as activity. So does such time in the main threads of compilers that the worker has
+started. A hung rank whose main thread polls looks similar on such a machine, so this excuse expires
+after a while. Connections are examined only after a worker has been inactive for a while.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ class Activity:
     """One worker's activity, seen from outside. Timestamps are in ns of the monotonic clock.
 
     Args:
-        quiet_s: how long there must be no sign of activity before connections are examined, in
-            seconds.
+        quiet_s: after how many seconds without a sign of activity the connections are examined.
         looks_inside: whether to also examine the system calls in which threads are waiting.
     """
 

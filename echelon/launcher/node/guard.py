@@ -517,7 +517,7 @@ def _program(message: dict[str, object]) -> str:
 
 
 def _enter_group(group: str, pid: int = 0) -> None:
-    """Move a process into a cgroup; 0 is this process."""
+    """Move a process into a cgroup; 0 means this process."""
     try:
         with open(group + "/cgroup.procs", "w") as file:
             file.write(str(pid))

@@ -13,7 +13,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def probe_memory() -> Finding:
-    """Check the memory that the kernel reports as available and that the cgroup permits."""
+    """Check how much memory the kernel reports as available and the cgroup permits."""
     try:
         fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
         available, total = (_bytes(fields[name]) for name in ("MemAvailable", "MemTotal"))

@@ -61,7 +61,7 @@ _MAX_TEXT_BYTES = 16 << 20
 
 
 class _Noted(os._Environ):  # type: ignore[type-arg]
-    """An environment that notes which variables are read."""
+    """An environment that records which variables are read."""
 
     read: set[str] = set()  # noqa: RUF012 -- one process, one environment
     tested: set[str] = set()  # noqa: RUF012
