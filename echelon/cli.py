@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(command: str, arguments: list[str]) -> int:
-    """Run a command that only prints text; return the command's exit code."""
+    """Run a command that only prints text; return its exit code."""
     if command == "status":
         from echelon.launcher.status.show import main as status
 

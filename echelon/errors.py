@@ -3,10 +3,10 @@
     EchelonError
     ├── StoreError                  a store operation failed
     │   ├── StoreTimeoutError       ... its deadline passed (also a TimeoutError)
-    │   ├── StoreConnectionError    ... the server is out of reach (also a ConnectionError)
+    │   ├── StoreConnectionError    ... the server cannot be reached (also a ConnectionError)
     │   └── StoreProtocolError      ... the peer violated the protocol, or exceeded a limit
     ├── CollectiveError             an operation of a process group failed; carries `.ranks`
-    │   ├── CollectiveMismatchError ... ranks called different things under one sequence number
+    │   ├── CollectiveMismatchError ... ranks called different operations under one number
     │   ├── CollectiveTimeoutError  ... some ranks did not join in time (also a TimeoutError)
     │   └── PeerLostError           ... a rank died or left
     ├── CheckpointError             a checkpoint cannot be saved or loaded; carries `.path`
@@ -88,7 +88,7 @@ class StoreTimeoutError(StoreError, TimeoutError):
 
 
 class StoreConnectionError(StoreError, ConnectionError):
-    """The server cannot be reached, or the connection to it broke.
+    """The server cannot be reached, or the connection to it was lost.
 
     Example:
         >>> client = TCPStore("127.0.0.1", server.port)

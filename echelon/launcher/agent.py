@@ -1,4 +1,4 @@
-"""Run one node's event loop: workers' output, guard messages, the coordinator and deadlines.
+"""Run one node's event loop: handle output, guard messages, the coordinator and deadlines.
 
 Every node runs one agent. The node that owns the endpoint (usually the only node) also hosts the
 coordinator and the store. Everything runs on one thread, except for the gRPC links that multi-node

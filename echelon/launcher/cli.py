@@ -14,7 +14,7 @@ from echelon.launcher.shortage import is_shortage
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command and return its exit code: the job's exit code, or 2 for bad usage."""
+    """Run the command; return the job's exit code, or 2 for bad usage."""
     _open_standard_streams()
     options = parse(argv, os.environ)
     from echelon.launcher.agent import run  # imported late, so that `--help` is fast

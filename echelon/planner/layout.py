@@ -53,7 +53,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A mesh of `parallelize`, outermost axis first, and how its steps run.
+    """A mesh for `parallelize`, outermost axis first, and how its steps run.
 
     Attributes:
         pp, replicate, shard, tp: the number of ranks along each axis.

@@ -28,7 +28,7 @@ class Epoch:
         roster: the ranks that continue, ascending.
         lost: the ranks that the attempt has lost so far, ascending.
         done: ranks that have finished all steps and take part in no further epoch.
-        left: ranks that ended by themselves before their last step, so that no rank can continue.
+        left: ranks that exited on their own before their last step; no rank can then continue.
     """
 
     number: int

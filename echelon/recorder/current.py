@@ -2,8 +2,8 @@
 
 The recorder writes a ring file (`write/ring.py`) in a folder that the environment names: either the
 launcher sets ECHELON_RANK_DIR, or the user sets ECHELON_RECORD_DIR. Without such a folder, or with
-ECHELON_RECORDER_SIZE=0, there is no recorder. Every call by a user is then a cheap no-op, so
-calling code does not need to check.
+ECHELON_RECORDER_SIZE=0, there is no recorder. Every user call is then a cheap no-op, so callers
+need not check.
 
 [Note: who may record] A ring belongs to one process. A fork inherits the mapping, so the recorder
 is switched off in the child (`os.register_at_fork`). A process does not record if multiprocessing

@@ -22,6 +22,6 @@ def protect(memory: mmap.mmap) -> int:
 
 
 def release(protected: int) -> None:
-    """End the protection of a mapping. Call this before the mapping is closed."""
+    """Stop protecting a mapping. Call this before closing the mapping."""
     if protected:
         _native.release(protected)

@@ -1,8 +1,8 @@
 """Compute the i-th item of a random order of n items in constant time, without stored state.
 
-The permutation is a Feistel network over the next power of four, which is applied again until the
-result is below n ("cycle walking": Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA
-2002). The round function is the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). The
+The permutation applies a Feistel network over the next power of four repeatedly until the result is
+below n ("cycle walking": Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002).
+The round function is the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). The
 permutation is meant for ordering samples, not for keeping secrets.
 """
 

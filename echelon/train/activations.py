@@ -1,8 +1,8 @@
 """Checkpoint activations: backward recomputes the activations that forward did not keep.
 
-    full         a block keeps only its inputs; backward runs its forward again. Needs the memory of
-                 one block's activations and of every block's input; about a third more computation.
-    every n-th   full, for every n-th block; the others keep everything.
+    full         a block keeps only its inputs; backward runs its forward again. This takes memory
+                 for one block's activations and every block's inputs, and a third more computation.
+    every n-th   full for every n-th block; the other blocks keep everything.
     selective    a block keeps its inputs and the results of matrix products and attention, which
                  are the most expensive to recompute, and recomputes the rest.
 

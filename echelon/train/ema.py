@@ -96,7 +96,7 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Replace the parameters with their averages while the context lasts.
+        """Replace the parameters with their averages inside the context.
 
         Use this for evaluation, or to save the averaged weights alone. Save a training run's
         checkpoint outside the context, where the parameters are the ones being trained. When the

@@ -28,7 +28,7 @@ _NAME_BYTES = 256
 
 @dataclass(frozen=True, kw_only=True)
 class NonFinite:
-    """The location of gradients that are not finite; equal on all ranks.
+    """The location of infinite or NaN gradients; the same on all ranks.
 
     Attributes:
         rank: the lowest global rank that holds such a gradient, in its shard or its stage. This is

@@ -7,8 +7,8 @@
                                                   \\           ends at `floor`
 
 A schedule has no state, so a resumed run needs only the step. The first step is step 0. A warm-up
-of `num_warmup` steps begins at 1 / num_warmup, so that no step is wasted on a rate of 0, and step
-`num_warmup` has the full rate. From step `num_steps` on, the factor is `floor`.
+starts at 1 / num_warmup, so that no step is wasted on a rate of 0, and reaches the full rate at
+step `num_warmup`. From step `num_steps` on, the factor is `floor`.
 
 All schedules are frozen dataclasses that are called with the step. They can be compared and
 printed, and can serve as the `lr_lambda` of `torch.optim.lr_scheduler.LambdaLR`.

@@ -101,7 +101,7 @@ class Terminal:
             self._write(stream, lines)
 
     def _write(self, stream: int, data: bytes) -> None:
-        """Write to a stream, which may take a second if the stream is in non-blocking mode."""
+        """Write to a stream; this may take a second if the stream is in non-blocking mode."""
         fd = self._fds.get(stream)
         deadline_s = time.monotonic() + _SLOW_S
         while fd is not None and data:

@@ -62,7 +62,7 @@ class View:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0, 1 if the job does not answer, or 2 if there is no such run."""
+    """Run the command; return 0, 1 if the job does not answer, or 2 if no such run exists."""
     parser = argparse.ArgumentParser(
         prog="echelon status", description="Show what the ranks of a running job are doing."
     )

@@ -105,7 +105,7 @@ def _columns(dtype: np.dtype[Any], table: Mapping[str, Any]) -> npt.NDArray[Any]
     """Read a table of columns, skipping any that this version does not know.
 
     A column that an older minor version lacks is filled with 0. The columns in the file must make
-    up a fair part of the table, so that a small file never becomes a large table in memory.
+    up a fair share of the table, so that a small file never becomes a large table in memory.
     """
     length = int(table["length"])
     columns: Mapping[str, bytes] = table["columns"]

@@ -67,7 +67,7 @@ def read(path: Path) -> Record:
 
 
 def read_ring(path: Path) -> Record:
-    """Read a ring file, which its process may still be writing to.
+    """Read a ring file, even while its process is still writing to it.
 
     Raises:
         DumpFormatError: the file is not a ring, has a newer major version, or is shorter than its
@@ -228,7 +228,7 @@ class LiveRing:
 
     @property
     def is_hooked(self) -> bool:
-        """Whether hooks record the rank's program, which does not mark phases itself."""
+        """Whether hooks, rather than the program's own marks, record the rank's phases."""
         if not self._is_hooked:
             try:
                 identity = read_identity(self._map[:_HEADER_BYTES], self._path, Damage())

@@ -13,9 +13,9 @@ number of ended operations, spans and steps of some rank has increased. Ranks' r
 after another. An operation that one rank reported as pending before another rank's progress was
 seen has probably ended too, so it is ignored until it is reported again.
 
-A phase that has previously taken longer than the limit and succeeded (a checkpoint, an evaluation)
-gets more time if the caller knows about the phase. During that time, only torch's own dumps count
-as a stall.
+A phase, such as a checkpoint or an evaluation, that has previously taken longer than the limit and
+succeeded gets more time if the caller knows about it. During that time, only torch's own dumps
+count as a stall.
 """
 
 from __future__ import annotations

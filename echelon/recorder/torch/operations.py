@@ -46,7 +46,7 @@ _ASYNC, _P2P = int(Flag.ASYNC), int(Flag.P2P)
 
 
 def _redispatch_of(operator: Any) -> Callable[..., Any]:
-    """Return a function that calls an operator's next kernel, without Python if possible."""
+    """Return a function that calls an operator's next kernel, bypassing Python if possible."""
     handle = getattr(operator, "_handle", None)
     redispatch: Callable[..., Any] = getattr(handle, "redispatch_boxed", operator.redispatch)
     return redispatch
@@ -165,7 +165,7 @@ class Operations:
     def _follow(
         self, recorder: Recorder, record: int, result: Any, layout: Layout, args: Sequence[Any]
     ) -> None:
-        """Track the work that an operation started. An operation without a work is complete."""
+        """Track the work that an operation started. An operation without one is complete."""
         boxed = result[-1] if isinstance(result, tuple) and result else result
         if boxed is None or isinstance(boxed, tuple):
             recorder.completed(record)

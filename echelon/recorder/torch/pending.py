@@ -1,4 +1,4 @@
-"""Track operations that were called but have not been seen to complete.
+"""Track operations that have been called but not yet seen to complete.
 
 A work is polled for completion at the places where the program itself waits: after `Work.wait`,
 after `wait_tensor`, at the end of a backward pass, before the next operation, and after an

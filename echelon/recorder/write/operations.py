@@ -90,8 +90,8 @@ class OperationWriter(Protocol):
         Args:
             group: the group's reference, from `Recorder.group()`.
             num_bytes: the size of the input on this rank, in bytes.
-            depth: the number of frames between this function and code that may be the user's; 1 is
-                the caller.
+            depth: how many frames above this function the search for user code begins; 1 is the
+                caller.
             is_started: whether the backend starts the operation immediately.
         """
 

@@ -27,8 +27,8 @@ class SpanWriter(Protocol):
         """Record that a phase begins.
 
         Args:
-            depth: the number of frames between this function and code that may be the user's; 1 is
-                the caller.
+            depth: how many frames above this function the search for user code begins; 1 is the
+                caller.
 
         Returns:
             The argument to pass to `close_span`; None if the span cannot be recorded.

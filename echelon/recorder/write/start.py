@@ -49,7 +49,7 @@ def start(settings: Settings) -> tuple[Recorder, Callable[[], None]] | None:
     """Open the ring and start recording; return None if another process is to record instead.
 
     Returns:
-        The recorder, and a function with which a forked child detaches from it.
+        The recorder, and a function that detaches a forked child from it.
 
     Raises:
         Exception: the start failed; nothing is left behind.

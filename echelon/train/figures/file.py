@@ -21,7 +21,7 @@ class FigureFile:
     """An open file of figures. It may be used by only one thread at a time.
 
     Args:
-        path: the path of the file, which is created with its folder if it does not exist.
+        path: the path of the file, which is created along with its folder if necessary.
         last_step: the last step to keep; lines of later steps and an incomplete last line are
             dropped.
 

@@ -41,7 +41,8 @@ class FigureLog:
     Use the log only from the training thread.
 
     Args:
-        path: the path of the file, which is created with its folder; with None, no file is written.
+        path: the path of the file, which is created along with its folder if necessary; with None,
+            no file is written.
         tokens_per_step: the number of tokens per step over all ranks, from which rates are
             computed; with 0, no rates are logged.
         flops_per_token: floating-point operations of forward and backward per token; with 0, no MFU
@@ -251,7 +252,7 @@ class FigureLog:
 
 
 def _shortened(name: str, value: float | None) -> float | int | None:
-    """Format a number for the log: integers without a point, others to six significant digits."""
+    """Round a number for the log: whole numbers to ints, most others to six significant digits."""
     if value is None or name in _FULL_PRECISION:
         return value
     if value == int(value) and abs(value) < 1e15:

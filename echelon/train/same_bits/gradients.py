@@ -81,7 +81,7 @@ class Gradients:
                 reshard(self._module)
 
     def drop(self) -> None:
-        """Drop all gradients, both of the micro-batches and of the last step."""
+        """Drop all gradients, both those of the micro-batches and those of the last step."""
         for vector in self._vectors:
             vector.drop()
 

@@ -128,7 +128,7 @@ class SameBitsPipeline:
         blocks until all of them have computed their micro-batches, for at most the groups' timeout.
 
         Args:
-            step: the number of the optimizer step, which is part of the key of the random numbers.
+            step: the number of the optimizer step, which helps to seed the random numbers.
             batch: a function that takes the number of a micro-batch within the step and returns its
                 inputs and targets, each a tensor or a tuple of tensors. It is called on the ranks
                 of the first and the last stage, must depend only on the number, and must not draw

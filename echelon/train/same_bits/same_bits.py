@@ -111,7 +111,7 @@ class SameBits:
         computed their micro-batches, at most for the group's timeout.
 
         Args:
-            step: the number of the optimizer step, which is part of the key of the random numbers.
+            step: the number of the optimizer step, which helps to seed the random numbers.
             compute: a function that takes the number of a micro-batch within the step and returns
                 the micro-batch's loss, a tensor without dims. It must depend only on that number,
                 not on how often or on which rank it is called, and must always compute in the same

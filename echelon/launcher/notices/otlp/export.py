@@ -76,7 +76,7 @@ class Failures(logging.Handler):
 
     @staticmethod
     def say(line: str) -> None:
-        """Print a line, which the launcher shows."""
+        """Print a line for the launcher to show."""
         print(line, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Show a rank's time as columns, each with the category that fills most of it. Pure."""
+"""Show a rank's time as columns, each showing the category that fills most of it. Pure."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ _FOLDER = Path(__file__).parent
 
 @cache
 def page() -> str:
-    """Return the page as HTML. Apart from the job's state, the page loads no other files."""
+    """Return the page as HTML; once loaded, it requests nothing but the job's state."""
     whole = (_FOLDER / "live.html").read_text(encoding="utf-8")
     style = part("style.css") + (_FOLDER / "live.css").read_text(encoding="utf-8")
     script = (_FOLDER / "live.js").read_text(encoding="utf-8")
