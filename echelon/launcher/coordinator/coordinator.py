@@ -98,7 +98,9 @@ class Coordinator:
             stalls_end=options.on_stall != "report",
         )
         self._verdicts = self._incidents.verdicts
-        self._losses = Losses(options, directory, meeting, report, terminal.say)
+        self._losses = Losses(
+            options, directory, meeting, report, terminal.say, self._note_continued
+        )
         self._hung = HungRanks(self._losses, send, terminal.say)
         self._stalls = Stalls(
             options, self._verdicts.is_open, self._decide, terminal.say, self._hung
@@ -336,6 +338,9 @@ class Coordinator:
         code = world.ended[rank].code
         how = self._how_ended(world, rank, LOST if code is None else code)
         self._decide(world, decide.WorkerEnded(rank, 1 if code is None else code, how))
+
+    def _note_continued(self, attempt: int, line: str) -> None:
+        self._observers.tell(o.Continued(attempt=attempt, line=line))
 
     def _how_ended(self, world: World, rank: int, code: int) -> str:
         cause = self._hung.cause_of(rank)

@@ -48,6 +48,7 @@ class Losses:
     Args:
         report: receives a record of how each loss was survived.
         say: prints a line.
+        note: a function that is called with an attempt and the line about how it continued.
     """
 
     def __init__(
@@ -57,7 +58,9 @@ class Losses:
         meeting: MeetingPlace,
         report: Report,
         say: Callable[[str], None],
+        note: Callable[[int, str], None] = lambda _attempt, _line: None,
     ) -> None:
+        self._note_line = note
         self._is_on = options.on_loss == SHRINK
         self._min_ranks = options.min_ranks
         self._own_node = options.node_name
@@ -253,10 +256,12 @@ class Losses:
         what = f"step {step} repeated" if repeats else f"no step repeated, {step} is next"
         hung = ", ".join(f"rank {rank} ({cause})" for rank, cause in causes.items())
         without = f" without {hung}, with" if hung else " with"
-        self._say(
+        line = (
             f"continued{without} {len(epoch.roster)} of {world.size} ranks in {seconds:.2f} s: "
             f"{what}, 0 steps lost"
         )
+        self._say(line)
+        self._note_line(world.number, line)
 
 
 def named(ranks: Iterable[int]) -> str:

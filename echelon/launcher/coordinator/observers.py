@@ -57,6 +57,14 @@ class VerdictKnown:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Continued:
+    """An attempt has continued without lost ranks; `line` is what was printed about it."""
+
+    attempt: int
+    line: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptEnded:
     """All ranks of an attempt have ended, along with every process that they started."""
 
@@ -91,8 +99,8 @@ class JobEnded:
 
 
 Happening = (
-    AttemptBegan | RankEnded | IncidentBegan | StallCleared | VerdictKnown | AttemptEnded
-    | Restarting | LapsReported | JobEnded
+    AttemptBegan | RankEnded | IncidentBegan | StallCleared | VerdictKnown | Continued
+    | AttemptEnded | Restarting | LapsReported | JobEnded
 )  # fmt: skip
 Observer = Callable[[Happening], None]
 

@@ -75,6 +75,7 @@ class Book:
                         rank: replace(run, laps=list(run.laps)) for rank, run in one.runs.items()
                     },
                     stalls=[list(stall) for stall in one.stalls],
+                    continued=list(one.continued),
                 )
                 for one in self.job.attempts
             ]
@@ -125,6 +126,9 @@ class Book:
             attempt.reason = happening.reason
             if happening.kind == "stall":
                 _begin_stall(attempt, now, 0 if happening.is_early else self._stall_ns)
+        elif isinstance(happening, o.Continued):
+            attempt.continued.append(happening.line)
+            _end_stall(attempt, now)  # the loss may have been the stall's end
         elif isinstance(happening, o.StallCleared):
             _end_stall(attempt, now)
         elif isinstance(happening, o.AttemptEnded):

@@ -90,6 +90,7 @@ class Attempt:
     cause: str = ""  # the verdict's cause
     runs: dict[int, RankRun] = field(default_factory=dict)
     stalls: list[list[int]] = field(default_factory=list)  # [began_ns, ended_ns; -1: it lasts]
+    continued: list[str] = field(default_factory=list)  # a line for each loss that it survived
 
 
 @dataclass(kw_only=True, slots=True)
@@ -164,6 +165,7 @@ def to_json(job: Job) -> dict[str, Any]:
                 "cause": one.cause,
                 "runs": {str(rank): _of_run(run) for rank, run in one.runs.items()},
                 "stalls": one.stalls,
+                "continued": one.continued,
             }
             for one in job.attempts
         ],
@@ -215,6 +217,7 @@ def _attempt(one: Mapping[str, Any]) -> Attempt:
         cause=_text(one["cause"]),
         runs={int(rank): _run(run) for rank, run in one["runs"].items()},
         stalls=[[_number(began), _number(ended)] for began, ended in one["stalls"]],
+        continued=[_text(line) for line in one.get("continued", [])],  # not in older files
     )
 
 

@@ -24,8 +24,9 @@ _REASON_CHARS = 60
 
 
 def as_text(job: Job, account: Shares) -> str:
-    """Return two tables: the time by category, and the cost of each failure."""
-    return "\n".join([_title(job, account), "", *_categories(account), *_losses(account)]) + "\n"
+    """Return two tables and some lines: time by category, the cost of failures, losses survived."""
+    parts = [*_categories(account), *_losses(account), *_continued(job)]
+    return "\n".join([_title(job, account), "", *parts]) + "\n"
 
 
 def _title(job: Job, account: Shares) -> str:
@@ -62,6 +63,13 @@ def _losses(account: Shares) -> Iterator[str]:
         times = duration(loss.restart_ns), duration(loss.repeated_ns)
         rows.append((str(loss.attempt), *times, shown))
     yield from _aligned(rows, (7, 10, 10))
+
+
+def _continued(job: Job) -> Iterator[str]:
+    lines = [f"attempt {one.number} {line}" for one in job.attempts for line in one.continued]
+    if lines:
+        yield ""
+        yield from lines
 
 
 def _aligned(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> Iterator[str]:

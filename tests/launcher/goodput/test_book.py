@@ -147,3 +147,19 @@ def test_a_machine_that_allows_no_thread_costs_one_line_and_no_time(book, clock,
     book(o.JobEnded(ended_by="worker", exit_code=0, error=""))
     book.close()
     assert said == ["could not write the account of the job's time: can't start new thread"]
+
+
+def test_a_loss_that_was_survived_is_shown_and_ends_the_stall_before_it(
+    book, clock, tmp_path, capsys
+):
+    _begin(book, clock)
+    clock[0] += 20 * S
+    book(o.IncidentBegan(attempt=0, kind="stall", reason="rank 1 is late"))
+    clock[0] += 2 * S
+    line = "continued without rank 1 (frozen_process), with 1 of 2 ranks in 0.80 s"
+    book(o.Continued(attempt=0, line=line))
+    book(o.JobEnded(ended_by="worker", exit_code=0, error=""))
+    book.close()
+    assert read_job(tmp_path).attempts[0].stalls == [[16 * S, 23 * S]]
+    assert main([str(tmp_path)]) == 0
+    assert f"\nattempt 0 {line}\n" in capsys.readouterr().out
