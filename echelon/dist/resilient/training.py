@@ -257,7 +257,9 @@ class _Training(Generic[_T]):
             raise err  # every rank would call the same again
         with span("recovery"):
             runtime.leave_groups()
-            wait_s = _LOST_S if isinstance(err, PeerLostError) else _OTHER_S
+            # Over a network, a death may be seen as any error, and the launcher learns of it later.
+            is_fast = runtime.world().backend == "shm" and not isinstance(err, PeerLostError)
+            wait_s = _OTHER_S if is_fast else _LOST_S
             while True:
                 epoch = self._next_epoch(err, wait_s)
                 why_not = _why_not(epoch)

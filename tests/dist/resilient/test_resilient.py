@@ -103,21 +103,22 @@ def test_a_model_that_cannot_be_restored_is_refused(buffer):
 
 
 @pytest.mark.parametrize(
-    ("error", "says"),
+    ("backend", "error", "says"),
     [
-        (PeerLostError("rank 1 died or left", ranks=[1]), "rank 1 is gone, but the launcher has"),
-        (CollectiveError("torn"), "no rank was lost within 0.01 s of this error"),
+        ("shm", PeerLostError("rank 1 died", ranks=[1]), "rank 1 is gone, but the launcher has"),
+        ("shm", CollectiveError("torn"), "no rank was lost within 0.01 s of this error"),
+        ("gloo", CollectiveError("torn"), "no rank was lost within 0.02 s of this error"),
     ],
-    ids=["a rank left by itself", "another error"],
+    ids=["a rank left by itself", "another error", "another error over a network"],
 )
-def test_an_error_without_a_loss_says_so_in_words(monkeypatch, error, says):
-    monkeypatch.setattr(training, "_LOST_S", 0.01)
+def test_an_error_without_a_loss_says_so_in_words(monkeypatch, backend, error, says):
+    monkeypatch.setattr(training, "_LOST_S", 0.02)
     monkeypatch.setattr(training, "_OTHER_S", 0.01)
 
     def fail(_):
         raise error
 
-    dist.init()
+    dist.init(backend)
     try:
         model = nn.Linear(2, 2)
         kept = KeptState(model, torch.optim.SGD(model.parameters(), lr=0.1), [])
