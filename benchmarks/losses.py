@@ -2,8 +2,8 @@
 
     python benchmarks/losses.py --kills 30 --seed 1 --keep launcher/losses
 
-Trainings of five ranks on one node lose two to four ranks each, at moments drawn from the seed: in
-the forward, in the backward, after the optimizer, during the recovery from another loss, or some
+Trainings of five ranks on one node lose three or four ranks each, at moments drawn from the seed:
+in the forward, in the backward, after the optimizer, during the recovery from another loss, or some
 microseconds after the start of a step, which may be inside a collective; some of them in the same
 step. In every third training one rank is stopped (SIGSTOP) instead, which `--on-stall replace`
 ends. The hash of weights and optimizer state must be that of a training that lost no rank, or the
@@ -36,7 +36,7 @@ _LIMIT_S = 600.0
 _RANKS = 5
 _TOTAL = 40
 _LONGEST_US = 40_000
-_STALL_S = 5
+_STALL_S = 10
 _MOMENTS = ("forward", "backward", "optimizer", "recovery", "us", "us")
 _COLUMNS = (("ranks were", "left"), ("losses", "right"), ("median", "right"), ("largest", "right"))
 
@@ -59,7 +59,7 @@ class Training:
 def plan_of(seed: int) -> list[Fault]:
     """Return the faults of one training, at most one per rank."""
     draw = random.Random(seed)
-    ranks = draw.sample(range(_RANKS), draw.randint(2, _RANKS - 1))
+    ranks = draw.sample(range(_RANKS), draw.randint(3, _RANKS - 1))
     step = draw.randint(0, _TOTAL // 4)
     found: list[Fault] = []
     for place, rank in enumerate(ranks):

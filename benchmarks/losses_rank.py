@@ -72,7 +72,6 @@ class Faults:
 def main() -> None:
     """Train, and end as planned."""
     torch.set_num_threads(1)
-    dist.init(timeout_s=300)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.GELU(), nn.Linear(_WIDTH, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -82,6 +81,7 @@ def main() -> None:
         first = saved["step"]
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
+    dist.init(timeout_s=300)  # what is imported on demand would look like a stall after it
     faults = Faults()
     commits = (FOLDER / f"{RANK}.commits").open("a", buffering=1)
 
