@@ -13,7 +13,7 @@ from echelon.analysis.evidence.model import Evidence
 from echelon.analysis.evidence.picture import Picture, take_picture
 from echelon.analysis.evidence.stack_tree import Branch, merge, short_form
 from echelon.analysis.evidence.stacks import main_thread, short_site
-from echelon.analysis.evidence.survived import Survived
+from echelon.analysis.evidence.survived import MAX_DESCRIBED, Survived
 from echelon.analysis.finding import Cause, Confidence, Finding, Report, rank_list
 from echelon.analysis.hypothesis import Rule, choose, is_joint, propose
 from echelon.analysis.rules.calls.mismatch import find_mismatch
@@ -60,7 +60,6 @@ RULES: tuple[Rule, ...] = (
 # Tried in order if no hypothesis was proposed.
 FALLBACKS: tuple[Rule, ...] = (find_missing, find_unknown, find_straggler)
 _MAX_NAMED = 16
-_MAX_SURVIVED = 2  # mismatches that are described
 _MESSAGE_CHARS = 300
 _ENDINGS = frozenset({Cause.EXCEPTION, Cause.DEAD_PROCESS, Cause.OUT_OF_MEMORY, Cause.DEVICE_STUCK})
 
@@ -129,7 +128,7 @@ def _with_survived(picture: Picture, findings: tuple[Finding, ...]) -> tuple[Fin
     root = next((place for place, finding in enumerate(findings) if not finding.info), None)
     if root is None or not picture.survived:
         return findings
-    newest = picture.survived[-_MAX_SURVIVED:]
+    newest = picture.survived[-MAX_DESCRIBED:]
     lines = [_survived_line(one) for one in newest]
     if len(newest) < len(picture.survived):
         lines.append(f"{len(picture.survived) - len(newest)} more mismatches were caught earlier")

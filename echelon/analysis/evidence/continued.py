@@ -19,7 +19,7 @@ from echelon.analysis.evidence.lanes import ROOTED
 from echelon.analysis.evidence.model import Evidence
 from echelon.recorder.format.schema import State
 
-MIN_STEPS = 2  # in which each member must have completed collectives
+_MIN_STEPS = 2  # in which each member must have completed collectives
 _MIN_CALLS = 2  # at call sites from before the error, if no steps are marked
 _MIN_REPEATED = 4  # calls at sites with several calls, if there was no call before the error
 _RECENT_SITES = 4
@@ -54,10 +54,14 @@ class Continuation:
         known = [count for count in counts if count is not None]
         return min(known, default=None) if len(known) == len(counts) else None
 
+    def has_begun(self) -> bool:
+        """Return whether every member completed at least one collective after the error."""
+        return all(len(self._later(rank)) > 0 for rank in self.members)
+
     def _num_steps(self, rank: int) -> int | None:
         later = self._later(rank)
         steps = set(later["step"].tolist()) - self._steps_of_error - {-1}
-        if len(steps) >= MIN_STEPS:
+        if len(steps) >= _MIN_STEPS:
             return len(steps)
         if not len(later) or bool((later["step"] >= 0).any()):
             return None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +30,8 @@ from echelon.recorder.format.schema import State
 _MISMATCH = re.compile(r"MismatchError\b|Detected mismatch between collectives")
 _ECHELONS = re.compile(r"^(?:echelon\.errors\.|(?:Collective|PeerLost|Store)\w*Error$)")
 _GROUP = re.compile(r"\bin group '([^'\n]{1,200})'")
+_HABIT = 2  # survived mismatches at one call site: a further one there is survived sooner
+MAX_DESCRIBED = 2  # of the newest mismatches, `num_steps` is exact
 _NUMBER = re.compile(r"#\d{1,9}$")  # of a group whose name and members had been used before
 _CHAINED = re.compile(
     r"The above exception was the (direct cause) of|During handling of the above exception"
@@ -42,8 +45,8 @@ _BY_EXCEPTION = frozenset({1, -signal.SIGABRT, 128 + signal.SIGABRT})
 class Survived:
     """A mismatch that all members of a group caught, and after which all of them continued.
 
-    `num_steps` is the number of later steps in which every member took part, or 0 if the program
-    marks no steps.
+    `num_steps` is the number of later steps in which every member took part, or 0 if that is not
+    known, for example because the program marks no steps.
     """
 
     group: int
@@ -51,7 +54,6 @@ class Survived:
     operation: str
     sequence: int
     site: str
-    began_ns: int
     num_steps: int
     is_group_over: bool
     errors: frozenset[str]  # as recorded, without their types
@@ -96,9 +98,7 @@ def without_survived(evidence: Evidence) -> tuple[Evidence, tuple[Survived, ...]
     breaks = [] if evidence.foreign else list(_breaks(evidence))
     if not breaks or _ended_alike(evidence):
         return evidence, ()
-    errors = frozenset().union(*(one.errors(evidence) for one in breaks))
-    seen_of = ((one, _survived(evidence, one, errors)) for one in breaks)
-    found = [(one, seen) for one, seen in seen_of if seen is not None]
+    found = _all_survived(evidence, breaks)
     if not found:
         return evidence, ()
     over = [one for one, _ in found]
@@ -106,8 +106,7 @@ def without_survived(evidence: Evidence) -> tuple[Evidence, tuple[Survived, ...]
         rank: replace(facts, rows=facts.rows[~_is_over(facts, over)])
         for rank, facts in evidence.ranks.items()
     }
-    survived = sorted((seen for _, seen in found), key=lambda seen: seen.began_ns)
-    return replace(evidence, ranks=ranks), tuple(survived)
+    return replace(evidence, ranks=ranks), tuple(seen for _, seen in reversed(found))
 
 
 def _is_over(facts: RankEvidence, breaks: Sequence[_Break]) -> npt.NDArray[np.bool_]:
@@ -128,9 +127,10 @@ def _breaks(evidence: Evidence) -> Iterator[_Break]:
     """Yield the mismatches: one per group if the group was not used again, else per operation."""
     by_group: dict[int, dict[int, npt.NDArray[np.int64]]] = {}
     for rank, facts in evidence.ranks.items():
-        failed = np.flatnonzero(facts.rows["state"] == State.FAILED)
-        told = [i for i in failed.tolist() if _MISMATCH.search(evidence.error(facts.rows[i]))]
-        places = np.array(told, np.int64)
+        failed = facts.rows["state"] == State.FAILED
+        errors = np.unique(facts.rows["error"][failed]).tolist()
+        told = [number for number in errors if _MISMATCH.search(evidence.tables.texts[number])]
+        places = np.flatnonzero(failed & np.isin(facts.rows["error"], told))
         groups = facts.rows["group"][places]
         for group in np.unique(groups).tolist():
             by_group.setdefault(group, {})[rank] = places[groups == group]
@@ -164,6 +164,43 @@ def _by_operation(evidence: Evidence, whole: _Break) -> Iterator[_Break]:
 # ---- whether they were survived ----
 
 
+def _all_survived(evidence: Evidence, breaks: Sequence[_Break]) -> list[tuple[_Break, Survived]]:
+    """Return the breaks that were survived, newest first."""
+    errors = frozenset().union(*(one.errors(evidence) for one in breaks))
+    ordered = sorted(breaks, key=lambda one: -int(_earliest_row(evidence, one)["created_ns"]))
+    found: dict[int, Survived] = {}
+    continued: dict[tuple[int, ...], int] = {}  # members -> steps at least, after a newer break
+    for place, one in enumerate(ordered):
+        members = evidence.groups[one.group].ranks
+        num_steps = continued.get(members) if place >= MAX_DESCRIBED else None
+        if num_steps is None:
+            num_steps = _continuation(evidence, one).num_steps()
+        seen = None if num_steps is None else _survived(evidence, one, errors, num_steps)
+        if seen is not None:
+            found[place] = seen
+            continued[members] = seen.num_steps
+    sites = Counter(seen.site for seen in found.values() if seen.site)
+    for place, one in enumerate(ordered):
+        site = evidence.site(_earliest_row(evidence, one))
+        if (
+            place not in found
+            and sites[site] >= _HABIT
+            and _continuation(evidence, one).has_begun()
+        ):
+            seen = _survived(evidence, one, errors, 0)
+            found.update({place: seen} if seen is not None else {})
+    return [(ordered[place], found[place]) for place in sorted(found)]
+
+
+def _continuation(evidence: Evidence, one: _Break) -> Continuation:
+    return Continuation(
+        evidence=evidence,
+        members=evidence.groups[one.group].ranks,
+        failed=one.first(),
+        over=one.group if one.is_group_over else -1,
+    )
+
+
 def _ended_alike(evidence: Evidence) -> bool:
     """Return whether all ranks exited by themselves, with one error code and outside of any call.
 
@@ -185,25 +222,20 @@ def _is_cut_off(evidence: Evidence, facts: RankEvidence) -> bool:
     return not _MISMATCH.search(evidence.error(facts.rows[-1]))
 
 
-def _survived(evidence: Evidence, one: _Break, errors: frozenset[str]) -> Survived | None:
-    """Describe a mismatch that all members of its group survived; None for any other mismatch."""
-    group, first = evidence.groups[one.group], one.first()
-    row = _earliest_row(evidence, first)
+def _survived(
+    evidence: Evidence, one: _Break, errors: frozenset[str], num_steps: int
+) -> Survived | None:
+    """Describe a mismatch after which all members continued; None if a rank did not survive it."""
+    row, name = _earliest_row(evidence, one), evidence.groups[one.group].name
     sequence = int(row["sequence"])
     if any(_is_inside(facts, one, sequence) for facts in evidence.ranks.values()):
         return None
-    over = one.group if one.is_group_over else -1
-    later = Continuation(evidence=evidence, members=group.ranks, failed=first, over=over)
-    num_steps = later.num_steps()
-    if num_steps is None:
-        return None
     seen = Survived(
         group=one.group,
-        name=group.name,
+        name=name,
         operation=evidence.call(row).operation,
         sequence=sequence if sequence >= 0 else int(row["p2p_sequence"]),
         site=evidence.site(row),
-        began_ns=int(row["created_ns"]),
         num_steps=num_steps,
         is_group_over=one.is_group_over,
         errors=one.errors(evidence),
@@ -222,8 +254,8 @@ def _is_inside(facts: RankEvidence, one: _Break, sequence: int) -> bool:
     return bool(inside.any())
 
 
-def _earliest_row(evidence: Evidence, first: Mapping[int, int]) -> Any:
-    rows = [evidence.ranks[rank].rows[index] for rank, index in first.items()]
+def _earliest_row(evidence: Evidence, one: _Break) -> Any:
+    rows = [evidence.ranks[rank].rows[index] for rank, index in one.first().items()]
     return min(rows, key=lambda row: int(row["created_ns"]))
 
 

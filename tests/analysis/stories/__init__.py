@@ -1,6 +1,7 @@
 """Each cause of docs/verdicts.md, told as the story of a job: a file for each family of causes."""
 
 from tests.analysis.stories import (
+    caught,
     crossed,
     days,
     elsewhere,
@@ -17,6 +18,7 @@ from tests.analysis.stories.story import STORIES
 
 __all__ = [
     "STORIES",
+    "caught",
     "crossed",
     "days",
     "elsewhere",

@@ -17,7 +17,7 @@ CONTEXT = f"{_TRACE}During handling of the above exception, another exception oc
 CAUSE = f"{_TRACE}The above exception was the direct cause of the following exception:\n\n"
 
 
-def _mismatch_in_a_group_of_its_own(job: Job) -> Job:
+def mismatch_in_a_group_of_its_own(job: Job) -> Job:
     for rank in job.ranks:
         shape = (7,) if rank.rank == 2 else (8,)
         rank.all_reduce(shape=shape, group="trial", failed=WRONG_SHAPE, site="train.py:30 trial")
@@ -26,7 +26,7 @@ def _mismatch_in_a_group_of_its_own(job: Job) -> Job:
 
 @story("dead_process", [3], "failure", confidence="certain")
 def a_death_steps_after_a_caught_mismatch() -> Job:
-    job = _mismatch_in_a_group_of_its_own(Job(4).train(2)).train(3)
+    job = mismatch_in_a_group_of_its_own(Job(4).train(2)).train(3)
     job[3].exited(7)
     for rank in job.others(3):
         rank.step().all_reduce(shape=(64,), site="train.py:20 backward", failed="PeerLostError")
@@ -66,7 +66,7 @@ def a_death_after_a_caught_mismatch_in_the_world() -> Job:
 
 @story("host_hang", [1], confidence="certain")
 def a_hang_steps_after_a_caught_mismatch() -> Job:
-    job = _mismatch_in_a_group_of_its_own(Job(4).train(2)).train(3)
+    job = mismatch_in_a_group_of_its_own(Job(4).train(2)).train(3)
     job[1].stands()
     for rank in job.others(1):
         rank.step().all_reduce(shape=(64,), site="train.py:20 backward", inside=True)
@@ -94,7 +94,7 @@ def a_death_steps_after_caught_splits_that_do_not_fit() -> Job:
     also=(("dead_process", (0,)), ("dead_process", (1, 2, 3))),
 )
 def a_mismatch_with_barriers_in_the_clean_up() -> Job:
-    job = _mismatch_in_a_group_of_its_own(Job(4).train(2))
+    job = mismatch_in_a_group_of_its_own(Job(4).train(2))
     for order, rank in enumerate(job.ranks):
         rank.barrier(site="train.py:70 finish").barrier(site="train.py:72 finish")
         rank.exited(1, order=order)
@@ -109,7 +109,7 @@ def a_mismatch_with_barriers_in_the_clean_up() -> Job:
     also=(("dead_process", (0,)), ("dead_process", (1, 2, 3))),
 )
 def a_mismatch_after_which_one_status_is_gathered() -> Job:
-    job = _mismatch_in_a_group_of_its_own(Job(4).train(2))
+    job = mismatch_in_a_group_of_its_own(Job(4).train(2))
     for order, rank in enumerate(job.ranks):
         rank.all_reduce(shape=(1,), site="train.py:70 finish").barrier(site="train.py:72 finish")
         rank.exited(1, order=order)
@@ -118,7 +118,7 @@ def a_mismatch_after_which_one_status_is_gathered() -> Job:
 
 @story("shape_mismatch", [2], "failure", confidence="certain")
 def a_mismatch_raised_again_after_a_long_clean_up() -> Job:
-    job = _mismatch_in_a_group_of_its_own(Job(4).train(2)).train(3)
+    job = mismatch_in_a_group_of_its_own(Job(4).train(2)).train(3)
     for order, rank in enumerate(job.ranks):
         rank.raised("echelon.errors.CollectiveMismatchError", "shapes differ", order=order)
     return job
@@ -126,12 +126,12 @@ def a_mismatch_raised_again_after_a_long_clean_up() -> Job:
 
 @story("shape_mismatch", [2], "failure", confidence="certain", also=(("dead_process", (3,)),))
 def a_mismatch_after_which_one_member_did_not_go_on() -> Job:
-    job = _mismatch_in_a_group_of_its_own(Job(4).train(2)).train(3, but=(3,))
+    job = mismatch_in_a_group_of_its_own(Job(4).train(2)).train(3, but=(3,))
     job[3].exited(1)
     return job
 
 
-def _world_breaks(job: Job, odd: int = 2) -> Job:
+def world_breaks(job: Job, odd: int = 2) -> Job:
     """Let the world's group break, as it is recorded: each later call raises the error again."""
     first = "CollectiveMismatchError: all_reduce #6 in group 'world' (4 ranks): rank 2 called"
     for rank in job.ranks:
@@ -153,7 +153,7 @@ def _train_in(job: Job, group: str, steps: int, marks: bool = True) -> Job:
 
 @story("host_hang", [1], confidence="certain")
 def a_hang_steps_after_a_caught_mismatch_in_the_world() -> Job:
-    job = _train_in(_world_breaks(Job(4).train(2)), "again", 3)
+    job = _train_in(world_breaks(Job(4).train(2)), "again", 3)
     job[1].stands()
     for rank in job.others(1):
         rank.step().all_reduce(group="again", site="train.py:20 backward", inside=True)
@@ -162,7 +162,7 @@ def a_hang_steps_after_a_caught_mismatch_in_the_world() -> Job:
 
 @story("dead_process", [3], "failure", confidence="certain")
 def a_death_in_a_program_that_tries_the_broken_group_again_and_again() -> Job:
-    job = _world_breaks(Job(4).train(2))
+    job = world_breaks(Job(4).train(2))
     for _ in range(4):
         for rank in job.ranks:
             rank.step().all_reduce(group="world", failed=WRONG_SHAPE, site="train.py:30 trial")
@@ -177,7 +177,7 @@ def a_death_in_a_program_that_tries_the_broken_group_again_and_again() -> Job:
 
 @story("dead_process", [3], "failure", confidence="certain")
 def a_death_of_a_rank_whose_log_holds_the_caught_mismatch() -> Job:
-    job = _mismatch_in_a_group_of_its_own(Job(4).train(2)).train(3)
+    job = mismatch_in_a_group_of_its_own(Job(4).train(2)).train(3)
     trace = (
         'Traceback (most recent call last):\n  File "/home/user/job/train.py", line 30, in trial\n'
     )
@@ -196,7 +196,7 @@ def a_death_of_a_rank_whose_log_holds_the_caught_mismatch() -> Job:
 @story("dead_process", [3], "failure", confidence="certain")
 def a_death_of_a_program_that_trains_on_inside_its_handler() -> Job:
     """Each later error carries the caught one as its context."""
-    job = _train_in(_world_breaks(Job(4).train(2)), "again", 3)
+    job = _train_in(world_breaks(Job(4).train(2)), "again", 3)
     job[3].exited(7)
     for order, rank in enumerate(job.others(3), 1):
         rank.step().all_reduce(group="again", failed="PeerLostError: rank 3")
@@ -216,7 +216,7 @@ def a_death_of_a_program_that_trains_on_inside_its_handler() -> Job:
     also=(("exception", (0,)), ("exception", (1, 2, 3))),
 )
 def a_mismatch_that_an_exception_gives_as_its_cause() -> Job:
-    job = _train_in(_world_breaks(Job(4).train(2)), "again", 3)
+    job = _train_in(world_breaks(Job(4).train(2)), "again", 3)
     for order, rank in enumerate(job.ranks):
         rank.raised("builtins.RuntimeError", "the training failed", order=order)
         assert rank.words is not None
@@ -232,7 +232,7 @@ def a_mismatch_that_an_exception_gives_as_its_cause() -> Job:
     also=(("dead_process", (0,)), ("dead_process", (1, 3))),
 )
 def a_mismatch_that_one_rank_died_of_while_another_caught_it() -> Job:
-    job = _mismatch_in_a_group_of_its_own(Job(4).train(2))
+    job = mismatch_in_a_group_of_its_own(Job(4).train(2))
     job[2].raised("echelon.errors.CollectiveMismatchError", "shapes differ")
     for rank in job.others(2):
         for _ in range(3):
@@ -244,7 +244,7 @@ def a_mismatch_that_one_rank_died_of_while_another_caught_it() -> Job:
 
 @story("shape_mismatch", [2], "failure", confidence="certain")
 def a_mismatch_of_which_only_standard_error_tells() -> Job:
-    job = _mismatch_in_a_group_of_its_own(Job(4).train(2)).train(2)
+    job = mismatch_in_a_group_of_its_own(Job(4).train(2)).train(2)
     said = "echelon.errors.CollectiveMismatchError: all_reduce #0 in group 'trial': shapes differ"
     trace = 'Traceback (most recent call last):\n  File "/home/user/job/train.py", line 9, in f\n'
     for order, rank in enumerate(job.ranks):
@@ -270,7 +270,7 @@ def a_mismatch_of_a_work_that_is_waited_for_steps_later() -> Job:
 @story("shape_mismatch", [2], "failure", confidence="certain")
 def a_mismatch_that_ended_a_thread() -> Job:
     """The program continued without that thread until it needed what the thread makes."""
-    job = _mismatch_in_a_group_of_its_own(Job(4).train(2)).train(3)
+    job = mismatch_in_a_group_of_its_own(Job(4).train(2)).train(3)
     job[2].raised("echelon.errors.CollectiveMismatchError", "all_reduce #0 in group 'trial'")
     assert job[2].words is not None
     job[2].words = replace(job[2].words, thread="prefetch")
@@ -280,7 +280,7 @@ def a_mismatch_that_ended_a_thread() -> Job:
 
 @story("shape_mismatch", [1], "failure", confidence="certain")
 def a_second_mismatch_after_a_survived_one() -> Job:
-    job = _mismatch_in_a_group_of_its_own(Job(4).train(2)).train(3)
+    job = mismatch_in_a_group_of_its_own(Job(4).train(2)).train(3)
     said = "CollectiveMismatchError: all_reduce #15 in group 'world': rank 1 called"
     for order, rank in enumerate(job.ranks):
         shape = (63,) if rank.rank == 1 else (64,)
@@ -307,7 +307,7 @@ def a_mismatch_after_which_a_program_without_steps_saves_and_leaves() -> Job:
         for rank in job.ranks:
             rank.all_reduce(shape=(64,), site="train.py:20 backward")
             rank.all_reduce(shape=(1,), site="train.py:25 log_loss")
-    _mismatch_in_a_group_of_its_own(job)
+    mismatch_in_a_group_of_its_own(job)
     for order, rank in enumerate(job.ranks):
         for _ in range(6):
             rank.all_reduce(shape=(9,), site="save.py:12 save")
@@ -324,7 +324,7 @@ def a_mismatch_after_which_a_program_without_steps_saves_and_leaves() -> Job:
     also=(("dead_process", (0,)), ("dead_process", (1, 2, 3))),
 )
 def a_mismatch_after_which_all_ranks_finish_and_leave_with_the_same_code() -> Job:
-    job = _mismatch_in_a_group_of_its_own(Job(4).train(2)).train(4)
+    job = mismatch_in_a_group_of_its_own(Job(4).train(2)).train(4)
     for order, rank in enumerate(job.ranks):
         rank.exited(5, order=order)
     return job
@@ -332,7 +332,7 @@ def a_mismatch_after_which_all_ranks_finish_and_leave_with_the_same_code() -> Jo
 
 @story("shape_mismatch", [2], "failure", confidence="certain", also=(("dead_process", (0,)),))
 def a_mismatch_followed_by_barriers_in_many_steps() -> Job:
-    job = _mismatch_in_a_group_of_its_own(Job(4).train(2))
+    job = mismatch_in_a_group_of_its_own(Job(4).train(2))
     for _ in range(4):
         for rank in job.ranks:
             rank.step().barrier(site="train.py:70 finish")
