@@ -138,7 +138,7 @@ def fully_shard(
     if memory_budget_bytes is not None:
         driver.order.budget.num_bytes = memory_budget_bytes
     driver.measure(unit)
-    hooks.install(unit, modules, driver)
+    hooks.install(unit, modules)
     states.install(unit, modules)
     optimizers.install()
     torch_calls.install()

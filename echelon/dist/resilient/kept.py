@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from echelon.dist.fsdp.parameters.flat import member_of
+
 
 class Stateful(Protocol):
     """An object with state of its own: a schedule, an average of the weights, a sampler.
@@ -37,10 +39,11 @@ class Stateful(Protocol):
 class KeptState:
     """The state of a model, its optimizer and the random generators at one point in time.
 
-    The copy needs as much memory as the parameters, the buffers and the optimizer's state.
+    The copy needs as much memory as the parameters, the buffers and the optimizer's state. Of a
+    sharded model, shards and their optimizer state are left out; see `sharded.ShardedState`.
 
     Args:
-        model: the model, which is replicated on all ranks.
+        model: the model; what is not sharded is replicated on all ranks.
         optimizer: the optimizer of the model's parameters.
         also: other objects whose state the steps change.
     """
@@ -66,7 +69,7 @@ class KeptState:
         return sum(one.numel() * one.element_size() for one in copies)
 
     @torch.no_grad()
-    def keep(self) -> None:
+    def keep(self, step: int = 0) -> None:  # noqa: ARG002 -- as of `ShardedState`
         """Copy the current state over the previous copy. Local."""
         self._owned = [
             (values, dict(values))
@@ -75,11 +78,14 @@ class KeptState:
         ]
         owned = [one for _, values in self._owned for one in values.values() if one is not None]
         trained = [one for group in self._optimizer.param_groups for one in group["params"]]
-        live = list({id(one): one for one in [*owned, *trained]}.values())
+        every = {id(one): one for one in [*owned, *trained]}
+        live = [one for one in every.values() if member_of(one) is None]
         before = {id(one): kept for one, kept in self._tensors}
         self._tensors = [(one, _copied(one, before.get(id(one)))) for one in live]
         known, self._state = self._state, {}
         for parameter, values in self._optimizer.state.items():
+            if member_of(parameter) is not None:
+                continue
             old = known.get(parameter, {})
             self._state[parameter] = {k: _copied(v, old.get(k)) for k, v in values.items()}
         self._settings = [_settings(group) for group in self._optimizer.param_groups]
@@ -103,6 +109,15 @@ class KeptState:
             one.load_state_dict(copy.deepcopy(state))
         _set_random_state(self._random)
 
+    def parts(self) -> dict[str, Any]:
+        """Return what should be equal on all ranks, by what it is: all but the random numbers."""
+        return {
+            "parameters and buffers": [kept for _, kept in self._tensors],
+            "the optimizer's state": list(self._state.values()),
+            "the optimizer's settings": self._settings,
+            "also": self._others,
+        }
+
     def drop(self) -> None:
         """Release the copies, now that there are no other ranks left to lose."""
         self._tensors.clear()
@@ -112,7 +127,8 @@ class KeptState:
     def _restore_optimizer(self) -> None:
         state = self._optimizer.state
         for parameter in [one for one in state if one not in self._state]:
-            del state[parameter]  # made by the step that is dropped
+            if member_of(parameter) is None:
+                del state[parameter]  # made by the step that is dropped
         for parameter, kept in self._state.items():
             now = state[parameter]
             for key in [key for key in now if key not in kept]:

@@ -9,6 +9,11 @@ numbers of the survivors differ by at most one step. The survivors exchange `fin
 from the lowest value, because each of them has that state, either live or as a copy.
 
 The start counts as a step too: a rank has finished it once `prepare` has returned.
+
+[Note: sharded models] There the live state of a lost rank is gone, so the survivors continue from
+the newest step of which every shard was copied, `ShardedState` keeps two steps, and a step is
+committed one step later: a rank that is past the barrier of a step knows that all copies of the
+step's start are complete, since each rank completes its copy before that barrier.
 """
 
 from __future__ import annotations
@@ -26,11 +31,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.dist import runtime
-from echelon.dist.fsdp.parameters.unit import units_of
+from echelon.dist.fsdp.parameters.unit import Unit, units_of
 from echelon.dist.group import ProcessGroup
 from echelon.dist.membership.environment import on_loss
+from echelon.dist.resilient.copies.choice import Choice, CopiesLostError
 from echelon.dist.resilient.epochs import Epochs, News, Superseded
 from echelon.dist.resilient.kept import KeptState, Stateful
+from echelon.dist.resilient.sharded import ShardedState, choice_of
 from echelon.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -79,6 +86,7 @@ def run(
     first: int = 0,
     also: Sequence[Stateful] = (),
     on_commit: Callable[[int, _T], None] | None = None,
+    from_checkpoint: Callable[[], int] | None = None,
 ) -> None:
     """Train the steps `first` to `total - 1`, and continue if ranks are lost.
 
@@ -98,17 +106,23 @@ def run(
             function that it returns must change only the model, the optimizer, `also` and random
             numbers. It must not use gradients from an earlier step, and must not catch
             CollectiveError.
-        model: the model; every rank must have all of it.
+        model: the model. Every rank must have all of it, or `fully_shard` must have divided it
+            among all ranks of the world. After a loss, a sharded model is divided among the ranks
+            that are left; modules and parameters stay the same objects.
         optimizer: the optimizer of the model's parameters.
         total: the number of the last step, plus one.
         first: the number of the first step.
         also: schedules, averages and other objects whose state the steps change.
         on_commit: called once per step on each rank, with the step's number and result, when the
-            step can no longer be undone by a loss. It must not call collectives.
+            step can no longer be undone by a loss; for a sharded model, one step later. It must not
+            call collectives.
+        from_checkpoint: for a sharded model, used if all copies of a shard are lost: loads the
+            newest checkpoint into `model`, `optimizer` and `also`, and returns the number of the
+            first step to train. Collective. Steps from there on are trained and committed again.
 
     Raises:
-        ValueError: there is no world, `model` is not replicated, or a protected `run` was already
-            called in this process.
+        ValueError: there is no world, `model` can be neither copied nor restored, or a protected
+            `run` was already called in this process.
         CollectiveError: a collective failed, and the launcher did not publish a new epoch, because
             too few ranks are left or no rank has died.
 
@@ -130,7 +144,7 @@ def run(
         2
     """
     group = runtime.world()
-    _check_replicated(model)
+    _check_model(model, group)
     if not first <= total:
         raise ValueError(f"first={first} is above total={total}")
     is_protected = on_loss() == SHRINK and group.size > 1
@@ -142,8 +156,15 @@ def run(
         )
     if is_protected:
         _claim()
-    kept = KeptState(model, optimizer, also)
-    training = _Training(prepare, kept, first, total, on_commit, is_protected=is_protected)
+    training: _Training[_T]
+    if units_of(model):
+        sharded = ShardedState(model, optimizer, also)
+        training = _ShardedTraining(
+            prepare, sharded, first, total, on_commit, from_checkpoint, is_protected=is_protected
+        )
+    else:
+        kept = KeptState(model, optimizer, also)
+        training = _Training(prepare, kept, first, total, on_commit, is_protected=is_protected)
     with contextlib.ExitStack() as stack:
         if is_protected:
             runtime.expect_epochs()
@@ -166,7 +187,7 @@ class _Training(Generic[_T]):
     def __init__(
         self,
         prepare: Callable[[World], Callable[[int], _T]],
-        state: KeptState,
+        state: KeptState | ShardedState,
         first: int,
         total: int,
         on_commit: Callable[[int, _T], None] | None,
@@ -203,6 +224,7 @@ class _Training(Generic[_T]):
             note_standing(replace(self._standing, state=State.DONE))
 
     def _train_in(self, world: World) -> None:
+        self._enter(world)
         compute = self._prepare(world)
         if world.epoch:  # random numbers that it drew, and whatever else it changed
             self._state.restore()
@@ -217,6 +239,9 @@ class _Training(Generic[_T]):
             self._finished, self._result = self._kept + 1, result
             world.group.barrier()
             self._commit(is_kept=world.group.size > 1)
+
+    def _enter(self, world: World) -> None:
+        """Prepare a new world for `prepare`. Collective."""
 
     def _begin(self, world: World) -> None:
         self._finished = self._first
@@ -236,14 +261,17 @@ class _Training(Generic[_T]):
     def _commit(self, *, is_kept: bool) -> None:
         """Make the live state the one to restore after a loss; all ranks have or can reach it."""
         self._kept = self._finished
-        if self._may_continue and is_kept:
-            self._state.keep()
-        else:
-            self._state.drop()
+        self._keep_or_drop(is_kept=is_kept)
         if self._kept > self._first and self._on_commit is not None:
             result: Any = self._result
             self._on_commit(self._kept - 1, result)
         self._result = None
+
+    def _keep_or_drop(self, *, is_kept: bool) -> None:
+        if self._may_continue and is_kept:
+            self._state.keep(self._kept)
+        else:
+            self._state.drop()
 
     # ---- after a loss ----
 
@@ -267,6 +295,8 @@ class _Training(Generic[_T]):
                     raise _unrepeated(err, why_not)
                 try:
                     return self._join(epoch)
+                except CopiesLostError as none:
+                    raise _unrepeated(err, f"{none}, and there is no from_checkpoint=") from err
                 except (Superseded, PeerLostError):
                     wait_s = _LOST_S  # for a newer epoch
                 except StoreTimeoutError as none:
@@ -285,16 +315,28 @@ class _Training(Generic[_T]):
 
     def _join(self, epoch: Epoch) -> World:
         """Agree on a step with an epoch's ranks, restore its start, and create a world."""
-        mine = {"kept": self._kept, "finished": self._finished, "process": process_identity()}
+        mine = {"process": process_identity()} | self._row(epoch)
         timeout_s = runtime.world().timeout_s
         rows = self._epochs.meet(epoch, mine, timeout_s)
+        target, repeats = self._agree(epoch, rows)
+        facts = [row["process"] for row in rows]
+        group = runtime.regroup(epoch.roster, epoch.number, facts)
+        self._arrive(target, repeats=repeats)
+        return World(group, epoch.number, epoch.lost)
+
+    def _row(self, epoch: Epoch) -> dict[str, Any]:  # noqa: ARG002 -- of sharded models
+        """Return what this rank brings to the meeting of an epoch."""
+        return {"kept": self._kept, "finished": self._finished}
+
+    def _agree(self, epoch: Epoch, rows: list[dict[str, Any]]) -> tuple[int, bool]:  # noqa: ARG002 -- of sharded models
+        """Go back to the step where all continue; return its number, and whether it is repeated."""
         target = min(int(row["finished"]) for row in rows)
         repeats = any(row["kept"] == target for row in rows) and target < self._total
         self._settle(target)
-        facts = [row["process"] for row in rows]
-        group = runtime.regroup(epoch.roster, epoch.number, facts)
+        return target, repeats
+
+    def _arrive(self, target: int, *, repeats: bool) -> None:
         self._note(target, repeats=repeats)
-        return World(group, epoch.number, epoch.lost)
 
     def _note(self, first_step: int, *, repeats: bool = False) -> None:
         """Report that this rank is ready to train in the current epoch."""
@@ -316,6 +358,111 @@ class _Training(Generic[_T]):
         else:
             raise AssertionError((self._kept, self._finished, target))
         self._finished = target
+
+
+class _ShardedTraining(_Training[_T]):
+    """One call of `run` on this rank with a sharded model; see [Note: sharded models]."""
+
+    _state: ShardedState
+
+    def __init__(
+        self,
+        prepare: Callable[[World], Callable[[int], _T]],
+        state: ShardedState,
+        first: int,
+        total: int,
+        on_commit: Callable[[int, _T], None] | None,
+        from_checkpoint: Callable[[], int] | None,
+        *,
+        is_protected: bool,
+    ) -> None:
+        super().__init__(prepare, state, first, total, on_commit, is_protected=is_protected)
+        self._from_checkpoint = from_checkpoint
+        self._choice: Choice | None = None  # None: from the checkpoint
+        self._lost_text = ""
+        self._repeats = False
+        self._results: dict[int, Any] = {}  # of the steps that are finished and not committed
+
+    def _enter(self, world: World) -> None:
+        if not self._may_continue:
+            return
+        if not world.epoch:
+            self._state.enter(world.group, world.epoch)
+            return
+        if self._choice is not None:
+            self._state.restore_from(self._choice, world.group)
+        else:
+            self._load(world)
+        self._state.enter(world.group, world.epoch)
+        self._state.keep(self._kept)
+        self._state.check_alike(world.group)  # a barrier, too: all copies are complete
+        self._state.release_earlier()
+        self._report(self._kept)
+        self._note(self._kept, repeats=self._repeats)
+
+    def _load(self, world: World) -> None:
+        """Go back to the newest checkpoint, since all copies of a shard are lost."""
+        assert self._from_checkpoint is not None
+        self._state.restart(world.group)
+        step = self._from_checkpoint()
+        steps = world.group.all_gather_object(step)
+        if len(set(steps)) > 1:
+            raise ValueError(f"from_checkpoint returned different steps on the ranks: {steps}")
+        if world.group.rank == 0:
+            warnings.warn(
+                f"{self._lost_text}: going back to the checkpoint of step {step}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._results.clear()
+        self._kept = self._finished = step
+
+    def _begin(self, world: World) -> None:
+        self._kept = self._finished = self._first
+        if self._may_continue:
+            self._state.keep(self._first)
+            self._has_begun = True
+            self._note(self._first)
+            self._state.check_alike(world.group)
+        self._has_begun = True
+
+    def _commit(self, *, is_kept: bool) -> None:
+        """Commit the step before the one that all have just finished, and copy the state."""
+        self._results[self._kept] = self._result
+        self._result = None
+        is_last = self._finished == self._total or not (self._may_continue and is_kept)
+        self._report(self._finished if is_last else self._kept)
+        self._kept = self._finished
+        self._keep_or_drop(is_kept=is_kept and not is_last)
+
+    def _report(self, stop: int) -> None:
+        """Report the steps before `stop`, which no loss can undo any more."""
+        for number in sorted(one for one in self._results if one < stop):
+            result = self._results.pop(number)
+            if self._on_commit is not None:
+                self._on_commit(number, result)
+
+    # ---- after a loss ----
+
+    def _row(self, epoch: Epoch) -> dict[str, Any]:
+        return {"begun": self._finished} | self._state.offers(epoch.roster)
+
+    def _agree(self, epoch: Epoch, rows: list[dict[str, Any]]) -> tuple[int, bool]:
+        try:
+            self._choice = choice_of(dict(zip(epoch.roster, rows, strict=True)))
+        except CopiesLostError as err:
+            if self._from_checkpoint is None:
+                raise
+            self._choice, self._lost_text = None, str(err)
+            return self._kept, True
+        target = self._choice.version.step
+        for number in [one for one in self._results if one >= target]:
+            del self._results[number]
+        self._kept = self._finished = target
+        return target, target < self._total
+
+    def _arrive(self, target: int, *, repeats: bool) -> None:  # noqa: ARG002 -- see `_enter`
+        self._repeats = repeats
 
 
 def _unrepeated(err: CollectiveError, why: str) -> CollectiveError:
@@ -368,21 +515,38 @@ def _claim() -> None:
     _is_claimed = True
 
 
-def _check_replicated(model: nn.Module) -> None:
+def _check_model(model: nn.Module, world: ProcessGroup) -> None:
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(
             "resilient.run does not cover DistributedDataParallel, whose groups it cannot "
             "recreate: pass the wrapped module, and average gradients with SameBits"
         )
-    is_divided = any(isinstance(one, DTensor) for one in model.parameters())
-    if is_divided or units_of(model):
+    if any(isinstance(one, DTensor) for one in model.parameters()):
         raise ValueError(
-            "resilient.run needs a replicated model: this one is sharded, and a rank's shards "
-            "are lost with the rank. Use restarts from a checkpoint instead"
+            "resilient.run does not cover DTensors: a rank's parts are lost with the rank. Use "
+            "fully_shard, or restarts from a checkpoint"
         )
+    for unit in units_of(model):
+        _check_unit(unit, world)
     for name, buffer in model.named_buffers():
         places = zip(buffer.stride(), buffer.shape, strict=True)
         if any(stride == 0 and length > 1 for stride, length in places):
             raise ValueError(
                 f"buffer {name!r} is expanded and cannot be restored: clone the buffer first"
             )
+
+
+def _check_unit(unit: Unit, world: ProcessGroup) -> None:
+    reason = ""
+    if any(flat.group is not world for flat in unit.flats):
+        reason = "is not sharded over the world"
+    elif any(flat.replicas is not None for flat in unit.flats):
+        reason = "is sharded with replicas (mesh= with two axes)"
+    elif unit.near is not None:
+        reason = "has a number as reshard_after_forward="
+    elif unit.device.type != "cpu":
+        reason = f"is on {unit.device}, where copies of shards have not been tried"
+    if reason:
+        raise ValueError(
+            f"resilient.run cannot continue with this sharded model after a loss: {unit} {reason}"
+        )

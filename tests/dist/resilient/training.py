@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 import echelon.dist as dist
-from echelon.dist import resilient, runtime
+from echelon.dist import checkpoint, resilient, runtime
 from echelon.dist.backends.shm import rendezvous
-from echelon.dist.resilient import epochs, kept
+from echelon.dist.fsdp import fully_shard
+from echelon.dist.resilient import epochs, kept, sharded
+from echelon.dist.resilient.copies import memory, shards
 from echelon.errors import CollectiveError, PeerLostError
 from echelon.host import identity
 from echelon.train.same_bits import SameBits, fingerprint
@@ -29,6 +31,7 @@ from tests.dist.resilient.agent import (
 from tests.train.same_bits.model import loss_of, make
 
 MICRO_BATCHES = 6
+SAVED_STEP = 3
 Kill = tuple[int, str, int]  # rank, moment, step
 
 
@@ -37,19 +40,27 @@ def die(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(rank: int, world_size: int, folder: Path, total: int, kills: list[Kill]) -> Any:
+def train(
+    rank: int, world_size: int, folder: Path, total: int, kills: list[Kill], layout: str = ""
+) -> Any:
     """Train under protection; return the fingerprint and the worlds that this rank was in."""
     introduce(folder, rank)
     torch.set_num_threads(1)
     dist.init("shm", timeout_s=60)
-    found = Training(rank, folder, total, kills).run()
+    found = Training(rank, folder, total, kills, layout).run()
     note_done(folder, rank)
     dist.shutdown()
     return found
 
 
 def train_on_hosts(
-    rank: int, world_size: int, folder: Path, total: int, kills: list[Kill], hosts: list[int]
+    rank: int,
+    world_size: int,
+    folder: Path,
+    total: int,
+    kills: list[Kill],
+    hosts: list[int],
+    layout: str = "",
 ) -> Any:
     """Train as ranks that believe to be on several hosts; return the same, and a rank's error."""
     real = identity._namespace
@@ -58,7 +69,7 @@ def train_on_hosts(
     torch.set_num_threads(1)
     group = dist.init(timeout_s=300)
     assert group.backend == "shm+gloo"
-    training = Training(rank, folder, total, kills)
+    training = Training(rank, folder, total, kills, layout)
     try:
         bits, worlds, _ = training.run()
     except CollectiveError as err:
@@ -72,14 +83,25 @@ def train_on_hosts(
 
 
 class Training:
-    """One rank's training, with what is to kill it."""
+    """One rank's training, with what is to kill it.
 
-    def __init__(self, rank: int, folder: Path, total: int, kills: list[Kill]) -> None:
+    Its layout is "" (replicated), "sharded", or "sharded and saved".
+    """
+
+    def __init__(
+        self, rank: int, folder: Path, total: int, kills: list[Kill], layout: str = ""
+    ) -> None:
         self.rank, self.folder, self.total = rank, folder, total
         self.kills = kills
         self.step = -1
         self.has_stopped = False
+        self.saves = layout == "sharded and saved"
+        self.from_checkpoint = self._load if self.saves else None
         self.model = make(seed=rank)
+        if layout:
+            for block in self.model.blocks:
+                fully_shard(block)
+            fully_shard(self.model, ignored_params=[self.model.unused])
         torch.manual_seed(3)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.98)
@@ -91,6 +113,7 @@ class Training:
         resilient.run(
             self.prepare, self.model, self.optimizer, total=self.total, also=[self.scheduler],
             on_commit=lambda step, _: self.commits.append((step, time.monotonic())),
+            from_checkpoint=self.from_checkpoint,
         )  # fmt: skip
         return fingerprint(self.model, self.optimizer), self.worlds, self.commits
 
@@ -109,6 +132,8 @@ class Training:
 
         def train_step(step: int) -> float:
             self.step = step
+            if self.saves and step == SAVED_STEP:
+                checkpoint.save(self.folder / "checkpoint", self._state(step))
             self._begin_to_die(step)
             loss = same.backward(step, lambda number: self.loss(world.group, number))
             same.clip_grad_norm_(0.5)
@@ -121,6 +146,17 @@ class Training:
             return loss
 
         return train_step
+
+    def _state(self, step: int) -> dict[str, Any]:
+        return {
+            "model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler,
+            "step": step, "random": torch.get_rng_state(),
+        }  # fmt: skip
+
+    def _load(self) -> int:
+        state = checkpoint.load(self.folder / "checkpoint", self._state(0))
+        torch.set_rng_state(state["random"])
+        return int(state["step"])
 
     def loss(self, group: dist.ProcessGroup, number: int) -> torch.Tensor:
         step = self.step
@@ -173,6 +209,13 @@ class Training:
         self._before(kept.KeptState, "restore", "restoring")
         self._before(kept.KeptState, "keep", "keeping")
         self._before(rendezvous, "exchange", "regrouping")
+        self._before(memory.CopyMemory, "erase", "before a copy")
+        self._before(shards.ShardsWriter, "write", "in a copy")
+        self._before(memory.CopyMemory, "commit", "before a copy's stamp")
+        self._after(memory.CopyMemory, "commit", "after a copy's stamp")
+        self._before(sharded.ShardedState, "restore_from", "restoring shards")
+        self._before(sharded.ShardedState, "enter", "before new copies")
+        self._before(sharded.ShardedState, "release_earlier", "after new copies")
         self._after(epochs, "arrive", "in the meeting")
         self._fail_behind_a_barrier()
 

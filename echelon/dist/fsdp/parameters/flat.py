@@ -241,6 +241,15 @@ class Member:
         piece = self.piece
         return full[piece.start : piece.start + piece.numel].view(piece.shape)
 
+    def move(self, piece: Piece, part: Part) -> None:
+        """Take another part of the parameter, in the vectors that the flat has made again."""
+        self.piece, self.part = piece, part
+        self.drop_gradient()
+        self.leaf.data = self.within(self.flat.full.tensor).data
+        self._become_shard()
+        self._has_moved = True
+        self._gathered_version = self.shard._version
+
     def _make_leaf(self) -> nn.Parameter:
         # .data: a version counter of its own, or writing one parameter would invalidate what
         # autograd saved of the others.
@@ -322,7 +331,7 @@ class Flat:
         self.device = first.device
         self.compute_dtype = compute_dtype or first.dtype
         self.reduce_dtype = reduce_dtype or self.compute_dtype
-        self.layout = self._plan(sources)
+        self.layout = self._plan([source.parameter.shape for source in sources])
         self._memory = memory  # shared: it lives as long as the flats that use it
         self.full = memory.make_storage(self.layout.numel, self.compute_dtype, self.device)
         self.full.take()
@@ -453,9 +462,30 @@ class Flat:
 
     # ---- making ----
 
-    def _plan(self, sources: Sequence[Source]) -> Layout:
+    def move(self, group: ProcessGroup, number: int, memory: Memory) -> None:
+        """Divide the vector among another group's ranks; its values are undefined afterwards.
+
+        Args:
+            group: the ranks to divide the vector among.
+            number: the number of this flat within that group.
+            memory: the memory that all flats of that group share.
+        """
+        assert self.replicas is None, "a flat with replicas cannot be moved"
+        self._works.clear()
+        self.group, self.number = group, number
+        self.layout = self._plan([piece.shape for piece in self.layout.pieces])
+        self._memory = memory
+        self.full = memory.make_storage(self.layout.numel, self.compute_dtype, self.device)
+        self.chunk = self._resident()
+        for index, member in enumerate(self.members):
+            member.move(self.layout.pieces[index], self.layout.part(index, group.rank))
+        self._kept = None
+        if self._versions is None:
+            self._versions = tuple(member.leaf._version for member in self.members)
+            _set_versions(self.members, [version + _RELEASED for version in self._versions])
+
+    def _plan(self, shapes: Sequence[Sequence[int]]) -> Layout:
         itemsize = min(self.dtype.itemsize, self.compute_dtype.itemsize)
-        shapes = [source.parameter.shape for source in sources]
         return plan_layout(shapes, itemsize, self.group.size, PAGE_BYTES)
 
     def _resident(self) -> torch.Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterator, Sequence
 import torch
 from torch import nn
 
+from echelon.dist.fsdp.memory.storage import Memory
 from echelon.dist.fsdp.order.entry import Entry, State
 from echelon.dist.fsdp.parameters.flat import Flat, Member
 from echelon.dist.fsdp.parameters.layout import TAG_BITS
@@ -52,15 +53,19 @@ class Unit:
         self._version = 0
         for flat in flats:
             _owners[flat] = weakref.ref(self)
-        self.entry = Entry(
+        name = type(modules[0]).__name__
+        self.entry = self._new_entry(number, name, depth=depth, reshard=reshard)
+
+    def _new_entry(self, number: int, name: str, *, depth: int, reshard: bool) -> Entry:
+        return Entry(
             number=number,
-            name=type(modules[0]).__name__,
+            name=name,
             facts=self,
-            num_bytes=sum(flat.full_bytes for flat in flats),
-            gradient_bytes=sum(flat.gradient_bytes for flat in flats if flat.trains),
+            num_bytes=sum(flat.full_bytes for flat in self.flats),
+            gradient_bytes=sum(flat.gradient_bytes for flat in self.flats if flat.trains),
             depth=depth,
             reshard=reshard,
-            has_near=near is not None,
+            has_near=self.near is not None,
         )
 
     def __repr__(self) -> str:
@@ -87,6 +92,30 @@ class Unit:
             self.borrowed.append(owner)
             self.entry.borrowed.append(owner.entry)
             owner.entry.borrowers.add(self.entry)
+
+    def move(
+        self, group: ProcessGroup, number: int, flat_numbers: Sequence[int], memory: Memory
+    ) -> None:
+        """Divide the unit among another group's ranks; its values are undefined afterwards.
+
+        Args:
+            group: the ranks to divide the unit among.
+            number: the unit's number within that group.
+            flat_numbers: the numbers of its flats within that group.
+            memory: the memory that all flats of that group share.
+        """
+        assert self.near is None, self
+        for flat, its_number in zip(self.flats, flat_numbers, strict=True):
+            flat.move(group, its_number, memory)
+            flat.show_shards()
+        old = self.entry
+        self.entry = self._new_entry(number, old.name, depth=old.depth, reshard=old.reshard)
+        self.entry.outer, self.entry.sync = old.outer, old.sync
+
+    def borrow_again(self) -> None:
+        """Record the borrowed parameters in the entries of units that have all been moved."""
+        owners, self.borrowed = self.borrowed, []
+        self.borrow(owners)
 
     def __deepcopy__(self, memo: object) -> Unit:
         """Refuse to copy, because a copy would share the original's collectives and memory."""

@@ -18,7 +18,7 @@ from torch import nn
 from echelon.dist.fsdp.order.entry import UNWATCHED, State
 from echelon.dist.fsdp.parameters.flat import Member
 from echelon.dist.fsdp.parameters.unit import Unit, unit_of
-from echelon.dist.fsdp.step.driver import Driver
+from echelon.dist.fsdp.step.driver import driver_of
 from echelon.dist.fsdp.step.nested import map_tensors, tensors_in
 from echelon.dist.fsdp.uncompiled import uncompiled
 
@@ -26,9 +26,9 @@ _numbers = itertools.count(UNWATCHED + 1)
 _hooks: weakref.WeakKeyDictionary[Unit, weakref.ref[_ModuleHooks]] = weakref.WeakKeyDictionary()
 
 
-def install(unit: Unit, modules: Sequence[nn.Module], driver: Driver) -> None:
-    """Install hooks on a unit's modules and parameters."""
-    hooks = _ModuleHooks(unit, driver)
+def install(unit: Unit, modules: Sequence[nn.Module]) -> None:
+    """Install hooks on a unit's modules and parameters; the unit must have a driver."""
+    hooks = _ModuleHooks(unit)
     _hooks[unit] = weakref.ref(hooks)  # the modules' hooks own it
     before = uncompiled(hooks.before)
     after = uncompiled(hooks.after)
@@ -39,7 +39,14 @@ def install(unit: Unit, modules: Sequence[nn.Module], driver: Driver) -> None:
         if part not in modules:
             part.register_forward_pre_hook(_PartHook(unit), prepend=True)
     for member in unit.members:
-        _hook_gradient(unit, driver, member)
+        _hook_gradient(unit, member)
+
+
+def follow_move(unit: Unit) -> None:
+    """Make a unit's hooks report to the driver to which the unit has been moved."""
+    hooks = _hooks[unit]()
+    assert hooks is not None, unit
+    hooks.follow_move()
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
@@ -75,7 +82,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     module.__dict__[name] = call
 
 
-def _hook_gradient(unit: Unit, driver: Driver, member: Member) -> None:
+def _hook_gradient(unit: Unit, member: Member) -> None:
     # The garbage collector does not look into these hooks: what they own would never be freed.
     unit_ref, member_ref = weakref.ref(unit), weakref.ref(member)
 
@@ -88,7 +95,7 @@ def _hook_gradient(unit: Unit, driver: Driver, member: Member) -> None:
                 f"the gradient of {member} in {unit} is sparse, and shards are reduced as dense "
                 "vectors: use sparse=False, or pass the parameter to ignored_params="
             )
-        driver.gradient_arrives(unit, member)
+        driver_of(unit).gradient_arrives(unit, member)
 
     if member.leaf.is_floating_point():
         wanted = member.leaf.requires_grad
@@ -118,12 +125,18 @@ class _PartHook:
 class _ModuleHooks:
     """The hooks before and after the forward of a unit's modules."""
 
-    def __init__(self, unit: Unit, driver: Driver) -> None:
+    def __init__(self, unit: Unit) -> None:
         self._unit = unit
-        self._driver = driver
+        self._driver = driver_of(unit)
         self._ran: set[nn.Module] = set()
         self._call: int | None = None  # of the forward that runs; None: not followed
         self._inputs: list[weakref.ref[torch.Tensor]] = []  # those that are watched
+
+    def follow_move(self) -> None:
+        """Report to the unit's new driver, and forget the forward that the move interrupted."""
+        self._driver = driver_of(self._unit)
+        self._ran.clear()
+        self._call, self._inputs = None, []
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         driver = self._driver

@@ -1,0 +1,1 @@
+"""Copies of a rank's shards that outlive the rank, and how survivors restore a state from them."""

@@ -1,0 +1,181 @@
+"""Anonymous shared memory that holds one state of one rank's shards.
+
+The memory has no name in any file system, and lives as long as a process has it open. The other
+ranks of the host open it when the world begins, so it outlives the rank that writes it, whatever
+ends that rank, and leaves nothing behind when all ranks have ended.
+
+    token | stamp, with a CRC of its own | padding up to a page | content
+
+A stamp is written when its content is complete, and erased before the content changes. So a copy
+that its rank was writing when it died has no stamp. The CRC of the content is compared when a copy
+is about to be used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import struct
+import zlib
+from dataclasses import dataclass
+
+import torch
+
+from echelon.dist.backends.shm.memory import anonymous_file
+from echelon.dist.resilient.copies.choice import Version
+
+_TOKEN_BYTES = 16
+_STAMP = struct.Struct("<qqqqI")  # epoch, step, owner, num_bytes, CRC of the content
+_CRC = struct.Struct("<I")
+_NONE = b"\0" * (_STAMP.size + _CRC.size)
+_START = 4096  # of the content
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """What a complete copy holds.
+
+    Attributes:
+        version: the state that it is part of.
+        owner: the rank whose shards it has.
+        num_bytes: the size of the content.
+        crc: the CRC-32 of the content.
+    """
+
+    version: Version
+    owner: int
+    num_bytes: int
+    crc: int
+
+    def pack(self) -> bytes:
+        """Return the stamp with a CRC of its own."""
+        version = self.version
+        body = _STAMP.pack(version.epoch, version.step, self.owner, self.num_bytes, self.crc)
+        return body + _CRC.pack(zlib.crc32(body))
+
+    @staticmethod
+    def num_bytes_packed() -> int:
+        """Return the size of a packed stamp, in bytes."""
+        return len(_NONE)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Stamp | None:
+        """Return the stamp that `pack` encoded, or None if there is none."""
+        body, crc = data[: _STAMP.size], data[_STAMP.size :]
+        if data == _NONE or len(data) != len(_NONE) or _CRC.pack(zlib.crc32(body)) != crc:
+            return None
+        epoch, step, owner, num_bytes, content = _STAMP.unpack(body)
+        return cls(Version(step, epoch), owner, num_bytes, content)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where another process of this place finds a memory."""
+
+    pid: int
+    fd: int
+    token: str
+
+
+class CopyMemory:
+    """One memory, in the process that made it or in another one.
+
+    Args:
+        fd: the descriptor, which this object closes.
+        token: identifies the memory.
+    """
+
+    def __init__(self, fd: int, token: bytes) -> None:
+        self._fd = fd
+        self._token = token
+        self._map: mmap.mmap | None = None
+
+    @classmethod
+    def create(cls) -> CopyMemory:
+        """Make an empty memory.
+
+        Raises:
+            CollectiveError: the host has no memory left for it.
+        """
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        fd = anonymous_file(_START)
+        os.pwrite(fd, token, 0)
+        return cls(fd, token)
+
+    @classmethod
+    def open(cls, address: Address) -> CopyMemory:
+        """Open another process's memory.
+
+        Raises:
+            OSError: the process has ended, or the system does not permit it.
+        """
+        fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
+        token = os.pread(fd, _TOKEN_BYTES, 0)
+        if token.hex() != address.token:  # the pid or the descriptor belongs to another one by now
+            os.close(fd)
+            raise OSError(f"process {address.pid} has closed its memory")
+        return cls(fd, token)
+
+    @property
+    def address(self) -> Address:
+        """Where other processes find this memory."""
+        return Address(os.getpid(), self._fd, self._token.hex())
+
+    @property
+    def stamp(self) -> Stamp | None:
+        """The stamp of a complete copy, or None."""
+        return Stamp.unpack(os.pread(self._fd, len(_NONE), _TOKEN_BYTES))
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the memory, in bytes."""
+        return os.fstat(self._fd).st_size
+
+    def erase(self) -> None:
+        """Erase the stamp, before the content changes."""
+        os.pwrite(self._fd, _NONE, _TOKEN_BYTES)
+
+    def content(self, num_bytes: int) -> torch.Tensor:
+        """Return the content, [num_bytes] of uint8, and grow the memory if that is necessary.
+
+        Raises:
+            OSError: the host has no memory left.
+        """
+        size = _START + num_bytes
+        if os.fstat(self._fd).st_size < size:
+            os.posix_fallocate(self._fd, 0, size)
+        if self._map is None or len(self._map) < size:
+            self._unmap()
+            self._map = mmap.mmap(self._fd, size)
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=num_bytes, offset=_START)
+
+    def commit(self, stamp: Stamp) -> None:
+        """Declare the content complete."""
+        os.pwrite(self._fd, stamp.pack(), _TOKEN_BYTES)
+
+    def is_intact(self) -> bool:
+        """Return whether there is a complete copy whose content has its CRC."""
+        stamp = self.stamp
+        if stamp is None or os.fstat(self._fd).st_size < _START + stamp.num_bytes:
+            return False
+        return crc_of(self.content(stamp.num_bytes)) == stamp.crc
+
+    def close(self) -> None:
+        """Release this process's share of the memory."""
+        self._unmap()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _unmap(self) -> None:
+        if self._map is not None:
+            with contextlib.suppress(BufferError):  # a tensor still views it: unmapped with that
+                self._map.close()
+            self._map = None
+
+
+def crc_of(content: torch.Tensor) -> int:
+    """Return the CRC-32 of a content."""
+    return zlib.crc32(content.numpy().data) if content.numel() else 0

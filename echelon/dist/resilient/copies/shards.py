@@ -1,0 +1,208 @@
+"""Write a rank's shards into one vector of bytes, and restore other shards from several of them.
+
+    length of the index, 8 bytes | index | padding | tensors, each from a multiple of 64 bytes
+
+The index names a run of elements of each parameter, and of each of the optimizer's tensors that is
+divided like it. So the shards of any number of ranks can be restored from the copies of any other
+number: each takes the elements that it needs from the runs that overlap it. The checkpoint's reader
+would do the same from a manifest and files; here all runs are in memory, and one per parameter.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.dist.fsdp.states import Shard, is_part, shards
+
+_GRAIN = 64
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run of a flattened tensor's elements.
+
+    Attributes:
+        name: the parameter's name.
+        key: the name within the optimizer's state; "" for the parameter itself.
+        start: the index of the first element.
+        length: the number of elements.
+        dtype: their dtype.
+        offset: where they begin in the vector, in bytes after the index.
+    """
+
+    name: str
+    key: str
+    start: int
+    length: int
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        """The size in bytes."""
+        return self.length * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """What a vector holds.
+
+    Attributes:
+        runs: the runs of elements.
+        values: the optimizer's values that are not divided, by parameter and key.
+        keys: the keys of each parameter's optimizer state, in order.
+    """
+
+    runs: list[_Run]
+    values: dict[str, dict[str, Any]]
+    keys: dict[str, list[str]]
+
+
+class ShardsWriter:
+    """The shards of a model and its optimizer at one moment, about to be written.
+
+    Args:
+        model: a sharded model.
+        optimizer: the optimizer of its parameters.
+
+    Attributes:
+        num_bytes: the size of the vector.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._tensors: list[torch.Tensor] = []
+        self._runs: list[_Run] = []
+        self._end = 0
+        values: dict[str, dict[str, Any]] = {}
+        keys: dict[str, list[str]] = {}
+        for name, shard in shards(model).items():
+            self._add(shard, "", shard.data)
+            state = optimizer.state.get(shard.parameter)
+            if state is None:
+                continue
+            keys[name] = list(state)
+            values[name] = {key: one for key, one in state.items() if not is_part(one, shard)}
+            for key, value in state.items():
+                if is_part(value, shard):
+                    self._add(shard, key, value.detach().reshape(-1))
+        self._index = pickle.dumps(_Index(self._runs, values, keys))
+        self._start = _rounded(_LENGTH_BYTES + len(self._index))
+        self.num_bytes = self._start + self._end
+
+    def _add(self, shard: Shard, key: str, data: torch.Tensor) -> None:
+        run = _Run(shard.name, key, shard.start, shard.length, data.dtype, self._end)
+        self._runs.append(run)
+        self._tensors.append(data)
+        self._end += _rounded(run.num_bytes)
+
+    @torch.no_grad()
+    def write(self, content: torch.Tensor) -> None:
+        """Write into a vector, [num_bytes] of uint8."""
+        length = len(self._index).to_bytes(_LENGTH_BYTES, "little")
+        head = content[: _LENGTH_BYTES + len(self._index)]
+        head.copy_(torch.frombuffer(bytearray(length + self._index), dtype=torch.uint8))
+        for run, data in zip(self._runs, self._tensors, strict=True):
+            _elements(content, self._start, run).copy_(data)
+
+
+class ShardsReader:
+    """The runs that one vector holds.
+
+    Args:
+        content: what `ShardsWriter` wrote.
+    """
+
+    def __init__(self, content: torch.Tensor) -> None:
+        length = int.from_bytes(content[:_LENGTH_BYTES].numpy().tobytes(), "little")
+        stop = _LENGTH_BYTES + length
+        index: _Index = pickle.loads(content[_LENGTH_BYTES:stop].numpy().tobytes())  # noqa: S301 -- written by a rank of this job, and never leaves its memory
+        self._content = content
+        self._start = _rounded(stop)
+        self.index = index
+
+    def runs(self) -> Iterator[tuple[_Run, torch.Tensor]]:
+        """Yield each run with its elements."""
+        for run in self.index.runs:
+            yield run, _elements(self._content, self._start, run)
+
+
+class IncompleteCopiesError(Exception):
+    """The copies do not cover all elements of a parameter."""
+
+
+class ShardsRestore:
+    """Fills this rank's shards and their optimizer state from earlier shards, one vector at a time.
+
+    Args:
+        model: a sharded model; its shards are overwritten.
+        optimizer: the optimizer of its parameters.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._shards = shards(model)
+        self._states: dict[str, dict[str, Any]] = {}
+        self._num_filled: Counter[tuple[str, str]] = Counter()
+
+    @torch.no_grad()
+    def add(self, vector: torch.Tensor) -> None:
+        """Take what this rank needs from one vector, which is not referred to afterwards."""
+        reader = ShardsReader(vector)
+        index = reader.index
+        for name, keys in index.keys.items():
+            state = self._states.setdefault(name, dict.fromkeys(keys))
+            state.update(index.values[name])
+        for run, data in reader.runs():
+            shard = self._shards[run.name]
+            first = max(run.start, shard.start)
+            last = min(run.start + run.length, shard.start + shard.length)
+            target = self._target(shard, run)
+            if first < last:
+                taken = data[first - run.start : last - run.start]
+                target[first - shard.start : last - shard.start].copy_(taken)
+                self._num_filled[run.name, run.key] += last - first
+
+    def _target(self, shard: Shard, run: _Run) -> torch.Tensor:
+        if not run.key:
+            return shard.data
+        state = self._states[shard.name]
+        if state[run.key] is None:
+            state[run.key] = torch.zeros(shard.parameter.shape, dtype=run.dtype)
+        target: torch.Tensor = state[run.key]
+        return target.view(-1)
+
+    def finish(self) -> None:
+        """Hand the state over to the optimizer.
+
+        Raises:
+            IncompleteCopiesError: an element that this rank needs was in no vector.
+        """
+        for name, shard in self._shards.items():
+            state = self._states.get(name)
+            keys = [key for key, value in (state or {}).items() if is_part(value, shard)]
+            for key in ["", *keys]:
+                num_filled = self._num_filled[name, key]
+                if num_filled != shard.length:
+                    raise IncompleteCopiesError(
+                        f"the copies hold {num_filled} of {shard.length} elements of {name!r} {key}"
+                    )
+            self._optimizer.state.pop(shard.parameter, None)
+            if state is not None:
+                self._optimizer.state[shard.parameter] = state
+
+
+def _elements(content: torch.Tensor, start: int, run: _Run) -> torch.Tensor:
+    first = start + run.offset
+    return content[first : first + run.num_bytes].view(run.dtype)
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-num_bytes // _GRAIN) * _GRAIN

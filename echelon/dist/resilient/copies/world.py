@@ -1,0 +1,245 @@
+"""The copies that the ranks of one world make, and which of them this process can read.
+
+Each rank writes its own shards alternately into two memories, so that one complete copy stays while
+the other one is written. All ranks at its place have both memories open. If there are several
+places, the rank also sends what it wrote to its partner at another place, which keeps it in two
+memories that are open to all ranks there in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from echelon.dist.channel import Channel
+from echelon.dist.group import ProcessGroup
+from echelon.dist.resilient.copies.choice import Offer, Version, partners_of
+from echelon.dist.resilient.copies.memory import Address, CopyMemory, Stamp, crc_of
+from echelon.dist.resilient.copies.shards import ShardsWriter
+from echelon.dist.work import Work
+from echelon.errors import CollectiveError
+from echelon.host.identity import process_identity
+
+_NUM = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """The memories of one owner that one process keeps."""
+
+    owner: int
+    keeper: int
+    memories: tuple[CopyMemory, ...]
+
+
+class WorldCopies:
+    """The copies of one world. Creating it is collective.
+
+    Args:
+        group: the world's group.
+        epoch: the world's epoch.
+
+    Attributes:
+        epoch: the world's epoch.
+        roster: the world's ranks, as numbered by the launcher.
+        own_rank: this rank, as numbered by the launcher.
+
+    Raises:
+        CollectiveError: a rank was lost, or the memory of a rank of this place cannot be opened.
+    """
+
+    def __init__(self, group: ProcessGroup, epoch: int) -> None:
+        self.epoch = epoch
+        self.roster = tuple(group.ranks)
+        self._group = group
+        places = [tuple(one) for one in group.all_gather_object(_place())]
+        partners = partners_of(places)
+        me = group.rank
+        self._is_one_place = len(set(places)) == 1
+        self.own_rank = self.roster[me]
+        self._here = [self.roster[i] for i, place in enumerate(places) if place == places[me]]
+        self._partner = partners[me]
+        self._num_written = 0
+        self._channels: dict[int, Channel] = {}
+        self._readable: list[_Held] = []
+        self._own = self._make(self.own_rank)
+        owners = [i for i, partner in enumerate(partners) if partner == me]
+        self._kept = {i: self._make(self.roster[i]) for i in owners}
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def _make(self, owner: int) -> _Held:
+        memories = tuple(CopyMemory.create() for _ in range(_NUM))
+        self._readable.append(_Held(owner, self.own_rank, memories))
+        return self._readable[-1]
+
+    def _open(self) -> None:
+        """Open what the other ranks of this place keep; they have theirs open until all have."""
+        told = [
+            (one.owner, [asdict(memory.address) for memory in one.memories])
+            for one in self._readable
+        ]
+        for keeper, row in zip(self.roster, self._group.all_gather_object(told), strict=True):
+            if keeper == self.own_rank or keeper not in self._here:
+                continue
+            for owner, addresses in row:
+                memories = tuple(_opened(keeper, Address(**one)) for one in addresses)
+                self._readable.append(_Held(owner, keeper, memories))
+        self._group.barrier()
+
+    # ---- writing ----
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all memories that this rank keeps, in bytes."""
+        held = [self._own, *self._kept.values()]
+        return sum(memory.num_bytes for one in held for memory in one.memories)
+
+    def write(self, writer: ShardsWriter, step: int) -> None:
+        """Copy this rank's shards; exchange copies with the partners if there are several places.
+
+        Raises:
+            CollectiveError: a partner was lost.
+            OSError: the host has no memory left.
+        """
+        turn = self._num_written % _NUM
+        self._num_written += 1
+        stamp, content = self._write_own(self._own.memories[turn], writer, step)
+        if not self._is_one_place:
+            self._exchange(turn, stamp, content)
+
+    def _write_own(
+        self, memory: CopyMemory, writer: ShardsWriter, step: int
+    ) -> tuple[Stamp, torch.Tensor]:
+        memory.erase()
+        content = memory.content(writer.num_bytes)
+        writer.write(content)
+        version = Version(step, self.epoch)
+        stamp = Stamp(version, self.own_rank, writer.num_bytes, crc_of(content))
+        memory.commit(stamp)
+        return stamp, content
+
+    def _exchange(self, turn: int, stamp: Stamp, content: torch.Tensor) -> None:
+        sent: list[Work | None] = []
+        if self._partner is not None:
+            channel = self._channel(self._partner)
+            head = torch.frombuffer(bytearray(stamp.pack()), dtype=torch.uint8)
+            sent = [channel.send(head, async_op=True), channel.send(content, async_op=True)]
+        for sender, held in self._kept.items():
+            self._receive(self._channel(sender), held.memories[turn])
+        for work in sent:
+            if work is not None:
+                work.wait()
+
+    @staticmethod
+    def _receive(channel: Channel, memory: CopyMemory) -> None:
+        memory.erase()
+        head = torch.empty(Stamp.num_bytes_packed(), dtype=torch.uint8)
+        channel.recv(head)
+        stamp = Stamp.unpack(head.numpy().tobytes())
+        if stamp is None:
+            raise CollectiveError("a copy of another rank's shards arrived with a damaged stamp")
+        channel.recv(memory.content(stamp.num_bytes))
+        memory.commit(stamp)
+
+    def _channel(self, peer: int) -> Channel:
+        if peer not in self._channels:
+            self._channels[peer] = self._group.channel(peer, "copies")
+        return self._channels[peer]
+
+    # ---- reading ----
+
+    def offers(self, survivors: Sequence[int]) -> Iterator[Offer]:
+        """Yield what this rank is to read for all survivors: its own, and those of lost ranks.
+
+        The first survivor of a place reads for the ranks that are lost. Copies whose content does
+        not have its CRC are left out.
+        """
+        reads_for_lost = self.own_rank == min(rank for rank in self._here if rank in survivors)
+        for held in self._readable:
+            is_lost = held.owner not in survivors
+            if held is self._own or (is_lost and reads_for_lost):
+                for memory in held.memories:
+                    stamp = memory.stamp
+                    if stamp is not None and stamp.owner == held.owner and memory.is_intact():
+                        yield Offer(stamp.version, stamp.owner)
+
+    def find(self, version: Version, owner: int) -> torch.Tensor | None:
+        """Return a copy that this process can read, [num_bytes] of uint8, or None."""
+        for held in self._readable:
+            for memory in held.memories:
+                stamp = memory.stamp
+                if stamp is not None and (stamp.version, stamp.owner) == (version, owner):
+                    return memory.content(stamp.num_bytes)
+        return None
+
+    def newest_own(self) -> torch.Tensor:
+        """Return this rank's newest copy, [num_bytes] of uint8."""
+        memory = self._own.memories[(self._num_written - 1) % _NUM]
+        stamp = memory.stamp
+        assert stamp is not None, self._num_written
+        return memory.content(stamp.num_bytes)
+
+    def close(self) -> None:
+        """Release all memories; those of other ranks live on with these."""
+        for held in self._readable:
+            for memory in held.memories:
+                memory.close()
+        self._readable.clear()
+
+
+def collected(
+    worlds: Sequence[WorldCopies], group: ProcessGroup, version: Version, holders: Mapping[int, int]
+) -> Iterator[torch.Tensor]:
+    """Yield the copies of all shards of a state, one at a time. Collective.
+
+    Ranks at one place read each other's memory. Across places each copy is broadcast by the rank
+    that can read it, so all ranks need memory for one copy more.
+
+    Raises:
+        CollectiveError: a rank was lost, or a copy arrived damaged.
+    """
+    world = next(one for one in worlds if one.epoch == version.epoch)
+    is_one_place = len({tuple(one) for one in group.all_gather_object(_place())}) == 1
+    for owner in sorted(holders):
+        copy = world.find(version, owner)
+        if not is_one_place:
+            copy = _broadcast(group, copy, group.ranks.index(holders[owner]))
+        if copy is None:
+            raise CollectiveError(f"the copy of rank {owner}'s shards cannot be read any more")
+        yield copy
+
+
+def _broadcast(group: ProcessGroup, copy: torch.Tensor | None, root: int) -> torch.Tensor:
+    head = torch.zeros(2, dtype=torch.int64)
+    if group.rank == root:
+        assert copy is not None
+        head[0], head[1] = copy.numel(), crc_of(copy)
+    group.broadcast(head, root=root)
+    num_bytes, crc = head.tolist()
+    if group.rank != root:
+        copy = torch.empty(num_bytes, dtype=torch.uint8)
+    assert copy is not None
+    group.broadcast(copy, root=root)
+    if crc_of(copy) != crc:
+        raise CollectiveError("a copy of a rank's shards was damaged on its way")
+    return copy
+
+
+def _place() -> list[Any]:
+    fact = process_identity()
+    return [fact["boot"], fact["net"], fact["pids"]]
+
+
+def _opened(keeper: int, address: Address) -> CopyMemory:
+    try:
+        return CopyMemory.open(address)
+    except OSError as err:
+        text = f"the memory that rank {keeper} keeps cannot be opened: {err}"
+        raise CollectiveError(text) from err

@@ -1,0 +1,176 @@
+"""Keep the state of a sharded model so that it survives ranks that are lost with their shards.
+
+What all ranks hold alike (buffers, parameters that are not sharded, schedules) each rank keeps for
+itself, and its own random numbers. Its shards it copies into memory that outlives it. Both are kept
+for two steps, alternately, so that one of them is complete at any moment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.dist.checkpoint.disk.tensor_bytes import as_bytes
+from echelon.dist.fsdp.control import reshard
+from echelon.dist.fsdp.moving import move
+from echelon.dist.fsdp.states import shards
+from echelon.dist.group import ProcessGroup
+from echelon.dist.resilient.copies.choice import Choice, Offer, Version, choose
+from echelon.dist.resilient.copies.shards import ShardsRestore, ShardsWriter
+from echelon.dist.resilient.copies.world import WorldCopies, collected
+from echelon.dist.resilient.kept import KeptState, Stateful
+
+
+class ShardedState:
+    """The state of a sharded model and its optimizer at the start of the last two steps.
+
+    Args:
+        model: the model.
+        optimizer: the optimizer of its parameters.
+        also: other objects whose state is changed by the steps; equal on all ranks.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, also: Sequence[Stateful] = ()
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._rest = [KeptState(model, optimizer, also) for _ in range(2)]
+        self._rest_steps = [-1, -1]
+        self._at = 0  # the newest of them
+        self._worlds: list[WorldCopies] = []  # the last is the current one
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that this rank keeps, in bytes."""
+        rest = sum(one.num_bytes for one in self._rest)
+        return rest + sum(one.num_bytes for one in self._worlds)
+
+    def enter(self, group: ProcessGroup, epoch: int) -> None:
+        """Prepare for copies in a new world; those of earlier worlds stay. Collective."""
+        self._worlds.append(WorldCopies(group, epoch))
+
+    def keep(self, step: int) -> None:
+        """Copy the state at the start of a step.
+
+        Raises:
+            CollectiveError: a partner was lost.
+            OSError: the host has no memory left for the copies.
+        """
+        reshard(self._model)  # modules then refer to shards, which a move does not replace
+        turn = 1 - self._at
+        self._rest_steps[turn] = -1
+        self._rest[turn].keep()
+        self._rest_steps[turn] = step
+        self._at = turn
+        self._worlds[-1].write(ShardsWriter(self._model, self._optimizer), step)
+
+    def release_earlier(self) -> None:
+        """Release the copies of earlier worlds, now that all copies of this one are complete."""
+        for one in self._worlds[:-1]:
+            one.close()
+        del self._worlds[:-1]
+
+    def check_alike(self, group: ProcessGroup) -> None:
+        """Check that what is not sharded is equal on all ranks. Collective.
+
+        Raises:
+            ValueError: it differs.
+        """
+        mine = {what: _digest(value) for what, value in self._rest[self._at].parts().items()}
+        rows = group.all_gather_object(mine)
+        for what, found in mine.items():
+            if any(row[what] != found for row in rows):
+                raise ValueError(
+                    f"resilient.run with a sharded model needs everything else to be equal on all "
+                    f"ranks, since a lost rank's part could not be restored: {what} differs"
+                )
+
+    # ---- after a loss ----
+
+    def offers(self, survivors: Sequence[int]) -> dict[str, Any]:
+        """Return what this rank can read, for `choice_of`."""
+        offers = [
+            (one.version.epoch, one.version.step, one.owner)
+            for world in self._worlds
+            for one in world.offers(survivors)
+            if one.owner != world.own_rank or one.version.step in self._rest_steps
+        ]
+        return {"offers": offers, "rosters": [(one.epoch, one.roster) for one in self._worlds]}
+
+    def restore_from(self, choice: Choice, group: ProcessGroup) -> None:
+        """Divide the model among a new world's ranks and restore the chosen state. Collective.
+
+        Raises:
+            CollectiveError: a rank was lost, or a copy cannot be read.
+        """
+        version = choice.version
+        self._at = self._rest_steps.index(version.step)
+        self._rest[self._at].restore()
+        self._forget_shards(group)
+        restore = ShardsRestore(self._model, self._optimizer)
+        for copy in collected(self._worlds, group, version, choice.holders):
+            restore.add(copy)
+        restore.finish()
+
+    def restart(self, group: ProcessGroup) -> None:
+        """Divide the model among a new world's ranks; its values are undefined. Collective."""
+        self._rest_steps = [-1, -1]
+        self._forget_shards(group)
+
+    def restore(self) -> None:
+        """Restore the last state that was kept in this world. Local."""
+        reshard(self._model)
+        self._rest[self._at].restore()
+        restore = ShardsRestore(self._model, self._optimizer)
+        restore.add(self._worlds[-1].newest_own())
+        restore.finish()
+
+    def drop(self) -> None:
+        """Release all copies, now that there is no other rank left to lose."""
+        for one in self._worlds:
+            one.close()
+        self._worlds.clear()
+        for rest in self._rest:
+            rest.drop()
+
+    def _forget_shards(self, group: ProcessGroup) -> None:
+        for shard in shards(self._model).values():
+            self._optimizer.state.pop(shard.parameter, None)
+        move(self._model, group)
+
+
+def choice_of(rows: Mapping[int, Mapping[str, Any]]) -> Choice:
+    """Return the state that the survivors restore.
+
+    Args:
+        rows: what each survivor returned from `ShardedState.offers`.
+
+    Raises:
+        CopiesLostError: no state is complete.
+    """
+    offers = {
+        rank: [Offer(Version(step, epoch), owner) for epoch, step, owner in row["offers"]]
+        for rank, row in rows.items()
+    }
+    rosters = {int(epoch): roster for row in rows.values() for epoch, roster in row["rosters"]}
+    return choose(offers, rosters)
+
+
+def _digest(value: Any) -> str:
+    """Return a hash of a tree of tensors and plain values."""
+    if isinstance(value, torch.Tensor):
+        text = f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(as_bytes(value)).hexdigest()}"
+    elif isinstance(value, dict):
+        text = " ".join(f"{key!r}: {_digest(one)}" for key, one in value.items())
+    elif isinstance(value, (list, tuple)):
+        text = " ".join(map(_digest, value))
+    elif isinstance(value, (int, float, str, bytes, bool, type(None))):
+        text = repr(value)
+    else:
+        text = type(value).__qualname__  # its repr may hold an address
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,120 @@
+"""Where copies are kept, which of them are used, and what is seen of a copy that is torn."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from echelon.dist.resilient.copies.choice import (
+    CopiesLostError,
+    Offer,
+    Version,
+    choose,
+    partners_of,
+)
+from echelon.dist.resilient.copies.memory import Address, CopyMemory, Stamp, crc_of
+
+
+@pytest.mark.parametrize(
+    ("places", "partners"),
+    [
+        ("a", [None]),
+        ("aaaa", [None] * 4),
+        ("aabb", [2, 3, 0, 1]),
+        ("abab", [1, 0, 3, 2]),
+        ("abc", [1, 2, 0]),
+        ("aaab", [3, 3, 3, 0]),
+        ("abbb", [1, 0, 0, 0]),
+        ("aabbbc", [2, 3, 5, 5, 5, 0]),
+    ],
+)
+def test_the_second_copy_is_at_another_place(places, partners):
+    found = partners_of(places)
+    assert found == partners
+    for rank, partner in enumerate(found):
+        assert partner is None or places[partner] != places[rank]
+
+
+def _offers(*rows):
+    return [Offer(Version(step, epoch), owner) for step, epoch, owner in rows]
+
+
+def test_the_newest_state_that_is_complete_is_chosen():
+    offers = {
+        0: _offers((4, 0, 0), (5, 0, 0), (4, 0, 1)),  # rank 1 died before its copy of step 5
+        2: _offers((4, 0, 2), (5, 0, 2)),
+    }
+    chosen = choose(offers, {0: [0, 1, 2]})
+    assert chosen.version == Version(4, 0)
+    assert chosen.holders == {0: 0, 1: 0, 2: 2}
+
+
+def test_the_copies_of_an_earlier_world_count_until_all_of_the_next_one_exist():
+    rosters = {0: [0, 1, 2, 3], 1: [0, 1, 2]}
+    old = [(7, 0, owner) for owner in range(4)]
+    offers = {0: _offers(*old, (7, 1, 0)), 2: _offers((7, 0, 2), (7, 1, 2))}
+    assert choose(offers, rosters).version == Version(7, 0)
+    offers[2] += _offers((7, 1, 1))
+    assert choose(offers, rosters).version == Version(7, 1)
+
+
+def test_a_shard_that_no_rank_has_is_named():
+    offers = {0: _offers((3, 0, 0), (4, 0, 0)), 1: _offers((3, 0, 1), (4, 0, 1))}
+    with pytest.raises(CopiesLostError, match=r"shards of rank 2, 3 are lost \(step 4\)"):
+        choose(offers, {0: [0, 1, 2, 3]})
+    with pytest.raises(CopiesLostError, match="no rank has a copy"):
+        choose({0: []}, {})
+
+
+def _written(memory, values, step=3):
+    memory.erase()
+    content = memory.content(len(values))
+    content.copy_(torch.tensor(values, dtype=torch.uint8))
+    memory.commit(Stamp(Version(step, 0), 1, len(values), crc_of(content)))
+
+
+def test_another_process_reads_a_copy_and_sees_each_kind_of_damage():
+    memory = CopyMemory.create()
+    other = CopyMemory.open(memory.address)
+    try:
+        assert other.stamp is None
+        assert not other.is_intact()
+        _written(memory, [1, 2, 3])
+        assert other.stamp.version == Version(3, 0)
+        assert other.is_intact()
+        assert other.content(3).tolist() == [1, 2, 3]
+        _written(memory, [4] * 10_000, step=4)  # has grown
+        assert other.is_intact()
+        memory.content(10_000)[9_000] = 5
+        assert not other.is_intact()
+        _written(memory, [4] * 10_000, step=4)
+        os.pwrite(memory.address.fd, b"\xff", 20)  # of the stamp
+        assert other.stamp is None
+        assert not other.is_intact()
+    finally:
+        memory.close()
+        other.close()
+
+
+def test_a_memory_outlives_the_one_that_made_it():
+    memory = CopyMemory.create()
+    other = CopyMemory.open(memory.address)
+    _written(memory, [7, 8])
+    memory.close()
+    try:
+        assert other.is_intact()
+        assert other.content(2).tolist() == [7, 8]
+    finally:
+        other.close()
+
+
+def test_a_descriptor_that_belongs_to_something_else_is_refused():
+    memory = CopyMemory.create()
+    address = memory.address
+    try:
+        with pytest.raises(OSError, match="has closed its memory"):
+            CopyMemory.open(Address(address.pid, address.fd, "00" * 16))
+    finally:
+        memory.close()

@@ -1,0 +1,55 @@
+"""Copies of shards on several hosts; the hosts are believed in, not real."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.dist.resilient.agent import run_watched
+from tests.dist.resilient.training import SAVED_STEP, train, train_on_hosts
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+_TOTAL = 8
+# Of three hosts with a rank each: the owner of some shards, and the rank that has their only other
+# copy. It dies in the same step, or, if it has learnt of the other death there, right after it.
+_OWNER_AND_PARTNER = [(0, "forward", 5), (1, "forward", 5), (1, "before the meeting", 5)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    ((found, _, _),) = run_ranks(train, 1, tmp_path_factory.mktemp("whole"), _TOTAL, [])
+    return found
+
+
+def _run(folder, hosts, kills, layout):
+    codes = {rank: -signal.SIGKILL for rank, _, _ in kills}
+    ends, _ = run_watched(
+        train_on_hosts, len(hosts), folder, _TOTAL, kills, hosts, layout, exit_codes=codes
+    )
+    assert len(ends) == len(hosts) - len(codes)
+    return ends
+
+
+def test_a_whole_host_may_die_and_then_a_rank_of_the_other_one(tmp_path, undisturbed):
+    kills = [(2, "forward", 2), (3, "forward", 2), (0, "collective", 5)]
+    for bits, worlds, commits in _run(tmp_path, [0, 0, 1, 1], kills, "sharded"):
+        assert bits == undisturbed
+        assert worlds[-1][1:] == ((0, 2, 3), 1)
+        assert commits == list(range(_TOTAL))
+
+
+def test_if_both_copies_are_lost_the_checkpoint_is_loaded(tmp_path, undisturbed):
+    ends = _run(tmp_path, [0, 1, 2], _OWNER_AND_PARTNER, "sharded and saved")
+    ((bits, worlds, commits),) = ends
+    assert bits == undisturbed
+    assert worlds[-1][1:] == ((0, 1), 1)
+    assert commits == [*range(4), *range(SAVED_STEP, _TOTAL)]
+
+
+def test_if_there_is_no_checkpoint_either_the_error_names_whose_shards_are_lost(tmp_path):
+    ((error, _, _),) = _run(tmp_path, [0, 1, 2], _OWNER_AND_PARTNER, "sharded")
+    assert "all copies of the shards of rank 0 are lost" in error
+    assert "there is no from_checkpoint=" in error
