@@ -64,6 +64,8 @@ class Incidents:
         self._tell = tell
         self._examined = examined
         self._collection: Collection | None = None
+        self._lost: Sequence[int] = ()  # whose loss is being collected, if the attempt continues
+        self._ended_before: frozenset[int] = frozenset()  # ranks that had ended when it began
         self.verdicts = Verdicts(
             directory,
             terminal,
@@ -152,6 +154,7 @@ class Incidents:
             what = "loss"  # the job has not failed
         again = "" if former is None else " again"
         self._say(f"{what}: {action.reason}; collecting diagnostics from all ranks{again}")
+        self._lost, self._ended_before = action.lost, frozenset(world.ended)
         self.verdicts.expect(gives_way=self._has_running_ranks(action))
         try:
             self._collection = Collection(
@@ -212,13 +215,17 @@ class Incidents:
         collection = self._collection
         assert collection is not None
         late = set(collection.waiting)
+        ended, ranks_lost = world.ended, world.ranks_lost_first
+        if collection.is_survived:  # ranks that ended during the collection have their own incident
+            ended = {rank: one for rank, one in ended.items() if rank in self._ended_before}
+            ranks_lost = sorted(rank for rank in self._lost if ended[rank].code is None)
         try:
             incident = collection.finish(
                 self._report.job_id,
                 world.size,
                 lambda rank: world.why_absent(rank, late),
-                world.ranks_lost_first,
-                world.ended.values(),
+                ranks_lost,
+                ended.values(),
                 evidence(self._report.decisions),
             )
         except OSError as err:
@@ -228,7 +235,7 @@ class Incidents:
         self._add(incident, collection.continues)
         is_stall = incident.kind == "stall"
         incident.recovered = collection.is_survived or (is_stall and collection.is_overtaken)
-        incident.ended = world.ended
+        incident.ended = ended
         is_due = is_stall or collection.is_survived
         self.verdicts.begin(incident, world.present, is_due=is_due)
         # Examining ranks that do not record makes them active, which is not progress.

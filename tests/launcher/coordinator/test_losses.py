@@ -14,12 +14,14 @@ from echelon.launcher.coordinator.losses import Losses
 from echelon.launcher.coordinator.policy.judging import failure_of
 from echelon.launcher.coordinator.roster import Node
 from echelon.launcher.coordinator.world import LostEarlier, World
+from echelon.launcher.incident import verdicts
 from echelon.launcher.job.report import Incident, Report
 from echelon.launcher.job.rundir import RunDirectory
 from echelon.launcher.options.options import parse
 from echelon.recorder.continuation import Epoch, Standing, State, note_standing
 from tests.launcher.coordinator import jobs
 from tests.launcher.coordinator.jobs import JobStore
+from tests.ranks import read_json
 
 _SIZE = 4
 
@@ -344,3 +346,37 @@ def test_a_hung_rank_is_killed_by_its_own_node_and_its_stall_is_the_only_inciden
     assert continued["ended_for"] == {"3": "frozen_process"}
     assert "continued without rank 3 (frozen_process), with 3 of 4 ranks in" in job.terminal.text
     coordinator.close()
+
+
+class _NoAnalysis:
+    """An analysis that never answers."""
+
+    def __init__(self, *, gives_way: bool) -> None: ...
+
+    def begin(self, *_: object) -> None: ...
+
+    def poll(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_a_node_that_dies_while_a_loss_is_collected_is_another_incident(tmp_path, monkeypatch):
+    monkeypatch.setattr(verdicts, "Analysis", _NoAnalysis)
+    monkeypatch.setattr(decide, "SETTLE_S", 0.0)
+    job = _on_two_nodes(tmp_path, monkeypatch)
+    _stands(job, 0)
+    job.take(job.host, m.WorkerEnded(attempt=0, rank=1, code=-signal.SIGKILL))
+    job.step()
+    assert [one.reason for one in job.commands(m.Collect, job.host)] == [
+        "rank 1 was killed by SIGKILL"
+    ]
+    job.take(job.other, m.Left(reason="no heartbeat"))
+    job.take(job.host, m.Harvested(incident=0, exit_codes=[]))
+    job.step()
+    told = read_json(tmp_path / "dump" / "incident_0" / "incident.json")
+    assert (told["ended"], told["ranks_lost"]) == ([[1, -9, 0]], [])
+    assert list(job.report.incidents[0].ended) == [1]
+    assert [one.reason for one in job.commands(m.Collect, job.host)][1:] == [
+        f"rank 2 was lost with node {job.other}, rank 3 was lost with node {job.other}"
+    ]
+    job.coordinator.close()
