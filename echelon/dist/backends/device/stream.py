@@ -343,7 +343,7 @@ class StreamEngine:
             return bool(self._flying)
 
     def _let_go(self) -> None:
-        """Wait briefly for the receivers of sends whose calls have already returned."""
+        """Wait briefly until the receivers of detached sends have received them."""
         limit_s = time.monotonic() + _LET_GO_S
         sent = [one for one in list(self._flying) if one.is_detached]
         while time.monotonic() < limit_s and not all(one.done for one in sent):

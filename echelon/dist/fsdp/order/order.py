@@ -297,7 +297,7 @@ class Order:
         return outermost.recording
 
     def _comes_first(self, entry: Entry, recording: Recording, *, at_end: bool) -> bool:
-        """Return whether the backward will begin with this unit, whose forward is ending.
+        """Return whether the backward will begin with this unit, now that its forward is ending.
 
         An outermost unit without inner units is assumed not to come first, because it may be one of
         several that run in sequence.
@@ -322,7 +322,7 @@ class Order:
         self._residency.wait(entry)
 
     def _is_lent(self, entry: Entry) -> bool:
-        """Return whether another unit whose forward is running uses this unit's parameters."""
+        """Return whether a running forward of another unit uses this unit's parameters."""
         return any(entry in running.borrowed for running in self._open())
 
     def _running(self) -> Run:

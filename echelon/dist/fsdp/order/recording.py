@@ -95,17 +95,17 @@ class Recording:
 
 
 def begun_in(recordings: Iterable[Recording]) -> list[Entry]:
-    """Return the units whose forwards began, in the order they began."""
+    """Return the units in the order in which their forwards began."""
     return _merged((one.begun for one in recordings), by="place")
 
 
 def begun_before_in(recordings: Iterable[Recording]) -> list[Entry]:
-    """Return the units whose forwards began before the last backward, in the order they began."""
+    """Return the units of forwards before the last backward, in the order in which these began."""
     return _merged((one.begun_before for one in recordings), by="place")
 
 
 def ended_in(recordings: Iterable[Recording]) -> list[Entry]:
-    """Return the units whose forwards ended, in the order they ended."""
+    """Return the units in the order in which their forwards ended."""
     return _merged((one.ended for one in recordings), by="ended_at")
 
 
