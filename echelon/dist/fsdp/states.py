@@ -220,7 +220,7 @@ def _before_load(
     _show_shards(unit)
     if metadata.get("assign_to_params_buffers"):
         raise ValueError(
-            "load_state_dict(assign=True) would replace the shards by other "
+            "load_state_dict(assign=True) would replace the shards with other "
             "parameters: use assign=False"
         )
     for name, member in _named(module, unit):

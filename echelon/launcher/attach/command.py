@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(arguments: argparse.Namespace) -> int:
     if not 0.5 <= arguments.wait <= 600:
-        raise ValueError("--wait must be from 0.5 to 600 seconds")
+        raise ValueError("--wait must be between 0.5 and 600 seconds")
     hosts = [name for text in arguments.host for name in text.split(",") if name]
     ranks = _chosen(arguments, may_be_none=bool(hosts))
     with tempfile.TemporaryDirectory(prefix="fr-analyze-") as scratch:

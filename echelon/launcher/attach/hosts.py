@@ -60,7 +60,7 @@ def unpack(host: str, data: bytes, folder: Path) -> Answer:
     try:
         values = msgpack.unpackb(data, raw=False, strict_map_key=True)
         if not isinstance(values, dict) or values.get("kind") != KIND:
-            raise ValueError("the answer does not contain a sighting")
+            raise ValueError("the answer does not describe a machine's ranks")
         records = []
         for number, dump in enumerate(values["dumps"]):
             path = folder / f"dump_{number}"

@@ -282,7 +282,7 @@ class ControlServer:
         if isinstance(hello, Hello):
             if (known := self._members.get(hello.node)) is not None:
                 if known.has_spoken:
-                    raise _TryAgainError("this node's last connection has not ended yet")
+                    raise _TryAgainError("this node's previous connection is still open")
                 known.take_over()  # its welcome was lost
                 known.token = secrets.token_hex(16)  # another node of that name cannot resume
                 known.life_port = hello.life_port

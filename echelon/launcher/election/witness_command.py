@@ -49,7 +49,7 @@ class WitnessServer:
             asked = asked_of(question)
             return vote_of(self._witness.on_canvass(question.founder, asked, now_s()))
         if not isinstance(question, m.Renew):
-            raise LaunchError("this endpoint is a witness, which does not host a job")
+            raise LaunchError("this endpoint belongs to a witness, which does not host jobs")
         renewed = self._witness.on_renewal(question.founder, _renewal(question), now_s())
         return m.LeaseReply(
             term=renewed.term, number=renewed.number, stamp=renewed.number,

@@ -152,7 +152,7 @@ class Delivery:
                 running.communicate(data, timeout=self._command_s)
         except subprocess.TimeoutExpired:
             self._end_command()
-            raise DeliveryError(f"killed: not finished within {self._command_s:g} s") from None
+            raise DeliveryError(f"killed: did not finish within {self._command_s:g} s") from None
         finally:
             self._running = None
         if running.returncode:

@@ -301,7 +301,7 @@ def test_a_node_that_dials_a_witness_in_place_of_the_host_is_refused_in_words():
         ready, _, _ = select.select([link.fileno()], [], [], 60.0)
         assert ready
         assert link.take() == [None]
-        assert link.lost_because == "this endpoint is a witness, which does not host a job"
+        assert link.lost_because == "this endpoint belongs to a witness, which does not host jobs"
     finally:
         link.close()
         server.close()

@@ -100,7 +100,7 @@ def test_a_command_that_hangs_is_killed_with_what_it_started(tmp_path, said):
     delivery = Delivery(command, said.append, command_s=0.3)
     delivery.send(NOTICE)
     delivery.close(60)
-    assert said == ["--notify (while: killed: not finished within 0.3 s"]
+    assert said == ["--notify (while: killed: did not finish within 0.3 s"]
     alive.unlink(missing_ok=True)
     time.sleep(0.1)  # its loop would have made it again
     assert not alive.exists()

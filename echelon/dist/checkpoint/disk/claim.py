@@ -77,7 +77,7 @@ class Claim:
             if time.monotonic() - began_s > limit_s:
                 folder = self._path.parent
                 raise CheckpointError(
-                    f"{folder}: another job saves its checkpoints here (process {process} on "
+                    f"{folder}: another job is saving its checkpoints here (process {process} on "
                     f"{host}). Give each job its own folder",
                     path=folder,
                 )

@@ -204,7 +204,7 @@ def _read_range(numbers: list[Any]) -> Range:
 def _read(plain: dict[str, Any]) -> Manifest:
     if plain["block_bytes"] != BLOCK_BYTES:
         raise ValueError(
-            f"the manifest has blocks of {plain['block_bytes']} bytes, but expected {BLOCK_BYTES}"
+            f"the manifest has blocks of {plain['block_bytes']} bytes; expected {BLOCK_BYTES}"
         )
     return Manifest(
         world_size=_whole(plain["world_size"]),

@@ -83,7 +83,7 @@ class Keeper:
         if keep_every is not None and keep_every < 1:
             raise ValueError(f"keep_every must be at least 1, got {keep_every}")
         if best not in (None, "lowest", "highest"):
-            raise ValueError(f'best {best!r}: "lowest" or "highest"')
+            raise ValueError(f'best must be "lowest" or "highest", got {best!r}')
         self.folder = place_of(folder)
         self.policy = Policy(keep=keep, keep_every=keep_every, best=best)
         self._steps = steps_of(self.folder)

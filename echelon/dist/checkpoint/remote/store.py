@@ -221,7 +221,7 @@ def _bounded(call: Callable[[], _Result], deadline_s: float) -> _Result:
     try:
         result, error = ended.get(timeout=max(0.0, deadline_s - time.monotonic()))
     except queue.Empty:
-        raise TimeoutError("the call to the store has not returned in time") from None
+        raise TimeoutError("the call to the store did not return in time") from None
     if error is not None:
         raise error
     return result  # type: ignore[no-any-return]

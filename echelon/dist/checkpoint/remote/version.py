@@ -276,7 +276,7 @@ class _Reader(RankFileReader):
     def _open(self) -> int:
         size = self._version.sizes().get(self._stored.name)
         if size is None:
-            raise self._error("the file is the file is missing")
+            raise self._error("the file is missing")
         return size
 
     def _fetch(self, offset: int, target: memoryview) -> None:
@@ -286,7 +286,7 @@ class _Reader(RankFileReader):
             try:
                 content = self._version.read(self._stored.name, offset, end)
             except FileNotFoundError:
-                raise self._error("missing") from None
+                raise self._error("the file is missing") from None
             first, self._window = offset, (offset, content)
         piece = content[offset - first :][: len(target)]
         if len(piece) < len(target):

@@ -70,14 +70,14 @@ def unpack(text: str) -> Memory:
 
 def _number(value: object) -> int:
     if type(value) is not int:
-        raise TypeError(f"{value!r:.50} where a number was expected")
+        raise TypeError(f"expected a number, got {value!r:.50}")
     return value
 
 
 def _failure(values: Any) -> Failure:
     """Check every value against the type of its field, and return the values as a failure."""
     if not isinstance(values, dict):
-        raise TypeError(f"{values!r:.50} where a failure was expected")
+        raise TypeError(f"expected a failure, got {values!r:.50}")
     read: dict[str, Any] = {name: _CHECKS[name](value) for name, value in values.items()}
     return Failure(**read)
 

@@ -123,6 +123,14 @@ def test_damage_is_passed_over_with_a_line(memory, name, change):
         assert loaded(memory) == 1
 
 
+def test_a_missing_file_is_named_once(memory):
+    save(memory, state_at(1))
+    (name,) = [name for name in MemoryFileSystem.store if name.endswith("rank_00000.bin")]
+    del MemoryFileSystem.store[name]
+    with pytest.raises(CheckpointError, match=r"rank_00000\.bin: the file is missing"):
+        loaded(memory)
+
+
 def test_what_was_not_committed_does_not_count_and_goes_with_the_next(memory):
     save(memory, state_at(1))
     begun = version.RemoteUnfinished.create(Remote.at(memory))
