@@ -124,22 +124,22 @@ def merged_stacks(evidence: Evidence) -> tuple[Branch, ...]:
 
 
 def _with_survived(picture: Picture, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Add to the verdict which mismatches the job had survived earlier."""
+    """Add to the verdict which errors the job had survived earlier."""
     root = next((place for place, finding in enumerate(findings) if not finding.info), None)
     if root is None or not picture.survived:
         return findings
     newest = picture.survived[-MAX_DESCRIBED:]
     lines = [_survived_line(one) for one in newest]
     if len(newest) < len(picture.survived):
-        lines.append(f"{len(picture.survived) - len(newest)} more mismatches were caught earlier")
+        lines.append(f"{len(picture.survived) - len(newest)} more errors were caught earlier")
     changed = findings[root].changed(evidence=(*findings[root].evidence, *lines))
     return (*findings[:root], changed, *findings[root + 1 :])
 
 
 def _survived_line(one: Survived) -> str:
     at = f" at {short_site(one.site)}" if one.site else ""
-    what = f"a mismatch in {one.operation} #{one.sequence} of group '{one.name}'{at}"
-    since = f" for {one.num_steps} steps" if one.num_steps else ""
+    what = f"a {one.kind} in {one.operation} #{one.sequence} of group '{one.name}'{at}"
+    since = f" for {one.num_steps} steps" if one.num_steps > 1 else ""
     return f"{what} was caught earlier; the job continued{since}"
 
 

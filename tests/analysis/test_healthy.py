@@ -163,6 +163,15 @@ def finished_after_a_survived_mismatch() -> Report:
     return job.report("")
 
 
+def finished_after_a_caught_timeout() -> Report:
+    job = Job(4).train(2)
+    for rank in job.others(2):
+        rank.all_reduce(group="trial", failed="CollectiveTimeoutError: missing: 2")
+    for order, rank in enumerate(job.train(3).ranks):
+        rank.exited(0, order=order)
+    return job.report("")
+
+
 STORIES = [
     finished,
     running_rings,
@@ -181,6 +190,7 @@ STORIES = [
     nothing_recorded_at_all,
     a_survived_mismatch,
     finished_after_a_survived_mismatch,
+    finished_after_a_caught_timeout,
 ]
 
 

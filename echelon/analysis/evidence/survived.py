@@ -1,8 +1,8 @@
-"""Find the mismatches that a program caught and survived, and leave them out of the evidence.
+"""Find the errors that a program caught and survived, and leave them out of the evidence.
 
-A mismatch ends its group, not the program. If all members caught the error and continued without
-that group, whatever ends the job later has another cause. Left in, the failed calls would look like
-the earliest fault, and their ranks like ranks that still wait.
+A mismatch or a timeout ends its group, not the program. If all members caught the error and
+continued without that group, whatever ends the job later has another cause. Left in, the failed
+calls would look like the earliest fault, and their ranks like ranks that still wait.
 
 Missing the mismatch that ended a job would be worse than reporting one that did not. Therefore, a
 mismatch counts as survived only if no rank is still inside the operation, if every member continued
@@ -28,6 +28,11 @@ from echelon.analysis.evidence.stacks import last_traceback
 from echelon.recorder.format.schema import State
 
 _MISMATCH = re.compile(r"MismatchError\b|Detected mismatch between collectives")
+_KINDS = {  # of errors that end a group and not the program
+    "mismatch": _MISMATCH,
+    "timeout": re.compile(r"CollectiveTimeoutError\b"),
+    "lost peer": re.compile(r"PeerLostError\b"),
+}
 _ECHELONS = re.compile(r"^(?:echelon\.errors\.|(?:Collective|PeerLost|Store)\w*Error$)")
 _GROUP = re.compile(r"\bin group '([^'\n]{1,200})'")
 _HABIT = 2  # survived mismatches at one call site: a further one there is survived sooner
@@ -51,6 +56,7 @@ class Survived:
 
     group: int
     name: str
+    kind: str  # of the error: "mismatch", "timeout" or "lost peer"
     operation: str
     sequence: int
     site: str
@@ -65,7 +71,7 @@ class Survived:
         Two groups may have the same name in a message, for example the worlds before and after a
         second `init`, so that the recorded errors decide first.
         """
-        if not _MISMATCH.search(f"{type_name}: {message}"):
+        if not _KINDS[self.kind].search(f"{type_name}: {message}"):
             return False
         if _is_among(self.errors, message):
             return True
@@ -123,13 +129,18 @@ def _is_over(facts: RankEvidence, breaks: Sequence[_Break]) -> npt.NDArray[np.bo
 # ---- the mismatches on record ----
 
 
+def _kind_of(error: str) -> str:
+    """Return the kind of a recorded error, or "" if it does not end a group alone."""
+    return next((kind for kind, pattern in _KINDS.items() if pattern.search(error)), "")
+
+
 def _breaks(evidence: Evidence) -> Iterator[_Break]:
     """Yield the mismatches: one per group if the group was not used again, else per operation."""
     by_group: dict[int, dict[int, npt.NDArray[np.int64]]] = {}
     for rank, facts in evidence.ranks.items():
         failed = facts.rows["state"] == State.FAILED
         errors = np.unique(facts.rows["error"][failed]).tolist()
-        told = [number for number in errors if _MISMATCH.search(evidence.tables.texts[number])]
+        told = [number for number in errors if _kind_of(evidence.tables.texts[number])]
         places = np.flatnonzero(failed & np.isin(facts.rows["error"], told))
         groups = facts.rows["group"][places]
         for group in np.unique(groups).tolist():
@@ -233,6 +244,7 @@ def _survived(
     seen = Survived(
         group=one.group,
         name=name,
+        kind=_kind_of(evidence.error(row)),
         operation=evidence.call(row).operation,
         sequence=sequence if sequence >= 0 else int(row["p2p_sequence"]),
         site=evidence.site(row),
@@ -295,6 +307,7 @@ def _was_raised_from(traceback: str, seen: Survived) -> bool:
     A program may continue inside its `except` block, so that a later exception has the mismatch as
     its context. If steps show that the program continued, only `raise ... from` counts.
     """
-    place = next((m.end() for m in reversed(list(_MISMATCH.finditer(traceback)))), -1)
+    told = list(_KINDS[seen.kind].finditer(traceback))
+    place = told[-1].end() if told else -1
     link = _CHAINED.search(traceback, place) if place >= 0 else None
     return link is not None and (seen.num_steps == 0 or link[1] is not None)

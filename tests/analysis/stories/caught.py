@@ -226,11 +226,12 @@ def an_exception_of_a_program_that_trains_on_inside_its_handler() -> Job:
 
 
 @story("dead_process", [3], "failure", confidence="certain")
-def a_death_whose_survivors_logged_the_caught_mismatch() -> Job:
+def a_death_where_all_ranks_logged_the_caught_mismatch() -> Job:
+    """No rank waits for rank 3, so that only its exit code tells that it died."""
     file = 'File "/home/user/job/train.py", line 30, in trial'
     logged = f"Traceback (most recent call last):\n  {file}\n{MISMATCH_ERROR}: x\n"
     job = _survived()
-    job[3].exited(7)
+    job[3].exited(7, stderr_tail=logged)
     for order, rank in enumerate(job.others(3), 1):
         rank.exited(-15, order=order, by_agent=True, stderr_tail=logged)
     return job
@@ -288,4 +289,63 @@ def a_member_that_hangs_where_it_caught_the_mismatch() -> Job:
 def a_mismatch_after_which_one_step_was_made() -> Job:
     job = _survived(steps=1)
     job[3].exited(7)
+    return job
+
+
+def _caught_timeout(*, rank_2_calls: bool) -> Job:
+    """Rank 2 came too late to a group of its own, or never; all ranks continue without it."""
+    said = "CollectiveTimeoutError: all_reduce #0 in group 'trial' (4 ranks): missing: 2"
+    job = Job(4).train(2)
+    for rank in job.ranks:
+        if rank.rank != 2 or rank_2_calls:
+            rank.all_reduce(group="trial", failed=said, site="train.py:30 trial")
+    return job
+
+
+def _hangs(job: Job) -> Job:
+    job[1].stands()
+    for rank in job.others(1):
+        rank.step().all_reduce(shape=(64,), site=LOOP, inside=True)
+    return job
+
+
+@story("host_hang", [1], confidence="certain")
+def a_hang_after_a_caught_timeout() -> Job:
+    return _hangs(_caught_timeout(rank_2_calls=True).train(4))
+
+
+@story("host_hang", [1], confidence="certain")
+def a_hang_after_a_caught_timeout_for_a_rank_that_never_came() -> Job:
+    return _hangs(_caught_timeout(rank_2_calls=False).train(4))
+
+
+@story("host_hang", [2], confidence="certain")
+def a_caught_timeout_for_a_rank_that_still_hangs() -> Job:
+    job = _caught_timeout(rank_2_calls=False)
+    job[2].stands()
+    for rank in job.others(2):
+        for _ in range(4):
+            rank.step().all_reduce(group="rest", ranks=(0, 1, 3))
+        rank.step().all_reduce(inside=True)
+    return job
+
+
+@story("host_hang", [2], "failure", confidence="certain")
+def a_timeout_that_ends_the_job_after_a_caught_one() -> Job:
+    said = "all_reduce #18 in group 'world' (4 ranks): missing: 2"
+    job = _caught_timeout(rank_2_calls=True).train(4)
+    job[2].stands()
+    for order, rank in enumerate(job.others(2)):
+        rank.step().all_reduce(shape=(64,), failed=f"CollectiveTimeoutError: {said}")
+        rank.raised("echelon.errors.CollectiveTimeoutError", said, order=order)
+    return job
+
+
+@story("host_hang", [2], "failure", confidence="certain")
+def a_timeout_of_a_work_that_is_waited_for_steps_later() -> Job:
+    job = _caught_timeout(rank_2_calls=False).train(3)
+    job[2].stands()
+    said = "all_reduce #0 in group 'trial' (4 ranks): missing: 2"
+    for order, rank in enumerate(job.others(2)):
+        rank.raised("echelon.errors.CollectiveTimeoutError", said, order=order)
     return job
