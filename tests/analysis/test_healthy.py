@@ -163,6 +163,16 @@ def finished_after_a_survived_mismatch() -> Report:
     return job.report("")
 
 
+def asked_to_end_after_a_survived_mismatch() -> Report:
+    job = Job(4).train(2)
+    for rank in job.ranks:
+        shape = (7,) if rank.rank == 2 else (8,)
+        rank.all_reduce(shape=shape, group="trial", failed="CollectiveMismatchError: differ")
+    for order, rank in enumerate(job.train(3).ranks):
+        rank.exited(-15, order=order)
+    return job.report("signal")
+
+
 def finished_after_a_caught_timeout() -> Report:
     job = Job(4).train(2)
     for rank in job.others(2):
@@ -190,6 +200,7 @@ STORIES = [
     nothing_recorded_at_all,
     a_survived_mismatch,
     finished_after_a_survived_mismatch,
+    asked_to_end_after_a_survived_mismatch,
     finished_after_a_caught_timeout,
 ]
 

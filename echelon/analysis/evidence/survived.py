@@ -42,6 +42,7 @@ _CHAINED = re.compile(
     r"The above exception was the (direct cause) of|During handling of the above exception"
 )
 _MAX_COMPARED = 120  # characters of recorded errors
+_SIGNALLED = 128  # exit codes from here on report a signal
 # How a process ends by an uncaught exception: with code 1, or aborted by a library's threads.
 _BY_EXCEPTION = frozenset({1, -signal.SIGABRT, 128 + signal.SIGABRT})
 
@@ -219,7 +220,7 @@ def _ended_alike(evidence: Evidence) -> bool:
     """
     hosts = [facts.host for facts in evidence.ranks.values()]
     codes = {0 if host.alive or host.stopped_by_agent else host.exit_code for host in hosts}
-    if len(codes) != 1 or codes <= {0, None}:
+    if len(codes) != 1 or not 0 < (codes.pop() or 0) < _SIGNALLED:
         return False
     return not any(_is_cut_off(evidence, facts) for facts in evidence.ranks.values())
 
