@@ -85,7 +85,8 @@ class Standing:
     Attributes:
         epoch: the number of the epoch that the rank is in.
         step: the first step of this epoch.
-        repeats: whether any rank had begun this step before.
+        repeats: how many steps, from this one on, a rank had begun before: one, unless the ranks
+            went back to a checkpoint.
         ready_mono_ns: the time at which the rank was ready to compute this step.
         ready_there_ns: the same time on the clock of the rank's node, if the report came from
             another node; 0 otherwise.
@@ -94,7 +95,7 @@ class Standing:
     state: State
     epoch: int = 0
     step: int = 0
-    repeats: bool = False
+    repeats: int = 0
     ready_mono_ns: int = 0
     ready_there_ns: int = 0
 
@@ -122,7 +123,7 @@ def read_standing(rank_dir: Path) -> Standing | None:
             state=State(told["state"]),
             epoch=int(told["epoch"]),
             step=int(told["step"]),
-            repeats=bool(told["repeats"]),
+            repeats=int(told["repeats"]),
             ready_mono_ns=int(told["ready_mono_ns"]),
         )
     except (OSError, ValueError, KeyError, TypeError):

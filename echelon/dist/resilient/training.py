@@ -338,7 +338,7 @@ class _Training(Generic[_T]):
     def _arrive(self, target: int, *, repeats: bool) -> None:
         self._note(target, repeats=repeats)
 
-    def _note(self, first_step: int, *, repeats: bool = False) -> None:
+    def _note(self, first_step: int, *, repeats: int = 0) -> None:
         """Report that this rank is ready to train in the current epoch."""
         self._standing = Standing(
             state=State.PROTECTED,
@@ -380,7 +380,7 @@ class _ShardedTraining(_Training[_T]):
         self._from_checkpoint = from_checkpoint
         self._choice: Choice | None = None  # None: from the checkpoint
         self._lost_text = ""
-        self._repeats = False
+        self._repeats = 0
         self._results: dict[int, Any] = {}  # of the steps that are finished and not committed
 
     def _enter(self, world: World) -> None:
@@ -415,6 +415,7 @@ class _ShardedTraining(_Training[_T]):
                 stacklevel=2,
             )
         self._results.clear()
+        self._repeats = max(0, self._kept - step + 1)
         self._kept = self._finished = step
 
     def _begin(self, world: World) -> None:

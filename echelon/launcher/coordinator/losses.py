@@ -233,7 +233,8 @@ class Losses:
     def _note(self, world: World, epoch: Epoch, ready: Sequence[Standing]) -> None:
         seconds = max(0.0, (self._last_ready_ns(ready) - self._first_lost_ns) / 1e9)
         step = max((one.step for one in ready), default=0)
-        repeats = any(one.repeats for one in ready)
+        repeats = max((one.repeats for one in ready), default=0)
+        steps_lost = max(0, repeats - 1)
         since_ns = min((one.ready_mono_ns for one in ready), default=0)
         there = {
             rank: one.ready_there_ns for rank, one in self._remote.items() if one.ready_there_ns
@@ -248,17 +249,19 @@ class Losses:
                 "ended_for": {str(rank): cause for rank, cause in causes.items()},
                 "num_ranks": len(epoch.roster),
                 "step": step,
-                "repeated": repeats,
-                "steps_lost": 0,
+                "repeated": repeats > 0,
+                "steps_lost": steps_lost,
                 "seconds": round(seconds, 3),
             }
         )
         what = f"step {step} repeated" if repeats else f"no step repeated, {step} is next"
+        if steps_lost:
+            what = f"back at a checkpoint, steps {step} to {step + steps_lost} repeated"
         hung = ", ".join(f"rank {rank} ({cause})" for rank, cause in causes.items())
         without = f" without {hung}, with" if hung else " with"
         line = (
             f"continued{without} {len(epoch.roster)} of {world.size} ranks in {seconds:.2f} s: "
-            f"{what}, 0 steps lost"
+            f"{what}, {steps_lost} steps lost"
         )
         self._say(line)
         self._note_line(world.number, line)

@@ -52,7 +52,7 @@ def to_row(rank: int, standing: Standing) -> list[int]:
         int(standing.state is State.DONE),
         standing.epoch,
         standing.step,
-        int(standing.repeats),
+        standing.repeats,
         age_ns // 1_000_000 if standing.ready_mono_ns else -1,
         standing.ready_mono_ns,
     ]
@@ -65,7 +65,7 @@ def of_row(row: Sequence[int]) -> tuple[int, Standing]:
         state=State.DONE if is_done else State.PROTECTED,
         epoch=epoch,
         step=step,
-        repeats=bool(repeats),
+        repeats=repeats,
         ready_mono_ns=0 if age_ms < 0 else time.monotonic_ns() - age_ms * 1_000_000,
         ready_there_ns=there_ns,
     )

@@ -26,30 +26,34 @@ def undisturbed(tmp_path_factory):
 
 def _run(folder, hosts, kills, layout):
     codes = {rank: -signal.SIGKILL for rank, _, _ in kills}
-    ends, _ = run_watched(
+    ends, agent = run_watched(
         train_on_hosts, len(hosts), folder, _TOTAL, kills, hosts, layout, exit_codes=codes
     )
     assert len(ends) == len(hosts) - len(codes)
-    return ends
+    return ends, agent
 
 
 def test_a_whole_host_may_die_and_then_a_rank_of_the_other_one(tmp_path, undisturbed):
     kills = [(2, "forward", 2), (3, "forward", 2), (0, "collective", 5)]
-    for bits, worlds, commits in _run(tmp_path, [0, 0, 1, 1], kills, "sharded"):
+    ends, _ = _run(tmp_path, [0, 0, 1, 1], kills, "sharded")
+    for bits, worlds, commits in ends:
         assert bits == undisturbed
         assert worlds[-1][1:] == ((0, 2, 3), 1)
         assert commits == list(range(_TOTAL))
 
 
 def test_if_both_copies_are_lost_the_checkpoint_is_loaded(tmp_path, undisturbed):
-    ends = _run(tmp_path, [0, 1, 2], _OWNER_AND_PARTNER, "sharded and saved")
+    ends, agent = _run(tmp_path, [0, 1, 2], _OWNER_AND_PARTNER, "sharded and saved")
     ((bits, worlds, commits),) = ends
     assert bits == undisturbed
     assert worlds[-1][1:] == ((0, 1), 1)
     assert commits == [*range(4), *range(SAVED_STEP, _TOTAL)]
+    last = agent.report.continuations[-1]
+    assert (last["step"], last["repeated"], last["steps_lost"]) == (SAVED_STEP, True, 2)
 
 
 def test_if_there_is_no_checkpoint_either_the_error_names_whose_shards_are_lost(tmp_path):
-    ((error, _, _),) = _run(tmp_path, [0, 1, 2], _OWNER_AND_PARTNER, "sharded")
+    ends, _ = _run(tmp_path, [0, 1, 2], _OWNER_AND_PARTNER, "sharded")
+    ((error, _, _),) = ends
     assert "all copies of the shards of rank 0 are lost" in error
     assert "there is no from_checkpoint=" in error
