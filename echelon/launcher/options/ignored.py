@@ -1,6 +1,6 @@
 """Accept torchrun's options that have no effect here, and give the reason for each.
 
-Each such option that is given is reported in one line; none makes echelon refuse a job.
+If such an option is given, one line reports that it is ignored; the job is never refused.
 """
 
 from __future__ import annotations

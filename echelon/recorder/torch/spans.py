@@ -167,7 +167,7 @@ def mark_compilation(callback: Any) -> None:
 
 
 def mark_function(name: str, module: Any) -> None:
-    """Record calls of a module's function, which writes or reads checkpoints, as spans.
+    """Record calls of a module's checkpoint function as spans.
 
     A program may have imported the function by name before it creates a group, so such references
     are replaced too.
