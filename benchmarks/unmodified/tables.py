@@ -9,7 +9,12 @@ from benchmarks.runner.table import Table
 from benchmarks.unmodified.cases import CAUSES, ENDS_A_JOB, HEALTHY, Case
 
 SCRIPTS = ("ddp", "fsdp2", "accelerate_loop", "lightning_fit", "trainer", "deepspeed_zero")
-_SELECTIONS = {"two-ranks": (2, False), "four-ranks": (4, False), "attached": (2, True)}
+_SELECTIONS = {
+    "two-ranks": (2, False),
+    "four-ranks": (4, False),
+    "attached": (2, True),
+    "attached-four-ranks": (4, True),
+}
 
 
 def key(case: Case) -> tuple[object, ...]:
@@ -72,10 +77,6 @@ def _healthy(cases: Sequence[Case]) -> Table:
     per_script = [_alarms([one for one in quiet if one["script"] == s]) for s in SCRIPTS]
     rows.append([f"all: {_alarms(quiet)}", *per_script])
     return Table(["work", *SCRIPTS], ["left"] * (1 + len(SCRIPTS)), rows)
-
-
-def _alarms_by_script(runs: Sequence[Case]) -> list[str]:
-    return [_alarms([one for one in runs if one["script"] == script]) for script in SCRIPTS]
 
 
 def _alarms(runs: Sequence[Case]) -> str:
