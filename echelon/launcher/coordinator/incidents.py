@@ -166,7 +166,7 @@ class Incidents:
                 deadline_s=time.monotonic() + _COLLECT_S,
                 is_early=action.is_early,
                 is_survived=bool(action.lost),
-                lost_earlier=world.lost_earlier(action.lost),
+                lost_earlier=world.lost_earlier(action.lost, is_stall=action.kind == "stall"),
                 continues=former,
             )
         except OSError as err:

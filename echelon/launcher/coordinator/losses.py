@@ -224,6 +224,8 @@ class Losses:
         if self._awaited is None:
             self._first_lost_ns = monotonic_ns()
         self._lost, self._number, self._awaited = lost, epoch.number, epoch
+        for rank in lost:
+            world.published.setdefault(rank, epoch.number)
         return ""
 
     @staticmethod

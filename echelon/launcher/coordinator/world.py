@@ -46,6 +46,7 @@ class World:
             clock.
         epochs_there: the times at which ranks on other nodes were ready, each on its own node's
             clock, keyed by epoch.
+        published: the first epoch without each lost rank, also while its ranks have not met yet.
     """
 
     number: int
@@ -63,6 +64,7 @@ class World:
     is_reported: bool = False
     epochs: dict[int, int] = field(default_factory=dict)
     epochs_there: dict[int, Mapping[int, int]] = field(default_factory=dict)
+    published: dict[int, int] = field(default_factory=dict)
     started_s: float = field(default_factory=time.monotonic)
     _sights: dict[int, Sight] = field(default_factory=dict)
     _node_of: dict[int, str] = field(default_factory=dict)
@@ -158,18 +160,21 @@ class World:
         for rank in lost:
             self.ended[rank].epoch = self.ended[rank].epoch or epoch
 
-    def lost_earlier(self, own: Collection[int]) -> LostEarlier:
+    def lost_earlier(self, own: Collection[int], *, is_stall: bool = False) -> LostEarlier:
         """Return the losses that had been fully handled before an event.
 
         Args:
             own: the ranks whose loss is the event itself.
+            is_stall: whether the event is a stall. If the ranks of the newest epoch have not met,
+                the stall is not due to the ranks that they lost, but to one of themselves.
         """
         ends = [self.ended[rank].epoch for rank in own if self.ended[rank].epoch]
         end = min(ends, default=max(self.epochs, default=0) + 1)
         since = (ns for number, ns in self.epochs.items() if number < end)
         present = max((number for number in self.epochs if number < end), default=0)
+        ranks = {r: one.epoch for r, one in self.ended.items() if one.epoch and r not in own}
         return LostEarlier(
-            ranks={r: one.epoch for r, one in self.ended.items() if one.epoch and r not in own},
+            ranks={**self.published, **ranks} if is_stall else ranks,
             since_mono_ns=max(since, default=0),
             since_there_ns=self.epochs_there.get(present, {}),
         )

@@ -380,3 +380,10 @@ def test_a_node_that_dies_while_a_loss_is_collected_is_another_incident(tmp_path
         f"rank 2 was lost with node {job.other}, rank 3 was lost with node {job.other}"
     ]
     job.coordinator.close()
+
+
+def test_a_stall_while_an_epoch_is_awaited_is_not_due_to_the_rank_that_it_lost(job):
+    """It is due to a rank that does not come to the epoch's meeting."""
+    job.end(2, -signal.SIGKILL)
+    assert job.world.lost_earlier(()).ranks == {}
+    assert job.world.lost_earlier((), is_stall=True).ranks == {2: 1}

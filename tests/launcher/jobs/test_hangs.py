@@ -30,7 +30,9 @@ def train(is_disturbed):
         def train_step(step):
             how, when = hangs.get(rank, ("", -1))
             if is_disturbed and step == when:
-                if how == "stop":
+                if how == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                elif how == "stop":
                     os.kill(os.getpid(), signal.SIGSTOP)
                 else:
                     time.sleep(10_000)
@@ -77,6 +79,16 @@ def test_a_frozen_rank_is_ended_and_its_step_is_repeated(tmp_path):
     verdicts = [(one["verdict"], one["recovered"]) for one in report["incidents"]]
     # One for both the hang and the loss.
     assert [known for one, known in verdicts if one["culprit_ranks"] == [1]] == [True]
+
+
+def test_a_rank_is_frozen_while_another_one_dies(tmp_path):
+    """The others wait for it in the meeting after that loss."""
+    done, report = _run(
+        tmp_path, 4, "--on-loss", "shrink", "--stall-timeout", "10", hangs=["1:stop:5", "2:kill:5"]
+    )
+    assert done.returncode == 0, done.stderr
+    assert [rank["exit_code"] for rank in report["ranks"]] == [0, -9, -9, 0]
+    assert report["continuations"][-1]["lost_ranks"] == [1, 2]
 
 
 def test_ranks_that_hang_one_after_another_are_ended_one_after_another(tmp_path):
