@@ -38,14 +38,15 @@ def _kills(seed: int) -> list[Kill]:
     return found
 
 
-def test_the_bits_are_those_of_an_undisturbed_run_whenever_ranks_are_killed(tmp_path):
+@pytest.mark.parametrize("layout", ["", "sharded"], ids=["replicated", "sharded"])
+def test_the_bits_are_those_of_an_undisturbed_run_whenever_ranks_are_killed(tmp_path, layout):
     ((undisturbed, _, _),) = run_ranks(train, 1, tmp_path, _TOTAL, [])
     num_kills, took = 0, []
     for seed in range(_NUM_TRAININGS):
         kills, folder = _kills(seed), tmp_path / f"seed_{seed}"
         folder.mkdir()
         codes = {rank: -signal.SIGKILL for rank, _, _ in kills}
-        ends, _ = run_watched(train, _SIZE, folder, _TOTAL, kills, exit_codes=codes)
+        ends, _ = run_watched(train, _SIZE, folder, _TOTAL, kills, layout, exit_codes=codes)
         assert [end[0] for end in ends] == [undisturbed] * (_SIZE - len(kills)), f"seed {seed}"
         num_kills += len(kills)
         died = [float((folder / f"{rank}.died").read_text()) for rank, _, _ in kills]
