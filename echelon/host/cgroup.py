@@ -105,7 +105,7 @@ _SOURCES: dict[int, tuple[tuple[str, str, str, int], ...]] = {
 
 
 def _read_group(folder: str, version: int, denied: list[str]) -> dict[str, int]:
-    """Return the values of one group; values that it lacks or that are unlimited are left out."""
+    """Return the values of one group, without those that it lacks or that are unlimited."""
     found: dict[str, int] = {}
     for field, file, row, unit in _SOURCES[version]:
         text = read_text(f"{folder}/{file}", "cgroup", denied)

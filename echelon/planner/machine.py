@@ -36,7 +36,7 @@ class Figure:
         """
         numbers = (self.low, self.likely, self.high)
         if not all(isinstance(n, int | float) and math.isfinite(n) and n >= 0 for n in numbers):
-            raise ValueError(f"expected three finite numbers of at least 0, got {numbers}")
+            raise ValueError(f"expected three finite, non-negative numbers, got {numbers}")
         if not self.low <= self.likely <= self.high:
             raise ValueError(f"low, likely and high must be in ascending order, got {numbers}")
 

@@ -38,7 +38,7 @@ class Epoch:
     left: tuple[int, ...] = ()
 
     def pack(self) -> str:
-        """Return the epoch encoded as one word."""
+        """Return the epoch encoded as compact JSON."""
         return json.dumps({"format": 1, **asdict(self)}, separators=(",", ":"))
 
     @classmethod
@@ -46,7 +46,7 @@ class Epoch:
         """Decode an epoch that `pack` encoded.
 
         Raises:
-            ValueError: the text is not an encoded epoch.
+            ValueError: the string is not an encoded epoch.
         """
         try:
             told = json.loads(text)

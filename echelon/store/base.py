@@ -231,8 +231,8 @@ class Store(ABC):
     ) -> None:
         """Wait until `world_size` callers have joined. The key can be reused immediately.
 
-        If `rank` is given, a timeout error names the missing ranks. Either all callers of a round
-        must pass `rank`, or none of them.
+        If `rank` is given, a timeout error names the missing ranks. In each round, either all
+        callers pass `rank` or none do.
         """
         raw = arguments.key(key)
         arguments.check_place(rank, world_size)

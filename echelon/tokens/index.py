@@ -97,8 +97,8 @@ def read_index(folder: Path) -> Index:
         index = _index_of(fields)
     except FileNotFoundError:
         raise TokenShardsError(
-            f"{folder} is not a folder of token shards: it has no {NAME}. "
-            "`echelon prepare` makes one",
+            f"{folder} is not a folder of token shards: it has no {NAME} "
+            "(`echelon prepare` creates such a folder)",
             path=folder,
         ) from None
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -62,7 +62,7 @@ class Batch:
 
     @property
     def positions(self) -> NDArray[np.int64]:
-        """The position of each token within the part of its document in that row: int64 [B, T]."""
+        """Each token's position in the part of its document that its row holds: int64 [B, T]."""
         places = np.broadcast_to(np.arange(self.documents.shape[1]), self.documents.shape)
         starts = np.zeros_like(self.documents)
         begins = self.documents[:, 1:] != self.documents[:, :-1]

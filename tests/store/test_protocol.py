@@ -165,7 +165,7 @@ def test_strings_of_a_reply_are_whole_or_refused(strings, cut):
     payload = p.pack_strings(strings)
     assert p.unpack_strings(payload) == strings
     if strings:
-        with pytest.raises(StoreProtocolError, match="ends inside a"):
+        with pytest.raises(StoreProtocolError, match="ends in the middle of a"):
             p.unpack_strings(payload[: len(payload) - min(cut, len(strings[-1]) + 7)])
 
 

@@ -36,7 +36,7 @@ class Call(NamedTuple):
 
 
 class Tables:
-    """The tables of calls and of texts (sites, stacks, errors) that all ranks share."""
+    """The tables of calls and strings (sites, stacks, errors) that all ranks share."""
 
     def __init__(self) -> None:
         self.texts: list[str] = [""]
@@ -47,7 +47,7 @@ class Tables:
         self._comparable_index: dict[object, int] = {}
 
     def text(self, text: str) -> int:
-        """Return the number of a text, adding the text if it is new."""
+        """Return the index of a string, adding the string if it is new."""
         known = self._text_index.get(text)
         if known is None:
             known = self._text_index[text] = len(self.texts)

@@ -35,7 +35,8 @@ class Continuation:
 
     Attributes:
         failed: the index of the first failed row of each rank that had the error.
-        over: the number of the group if the error ended it, else -1; its calls do not count.
+        over: the index of the group that the error ended, -1 if none; calls in that group do not
+            count.
     """
 
     evidence: Evidence

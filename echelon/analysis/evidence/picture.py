@@ -58,7 +58,7 @@ class Picture:
 
     @cached_property
     def lanes_in_use(self) -> Sequence[Lanes]:
-        """The lanes of groups that were not ended by a mismatch that the job survived."""
+        """The lanes of all groups, except groups ended by a mismatch that the job survived."""
         over = {one.group for one in self.survived if one.is_group_over}
         return [lanes for lanes in self.lanes if lanes.group not in over]
 

@@ -192,7 +192,7 @@ def _first_difference(lines: Sequence[npt.NDArray[np.int64]]) -> int | None:
 
 
 def _is_novel(line: npt.NDArray[np.int64], place: int) -> bool:
-    """Return whether a call departs from what has always followed the calls before it.
+    """Return whether a call is novel: it has never followed the calls that precede it here.
 
     The decision is based on the longest run of preceding calls that has occurred before. If there
     is none, the call is not novel.

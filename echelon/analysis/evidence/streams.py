@@ -6,9 +6,9 @@ across all groups and messages. The head waits for each member that has not ente
 operation that a rank has enqueued but does not list as pending is complete, even if the dump lists
 only active entries.
 
-Dumps on demand are taken at different moments. If one rank has completed an operation that another
-rank had not yet entered when its own dump was written, the job was moving in between, and no
-pending operation proves a stall.
+On-demand dumps are taken at different moments. If one rank's dump shows that it completed an
+operation which another rank's dump shows as not yet entered, the job was moving between the two
+dumps, and no pending operation proves a stall.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Survived:
         """Return whether an error reports this mismatch, as far as the error's text tells.
 
         Two groups may have the same name in a message, for example the worlds before and after a
-        second `init`, so that the recorded errors decide first.
+        second `init`, so the recorded errors decide first.
         """
         if not _KINDS[self.kind].search(f"{type_name}: {message}"):
             return False
@@ -305,7 +305,7 @@ def _is_among(errors: Iterable[str], message: str) -> bool:
 def _was_raised_from(traceback: str, seen: Survived) -> bool:
     """Return whether an exception is chained to the mismatch.
 
-    A program may continue inside its `except` block, so that a later exception has the mismatch as
+    A program may continue inside its `except` block; a later exception then has the mismatch as
     its context. If steps show that the program continued, only `raise ... from` counts.
     """
     told = list(_KINDS[seen.kind].finditer(traceback))

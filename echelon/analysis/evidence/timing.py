@@ -130,7 +130,7 @@ def clocks_contradict(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTime:
-    """How one rank spent its time; `phases_s` has a total per span name and for communication."""
+    """How one rank spent its time; `phases_s` holds totals for span names and for communication."""
 
     rank: int
     window_s: float

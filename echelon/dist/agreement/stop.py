@@ -174,7 +174,7 @@ def request_stop(reason: str = "request_stop") -> None:
 
 
 def stop_reason() -> str:
-    """Return which rank requested the stop and why, such as "rank 2: SIGTERM"; "" if none has.
+    """Return which rank requested the stop and why, as in "rank 2: SIGTERM"; "" if no rank did.
 
     Example:
         >>> stop_reason()

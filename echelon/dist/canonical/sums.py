@@ -65,8 +65,8 @@ class TreeSums:
         """Add the next micro-batch's vector.
 
         Args:
-            number: the micro-batch's number. Each number of the run must be added once, in
-                ascending order.
+            number: the micro-batch's number. Each micro-batch of the run must be added
+                exactly once, in ascending order of number.
             vector: [numel], converted to the dtype of the sums. The caller must not use it
                 afterwards: its memory may be reused for a sum.
 

@@ -65,7 +65,7 @@ def _only_module(source: Version) -> str:
     modules = [path for path, kind in source.manifest.kinds.items() if kind == MODULE]
     if len(modules) != 1:
         names = ", ".join(modules) or "none"
-        raise ValueError(f"{source.path}: choose the module to export with key: {names}")
+        raise ValueError(f"{source.path}: set key= to the module to export; modules here: {names}")
     return modules[0]
 
 

@@ -269,7 +269,7 @@ def _from_other_library(array: Any, name: str, *, writable: bool) -> Flat:
         viewed = np.from_dlpack(array)
     except (BufferError, RuntimeError, TypeError) as err:
         if writable or not hasattr(array, "__array__"):
-            raise ValueError(f"{name}: {kind} cannot be viewed: {err}") from err
+            raise ValueError(f"{name}: {kind} cannot be viewed as a NumPy array: {err}") from err
         viewed = np.asarray(array)  # JAX's bfloat16, say: NumPy's DLPack has no such type
     if writable and not viewed.flags.writeable:
         raise ValueError(

@@ -174,7 +174,8 @@ def check_uneven(
 
     Raises:
         ValueError: the splits do not add up to the whole; the part does not hold this rank's rows;
-            dtypes, devices or rows differ; or the arrays overlap other than in place.
+            dtypes, devices or rows differ; or the arrays overlap, but the part
+            is not at its place in the whole.
     """
     (whole_name, large), (part_name, small) = whole, part
     _check_alike(call, whole_name, large, part_name, small)

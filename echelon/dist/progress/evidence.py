@@ -49,7 +49,7 @@ class Evidence(Protocol):
         """Return an error that explains the engine's error better, or `error` if there is none."""
 
     def hear(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """If another rank's failure ended the operation, return its verdict; otherwise `error`.
+        """If another rank's failure ended the operation, return that rank's verdict; else `error`.
 
         Blocks for at most 3 s, while that rank determines which rank is at fault.
         """

@@ -126,7 +126,7 @@ class Serial:
 
 
 class _Turn:
-    """The watch of the running job, which also checks the jobs that are queued behind it."""
+    """The watch on the running job; it also checks the jobs that are queued behind that job."""
 
     def __init__(self, watch: Watch, check_waiting: Callable[[], None]) -> None:
         self._watch = watch

@@ -76,10 +76,10 @@ class ShardedState:
         del self._worlds[:-1]
 
     def check_alike(self, group: ProcessGroup) -> None:
-        """Check that what is not sharded is equal on all ranks. Collective.
+        """Check that everything that is not sharded is equal on all ranks. Collective.
 
         Raises:
-            ValueError: it differs.
+            ValueError: a part differs between ranks.
         """
         mine = {what: _digest(value) for what, value in self._rest[self._at].parts().items()}
         rows = group.all_gather_object(mine)

@@ -103,7 +103,7 @@ def splits(tensors: Sequence[Tensor]) -> list[int] | None:
 
 
 def same_sizes(tensors: Sequence[Tensor], what: str) -> None:
-    """Check that all tensors of a list have the same number of elements.
+    """Check that all tensors in a list have the same number of elements.
 
     Raises:
         ValueError: the numbers of elements differ.

@@ -289,7 +289,7 @@ class Welcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseBeat:
-    """A host's heartbeat. The node's permit is counted from the node's reply number `echo`."""
+    """A host's heartbeat. The node's permit runs from the node's reply whose number is `echo`."""
 
     term: int
     host: str
@@ -386,7 +386,7 @@ class ClearUp:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Show:
-    """A command: print a text on this node, such as a verdict."""
+    """A command: print a message on this node, such as a verdict."""
 
     text: str
 

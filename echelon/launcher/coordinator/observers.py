@@ -1,4 +1,4 @@
-"""Report events of a job to observers, which keep accounts, send notices and serve metrics.
+"""Report a job's events to observers, which account for time, send notices and serve metrics.
 
 An observer makes no decisions. Observers are called on the coordinator's own thread, so they must
 not block. An observer that raises an exception is removed and never affects the job.

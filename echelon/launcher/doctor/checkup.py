@@ -1,4 +1,4 @@
-"""Check the nodes before a job: whether they connect, and their versions, clocks and links.
+"""Check the nodes before a job: their connections, versions, clocks and links.
 
 Every node runs `echelon doctor` with the options that it will pass to `echelon run`. The nodes meet
 at the endpoint, over the same control plane as a job. Then each node connects to a free port on
@@ -175,7 +175,7 @@ class Host:
     def _next(
         self, kind: type[T], fits: Callable[[str, T], bool], deadline_s: float
     ) -> tuple[str, T] | None:
-        """Wait for an event of one kind that fits; drop the events before it."""
+        """Wait for an event of one kind for which `fits` is true; drop the events before it."""
         while (left_s := deadline_s - time.monotonic()) > 0:
             select.select([self._events.fileno()], [], [], left_s)
             events = self._events.take()
@@ -292,7 +292,7 @@ def _take_part(
 
 
 def _answered(probe: m.Probe) -> m.Probed:
-    """Run the probes that the host requests; block until the longest deadline at most.
+    """Run the probes that the host requests; block no later than the latest deadline.
 
     Raises:
         LaunchError: the host requests something other than probes.

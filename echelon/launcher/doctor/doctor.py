@@ -151,7 +151,7 @@ def cores() -> Check:
 
 
 def host_name() -> Check:
-    """Check that this host's name resolves to a reachable address, and that address to a name."""
+    """Check that this host's name resolves to a reachable local address; look up its name."""
     name = socket.gethostname()
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})

@@ -43,7 +43,7 @@ class Verdicts:
     """The analyses of one job's incidents.
 
     Args:
-        show_others: a function that shows a text on other nodes.
+        show_others: a function that shows a message on other nodes.
         note: a function that is called with each incident whose verdict is known.
     """
 

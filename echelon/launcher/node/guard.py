@@ -224,7 +224,7 @@ class Guard:
             self._rings[str(env["ECHELON_RANK_DIR"])] = str(env["ECHELON_RING_DIR"])
 
     def _fork(self, message: dict[str, object], streams: list[int]) -> tuple[int, str]:
-        """Start a worker. Return its pid and an error text, which is "" if the worker has started.
+        """Start a worker. Return its pid and an error message, which is "" if the worker started.
 
         Raises:
             OSError: no further process can be created.

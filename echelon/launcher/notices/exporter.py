@@ -17,12 +17,12 @@ _IDLE_S = 10.0  # a client that sends nothing is disconnected
 
 
 class Exporter:
-    """An HTTP server that serves a text at /metrics until it is closed.
+    """An HTTP server that serves text at /metrics until it is closed.
 
     Args:
         address: the address to bind; an IPv6 address has no brackets.
         port: the port; 0 means any free port.
-        text: a function that returns this text, called on the server's own threads.
+        text: a function that returns the text to serve, called on the server's own threads.
 
     Raises:
         OSError: the address cannot be bound.

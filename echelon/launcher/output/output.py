@@ -172,7 +172,7 @@ class Source:
         return self.node_prefix + b"%d| " % self.rank
 
     def as_json(self, stream: int, line: bytes) -> bytes:
-        """Return a line as a JSON object on one line."""
+        """Return a line of output as a single-line JSON object."""
         fields = {
             "node": self.node_rank,
             "rank": self.rank,
@@ -188,7 +188,7 @@ class Stream:
 
     Attributes:
         terminal: the terminal that shows the stream; None if the stream is not shown.
-        filters: the texts that select lines. A line that contains one of these texts is also
+        filters: the strings that select lines. A line that contains one of these strings is also
             written to `filtered`.
         on_lost: a function that is called when a file cannot be written. Later output is shown but
             no longer kept.

@@ -404,7 +404,7 @@ class Record:
 
 
 def encode_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks as runs `first-last:stride`, so that a large regular group has a short text."""
+    """Format ranks as runs `first-last:stride`, which keeps even a large regular group short."""
     runs: list[str] = []
     i = 0
     while i < len(ranks):

@@ -139,7 +139,7 @@ def read_dump(path: Path) -> Record:
         raise DumpFormatError(f"{path}: {err.strerror or err}", path=path) from err
     has_crc = data[-len(DUMP_CRC_MARK) - 4 : -4] == DUMP_CRC_MARK
     if has_crc and crc32(data[:-4]) != int.from_bytes(data[-4:], "little"):
-        raise DumpFormatError(f"{path}: damaged dump (its checksum differs)", path=path)
+        raise DumpFormatError(f"{path}: damaged dump (the checksum does not match)", path=path)
     try:
         top = msgpack.unpackb(
             data, raw=False, strict_map_key=True, max_array_len=_MAX_LIST, max_map_len=_MAX_LIST

@@ -1,4 +1,4 @@
-"""Read the signatures in a ring, which contain the arguments of operations."""
+"""Read a ring's signatures (the recorded arguments of operations)."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ MAX_NEW = 1024
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A call site in a group, or a phase, given by references to texts in the ring."""
+    """Either a call site in a group or a phase, identified by references to strings in the ring."""
 
     name: int  # the group's, or the phase's
     site: int

@@ -2,7 +2,7 @@
 
 Starting earlier would be wrong: a launcher, or a program that only inspects torch, may run in a
 rank's environment and would then take over the rank's ring. Recording begins before group creation
-starts waiting for other ranks, so that wait is recorded as a `store` span.
+starts waiting for other ranks, so this wait is itself recorded as a `store` span.
 """
 
 from __future__ import annotations

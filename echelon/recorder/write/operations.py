@@ -145,7 +145,7 @@ _OUTSIDE: Any = _Outside()
 
 
 class Operations:
-    """The writer of operations in Python. Thread-safe (see [Note: why no lock]); never raises."""
+    """The pure-Python writer of operations. Thread-safe (see [Note: why no lock]); never raises."""
 
     __slots__ = (
         "_calls", "_find", "_is_moving", "_kept", "_lines", "_live", "_lock", "_map", "_next",

@@ -125,7 +125,7 @@ class Channel:
         writable.register(self._socket, select.POLLOUT)
         while rest:
             if not writable.poll(deadline.left_s * 1000):
-                raise TimeoutError("the server does not read from the connection")
+                raise TimeoutError("the server is not reading from the connection")
             with contextlib.suppress(BlockingIOError):
                 rest = rest[self._socket.send(rest, _NO_WAIT) :]
 

@@ -112,7 +112,7 @@ class Link:
         return call
 
     def send_all(self, queries: list[tuple[int, bytes]], deadline: Deadline) -> list[Call]:
-        """Send several queries in one packet. Raises the errors of `start`."""
+        """Send several queries in one packet. Raises the same errors as `start`."""
         if not self._writing.acquire(timeout=deadline.left_s):
             raise TimeoutError("another thread is still sending a call")
         try:
@@ -131,7 +131,7 @@ class Link:
         return calls
 
     def write(self, query: int, body: bytes, deadline: Deadline) -> None:
-        """Send a query that is answered only if it is refused. Raises the errors of `start`."""
+        """Send a query that is answered only if refused. Raises the same errors as `start`."""
         if not self._writing.acquire(timeout=deadline.left_s):
             raise TimeoutError("another thread is still sending a call")
         try:

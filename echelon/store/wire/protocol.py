@@ -155,10 +155,10 @@ def unpack_strings(data: bytes, position: int = 0) -> list[bytes]:
     strings: list[bytes] = []
     while position < len(data):
         if position + 8 > len(data):
-            raise StoreProtocolError("the reply ends inside a length")
+            raise StoreProtocolError("the reply ends in the middle of a length field")
         end = position + 8 + _U64.unpack_from(data, position)[0]
         if end > len(data):
-            raise StoreProtocolError("the reply ends inside a string")
+            raise StoreProtocolError("the reply ends in the middle of a string")
         strings.append(data[position + 8 : end])
         position = end
     return strings

@@ -141,7 +141,7 @@ def _mistakes(group):
     pipe = Pipeline([stage], group=group, num_microbatches=3, loss_fn=loss_fn)
     if group.rank == 0:
         for batch, said in [
-            (None, "pass inputs on the rank of the first stage"),
+            (None, "the rank of the first stage must pass inputs"),
             (torch.zeros(2, 2), "a batch of 2 cannot be split into 3"),
             ((torch.zeros(3, 2), torch.zeros(4)), "batch sizes differ"),
             ([1, 2, 3], "expected tensors with a batch in dim 0, got a int"),
@@ -149,7 +149,7 @@ def _mistakes(group):
             with pytest.raises(ValueError, match=said):
                 pipe.step(batch)
     else:
-        with pytest.raises(ValueError, match="pass targets on the rank of the last stage"):
+        with pytest.raises(ValueError, match="the rank of the last stage must pass targets"):
             pipe.step()
     with torch.no_grad(), pytest.raises(ValueError, match="use evaluate"):
         pipe.step(torch.zeros(3, 2), torch.zeros(3))

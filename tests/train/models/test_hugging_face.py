@@ -164,7 +164,7 @@ LLAMA3 = {
         ({"hidden_size": "GONE"}, "the file has no hidden_size"),
         ({"hidden_size": "32"}, "width must be an integer"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', which is not implemented"),
-        ({"attention_bias": True}, "attention or the MLP alone"),
+        ({"attention_bias": True}, "only one of attention and the MLP"),
         ({"attention_bias": 1}, "attention_bias is 1, not true or false"),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
@@ -175,7 +175,7 @@ LLAMA3 = {
         ({"rope_scaling": LLAMA3 | {"type": "linear"}}, "rope scaling of kind"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}}, "beta, factor is not"),
         ({"rope_scaling": {"type": "linear", "factor": 0.1}}, "at least 1"),
-        ({"rope_scaling": 2.0}, "rope_scaling must be an object of settings, got 2.0"),
+        ({"rope_scaling": 2.0}, "rope_scaling must be a JSON object with settings, got 2.0"),
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
             "but rope_parameters gives",

@@ -52,7 +52,7 @@ def timeline(picture: Picture) -> dict[str, Any]:
 
 
 class _Kinds:
-    """A numbering of the kinds of boxes: one kind per call, group, call site and peer."""
+    """The numbers of the kinds of boxes: one for each combination of call, group, site and peer."""
 
     def __init__(self, picture: Picture) -> None:
         self.shown: list[dict[str, str]] = []

@@ -263,7 +263,7 @@ def _raised(facts: RankEvidence) -> Raised | None:
 
 
 def _was_only_printed(picture: Picture, facts: RankEvidence, raised: Raised) -> bool:
-    """Return whether a traceback on stderr is of a mismatch that the job survived."""
+    """Return whether a traceback on stderr comes from a mismatch that the job survived."""
     return facts.last_words is None and any(
         one.is_named_by(raised.type, raised.message) for one in picture.survived
     )

@@ -25,7 +25,7 @@ _SETTLES = (
 
 
 def find_transport(picture: Picture) -> list[Finding]:
-    """Report an operation that all members entered but not all completed, or lost connections."""
+    """Report lost connections, or an operation that all members entered but not all completed."""
     inside = [wait for wait in picture.graph.waits if _is_full(picture, wait)]
     if inside:
         return [_describe(picture, min(inside, key=lambda wait: wait.since_ns))]

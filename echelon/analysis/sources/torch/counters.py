@@ -22,7 +22,7 @@ WORLD = "default_pg"  # torch's name for the group of all ranks
 
 @dataclass(slots=True)
 class Tops:
-    """The highest counters seen in one rank's entries of one group."""
+    """The highest counter values seen in one rank's entries for one group."""
 
     collectives: int = 0
     messages: int = 0

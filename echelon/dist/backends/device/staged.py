@@ -214,7 +214,7 @@ class StagedEngine:
                 pause_s = min(2 * pause_s, _LONG_S)
 
     def _advance(self, running: list[_Staged]) -> bool:
-        """Advance the operations; return whether any of them advanced or none is left."""
+        """Advance the operations; return True if any of them advanced or if none are left."""
         moved = False
         while self._coming and self._is_down(self._coming[0]):
             staged = self._coming.popleft()

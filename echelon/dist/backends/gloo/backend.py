@@ -358,7 +358,7 @@ def _meet(members: Members, store: PrefixStore, address: str, deadline_s: float)
         sockets = Sockets(members.rank, address)
     except OSError as err:
         raise CollectiveError(
-            f"setting up group {members.name!r}: cannot listen at {address}, the address from "
+            f"setting up group {members.name!r}: cannot listen on {address}, the address from "
             f"which this host reaches the store: {err}",
             group=members.name,
             operation="init",

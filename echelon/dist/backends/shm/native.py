@@ -172,7 +172,7 @@ class NativeEngine:
             self._engine.abort()
 
     def abort(self) -> None:
-        """End the group on this rank; for engines that are built on this one."""
+        """End the group on this rank. For use by engines that are built on top of this engine."""
         self._engine.abort()
 
     def close(self) -> None:

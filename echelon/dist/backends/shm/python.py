@@ -15,8 +15,8 @@ needed.
 
 Waiting adapts to the machine. If there are more ranks than usable cores, a waiting rank sleeps on
 the futex at once; otherwise it first yields for up to 300 us. A yield that takes over 30 us shows
-that another thread got the core for a whole time slice, so for a while the rank stops yielding and
-sleeps at once (measured next to busy processes).
+that another thread got the core for a whole time slice (a limit measured alongside busy processes),
+so for a while the rank stops yielding and sleeps at once.
 """
 
 from __future__ import annotations

@@ -377,7 +377,7 @@ def _is_own(version: Path) -> bool:
 
 
 def _was_never_committed(version: Path) -> bool:
-    """Return whether a version certainly has no commit mark.
+    """Return whether a version is known to have no commit mark.
 
     The result is False if the mark cannot be read.
     """

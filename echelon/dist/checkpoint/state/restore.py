@@ -323,7 +323,7 @@ def _extra_names(module: torch.nn.Module) -> list[tuple[str, str]]:
 
 
 def _ranks_of(manifest: Manifest) -> dict[str, list[int]]:
-    """Return the ranks that have their own version of each value, keyed by the shared path."""
+    """Return, for each shared path, the ranks that have their own version of its value."""
     found: dict[str, set[int]] = {}
     for path in [*manifest.tensors, *manifest.aliases, *manifest.values]:
         shared, rank = shared_path(path)

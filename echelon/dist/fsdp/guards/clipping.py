@@ -4,8 +4,8 @@ Each element of each gradient is counted once. A shard is counted by the rank th
 several ranks hold equal copies of a shard (HSDP), each of them counts an equal fraction of it.
 Copies of an unsharded parameter are counted in the same way, over `replicas` or, by default, over
 the largest group that shards parameters of the model. If units are sharded over several groups
-(experts), they are counted over the one group that contains all their ranks; ranks that hold other
-parameters (stages of a pipeline) are included through `over`.
+(as with experts), their shards are counted over the one group that contains all of these ranks;
+ranks that hold other parameters (as with pipeline stages) are included through `over`.
 """
 
 from __future__ import annotations

@@ -90,6 +90,6 @@ def _mremap() -> Any:
 
 
 def _move(source: int, target: int, num_bytes: int) -> bool:
-    """Move pages between two mappings; both mappings remain, and the source is then empty."""
+    """Move pages from one mapping to another; both mappings remain, but the source is empty."""
     flags = _MAY_MOVE | _FIXED | _DO_NOT_UNMAP
     return bool(_mremap()(source, num_bytes, num_bytes, flags, target) == target)

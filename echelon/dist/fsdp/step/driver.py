@@ -353,7 +353,7 @@ class Driver:
 
     @contextlib.contextmanager
     def _explaining(self, doing: str) -> Iterator[None]:
-        """Replace shapes in an error's text with the units that the ranks were processing."""
+        """Replace shapes in an error message with the names of the units that they identify."""
         try:
             yield
         except CollectiveError as err:

@@ -14,7 +14,7 @@ _BUCKET_BYTES = 32 << 20
 
 
 class SharedGradients:
-    """One step's gradients of undivided parameters, which are reduced at the end of the step.
+    """The gradients of undivided parameters in one step; they are reduced at the end of the step.
 
     Args:
         undivided: the undivided parameters of the whole model.

@@ -73,10 +73,10 @@ def check_batch(stages: list[Stage], inputs: Any, targets: Any, *, needs_targets
             numbers of rows.
     """
     if any(stage.is_first for stage in stages) and inputs is None:
-        raise ValueError("step: pass inputs on the rank of the first stage")
+        raise ValueError("step: the rank of the first stage must pass inputs")
     if needs_targets and any(stage.is_last for stage in stages) and targets is None:
         raise ValueError(
-            "step: pass targets on the rank of the last stage, because there is a loss_fn"
+            "step: the rank of the last stage must pass targets, because there is a loss_fn"
         )
     sizes = [size for one in (inputs, targets) if (size := _num_rows(one)) is not None]
     if needs_targets and len(set(sizes)) > 1:

@@ -10,7 +10,7 @@ typical linear layer looks like this:
 The first half runs the engine only for the inputs and records the gradients that arrive at each
 node with parameters; these nodes skip any product that only a weight needs. The second half runs
 each recorded node again, only for its parameters. Each product is thus computed once, by the same
-kernels as in a whole backward, so the gradients are bitwise identical.
+kernels as in a full backward, so the gradients are bitwise identical.
 
 Not everything is deferred. The gradients of the following parameters are computed immediately,
 together with those of the inputs:
@@ -21,7 +21,7 @@ together with those of the inputs:
 * parameters of a Python `autograd.Function`, because it would compute everything twice.
 
 A hook that changes a gradient would change it twice, once in each half. If you use such hooks,
-choose a schedule with whole backwards (gpipe, 1f1b, ...). With activation checkpointing, each half
+choose a schedule with full backwards (gpipe, 1f1b, ...). With activation checkpointing, each half
 recomputes once (see `recomputation.py`).
 """
 

@@ -98,7 +98,7 @@ class Stage:
         self._saved[microbatch] = _Saved(leaves, roots)
 
     def backward(self, microbatch: int, gradients: Sequence[torch.Tensor]) -> Tensors:
-        """Run the whole backward of a micro-batch.
+        """Run the full backward of a micro-batch.
 
         Args:
             microbatch: the micro-batch's number.

@@ -3,7 +3,7 @@
 `2F0` is the forward of micro-batch 0 in stage 2. The text format is the same as in PyTorch's
 pipelining, so that schedules can be exchanged with PyTorch:
 
-    2F0  2B0             forward and whole backward of micro-batch 0 in stage 2
+    2F0  2B0             forward and full backward of micro-batch 0 in stage 2
     2I0  2W0             the backward in two parts: gradients of the inputs, of the weights
     (0F4;3B1)OVERLAP_F_B several computations whose communication may overlap
     1SEND_F3  2RECV_F3   stage 1's output of micro-batch 3 goes to stage 2
@@ -128,7 +128,7 @@ def forward(stage: int, microbatch: int) -> Action:
 
 
 def backward(stage: int, microbatch: int) -> Action:
-    """Return the whole backward action of a micro-batch in a stage."""
+    """Return the full backward action of a micro-batch in a stage."""
     return Action(stage, Kind.BACKWARD, microbatch)
 
 

@@ -72,7 +72,7 @@ def simulate(
         plan: any plan. Its messages and sharding actions are counted as taking no time.
         forward: the cost of one chunk's forward, as one number for all stages or one per stage.
         input_grad: cost of the gradient of one chunk's input.
-        weight_grad: cost of the gradient of one chunk's weights; a whole backward takes
+        weight_grad: cost of the gradient of one chunk's weights; a full backward takes
             input_grad + weight_grad.
         costs: all costs; replaces the three arguments above.
 

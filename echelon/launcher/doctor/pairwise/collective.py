@@ -111,7 +111,7 @@ def _run(command: list[str], limit_s: float) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Kill a launcher when the block exits; its guard then ends the processes that it started."""
+    """Kill a launcher when the block exits; the launcher's guard then ends its processes."""
     try:
         yield
     finally:

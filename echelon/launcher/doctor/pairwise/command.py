@@ -66,7 +66,7 @@ class Pairwise:
     def across(
         self, meeting: Rendezvous, num_nodes: int, timeout_s: float, tls: TlsFiles | None
     ) -> Iterator[Check]:
-        """Meet the other nodes and measure; yield the checks across nodes. All nodes call this."""
+        """Meet the other nodes and measure; yield the cross-node checks. Called on all nodes."""
         from echelon.launcher.doctor.checkup import Host, Result, check_nodes  # gRPC
         from echelon.launcher.doctor.pairwise.measuring import measure
 

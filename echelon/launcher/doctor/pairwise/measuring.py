@@ -72,7 +72,7 @@ def _findings(answer: m.Probed | None, tasks: Sequence[Task]) -> list[Finding]:
 
 
 def _names(host: Host) -> list[str]:
-    """Return the names of the hosts, with their addresses if several names are equal."""
+    """Return the names of the hosts, with an address appended to each duplicate name."""
     hosts = [member.about.host for member in host.members]
     return [
         name if hosts.count(name) == 1 else f"{name}@{host.address_of(member)}"

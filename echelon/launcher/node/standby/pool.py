@@ -1,13 +1,13 @@
 """Keep `--standby N` processes ready on this node.
 
 The node's agent owns the standbys. Their parent is the guard, which is also the workers' parent. So
-they end with the job, with the agent and with the guard, and leave nothing behind. Standbys load
+the standbys end when the job, the agent or the guard ends, and leave nothing behind. Standbys load
 one after another, at idle priority, while training is running steadily. An attempt takes the
 standbys that are ready and fit its ranks, and does not wait for the others. All other ranks start
 as usual.
 
 A standby that ends unexpectedly is reported in one line, and another one is started after a pause,
-up to `_MAX_LOST` times. No standbys are kept in three cases, and one line gives the reason: the
+up to `_MAX_LOST` times. No standbys are kept in three cases (one line then gives the reason): the
 program's folder hides a library that standbys load; the program sets a variable that such a library
 reads; or the interpreter does not run the hook (hook/sitecustomize.py).
 """

@@ -304,7 +304,7 @@ def _size(reader: _Reader, key: str, default: int) -> int:
 def _llama(reader: _Reader) -> ModelConfig:
     bias = reader.flag("attention_bias", False)
     if reader.flag("mlp_bias", False) != bias:
-        raise reader.error("biases in attention or the MLP alone are not implemented")
+        raise reader.error("biases in only one of attention and the MLP are not implemented")
     return _llama_like(reader, bias=bias)
 
 

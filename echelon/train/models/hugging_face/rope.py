@@ -44,7 +44,7 @@ def read_rope(reader: Reader) -> tuple[float, RotaryScaling | None]:
     both = reader.get("rope_parameters", None)
     for name, value in (("rope_scaling", scaling), ("rope_parameters", both)):
         if value is not None and not isinstance(value, Mapping):
-            raise reader.error(f"{name} must be an object of settings, got {value!r}")
+            raise reader.error(f"{name} must be a JSON object with settings, got {value!r}")
     if both is not None:
         base_inside = both.get("rope_theta")
         if None not in (base, base_inside) and base != base_inside:
@@ -57,7 +57,7 @@ def read_rope(reader: Reader) -> tuple[float, RotaryScaling | None]:
 
 
 def write_rope(config: ModelConfig) -> dict[str, Any]:
-    """Return the config.json keys for a model's frequencies, in the form that all releases read."""
+    """Return a model's frequencies as config.json keys that every transformers release can read."""
     scaling = config.rotary_scaling
     if scaling is None:
         return {"rope_theta": config.rotary_base, "rope_scaling": None}
@@ -71,7 +71,7 @@ def _scaling(reader: Reader, given: Mapping[str, Any]) -> RotaryScaling | None:
     content = {key: value for key, value in given.items() if key != "rope_theta"}
     kinds = {content.pop(key) for key in ("rope_type", "type") if key in content}
     if content.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise reader.error("a partial_rotary_factor is not implemented")
+        raise reader.error("partial_rotary_factor is not implemented")
     if len(kinds) != 1:
         raise reader.error(
             f"rope scaling of kind {' and '.join(map(str, kinds)) or 'unknown'} is not implemented"

@@ -1,8 +1,8 @@
 """Run one rank's side of the exchange between stages in a step.
 
-If two neighbouring stages are on one rank, tensors are passed directly; otherwise they are sent.
-Sends never block. Receives are posted no later than in the plan with messages (see the note in
-`lower.py`), and usually a few computations earlier.
+If two neighbouring stages are on the same rank, tensors are passed directly; otherwise they are
+sent. Sends never block. Receives are posted no later than in the plan that `add_messages` returns
+(see the note in `lower.py`), and usually a few computations earlier.
 """
 
 from __future__ import annotations

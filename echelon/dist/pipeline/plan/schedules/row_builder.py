@@ -41,11 +41,11 @@ class RowBuilder:
         self.actions += [self._forward(stage) for stage in stages]
 
     def backward(self, stage: int) -> None:
-        """Append the next whole backward of a stage."""
+        """Append a stage's next full backward pass."""
         self.actions.append(self._backward(stage))
 
     def overlap(self, forward_stage: int, backward_stage: int) -> None:
-        """Append a forward and a whole backward as one action."""
+        """Append a forward and a full backward as one action."""
         self.actions.append(overlap(self._forward(forward_stage), self._backward(backward_stage)))
 
     def inputs(self, stage: int) -> None:

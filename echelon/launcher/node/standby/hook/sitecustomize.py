@@ -292,7 +292,7 @@ def _folder_of(script: str) -> str:
 
 
 def _lower_priority() -> bool:
-    """Use only idle processor time, provided that this can be undone; return whether it can be."""
+    """If it can be undone later, restrict this process to idle CPU time; return whether it was."""
     try:
         with open("/proc/self/status") as file:
             (mask,) = (line.split()[1] for line in file if line.startswith("CapEff:"))
