@@ -25,7 +25,7 @@ from echelon.launcher.coordinator import decide
 from echelon.launcher.coordinator import observers as o
 from echelon.launcher.coordinator.conclusion import conclude
 from echelon.launcher.coordinator.decide import EndedBy
-from echelon.launcher.coordinator.hung import HungRanks
+from echelon.launcher.coordinator.hung import DIES_S, HungRanks
 from echelon.launcher.coordinator.incidents import Incidents
 from echelon.launcher.coordinator.losses import LOST, Losses
 from echelon.launcher.coordinator.meeting import MeetingPlace
@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # gRPC only where several nodes need it
 
 _CLEAR_S = 8.0
 _LOOK_S = 0.5
+_LOOSE_S = 10.0  # from the loss of a node to its being noticed, on a busy host
 _STEP_S = 2.0  # between two looks; a longer gap counts as this process's own standstill
 _VERDICT_S = 120.0  # for the analyses at the end of the job
 _EXPLAIN_S = 15.0  # a state that lasts longer prints what it waits for
@@ -101,10 +102,13 @@ class Coordinator:
         self._losses = Losses(
             options, directory, meeting, report, terminal.say, self._note_continued
         )
-        self._hung = HungRanks(self._losses, send, terminal.say)
+        # The end of a rank is known at the latest once its node counts as lost.
+        dies_s = max(DIES_S, options.conf.lost_after_s + _LOOSE_S)
+        self._hung = HungRanks(self._losses, send, terminal.say, dies_s)
         self._stalls = Stalls(
-            options, self._verdicts.is_open, self._decide, terminal.say, self._hung
-        )
+            options, self._verdicts.is_open, self._decide, terminal.say, self._hung,
+            look=self._look, begin_again=self._begin_again,
+        )  # fmt: skip
         self._roster = Roster(
             options.min_nodes,
             options.max_nodes,
@@ -317,6 +321,20 @@ class Coordinator:
         is_survived = not self._stop_signal and self._losses.takes(world, ended)
         for rank, code in ended.items():
             self._note_end(world, rank, code, is_survived=is_survived)
+        if is_survived:
+            self._note_survived(world)
+
+    def _note_survived(self, world: World) -> None:
+        """Let a stall be over, now that ranks continue without one that the stall may be due to."""
+        self._stalls.note_loss()
+        if self._hung.is_killing:  # the stall lasts until the last of its ranks has ended
+            return
+        if world.rule.is_stalled or world.limits.is_reported:
+            self._incidents.note_loss(world)
+        self._begin_again(world)
+
+    def _begin_again(self, world: World) -> None:
+        world.begin_again(self._lived_ns())
 
     def _note_end(self, world: World, rank: int, code: int, *, is_survived: bool) -> None:
         known = None if code == LOST else code
@@ -324,11 +342,14 @@ class Coordinator:
             o.RankEnded(attempt=world.number, rank=rank, code=known, is_survived=is_survived)
         )
         how = self._how_ended(world, rank, code)
-        self._hung.note_ended(world, rank, is_survived=is_survived, now_ns=self._lived_ns())
+        self._hung.note_ended(rank, is_survived=is_survived)
+        is_hung = bool(self._hung.cause_of(rank))
         if is_survived:
-            is_explained = bool(self._hung.cause_of(rank))
-            self._decide(world, decide.WorkerLost(rank, how, is_explained))
+            self._decide(world, decide.WorkerLost(rank, how, is_hung))
             return
+        if is_hung and code == -signal.SIGKILL:
+            world.ended[rank].stopped = True
+            self._decide(world, decide.StallExamined(lasts=True))  # the failure is its stall
         self._decide(world, decide.WorkerEnded(rank, 1 if code == LOST else code, how))
 
     def _look_at_losses(self, world: World) -> None:

@@ -1,9 +1,10 @@
 """End ranks that hang, so that the other ranks continue without them (`--on-stall replace`).
 
 A rank that was ended for its hang is a loss like any other: `Losses` decides whether the attempt
-survives it, and how. So a rank is ended only if `Losses` would survive its death, and if its
-verdict leaves no doubt: it is `certain`, and its cause is the hang of a process, which neither the
-other ranks nor their repetition of the step share. All other stalls are treated as under
+survives it, and how. So a rank is ended only if `Losses` would survive its death, if its verdict is
+`certain`, and if its cause is the hang of a process. A verdict of `host_hang` or `gil_hang` only
+says where a rank is while the others wait: a rank that computes there may finish, so it is ended
+only if its process used no processor time. All other stalls are treated as under
 `--on-stall restart`.
 
 A rank may survive SIGKILL for as long as the kernel waits for a device. Then nothing is known about
@@ -12,17 +13,18 @@ what the rank still holds, and the attempt ends, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 from echelon.launcher.control import messages as m
-from echelon.launcher.coordinator.losses import Losses, named
+from echelon.launcher.coordinator.losses import Losses
 from echelon.launcher.coordinator.policy.failure import Failure
 from echelon.launcher.coordinator.policy.table import row_for
 from echelon.launcher.coordinator.world import World
 from echelon.launcher.job.report import Incident
 
 DIES_S = 30.0  # from the order to kill a rank to its end, on a busy node
-_CAUSES = ("frozen_process", "gil_hang", "host_hang", "device_stuck")
+_MAY_COMPUTE = ("gil_hang", "host_hang")  # a rank with such a verdict may be at work
+_CAUSES = ("frozen_process", *_MAY_COMPUTE)
 
 
 class HungRanks:
@@ -32,14 +34,20 @@ class HungRanks:
         losses: decides which losses the attempt survives.
         send: sends a command to a node.
         say: prints a line.
+        dies_s: how long the end of a killed rank may take to be known, in seconds.
     """
 
     def __init__(
-        self, losses: Losses, send: Callable[[str, m.Command], None], say: Callable[[str], None]
+        self,
+        losses: Losses,
+        send: Callable[[str, m.Command], None],
+        say: Callable[[str], None],
+        dies_s: float = DIES_S,
     ) -> None:
         self._losses = losses
         self._send = send
         self._say = say
+        self._dies_s = dies_s
         self.clear()
 
     def clear(self) -> None:
@@ -50,6 +58,11 @@ class HungRanks:
         self._world: World | None = None
         self._dying: set[int] = set()
         self._until_s = float("inf")
+
+    @property
+    def is_killing(self) -> bool:
+        """Whether a rank that was ordered to be killed has not ended yet."""
+        return bool(self._dying)
 
     def end(self, world: World, failure: Failure, incident: Incident, now_s: float) -> str:
         """Have the culprits of a stall killed; return why they are not, or "" if they are."""
@@ -62,11 +75,13 @@ class HungRanks:
             self._causes[rank], self._incidents[rank] = failure.cause, incident
         self._world = world
         self._dying |= set(ranks)
-        self._until_s = now_s + DIES_S
-        self._say(f"{named(ranks)} hang{'s' if len(ranks) == 1 else ''}: {failure.cause}; ending")
+        self._until_s = now_s + self._dies_s
+        hang, them = ("hangs", "it") if len(ranks) == 1 else ("hang", "them")
+        self._say(f"{_ranks(ranks)} {hang} ({failure.cause}); ending {them}")
         for node in failure.nodes:
             own = [rank for rank in ranks if rank in world.nodes[node]]
-            self._send(node, m.KillRanks(attempt=world.number, ranks=own))
+            if own:
+                self._send(node, m.KillRanks(attempt=world.number, ranks=own))
         return ""
 
     def _why_not(self, failure: Failure) -> str:
@@ -76,34 +91,56 @@ class HungRanks:
             return f"the verdict on {failure.cause} is not certain"
         if not failure.culprit_ranks:
             return f"the verdict on {failure.cause} names no rank"
+        busy = computing(failure)
+        if busy:
+            verb = "is" if len(busy) == 1 else "are"
+            return f"{_ranks(busy)} {verb} computing, or may be, and may finish that"
         limit = row_for(failure).repeats
         if limit is not None and sum(failure.repeats(one) for one in self._former) >= limit:
-            return f"ranks keep hanging at the same place ({failure.site})"
+            at = f" ({failure.site})" if failure.site else ""
+            return f"ranks keep hanging at the same place{at}"
         return ""
 
     def cause_of(self, rank: int) -> str:
         """Return why a rank was ended, or "" if it was not ended for a hang."""
         return self._causes.get(rank, "")
 
-    def note_ended(self, world: World, rank: int, *, is_survived: bool, now_ns: int) -> None:
-        """Record that a rank ended; its stall is over if the other ranks continue."""
+    def note_ended(self, rank: int, *, is_survived: bool) -> None:
+        """Record that a rank ended.
+
+        Once all ranks of a stall have ended, the stall is over if the others continue.
+        """
         self._dying.discard(rank)
         if not self._dying:
             self._until_s = float("inf")
         incident = self._incidents.get(rank)
-        if incident is not None and is_survived:
-            incident.recovered = True
-            world.rule.begin_again(now_ns)
+        if incident is None or not is_survived:
+            return
+        if not any(self._incidents[one] is incident for one in self._dying):
+            incident.recovered = incident.is_survived = True
 
     def deadline_s(self) -> float:
         """Return the time by which `undead` must be called."""
         return self._until_s
 
-    def undead(self, now_s: float) -> tuple[Sequence[int], World] | None:
-        """Return the ranks that have survived SIGKILL for too long, once, with their attempt."""
+    def undead(self, now_s: float) -> tuple[str, World] | None:
+        """Return a line about ranks that survive SIGKILL for too long, once, with their attempt."""
         if self._world is None or now_s < self._until_s:
             return None
-        found = sorted(self._dying)
+        found = _ranks(sorted(self._dying))
         self._dying.clear()
         self._until_s = float("inf")
-        return found, self._world
+        return f"{found} survived SIGKILL for {self._dies_s:g} s; the attempt ends", self._world
+
+
+def computing(failure: Failure) -> tuple[int, ...]:
+    """Return the culprits of a hang that may be computing, so that the hang may pass."""
+    if failure.cause not in _MAY_COMPUTE:
+        return ()
+    return tuple(rank for rank in failure.culprit_ranks if rank not in failure.idle_ranks)
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """Return the ranks as "rank 1", or "ranks 1, 2 and 3"."""
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"

@@ -29,7 +29,9 @@ from echelon.launcher.output.output import Terminal
 
 _COLLECT_S = 30.0  # a node that has not sent its dumps by then is left out
 _HURRIED_S = 5.0  # the same, after the user has asked to stop
-_MAX_STALLS = 16  # stall incidents to keep; each may take half a megabyte per rank
+# Stall incidents to keep; each may take half a megabyte per rank. Those that ended with the loss of
+# a rank are not counted: there are at most as many as ranks.
+_MAX_STALLS = 16
 
 
 class Incidents:
@@ -109,11 +111,30 @@ class Incidents:
         if self._collection is not None:
             self._collection.is_overtaken = True
             return
-        if self._report.incidents:
-            self._report.incidents[-1].recovered = True
+        stall = self._last_stall(world)
+        if stall is not None:
+            stall.recovered = True
             if world.records:
-                self.verdicts.withdraw(self._report.incidents[-1])
+                self.verdicts.withdraw(stall)
         self._say("stall cleared: ranks are making progress again")
+
+    def note_loss(self, world: World) -> None:
+        """Record that a stall ended with the loss of a rank: the one being collected, or the last.
+
+        Its verdict is shown nevertheless, because it may explain the loss.
+        """
+        collection = self._collection
+        if collection is not None and collection.kind == "stall":
+            collection.is_overtaken = True
+            return
+        stall = self._last_stall(world)
+        if stall is not None:
+            stall.recovered = stall.is_survived = True
+
+    def _last_stall(self, world: World) -> Incident | None:
+        """Return the last stall of an attempt, whether or not it is over."""
+        stalls = (one for one in reversed(self._report.incidents) if one.kind == "stall")
+        return next((one for one in stalls if one.attempt == world.number), None)
 
     def covers_stall(self) -> bool:
         """Return whether a new stall belongs to the incident that is being collected.
@@ -142,7 +163,7 @@ class Incidents:
                 is_early=action.is_early,
             )
         )
-        stalls = sum(incident.kind == "stall" for incident in self._report.incidents)
+        stalls = sum(one.kind == "stall" and not one.is_survived for one in self._report.incidents)
         if action.kind == "stall" and stalls >= _MAX_STALLS:
             self._say(f"stall: {action.reason}; not collected because {stalls} are already kept")
             event = decide.StallExamined(lasts=True)

@@ -94,7 +94,7 @@ class Losses:
     def why_not_without(self, world: World, ranks: Sequence[int]) -> str:
         """Return why the attempt could not continue if these living ranks were killed, or ""."""
         if not self._is_on:
-            return "--on-loss end"
+            return "--on-loss shrink is not given"
         self._follow(world)
         gone = [rank for rank in ranks if rank in world.ended]
         if gone or world.attempt.phase is not decide.Phase.RUNNING:
@@ -199,10 +199,12 @@ class Losses:
         done = [one for one, standing in known.items() if standing.state is State.DONE]
         if done:  # its groups are those of the world that is lost
             return f"rank {done[0]} has finished its steps already"
+        if not living:
+            return "no rank would be left"
         if len(living) < self._min_ranks:
             left = "1 rank is" if len(living) == 1 else f"{len(living)} ranks are"
             return f"{left} left, below --min-ranks {self._min_ranks}"
-        return "" if living else "no rank is left"
+        return ""
 
     def _publish(self, world: World, lost: list[int], known: Mapping[int, Standing]) -> str:
         """Publish the remaining ranks; return "", or the reason why that is impossible."""

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from echelon.launcher.coordinator.decide import StallExamined
-from echelon.launcher.coordinator.hung import DIES_S, HungRanks
-from echelon.launcher.coordinator.losses import named
-from echelon.launcher.coordinator.policy.failure import UNKNOWN
+from echelon.launcher.coordinator.decide import Phase, StallExamined
+from echelon.launcher.coordinator.hung import HungRanks, computing
+from echelon.launcher.coordinator.policy.failure import UNKNOWN, without
 from echelon.launcher.coordinator.policy.judging import failure_of
 from echelon.launcher.coordinator.policy.table import PATIENCE, may_pass
 from echelon.launcher.coordinator.world import World
@@ -35,6 +34,8 @@ class Stalls:
         end: a function that ends the attempt because of a stall.
         say: a function that prints a line.
         hung: ends the culprits of a stall under `--on-stall replace`.
+        look: a function that applies what ranks have reported so far; it may call `note_progress`.
+        begin_again: a function that counts the current stall as over.
     """
 
     def __init__(
@@ -44,7 +45,12 @@ class Stalls:
         end: Callable[[World, StallExamined], None],
         say: Callable[[str], None],
         hung: HungRanks,
+        *,
+        look: Callable[[World], None],
+        begin_again: Callable[[World], None],
     ) -> None:
+        self._look = look
+        self._begin_again = begin_again
         restarts, is_smart = options.on_stall == "restart", options.restart_policy == "smart"
         self._replaces = options.on_stall == "replace"
         self._has_patience = is_smart
@@ -70,6 +76,8 @@ class Stalls:
         if not (event.lasts and self._asks):
             self._end(world, event)
             return
+        if self._replaces and incident is None:
+            self._say("no rank is ended: the stall's incident was not kept")
         self._world, self._incident, self._is_late = world, incident, False
         self._until_s = now_s + (self._patience_s if incident is None else VERDICT_S)
         self.step(now_s)
@@ -84,6 +92,13 @@ class Stalls:
         self._until_s = float("inf")
         self._is_late = False
 
+    def note_loss(self) -> None:
+        """Forget the stall, now that ranks continue without another one.
+
+        Its verdict describes the ranks before that loss. If some still hang, they stall again.
+        """
+        self._forget()
+
     def note_progress(self) -> None:
         """Forget the stall, now that the ranks are making progress again."""
         self._forget()
@@ -96,9 +111,9 @@ class Stalls:
     def step(self, now_s: float) -> None:
         """End the stalled ranks once the verdict or the elapsed time requires it."""
         undead = self._hung.undead(now_s)
-        if undead is not None:
-            ranks, world = undead
-            self._say(f"{named(ranks)} survived SIGKILL for {DIES_S:g} s; the attempt ends")
+        if undead is not None and undead[1].attempt.phase is Phase.RUNNING:
+            line, world = undead
+            self._say(line)
             self._end(world, StallExamined(lasts=True))
         self._step_stall(now_s)
 
@@ -107,6 +122,9 @@ class Stalls:
         if world is None:
             return
         if incident is not None and not self._is_open(incident):
+            self._look(world)  # ranks may have made progress since the last look
+            if self._world is None:
+                return
             self._incident = None
             self._judge(world, incident, now_s)
         elif incident is not None and now_s >= self._until_s and not self._is_late:
@@ -117,15 +135,25 @@ class Stalls:
             self._end(world, StallExamined(lasts=True))
 
     def _judge(self, world: World, incident: Incident, now_s: float) -> None:
+        if world.attempt.phase is not Phase.RUNNING:  # a failure or the user ends it already
+            self._forget()
+            return
         failure = failure_of(world, incident)
-        cause = failure.cause
+        cause, passes = failure.cause, may_pass(failure.cause)
         if self._replaces:
+            gone = [rank for rank in failure.culprit_ranks if world.is_survived(rank)]
+            failure = without(failure, gone)
+            if gone and not failure.culprit_ranks:
+                self._forget()
+                self._begin_again(world)
+                return
             why_not = self._hung.end(world, failure, incident, now_s)
             if not why_not:
                 self._forget()
                 return
-            self._say(f"no rank is replaced: {why_not}")
-        if not (self._has_patience and may_pass(cause)):
+            self._say(f"no rank is ended: {why_not}")
+            passes = passes or bool(computing(failure))
+        if not (self._has_patience and passes):
             self._until_s = now_s
             return
         if not self._is_late:

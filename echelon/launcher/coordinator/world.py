@@ -160,6 +160,10 @@ class World:
         for rank in lost:
             self.ended[rank].epoch = self.ended[rank].epoch or epoch
 
+    def is_survived(self, rank: int) -> bool:
+        """Return whether a rank was lost and the other ranks continue, or will."""
+        return rank in self.ended and rank in self.published
+
     def lost_earlier(self, own: Collection[int], *, is_stall: bool = False) -> LostEarlier:
         """Return the losses that had been fully handled before an event.
 
@@ -227,6 +231,11 @@ class World:
         Call this once per tick: it scans all nodes' reports.
         """
         return self.rule.look(list(self._sights.values()), now_mono_ns)
+
+    def begin_again(self, now_mono_ns: int) -> None:
+        """Count a reported stall as over, because the ranks continue without a lost one."""
+        self.rule.begin_again(now_mono_ns)
+        self.limits.begin_again(now_mono_ns)
 
     def look_early(self, now_mono_ns: int) -> Look | None:
         """Return the early examination that is due according to the ranks' histories, or None."""

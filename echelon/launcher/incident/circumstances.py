@@ -6,6 +6,7 @@ the verdict is late, the launcher reads them itself.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
 from collections.abc import Sequence
@@ -69,6 +70,8 @@ _OWN_USE = re.compile(rf"this process has {_SIZE} memory in use")
 _TRIED = re.compile(rf"Tried to allocate {_SIZE}")
 _FOREIGN_SHARE = 0.1  # of a device's memory, used by others: with more, the job is not at fault
 _NO_LIMIT = 1 << 60  # bytes; cgroup version 1 shows a number if there is no limit
+_IDLE_SHARE = 0.05  # of a core: threads that wait with a timeout need less
+_MAX_IDLE = 64  # ranks
 _MAX_LOOKED_AT = 4  # ranks, if no verdict names one
 
 
@@ -83,6 +86,7 @@ class Circumstances:
         is_outside: whether the error is about the network or a file system.
         owns_memory: whether the job itself used up the memory; None if unknown.
         last_step: the last step that the rank began; -1 if it recorded no steps.
+        idle_ranks: which of all given ranks used no processor time while they were examined.
     """
 
     rank: int
@@ -91,6 +95,7 @@ class Circumstances:
     is_outside: bool = False
     owns_memory: bool | None = None
     last_step: int = -1
+    idle_ranks: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain values."""
@@ -120,6 +125,21 @@ def circumstances(incident: Path, ranks: Sequence[int]) -> Circumstances | None:
             return found
         first = first or found
     return first
+
+
+def idle_ranks(incident: Path, ranks: Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks whose dumps show that their processes used no processor time.
+
+    A rank whose use of the processor is unknown is not among them.
+    """
+    found = []
+    for rank in ranks[:_MAX_IDLE]:
+        with contextlib.suppress(DumpFormatError, OSError):
+            host = read(incident / f"rank_{int(rank)}").host
+            share = host.cpu_share
+            if share is not None and share < _IDLE_SHARE and host.process_state != "R":
+                found.append(rank)
+    return tuple(found)
 
 
 def circumstances_of(record: Record, rank: int) -> Circumstances:

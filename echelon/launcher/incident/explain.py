@@ -21,7 +21,7 @@ import resource
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -162,13 +162,16 @@ def explain_now(incident: Path, shown: Path, columns: int | None) -> Explanation
 def _explain(incident: Path, columns: int | None) -> dict[str, Any]:
     """Analyse an incident; return the fields of an `Explanation`."""
     from echelon.analysis import analyze
-    from echelon.launcher.incident.circumstances import circumstances
+    from echelon.launcher.incident.circumstances import circumstances, idle_ranks
     from echelon.launcher.incident.story import root_cause_story
 
     report = analyze(incident)
     answer = report.to_json()
     story = root_cause_story(incident, answer["verdict"])
-    around = circumstances(incident, (answer["verdict"] or {}).get("culprit_ranks", []))
+    culprits = (answer["verdict"] or {}).get("culprit_ranks", [])
+    around = circumstances(incident, culprits)
+    if around is not None:
+        around = replace(around, idle_ranks=idle_ranks(incident, culprits))
     said = "".join(f"{line}\n" for line in (story.lines() if story else []))
     return {
         "report": answer,

@@ -40,6 +40,7 @@ class Incident:
     victims: Mapping[str, Any] | None = None
     circumstances: dict[str, Any] | None = None  # what else a restart depends on
     recovered: bool = False  # the stall cleared, or a later attempt succeeded
+    is_survived: bool = False  # a stall that ended with the loss of a rank, without a restart
     withdrawn: bool = False  # the ranks made progress before the verdict arrived
     is_early: bool = False  # an early look; if it lasts, the stall continues its incident
     ended: Mapping[int, Ended] = field(default_factory=dict)  # the ranks that have ended so far

@@ -57,6 +57,7 @@ class LimitRule:
     def __init__(self, report_s: float = 0.0) -> None:
         self._fresh_ns = int(1e9 * max(_FRESH_S, 1.5 * report_s + 1.0))
         self._reported: list[int] | None = None
+        self._begun_ns = 0
         self.num_cleared = 0
 
     @property
@@ -68,6 +69,14 @@ class LimitRule:
     def is_disarmed(self) -> bool:
         """Whether early examinations have ended, because too many were false alarms."""
         return self.num_cleared >= MAX_CLEARED
+
+    def begin_again(self, now_ns: int) -> None:
+        """Count the reported stall as over, but not as a false alarm.
+
+        Operations that began earlier are not judged again: they may still be about to fail.
+        """
+        self._reported = None
+        self._begun_ns = now_ns
 
     def look(self, views: Sequence[View | None], now_ns: int) -> Look | None:
         """Return the early examination that is now due, or None; each is returned only once.
@@ -96,7 +105,9 @@ class LimitRule:
         )
 
     def _late(self, views: Sequence[View], now_ns: int) -> View | None:
-        late = [view for view in views if view.late_rank >= 0]
+        late = [
+            view for view in views if view.late_rank >= 0 and view.late_since_ns >= self._begun_ns
+        ]
         if not late or any(view.is_excused for view in views):
             return None
         first = min(late, key=lambda view: view.late_since_ns)

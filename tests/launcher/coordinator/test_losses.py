@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 
 import pytest
 
@@ -10,8 +11,9 @@ from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator import decide
 from echelon.launcher.coordinator.conclusion import conclude
 from echelon.launcher.coordinator.decide import StallExamined
+from echelon.launcher.coordinator.hung import DIES_S
 from echelon.launcher.coordinator.losses import Losses
-from echelon.launcher.coordinator.policy.judging import failure_of
+from echelon.launcher.coordinator.policy.judging import failure_of, incident_of
 from echelon.launcher.coordinator.roster import Node
 from echelon.launcher.coordinator.world import LostEarlier, World
 from echelon.launcher.incident import verdicts
@@ -387,3 +389,161 @@ def test_a_stall_while_an_epoch_is_awaited_is_not_due_to_the_rank_that_it_lost(j
     job.end(2, -signal.SIGKILL)
     assert job.world.lost_earlier(()).ranks == {}
     assert job.world.lost_earlier((), is_stall=True).ranks == {2: 1}
+
+
+_FROZEN = {"cause": "frozen_process", "culprit_ranks": [3], "confidence": "certain"}
+
+
+class _Stalled:
+    """A job on two nodes that has stalled, and awaits the verdict."""
+
+    def __init__(self, folder, monkeypatch, *argv: str) -> None:
+        self.job = _on_two_nodes(
+            folder, monkeypatch, "--on-stall", "replace", "--stall-timeout", "30", *argv
+        )
+        self.coordinator = self.job.coordinator
+        assert self.coordinator._world is not None
+        self.world = self.coordinator._world
+        _stands(self.job, 0)
+        self.incident = Incident(folder / "dump" / "incident_0", "stall", 0, "rank 3 is late")
+        self.job.report.incidents.append(self.incident)
+        self.is_open = True
+        monkeypatch.setattr(self.coordinator._stalls, "_is_open", lambda _: self.is_open)
+        self.world.rule._reported = {}
+        self.coordinator._stalls.on_examined(
+            self.world, StallExamined(lasts=True), self.incident, time.monotonic()
+        )
+
+    def explain(self, **verdict) -> None:
+        self.is_open, self.incident.verdict = False, _FROZEN | verdict
+        self.job.step()
+
+    def killed(self) -> list[list[int]]:
+        return [command.ranks for command in self.job.commands(m.KillRanks)]
+
+    def end(self, rank: int) -> None:
+        node = self.job.host if rank < 2 else self.job.other
+        self.job.take(node, m.WorkerEnded(attempt=0, rank=rank, code=-signal.SIGKILL))
+
+
+@pytest.fixture
+def stalled(tmp_path, monkeypatch):
+    one = _Stalled(tmp_path, monkeypatch)
+    yield one
+    one.coordinator.close()
+
+
+@pytest.mark.parametrize("culprits", [[3], [1, 3]])
+def test_a_culprit_that_is_lost_before_its_verdict_ends_the_stall(stalled, culprits):
+    """If another rank still hangs, that is a second stall, with a verdict of its own."""
+    stalled.end(3)
+    assert "rank 3 is lost; continuing with rank 0, 1, 2" in stalled.job.terminal.text
+    assert (stalled.incident.recovered, stalled.world.rule.is_stalled) == (True, False)
+    stalled.explain(culprit_ranks=culprits)
+    assert (stalled.killed(), stalled.job.commands(m.Stop)) == ([], [])
+    assert stalled.world.attempt.phase is decide.Phase.RUNNING
+    assert "no rank is ended" not in stalled.job.terminal.text
+
+
+def test_progress_that_was_reported_before_a_verdict_saves_its_culprits(stalled):
+    """The next look at the ranks is not due yet."""
+    stalled.world.rule._reported = {-1: 100, -3: 100}
+    stalled.coordinator._next_look_s = time.monotonic() + 60.0
+    for node, first in ((stalled.job.host, 0), (stalled.job.other, 2)):
+        folded = [first, 1, 0, -1, first, 150, 0]
+        stalled.coordinator.take(node, m.Sights(attempt=0, folded=folded, ranks=[]))
+    stalled.explain()
+    assert "stall cleared: ranks are making progress again" in stalled.job.terminal.text
+    assert stalled.killed() == []
+
+
+def test_a_stall_lasts_until_the_last_of_its_culprits_has_ended(stalled):
+    stalled.explain(culprit_ranks=[0, 3])
+    assert stalled.killed() == [[0], [3]]
+    stalled.end(0)
+    assert (stalled.incident.recovered, stalled.world.rule.is_stalled) == (False, True)
+    stalled.coordinator._stalls.step(time.monotonic() + DIES_S + 1)
+    assert "rank 3 survived SIGKILL for 30 s" in stalled.job.terminal.text
+    assert stalled.world.attempt.phase is decide.Phase.STOPPING
+    assert not stalled.incident.recovered
+
+
+def test_the_loss_of_another_rank_leaves_a_stall_whose_culprit_is_being_killed(stalled):
+    stalled.explain()
+    stalled.end(0)
+    assert (stalled.incident.recovered, stalled.world.rule.is_stalled) == (False, True)
+    stalled.end(3)
+    assert (stalled.incident.recovered, stalled.world.rule.is_stalled) == (True, False)
+
+
+def test_a_hang_whose_end_is_not_survived_after_all_is_the_failure(stalled):
+    """Not the SIGKILL that ended it, which nothing outside of the job sent."""
+    stalled.explain()
+    stalled.coordinator._meeting.death = "was killed"
+    stalled.end(3)
+    assert "cannot continue without rank 3: the job's store was killed" in stalled.job.terminal.text
+    assert stalled.world.ended[3].stopped
+    for rank in range(3):
+        node = stalled.job.host if rank < 2 else stalled.job.other
+        stalled.job.take(node, m.WorkerEnded(attempt=0, rank=rank, code=-signal.SIGTERM))
+    end = stalled.world.end
+    assert end is not None
+    assert end.ended_by is decide.EndedBy.STALL
+    incident = incident_of(stalled.world, stalled.job.report.incidents, end.ended_by)
+    assert incident is stalled.incident
+    failure = failure_of(stalled.world, incident)
+    assert (failure.cause, failure.culprit_ranks) == ("frozen_process", (3,))
+    assert conclude(stalled.world, end, stalled.job.report, 0) == (decide.EndedBy.STALL, 3)
+
+
+def test_a_replaced_hang_is_no_false_alarm_of_a_learned_limit(stalled):
+    limits = stalled.world.limits
+    limits._reported = []
+    failure = Incident(stalled.incident.folder, "failure", 0, "another rank died")
+    stalled.job.report.incidents.append(failure)
+    stalled.explain()
+    stalled.end(3)
+    assert (limits.is_reported, limits.num_cleared) == (False, 0)
+    assert (stalled.incident.recovered, failure.recovered) == (True, False)
+    assert "stall cleared" not in stalled.job.terminal.text
+
+
+def test_progress_clears_the_last_stall_and_no_other_incident(stalled):
+    failure = Incident(stalled.incident.folder, "failure", 0, "another rank died")
+    stalled.job.report.incidents.append(failure)
+    stalled.coordinator._incidents.note_progress(stalled.world)
+    assert (stalled.incident.recovered, failure.recovered) == (True, False)
+
+
+def test_stalls_that_ended_with_a_loss_leave_room_for_later_ones(stalled):
+    stalled.explain()
+    stalled.end(3)
+    for _ in range(20):
+        one = Incident(stalled.incident.folder, "stall", 0, "x", recovered=True, is_survived=True)
+        stalled.job.report.incidents.append(one)
+    stalled.coordinator._decide(stalled.world, decide.StallSeen("no rank recorded anything"))
+    stalled.job.step()
+    assert [one.kind for one in stalled.job.commands(m.Collect, stalled.job.host)] == ["stall"]
+
+
+def test_an_attempt_is_judged_by_the_stall_that_lasted(stalled):
+    over = Incident(stalled.incident.folder, "stall", 0, "x", recovered=True)
+    incidents = [stalled.incident, over]
+    found = incident_of(stalled.world, incidents, decide.EndedBy.STALL)
+    assert found is stalled.incident
+
+
+def test_a_killed_rank_has_as_long_to_end_as_its_node_has_to_be_heard(tmp_path, monkeypatch):
+    one = _Stalled(tmp_path, monkeypatch, "--rdzv-conf", "lost_after=60")
+    one.explain()
+    one.coordinator._stalls.step(time.monotonic() + 60.0)
+    assert one.world.attempt.phase is decide.Phase.RUNNING
+    one.coordinator._stalls.step(time.monotonic() + 71.0)
+    assert "rank 3 survived SIGKILL for 70 s; the attempt ends" in one.job.terminal.text
+    one.coordinator.close()
+
+
+def test_no_rank_is_ended_that_would_leave_none(job):
+    why_not = job.losses.why_not_without
+    assert why_not(job.world, (0, 1, 2, 3)) == "no rank would be left"
+    assert why_not(job.world, (0, 1, 2)) == "1 rank is left, below --min-ranks 2"

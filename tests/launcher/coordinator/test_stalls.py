@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from echelon.launcher.control import messages as m
-from echelon.launcher.coordinator.decide import StallExamined
+from echelon.launcher.coordinator.decide import StallExamined, StopRequested
 from echelon.launcher.coordinator.hung import DIES_S, HungRanks
+from echelon.launcher.coordinator.policy.failure import Failure
 from echelon.launcher.coordinator.roster import Node
 from echelon.launcher.coordinator.stalls import VERDICT_S, Stalls
 from echelon.launcher.coordinator.world import World
@@ -44,7 +45,12 @@ class _Job:
         self.losses, self.sent = _Losses(), []
         send = lambda node, command: self.sent.append((node, command))  # noqa: E731
         self.hung = HungRanks(self.losses, send, self._say)
-        self.stalls = Stalls(self.options, lambda _: self.waits, self._end, self._say, self.hung)
+        self.moved = False  # ranks have reported progress that no look has seen yet
+        self.num_begun = 0
+        self.stalls = Stalls(
+            self.options, lambda _: self.waits, self._end, self._say, self.hung,
+            look=self._look, begin_again=self._begin_again,
+        )  # fmt: skip
 
     def _end(self, world: World, event: StallExamined) -> None:
         self.ended.append(event.lasts)
@@ -52,12 +58,28 @@ class _Job:
     def _say(self, text: str) -> None:
         self.said += text
 
-    def explain(self, cause: str, confidence: str = "certain", ranks: tuple[int, ...] = (1,)):
+    def _look(self, world: World) -> None:
+        if self.moved:
+            self.stalls.note_progress()
+
+    def _begin_again(self, world: World) -> None:
+        self.num_begun += 1
+
+    def explain(
+        self,
+        cause: str,
+        confidence: str = "certain",
+        ranks: tuple[int, ...] = (1,),
+        idle: tuple[int, ...] = (0, 1),
+        group: str = "world",
+    ):
         self.waits = False
         self.incident.verdict = {
             "cause": cause, "culprit_ranks": list(ranks), "confidence": confidence,
-            "summary": "rank 1 sleeps at train.py:7 in step",
+            "summary": "rank 1 sleeps at train.py:7 in step", "group": group,
+            "operation": "all_gather",
         }  # fmt: skip
+        self.incident.circumstances = {"idle_ranks": list(idle)}
 
     def begin(self, *, lasts: bool = True) -> None:
         self.stalls.on_examined(self.world, StallExamined(lasts=lasts), self.incident, 0.0)
@@ -168,15 +190,16 @@ def _hang(job: _Job, cause: str = "host_hang", **verdict) -> None:
     job.stalls.step(1.0)
 
 
-@pytest.mark.parametrize("cause", ["frozen_process", "host_hang", "gil_hang", "device_stuck"])
+@pytest.mark.parametrize("cause", ["frozen_process", "host_hang", "gil_hang"])
 def test_the_culprits_of_a_certain_hang_are_killed_and_nothing_else_ends(cause):
     job = _Job(*_REPLACE)
     _hang(job, cause, ranks=(0, 1))
     assert job.sent == [("a", m.KillRanks(attempt=0, ranks=[0, 1]))]
     job.stalls.step(1.0 + DIES_S - 0.1)
-    for rank in (0, 1):
-        job.hung.note_ended(job.world, rank, is_survived=True, now_ns=0)
-    assert job.incident.recovered
+    job.hung.note_ended(0, is_survived=True)
+    assert (job.hung.is_killing, job.incident.recovered) == (True, False)
+    job.hung.note_ended(1, is_survived=True)
+    assert (job.hung.is_killing, job.incident.recovered) == (False, True)
     assert job.stalls.deadline_s() == float("inf")
     job.stalls.step(1000.0)
     assert (job.ended, len(job.sent)) == ([], 1)
@@ -187,6 +210,7 @@ def test_the_culprits_of_a_certain_hang_are_killed_and_nothing_else_ends(cause):
     [
         ("frozen_process", "likely", (1,), "the verdict on frozen_process is not certain"),
         ("shape_mismatch", "certain", (1,), "the cause is shape_mismatch, not the hang"),
+        ("device_stuck", "certain", (1,), "the cause is device_stuck, not the hang"),
         ("host_hang", "certain", (), "the verdict on host_hang names no rank"),
     ],
 )
@@ -201,7 +225,7 @@ def test_a_hang_whose_loss_would_not_be_survived_ends_as_under_restart():
     job = _Job(*_REPLACE)
     job.losses.why_not = "1 rank is left, below --min-ranks 2"
     _hang(job)
-    assert "no rank is replaced: 1 rank is left, below --min-ranks 2" in job.said
+    assert "no rank is ended: 1 rank is left, below --min-ranks 2" in job.said
     assert (job.sent, job.ended) == ([], [True])
 
 
@@ -232,14 +256,96 @@ def test_a_rank_that_survives_sigkill_ends_the_attempt_once():
 
 
 def test_a_program_that_keeps_hanging_at_the_same_place_is_not_replaced_indefinitely():
-    """Each rank that repeats the step may hang there, too."""
+    """Each rank that repeats the step may hang there, too, in the group of another epoch."""
     job = _Job(*_REPLACE)
-    for _ in range(3):
-        _hang(job)
-        job.hung.note_ended(job.world, 1, is_survived=True, now_ns=0)
+    for group in ("world", "world.1", "world.2"):
+        _hang(job, group=group)
+        job.hung.note_ended(1, is_survived=True)
     assert len(job.sent) == 2
-    assert "ranks keep hanging at the same place (train.py:7 in step)" in job.said
+    place = "train.py:7 in step world all_gather"
+    assert f"ranks keep hanging at the same place ({place})" in job.said
     assert job.ended == [True]
     job.stalls.clear()  # the next attempt
     _hang(job)
     assert len(job.sent) == 3
+
+
+@pytest.mark.parametrize("cause", ["host_hang", "gil_hang"])
+@pytest.mark.parametrize("idle", [(), (0,)])
+def test_a_rank_that_may_be_computing_has_time_to_finish_that(cause, idle):
+    """A long evaluation on one rank is a hang to the others, and ends by itself."""
+    job = _Job(*_REPLACE)
+    _hang(job, cause, ranks=(0, 1), idle=idle)
+    busy = "rank 1 is" if idle else "ranks 0 and 1 are"
+    assert f"no rank is ended: {busy} computing, or may be, and may finish that" in job.said
+    assert f"{cause} may pass: ranks have 30 s to make progress" in job.said
+    assert (job.sent, job.ended) == ([], [])
+    job.stalls.step(31.0)
+    assert job.ended == [True]
+
+
+def test_a_frozen_rank_is_ended_whatever_it_used_before():
+    job = _Job(*_REPLACE)
+    _hang(job, "frozen_process", idle=())
+    assert job.sent == [("a", m.KillRanks(attempt=0, ranks=[1]))]
+
+
+def test_progress_that_was_reported_before_the_verdict_is_seen_before_a_rank_is_killed():
+    job = _Job(*_REPLACE)
+    job.begin()
+    job.moved = True
+    job.explain("frozen_process")
+    job.stalls.step(1.0)
+    assert (job.sent, job.ended) == ([], [])
+
+
+def test_a_stall_ends_with_the_loss_of_a_rank_that_the_others_survive():
+    job = _Job(*_REPLACE)
+    job.begin()
+    job.stalls.note_loss()
+    job.explain("frozen_process")
+    job.stalls.step(1.0)
+    assert (job.sent, job.ended, job.said) == ([], [], "")
+    assert job.stalls.deadline_s() == float("inf")
+
+
+def test_a_verdict_that_names_only_lost_ranks_ends_no_rank_and_its_stall_begins_again():
+    job = _Job(*_REPLACE)
+    job.world.note_ended(1, -9)
+    job.world.published[1] = 1
+    _hang(job, "frozen_process")
+    assert (job.sent, job.ended, job.num_begun) == ([], [], 1)
+    _hang(job, "frozen_process", ranks=(0, 1))
+    assert job.sent == [("a", m.KillRanks(attempt=0, ranks=[0]))]
+    assert "rank 0 hangs (frozen_process); ending it" in job.said
+
+
+@pytest.mark.parametrize("when", ["before the verdict", "before the ranks die"])
+def test_an_attempt_that_is_ending_for_another_reason_hears_no_more_of_its_stall(when):
+    job = _Job(*_REPLACE)
+    if when == "before the ranks die":
+        _hang(job, "frozen_process", ranks=(0, 1))
+        assert "ranks 0 and 1 hang (frozen_process); ending them" in job.said
+    job.said = ""
+    job.world.attempt.on(StopRequested(15), 0.0)
+    if when == "before the verdict":
+        _hang(job, "frozen_process")
+    job.stalls.step(1.0 + DIES_S)
+    assert (job.said, job.ended) == ("", [])
+
+
+def test_a_hang_at_an_unknown_place_names_none():
+    job = _Job(*_REPLACE)
+    failure = Failure(
+        attempt=0, cause="host_hang", is_certain=True, culprit_ranks=(1,), idle_ranks=(1,)
+    )
+    for _ in range(2):
+        assert job.hung.end(job.world, failure, job.incident, 0.0) == ""
+    why_not = job.hung.end(job.world, failure, job.incident, 0.0)
+    assert why_not == "ranks keep hanging at the same place"
+
+
+def test_under_replace_a_stall_without_an_incident_says_that_no_rank_is_ended():
+    job = _Job(*_REPLACE)
+    job.stalls.on_examined(job.world, StallExamined(lasts=True), None, 0.0)
+    assert job.said == "no rank is ended: the stall's incident was not kept"

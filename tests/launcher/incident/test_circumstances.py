@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from echelon.launcher.incident.circumstances import Circumstances, circumstances, circumstances_of
+from echelon.launcher.incident.circumstances import (
+    Circumstances,
+    circumstances,
+    circumstances_of,
+    idle_ranks,
+)
 from echelon.recorder.format.schema import HostFacts, Identity, LastWords, Live, Record
 from echelon.recorder.read.dump import empty_record
 
@@ -99,3 +104,21 @@ def test_an_error_about_a_lost_peer_is_not_the_ranks_own(tmp_path, monkeypatch):
 
 def test_ranks_without_a_dump_are_passed_over(tmp_path):
     assert circumstances(tmp_path, [0, 1]) is None
+
+
+def test_only_ranks_that_are_known_to_compute_nothing_are_idle(tmp_path, monkeypatch):
+    known = {
+        0: HostFacts(process_state="S", cpu_share=0.01),
+        1: HostFacts(process_state="R", cpu_share=0.0),  # others have the cores
+        2: HostFacts(process_state="S", cpu_share=0.15),
+        3: HostFacts(process_state="S"),
+    }
+
+    def read_known(path: Path) -> Record:
+        rank = int(path.name.removeprefix("rank_"))
+        if rank not in known:
+            raise FileNotFoundError(path)
+        return empty_record(path, Identity(rank=rank), known[rank])
+
+    monkeypatch.setattr("echelon.launcher.incident.circumstances.read", read_known)
+    assert idle_ranks(tmp_path, [0, 1, 2, 3, 4]) == (0,)

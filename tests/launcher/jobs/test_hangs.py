@@ -68,7 +68,7 @@ def test_a_frozen_rank_is_ended_and_its_step_is_repeated(tmp_path):
         tmp_path, 3, "--on-loss", "shrink", "--stall-timeout", "10", hangs=["1:stop:5"]
     )
     assert done.returncode == 0, done.stderr
-    assert "rank 1 hangs: frozen_process; ending" in done.stderr
+    assert "rank 1 hangs (frozen_process); ending it" in done.stderr
     assert "rank 1 is lost; continuing with rank 0, 2" in done.stderr
     assert "continued without rank 1 (frozen_process), with 2 of 3 ranks in " in done.stderr
     assert "step 5 repeated, 0 steps lost" in done.stderr
@@ -108,5 +108,5 @@ def test_a_hang_that_cannot_be_survived_ends_the_job(tmp_path):
     done, report = _run(tmp_path, 2, "--stall-timeout", "10", hangs=["1:stop:5"])
     assert done.returncode == 3, done.stderr
     assert "--on-stall replace works as restart without --on-loss shrink" in done.stderr
-    assert "no rank is replaced: --on-loss end" in done.stderr
+    assert "no rank is ended: --on-loss shrink is not given" in done.stderr
     assert report["ended_by"] == "stall"

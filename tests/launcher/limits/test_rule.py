@@ -67,3 +67,13 @@ def test_a_job_of_1024_nodes_takes_one_view_per_node():
     views = [replace(QUIET, num_moves=n) for n in range(1023)]
     assert LimitRule().look([*views, LATE], NOW) is not None
     assert LimitRule().look([*views, replace(QUIET, worked_ns=NOW), LATE], NOW) is None
+
+
+def test_after_a_loss_a_look_was_no_false_alarm_and_only_later_operations_are_judged():
+    rule = LimitRule()
+    assert rule.look([LATE], NOW) is not None
+    rule.begin_again(NOW - 1 * S)
+    assert not rule.is_reported
+    assert rule.look([replace(LATE, num_moves=6)], NOW) is None
+    assert rule.num_cleared == 0
+    assert rule.look([replace(LATE, num_moves=6, late_since_ns=NOW - 1 * S)], NOW) is not None

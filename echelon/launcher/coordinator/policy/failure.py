@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 UNKNOWN = "unknown"
 DEAD = "dead_process"
@@ -28,6 +29,7 @@ class Failure:
         is_killed: whether the culprit was killed by a signal, or lost with its node.
         is_outside: whether the culprit's error is about the network or a file system.
         owns_memory: whether the job itself used up the memory; None if unknown.
+        idle_ranks: the culprits whose processes used no processor time while they were examined.
     """
 
     attempt: int
@@ -43,7 +45,15 @@ class Failure:
     is_killed: bool = False
     is_outside: bool = False
     owns_memory: bool | None = None
+    idle_ranks: tuple[int, ...] = ()
 
     def repeats(self, other: Failure) -> bool:
         """Return whether this is the same failure as an earlier one."""
         return self.cause == other.cause and self.site == other.site
+
+
+def without(failure: Failure, ranks: Collection[int]) -> Failure:
+    """Return a failure without some of its culprits."""
+    if not ranks:
+        return failure
+    return replace(failure, culprit_ranks=tuple(r for r in failure.culprit_ranks if r not in ranks))

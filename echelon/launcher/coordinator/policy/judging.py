@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from echelon.launcher.incident.circumstances import Circumstances
 
 _PLACE = re.compile(r"[\w.<>-]{1,100}:\d{1,7} in [\w.<>]{1,100}")
+_EPOCH = re.compile(r"^world\.\d+$")  # the world's group after losses: each epoch has its own name
 _RAISES = ("exception", "out_of_memory", "device_stuck")
 _MAX_SAID = 200
 _MAX_SITE = 300
@@ -30,7 +31,8 @@ def incident_of(
     """Return the incident that ended a world; None if no incident could be kept."""
     kind = "stall" if ended_by is decide.EndedBy.STALL else "failure"
     mine = [one for one in incidents if one.attempt == world.number and one.kind == kind]
-    return mine[-1] if mine else None
+    lasting = [one for one in mine if not one.recovered]
+    return next(iter(reversed(lasting or mine)), None)
 
 
 def failure_of(world: World, incident: Incident | None) -> Failure:
@@ -51,7 +53,8 @@ def _by_verdict(world: World, verdict: Mapping[str, Any], around: Mapping[str, A
         site = "; ".join(sorted({_how(one) for one in ended}))
     if not site:
         place = _PLACE.search(summary)
-        where = (place[0] if place else "", verdict.get("group"), verdict.get("operation"))
+        group = _EPOCH.sub("world", str(verdict.get("group") or ""))
+        where = (place[0] if place else "", group, verdict.get("operation"))
         site = " ".join(str(part) for part in where if part)
     return _failure(
         world,
@@ -65,6 +68,7 @@ def _by_verdict(world: World, verdict: Mapping[str, Any], around: Mapping[str, A
         is_killed=any(_is_killed(one) for one in ended),
         is_outside=bool(around.get("is_outside")),
         owns_memory=around.get("owns_memory"),
+        idle_ranks=tuple(around.get("idle_ranks", ())),
     )
 
 

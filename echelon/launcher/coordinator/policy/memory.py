@@ -109,6 +109,7 @@ _CHECKS: dict[str, Callable[[Any], object]] = {
     **{one.name: _one(type(one.default)) for one in fields(Failure)},
     "attempt": _one(int),
     "culprit_ranks": lambda value: tuple(_all(int, value)),
+    "idle_ranks": lambda value: tuple(_all(int, value)),
     "nodes": lambda value: tuple(_all(str, value)),
     "hosts": lambda value: tuple(_all(str, value)),
     "owns_memory": _maybe,
