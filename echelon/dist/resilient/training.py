@@ -404,10 +404,9 @@ class _ShardedTraining(_Training[_T]):
         """Go back to the newest checkpoint, since all copies of a shard are lost."""
         assert self._from_checkpoint is not None
         self._state.restart(world.group)
-        step = self._from_checkpoint()
-        steps = world.group.all_gather_object(step)
-        if len(set(steps)) > 1:
-            raise ValueError(f"from_checkpoint returned different steps on the ranks: {steps}")
+        rows = world.group.all_gather_object((self._from_checkpoint(), self._kept))
+        newest = max(kept for _, kept in rows)
+        step = checkpoint_step([found for found, _ in rows], newest)
         if world.group.rank == 0:
             warnings.warn(
                 f"{self._lost_text}: going back to the checkpoint of step {step}",
@@ -415,7 +414,7 @@ class _ShardedTraining(_Training[_T]):
                 stacklevel=2,
             )
         self._results.clear()
-        self._repeats = max(0, self._kept - step + 1)
+        self._repeats = max(0, newest - step + 1)
         self._kept = self._finished = step
 
     def _begin(self, world: World) -> None:
@@ -464,6 +463,30 @@ class _ShardedTraining(_Training[_T]):
 
     def _arrive(self, target: int, *, repeats: bool) -> None:  # noqa: ARG002 -- see `_enter`
         self._repeats = repeats
+
+
+def checkpoint_step(found: Sequence[Any], newest: int) -> int:
+    """Return the step from which all ranks train again.
+
+    Args:
+        found: what `from_checkpoint` returned on each rank.
+        newest: the highest step that any rank had begun; its checkpoint may have been saved at the
+            end of that step, as the start of the next one.
+
+    Raises:
+        ValueError: the values differ, or cannot be a step of this run.
+    """
+    if any(one != found[0] for one in found):
+        raise ValueError(f"from_checkpoint returned different steps on the ranks: {list(found)}")
+    step = found[0]
+    if not isinstance(step, int) or isinstance(step, bool):
+        kind = type(step).__qualname__
+        raise ValueError(f"from_checkpoint must return the number of a step, not {kind}")
+    if not 0 <= step <= newest + 1:
+        raise ValueError(
+            f"the checkpoint is not of this run: it is at step {step}, the run at step {newest}"
+        )
+    return step
 
 
 def _unrepeated(err: CollectiveError, why: str) -> CollectiveError:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from echelon.dist.resilient.copies.choice import (
     partners_of,
 )
 from echelon.dist.resilient.copies.memory import Address, CopyMemory, Stamp, crc_of
+from echelon.dist.resilient.copies.world import opened
+from echelon.errors import PeerLostError
 
 
 @pytest.mark.parametrize(
@@ -118,3 +122,25 @@ def test_a_descriptor_that_belongs_to_something_else_is_refused():
             CopyMemory.open(Address(address.pid, address.fd, "00" * 16))
     finally:
         memory.close()
+
+
+@pytest.mark.parametrize("is_reaped", [False, True])
+def test_a_keeper_that_has_ended_is_a_lost_peer(is_reaped):
+    """Survivors then wait for its loss to be published, however late."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as keeper:
+        os.waitid(os.P_PID, keeper.pid, os.WEXITED | os.WNOWAIT)
+        if is_reaped:
+            keeper.wait()
+        with pytest.raises(PeerLostError, match="the memory that rank 4 keeps") as raised:
+            opened(4, Address(keeper.pid, 3, "00" * 16))
+    assert raised.value.ranks == (4,)
+
+
+def test_a_keeper_whose_number_belongs_to_another_process_is_a_lost_peer():
+    memory = CopyMemory.create()
+    try:
+        with pytest.raises(PeerLostError, match="has closed its memory") as raised:
+            opened(2, Address(os.getpid(), memory.address.fd, "00" * 16))
+    finally:
+        memory.close()
+    assert raised.value.ranks == (2,)

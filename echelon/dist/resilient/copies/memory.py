@@ -109,13 +109,15 @@ class CopyMemory:
         """Open another process's memory.
 
         Raises:
-            OSError: the process has ended, or the system does not permit it.
+            FileNotFoundError: the process has ended, or has closed the memory.
+            ProcessLookupError: it has, and another one has its pid or its descriptor.
+            OSError: the system does not permit it.
         """
         fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
         token = os.pread(fd, _TOKEN_BYTES, 0)
         if token.hex() != address.token:  # the pid or the descriptor belongs to another one by now
             os.close(fd)
-            raise OSError(f"process {address.pid} has closed its memory")
+            raise ProcessLookupError(f"process {address.pid} has closed its memory")
         return cls(fd, token)
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from echelon.dist.resilient.copies.choice import Offer, Version, partners_of
 from echelon.dist.resilient.copies.memory import Address, CopyMemory, Stamp, crc_of
 from echelon.dist.resilient.copies.shards import ShardsWriter
 from echelon.dist.work import Work
-from echelon.errors import CollectiveError
+from echelon.errors import CollectiveError, PeerLostError
 from echelon.host.identity import process_identity
 
 _NUM = 2
@@ -89,7 +90,7 @@ class WorldCopies:
             if keeper == self.own_rank or keeper not in self._here:
                 continue
             for owner, addresses in row:
-                memories = tuple(_opened(keeper, Address(**one)) for one in addresses)
+                memories = tuple(opened(keeper, Address(**one)) for one in addresses)
                 self._readable.append(_Held(owner, keeper, memories))
         self._group.barrier()
 
@@ -237,9 +238,26 @@ def _place() -> list[Any]:
     return [fact["boot"], fact["net"], fact["pids"]]
 
 
-def _opened(keeper: int, address: Address) -> CopyMemory:
+def opened(keeper: int, address: Address) -> CopyMemory:
+    """Return a memory that another rank of this place keeps.
+
+    Raises:
+        PeerLostError: that rank has ended, so the launcher will publish its loss.
+        CollectiveError: the system does not permit it.
+    """
     try:
         return CopyMemory.open(address)
     except OSError as err:
         text = f"the memory that rank {keeper} keeps cannot be opened: {err}"
+        if isinstance(err, (FileNotFoundError, ProcessLookupError)) or _has_ended(address.pid):
+            raise PeerLostError(text, ranks=[keeper]) from err
         raise CollectiveError(text) from err
+
+
+def _has_ended(pid: int) -> bool:
+    """Return whether a process is gone; one that its parent has not reaped refuses access."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return not Path(f"/proc/{pid}").exists()
+    return stat.rpartition(b")")[2].split()[:1] in ([b"Z"], [b"X"])
