@@ -7,14 +7,12 @@ for two steps, alternately, so that one of them is complete at any moment.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from echelon.dist.checkpoint.disk.tensor_bytes import as_bytes
 from echelon.dist.fsdp.control import reshard
 from echelon.dist.fsdp.moving import move
 from echelon.dist.fsdp.states import shards
@@ -22,6 +20,7 @@ from echelon.dist.group import ProcessGroup
 from echelon.dist.resilient.copies.choice import Choice, Offer, Version, choose
 from echelon.dist.resilient.copies.shards import ShardsRestore, ShardsWriter
 from echelon.dist.resilient.copies.world import WorldCopies, collected
+from echelon.dist.resilient.digest import digest
 from echelon.dist.resilient.kept import KeptState, Stateful
 
 
@@ -79,9 +78,9 @@ class ShardedState:
         """Check that everything that is not sharded is equal on all ranks. Collective.
 
         Raises:
-            ValueError: a part differs between ranks.
+            ValueError: a part differs between ranks, or cannot be compared.
         """
-        mine = {what: _digest(value) for what, value in self._rest[self._at].parts().items()}
+        mine = {what: digest(value) for what, value in self._rest[self._at].parts().items()}
         rows = group.all_gather_object(mine)
         for what, found in mine.items():
             if any(row[what] != found for row in rows):
@@ -159,18 +158,3 @@ def choice_of(rows: Mapping[int, Mapping[str, Any]]) -> Choice:
     }
     rosters = {int(epoch): roster for row in rows.values() for epoch, roster in row["rosters"]}
     return choose(offers, rosters)
-
-
-def _digest(value: Any) -> str:
-    """Return a hash of a tree of tensors and plain values."""
-    if isinstance(value, torch.Tensor):
-        text = f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(as_bytes(value)).hexdigest()}"
-    elif isinstance(value, dict):
-        text = " ".join(f"{key!r}: {_digest(one)}" for key, one in value.items())
-    elif isinstance(value, (list, tuple)):
-        text = " ".join(map(_digest, value))
-    elif isinstance(value, (int, float, str, bytes, bool, type(None))):
-        text = repr(value)
-    else:
-        text = type(value).__qualname__  # its repr may hold an address
-    return hashlib.sha256(text.encode()).hexdigest()

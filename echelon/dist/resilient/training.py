@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.dist import runtime
+from echelon.dist.fsdp.parameters.flat import member_of
 from echelon.dist.fsdp.parameters.unit import Unit, units_of
 from echelon.dist.group import ProcessGroup
 from echelon.dist.membership.environment import on_loss
@@ -145,6 +146,7 @@ def run(
     """
     group = runtime.world()
     _check_model(model, group)
+    _check_optimizer(model, optimizer)
     if not first <= total:
         raise ValueError(f"first={first} is above total={total}")
     is_protected = on_loss() == SHRINK and group.size > 1
@@ -558,6 +560,19 @@ def _check_model(model: nn.Module, world: ProcessGroup) -> None:
             raise ValueError(
                 f"buffer {name!r} is expanded and cannot be restored: clone the buffer first"
             )
+
+
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse shards of other modules, which would be neither copied nor divided again."""
+    own = {member for unit in units_of(model) for member in unit.members}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            member = member_of(parameter)
+            if member is not None and member not in own:
+                raise ValueError(
+                    "resilient.run cannot restore a sharded parameter of the optimizer that is "
+                    f"not in the model: {member}"
+                )
 
 
 def _check_unit(unit: Unit, world: ProcessGroup) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 import echelon.dist as dist
 from echelon.dist import resilient
+from echelon.dist.fsdp import fully_shard
 from echelon.dist.resilient import training
 from echelon.dist.resilient.kept import KeptState
 from echelon.errors import CollectiveError, PeerLostError
@@ -98,6 +99,20 @@ def test_a_model_that_cannot_be_restored_is_refused(buffer):
         else:
             with pytest.raises(ValueError, match="buffer 'ones' is expanded"):
                 resilient.run(lambda _: lambda step: step, model, optimizer, total=1)
+    finally:
+        dist.shutdown()
+
+
+def test_shards_of_a_module_outside_the_model_are_refused():
+    """The optimizer would train them, and a lost rank would take its part along."""
+    dist.init()
+    try:
+        model, outside = fully_shard(nn.Linear(2, 2)), fully_shard(nn.Linear(3, 3))
+        both = torch.optim.SGD([*model.parameters(), *outside.parameters()], lr=0.1)
+        with pytest.raises(ValueError, match=r"optimizer that is not in the model"):
+            resilient.run(lambda _: lambda step: step, model, both, total=1)
+        own = torch.optim.SGD(model.parameters(), lr=0.1)
+        resilient.run(lambda _: lambda step: step, model, own, total=1)
     finally:
         dist.shutdown()
 
