@@ -1,9 +1,9 @@
 """Rank the layouts of a job: find those that fit, time them, and quantify the uncertainty.
 
-The machine's figures have bounds, so many possible machines are drawn, and every layout is timed on
-each of them. Factors that all layouts share, such as slow processors, do not change their order. In
-addition, every layout gets a random error of its own, as large as the measured error of the model
-(docs/planner.md).
+The machine's figures are known only within bounds. Therefore, many possible machines are sampled,
+and every layout is timed on each of them. Factors that all layouts share, such as slow processors,
+do not change their order. In addition, every layout gets a random error of its own, as large as the
+measured error of the model (docs/planner.md).
 """
 
 from __future__ import annotations

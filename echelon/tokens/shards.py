@@ -79,7 +79,7 @@ class TokenShards:
         return out
 
     def documents(self, first: int, num_tokens: int) -> NDArray[np.int64]:
-        """Return each token's document number, starting with 0 at the first: int64 [num_tokens]."""
+        """Return the document number of each token, counting from 0: int64 [num_tokens]."""
         ends = self._ends_between(first, first + num_tokens)
         numbers = np.zeros(num_tokens, np.int64)
         numbers[ends - first] = 1  # distinct: no document is empty

@@ -401,7 +401,7 @@ class TwoLevelEngine(HostEngine):
         return EitherPending(inside, across, self._hosts[self._mine])
 
     def _route(self, operation: Operation, watch: Watch) -> tuple[Engine, Operation, Watch]:
-        """Return the engine for a message, and the operation and watch mapped to its ranks."""
+        """Return the engine for a message, with the operation and watch in that engine's ranks."""
         near = self._hosts[self._mine]
         if operation.peer == ANY_SOURCE and len(near) == self._size:
             return self._inside.engine, operation, self._watch_inside(watch)

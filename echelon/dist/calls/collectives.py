@@ -163,10 +163,11 @@ class Collectives(Calls):
             out: [size * n, ...] or, with `output_splits`, [sum(output_splits), ...]; with the dtype
                 of `x`.
             x: [n, ...], the same shape on all ranks or, with `output_splits`, [output_splits[rank],
-                ...]. May be exactly this rank's part of `out`, but must not overlap it otherwise.
+                ...]. May be exactly this rank's part of `out`, but must not otherwise overlap
+                `out`.
             async_op: return a `Work` at once instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
-            output_splits: number of rows (dim 0) of each rank, the same on all ranks; None means
+            output_splits: number of rows (dim 0) from each rank, the same on all ranks; None means
                 equal parts.
         """
         source = view(x, "x", writable=False)

@@ -187,7 +187,7 @@ def check_uneven(
     counts = check_splits(splits[0], rows, large, size)
     if len(small.data) != counts[rank] or (small.shape[0] if small.shape else 1) != rows[rank]:
         raise ValueError(
-            f"{call}: {splits[0]} {list(rows)} give rank {rank} {rows[rank]} rows, but "
+            f"{call}: {splits[0]} {list(rows)} assign {rows[rank]} rows to rank {rank}, but "
             f"{part_name} is {small}"
         )
     itemsize = small.num_bytes // len(small.data) if len(small.data) else 0

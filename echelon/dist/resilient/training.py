@@ -175,7 +175,7 @@ def run(
 
 
 def _end_world(epoch: Epoch) -> None:
-    """End the groups of all worlds before an epoch, on a separate thread."""
+    """End the groups of all worlds older than an epoch, on a separate thread."""
     if epoch.left:
         return  # only ranks that miss the one which left have failed
     text = f"the launcher counts {_named(epoch.lost)} as lost"
@@ -570,8 +570,8 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             member = member_of(parameter)
             if member is not None and member not in own:
                 raise ValueError(
-                    "resilient.run cannot restore a sharded parameter of the optimizer that is "
-                    f"not in the model: {member}"
+                    "resilient.run cannot restore a sharded parameter that is in the optimizer, "
+                    f"but not in the model: {member}"
                 )
 
 

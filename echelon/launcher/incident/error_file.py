@@ -16,7 +16,7 @@ _MAX_CHARS = 16 << 10
 
 
 def read_error_file(path: Path) -> str:
-    """Return the traceback or, without one, the message; "" if neither can be read."""
+    """Return the traceback or, failing that, the message; "" if neither can be read."""
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
             return ""

@@ -211,7 +211,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def dashes(text: str) -> str:
-    """Replace `_` with `-` in an option's name: `--nproc_per_node=2` is `--nproc-per-node=2`."""
+    """Replace `_` with `-` in an option's name, so `--log_dir=a_b` becomes `--log-dir=a_b`."""
     if not text.startswith("--"):
         return text
     name, equals, value = text.partition("=")

@@ -138,7 +138,7 @@ def read_statuses(run_dir: Path) -> list[RankStatus]:
 
 
 def _checked(record: Record) -> RankStatus:
-    """Return a rank's status, corrected if its process has ended or ran on another machine."""
+    """Return a rank's status, corrected if its process has ended or was on another machine."""
     status = status_of(record, time.monotonic_ns())
     identity = record.identity
     if status.phase == "ended" or not identity.boot_id:

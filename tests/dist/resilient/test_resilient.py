@@ -109,7 +109,7 @@ def test_shards_of_a_module_outside_the_model_are_refused():
     try:
         model, outside = fully_shard(nn.Linear(2, 2)), fully_shard(nn.Linear(3, 3))
         both = torch.optim.SGD([*model.parameters(), *outside.parameters()], lr=0.1)
-        with pytest.raises(ValueError, match=r"optimizer that is not in the model"):
+        with pytest.raises(ValueError, match=r"in the optimizer, but not in the model"):
             resilient.run(lambda _: lambda step: step, model, both, total=1)
         own = torch.optim.SGD(model.parameters(), lr=0.1)
         resilient.run(lambda _: lambda step: step, model, own, total=1)

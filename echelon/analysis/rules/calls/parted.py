@@ -2,7 +2,7 @@
 
 A group reveals a missing or an extra call only if signatures differ or a member made fewer calls.
 However, ranks that run the same program make the same calls in the same order across all groups. A
-rank slipped where its calls first differ from those of its peers, and all waiting ranks are
+rank went wrong where its calls first differ from those of its peers, and all waiting ranks are
 fallout.
 """
 

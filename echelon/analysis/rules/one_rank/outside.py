@@ -105,10 +105,10 @@ def _keeps_waiting(picture: Picture) -> tuple[int, ...]:
 
 
 def sleepers(picture: Picture) -> tuple[int, ...]:
-    """Return the few ranks without a record that are asleep while the other main threads wait.
+    """Return the few ranks that sleep, without a record, while the others' main threads wait.
 
-    This covers sends and receives: there the main thread itself waits, and no Gloo thread is in a
-    collective.
+    This covers sends and receives, in which the main thread itself waits and no Gloo thread is in
+    a collective.
     """
     return picture.remembered("sleepers", _sleepers)
 

@@ -24,7 +24,7 @@ T = TypeVar("T", bound="torch.Tensor | list[torch.Tensor]")
 
 
 class GradScaler:
-    """A scale for the loss that grows while gradients are finite and shrinks when they overflow.
+    """A loss scale that grows while gradients are finite and shrinks when they overflow.
 
     It has the methods of `torch.amp.GradScaler`, which must be called in the same order. Its state
     is the same on all ranks and can be saved directly in a checkpoint: `save(path, {"scaler":

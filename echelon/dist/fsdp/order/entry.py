@@ -51,7 +51,7 @@ class Facts(Protocol):
 
 @dataclass(eq=False, kw_only=True)
 class Entry:
-    """The order's record of one unit, which exists as long as the unit; see [Note: ownership].
+    """The order's record of one unit. It lives as long as the unit does; see [Note: ownership].
 
     Attributes:
         number: the unit's number within its group.

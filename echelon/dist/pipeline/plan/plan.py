@@ -43,7 +43,7 @@ class Plan:
     Attributes:
         name: the name of the schedule, or of the file from which it was read.
         rows: each rank's actions in order.
-        num_microbatches: the number of micro-batches of a step's batch.
+        num_microbatches: the number of micro-batches in a step's batch.
         num_chunks: the maximum number of stages on a rank.
         columns: for each row, the column of each action in the plan's file; empty if an action's
             column is simply its position in the row.

@@ -37,7 +37,7 @@ class _Held:
 
 
 class WorldCopies:
-    """The copies of one world. Creating it is collective.
+    """The copies of one world. Creating this object is a collective operation.
 
     Args:
         group: the world's group.
@@ -49,7 +49,7 @@ class WorldCopies:
         own_rank: this rank, as numbered by the launcher.
 
     Raises:
-        CollectiveError: a rank was lost, or the memory of a rank of this place cannot be opened.
+        CollectiveError: a rank was lost, or the memory of a rank in this place cannot be opened.
     """
 
     def __init__(self, group: ProcessGroup, epoch: int) -> None:
@@ -255,7 +255,7 @@ def opened(keeper: int, address: Address) -> CopyMemory:
 
 
 def _has_ended(pid: int) -> bool:
-    """Return whether a process is gone; one that its parent has not reaped refuses access."""
+    """Return whether a process is gone. A zombie, whose memory cannot be opened, counts as gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:

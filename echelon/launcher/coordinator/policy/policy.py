@@ -107,7 +107,7 @@ def _pause_s(row: Row, failure: Failure, history: Sequence[Failure]) -> float:
 def _about_nodes(
     failure: Failure, history: Sequence[Failure], exclude_after: int, can_replace: bool
 ) -> tuple[str, tuple[str, ...]]:
-    """Return the reason for a restart that involves nodes, and the nodes to avoid."""
+    """Return the reason for a restart, with any failures of nodes, and the nodes to avoid."""
     reason = failure.said or failure.cause
     if not exclude_after or not _blames(failure):
         return reason, ()
