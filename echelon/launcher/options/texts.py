@@ -31,7 +31,7 @@ def num_workers(text: str) -> int:
         number = counts[text]() if text in counts else int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is neither a number nor one of auto, cpu, gpu, xpu"
+            f"{text!r} is not a number, auto, cpu, gpu or xpu"
         ) from None
     if text in counts and not number:
         makers = {"gpu": "NVIDIA", "xpu": "Intel"}
