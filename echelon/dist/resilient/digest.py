@@ -20,8 +20,8 @@ _NAMED = (type, FunctionType, BuiltinFunctionType)
 def digest(value: Any) -> str:
     """Return a hash of a tree of tensors, arrays and other values.
 
-    Equal values have equal hashes on all ranks, whatever their addresses and the order of sets.
-    Objects are hashed by what pickle would store of them.
+    Equal values have equal hashes on all ranks, whatever their addresses and the order of sets and
+    dicts. Objects are hashed by what pickle would store of them.
 
     Raises:
         ValueError: an object cannot be pickled, or refers to itself.
@@ -32,7 +32,7 @@ def digest(value: Any) -> str:
     elif numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
         text = _of_array(value)
     elif isinstance(value, dict):
-        text = " ".join(f"{key!r}: {digest(one)}" for key, one in value.items())
+        text = " ".join(sorted(f"{digest(key)}: {digest(one)}" for key, one in value.items()))
     elif isinstance(value, (list, tuple)):
         text = " ".join(map(digest, value))
     elif isinstance(value, (set, frozenset)):

@@ -52,3 +52,9 @@ def test_what_cannot_be_compared_is_named():
     loop.at = loop
     with pytest.raises(ValueError, match="_Position cannot be compared"):
         digest(loop)
+
+
+def test_equal_dicts_have_equal_hashes_in_any_order():
+    key = frozenset({"weight"})
+    assert digest({"a": 1, key: 2}) == digest({key: 2, "a": 1})
+    assert digest({"a": 1, "b": 2}) != digest({"a": 2, "b": 1})
