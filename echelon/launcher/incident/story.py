@@ -60,7 +60,7 @@ class Story:
 
 
 def root_cause_story(incident: Path, verdict: Mapping[str, Any] | None) -> Story | None:
-    """Return the last output of the first culprit; None if there is no culprit or no record."""
+    """Return the first culprit's last output; None if it is unknown or left no record."""
     for rank in (verdict or {}).get("culprit_ranks", [])[:1]:
         try:
             record = read(incident / f"rank_{int(rank)}")

@@ -1,7 +1,7 @@
 """Build the timeline: the last operations and spans of every rank, as compact integers.
 
-Times are in microseconds from a common start. The number of boxes is limited, so a page for 1024
-ranks is no larger than a page for four; with more ranks, each rank shows fewer operations.
+Times are in microseconds from a common start. The number of boxes is limited: with more ranks,
+each rank shows fewer operations, and a page for 1024 ranks is as small as one for four.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def heartbeat_lines(facts: RankEvidence) -> tuple[str, ...]:
 
 
 def users_line(facts: RankEvidence) -> Frame | None:
-    """Return the user's innermost frame on the main thread; None if there is no stack."""
+    """Return the innermost frame of user code on the main thread, or None without a stack."""
     thread = main_thread(facts.host.stacks)
     return users_frame(thread.frames) if thread else None
 

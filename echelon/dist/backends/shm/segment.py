@@ -57,7 +57,7 @@ class Segment:
         return (rank * CONTROL_BYTES + _BELL_OFFSET) // 4
 
     def slot(self, rank: int, parity: int) -> npt.NDArray[np.uint8]:
-        """Return one of a rank's two data slots: [slot_bytes] of uint8."""
+        """Return a rank's first or second data slot: uint8 [slot_bytes]."""
         start = self.size * CONTROL_BYTES + (2 * rank + parity) * self.slot_bytes
         return self._bytes[start : start + self.slot_bytes]
 

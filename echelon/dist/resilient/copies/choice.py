@@ -96,7 +96,7 @@ def choose(offers: Mapping[int, Iterable[Offer]], rosters: Mapping[int, Sequence
         rosters: the ranks of each epoch that is offered.
 
     Raises:
-        CopiesLostError: there is no such state.
+        CopiesLostError: no step is left of which every shard has a copy.
     """
     found: dict[Version, dict[int, int]] = defaultdict(dict)
     for survivor in sorted(offers):
