@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
+from benchmarks.campaign.jobs import WITH_STANDBYS
 from benchmarks.campaign.plan import STEP_S
 
 Record = dict[str, Any]
@@ -65,8 +66,13 @@ def useful(record: Record) -> float:
 
 
 def bars(records: Sequence[Record]) -> str:
-    """Return what is required of echelon beside torchrun, and whether it is met, one per line."""
-    ours = [one for one in records if one["launcher"] == "echelon"]
+    """Return what is required of echelon beside torchrun, and whether it is met, one per line.
+
+    The figures are those of echelon with standbys if there are any, and without them otherwise.
+    """
+    names = {one["launcher"] for one in records}
+    name = WITH_STANDBYS if WITH_STANDBYS in names else "echelon"
+    ours = [one for one in records if one["launcher"] == name]
     peers = [one for one in records if one["launcher"] == "torchrun"]
     num_faults = sum(len(one["faults"]) for one in ours)
     num_wasted, num_restarts = sum(map(wasted, ours)), sum(map(restarts, ours))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.campaign.jobs import WITH_STANDBYS
 from benchmarks.campaign.plan import KINDS, STEP_S, plan_of
 from benchmarks.campaign.table import bars, is_late, is_wrong_stop, table, useful, wasted
 
@@ -116,3 +117,10 @@ def test_the_bars_say_what_is_met():
     ]
     assert "not met" in bars([_record("kill", attempts=4)]).splitlines()[2]
     assert bars([]).splitlines()[0] == "faults: 0 (bar >= 200): not met"
+
+
+def test_the_bars_are_those_of_echelon_with_standbys_where_it_was_run():
+    plain = _record("kill", attempts=3)
+    kept_ready = {**_record("kill", attempts=2), "launcher": WITH_STANDBYS}
+    assert "wasted restarts, %: 50" in bars([plain])
+    assert "wasted restarts, %: 0" in bars([plain, kept_ready])
