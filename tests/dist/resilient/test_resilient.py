@@ -11,8 +11,8 @@ from torch import nn
 import echelon.dist as dist
 from echelon.dist import resilient
 from echelon.dist.fsdp import fully_shard
-from echelon.dist.resilient import training
 from echelon.dist.resilient.kept import KeptState
+from echelon.dist.resilient.training import replicated
 from echelon.errors import CollectiveError, PeerLostError
 from tests.dist.resilient.agent import run_watched
 from tests.dist.resilient.training import train
@@ -127,8 +127,8 @@ def test_shards_of_a_module_outside_the_model_are_refused():
     ids=["a rank left by itself", "another error", "another error over a network"],
 )
 def test_an_error_without_a_loss_says_so_in_words(monkeypatch, backend, error, says):
-    monkeypatch.setattr(training, "_LOST_S", 0.02)
-    monkeypatch.setattr(training, "_OTHER_S", 0.01)
+    monkeypatch.setattr(replicated, "_LOST_S", 0.02)
+    monkeypatch.setattr(replicated, "_OTHER_S", 0.01)
 
     def fail(_):
         raise error
@@ -137,7 +137,7 @@ def test_an_error_without_a_loss_says_so_in_words(monkeypatch, backend, error, s
     try:
         model = nn.Linear(2, 2)
         kept = KeptState(model, torch.optim.SGD(model.parameters(), lr=0.1), [])
-        one = training._Training(lambda _: fail, kept, 0, 1, None, is_protected=True)
+        one = replicated.Training(lambda _: fail, kept, 0, 1, None, is_protected=True)
         with pytest.raises(type(error), match=says) as raised:
             one.train(resilient.World(dist.world(), 0, ()))
         assert "continuation/" not in str(raised.value)

@@ -1,0 +1,67 @@
+"""Refuse models and optimizers whose state cannot be restored after a loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from echelon.dist.fsdp.parameters.flat import member_of
+from echelon.dist.fsdp.parameters.unit import Unit, units_of
+from echelon.dist.group import ProcessGroup
+
+
+def check_model(model: nn.Module, world: ProcessGroup) -> None:
+    """Check that a model can be copied or divided again.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "resilient.run does not cover DistributedDataParallel, whose groups it cannot "
+            "recreate: pass the wrapped module, and average gradients with SameBits"
+        )
+    if any(isinstance(one, DTensor) for one in model.parameters()):
+        raise ValueError(
+            "resilient.run does not cover DTensors: a rank's parts are lost with the rank. Use "
+            "fully_shard, or restarts from a checkpoint"
+        )
+    for unit in units_of(model):
+        _check_unit(unit, world)
+    for name, buffer in model.named_buffers():
+        places = zip(buffer.stride(), buffer.shape, strict=True)
+        if any(stride == 0 and length > 1 for stride, length in places):
+            raise ValueError(
+                f"buffer {name!r} is expanded and cannot be restored: clone the buffer first"
+            )
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse shards of other modules, which would be neither copied nor divided again."""
+    own = {member for unit in units_of(model) for member in unit.members}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            member = member_of(parameter)
+            if member is not None and member not in own:
+                raise ValueError(
+                    "resilient.run cannot restore a sharded parameter that is in the optimizer, "
+                    f"but not in the model: {member}"
+                )
+
+
+def _check_unit(unit: Unit, world: ProcessGroup) -> None:
+    reason = ""
+    if any(flat.group is not world for flat in unit.flats):
+        reason = "is not sharded over the world"
+    elif any(flat.replicas is not None for flat in unit.flats):
+        reason = "is sharded with replicas (mesh= with two axes)"
+    elif unit.near is not None:
+        reason = "has a number as reshard_after_forward="
+    elif unit.device.type != "cpu":
+        reason = f"is on {unit.device}, where copies of shards have not been tried"
+    if reason:
+        raise ValueError(
+            f"resilient.run cannot continue with this sharded model after a loss: {unit} {reason}"
+        )

@@ -1,0 +1,143 @@
+"""Run steps that all ranks commit together; when a rank is lost, the survivors repeat the step."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from echelon.dist import runtime
+from echelon.dist.fsdp.parameters.unit import units_of
+from echelon.dist.membership.environment import on_loss
+from echelon.dist.resilient.checks import check_model, check_optimizer
+from echelon.dist.resilient.epochs import News
+from echelon.dist.resilient.kept import KeptState, Stateful
+from echelon.dist.resilient.sharded import ShardedState
+from echelon.dist.resilient.training.replicated import Training, named
+from echelon.dist.resilient.training.sharded import ShardedTraining
+from echelon.dist.resilient.training.world import World
+from echelon.errors import PeerLostError
+from echelon.recorder.continuation import SHRINK, Epoch
+
+_T = TypeVar("_T")
+_is_claimed = False  # by a protected run of this process
+
+
+def run(
+    prepare: Callable[[World], Callable[[int], _T]],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    total: int,
+    first: int = 0,
+    also: Sequence[Stateful] = (),
+    on_commit: Callable[[int, _T], None] | None = None,
+    from_checkpoint: Callable[[], int] | None = None,
+) -> None:
+    """Train the steps `first` to `total - 1`, and continue if ranks are lost.
+
+    Under `echelon run --on-loss shrink`, the surviving ranks discard the step in which a rank died,
+    restore the state from the start of that step, and repeat the step. Their processes are not
+    restarted. With gradients that do not depend on the number of ranks
+    (`echelon.train.same_bits.SameBits`), the result is bitwise identical to that of a run without
+    losses. Under other launchers or settings, `run` warns and trains without this protection.
+
+    Every rank must call this after `echelon.dist.init`. Each step ends with a barrier. Each rank
+    copies the training state once per step, and the copy takes as much memory as that state.
+
+    Args:
+        prepare: creates whatever belongs to the current ranks (groups, meshes, `SameBits`), and
+            returns a function that computes one step, given the step's number. `prepare` is called
+            at the start, and again after each loss, once all earlier groups are closed. The
+            function that it returns must change only the model, the optimizer, `also` and random
+            numbers. It must not use gradients from an earlier step, and must not catch
+            CollectiveError.
+        model: the model. Every rank must have all of it, or `fully_shard` must have divided it
+            among all ranks of the world. After a loss, a sharded model is divided among the ranks
+            that are left; modules and parameters stay the same objects.
+        optimizer: the optimizer of the model's parameters.
+        total: the number of the last step, plus one.
+        first: the number of the first step.
+        also: schedules, averages and other objects whose state the steps change.
+        on_commit: called once per step on each rank, with the step's number and result, when the
+            step can no longer be undone by a loss; for a sharded model, one step later. It must not
+            call collectives.
+        from_checkpoint: for a sharded model, used if all copies of a shard are lost: loads the
+            newest checkpoint into `model`, `optimizer` and `also`, and returns the number of the
+            first step to train. Collective. Steps from there on are trained and committed again.
+
+    Raises:
+        ValueError: there is no world, `model` can be neither copied nor restored, or a protected
+            `run` was already called in this process.
+        CollectiveError: a collective failed, and the launcher did not publish a new epoch, because
+            too few ranks are left or no rank has died.
+
+    Example:
+        >>> from echelon.train.same_bits import SameBits
+        >>> def prepare(world):
+        ...     probes = world.epoch == 0
+        ...     same = SameBits(model, optimizer, micro_batches=2, seed=1, probe=probes)
+        ...
+        ...     def train_step(step):
+        ...         loss = same.backward(step, lambda number: loss_fn(model(tokens), targets))
+        ...         optimizer.step()
+        ...         return loss
+        ...
+        ...     return train_step
+        >>> run(prepare, model, optimizer, total=3, on_commit=lambda step, loss: print(step))
+        0
+        1
+        2
+    """
+    group = runtime.world()
+    check_model(model, group)
+    check_optimizer(model, optimizer)
+    if not first <= total:
+        raise ValueError(f"first={first} is above total={total}")
+    is_protected = on_loss() == SHRINK and group.size > 1
+    if group.size > 1 and not is_protected and group.rank == 0:
+        warnings.warn(
+            "resilient.run gives no protection here: a rank that dies ends this job. Start the "
+            "job with `echelon run --on-loss shrink`",
+            stacklevel=2,
+        )
+    if is_protected:
+        _claim()
+    training: Training[_T]
+    if units_of(model):
+        sharded = ShardedState(model, optimizer, also)
+        training = ShardedTraining(
+            prepare, sharded, first, total, on_commit, from_checkpoint, is_protected=is_protected
+        )
+    else:
+        kept = KeptState(model, optimizer, also)
+        training = Training(prepare, kept, first, total, on_commit, is_protected=is_protected)
+    with contextlib.ExitStack() as stack:
+        if is_protected:
+            runtime.expect_epochs()
+            stack.enter_context(News(runtime.job_store(), _end_world))
+        training.train(World(group, 0, ()))
+
+
+def _end_world(epoch: Epoch) -> None:
+    """End the groups of all worlds older than an epoch, on a separate thread."""
+    if epoch.left:
+        return  # only ranks that miss the one which left have failed
+    text = f"the launcher counts {named(epoch.lost)} as lost"
+    error = PeerLostError(text, operation="loss", sequence=epoch.number, ranks=epoch.lost)
+    runtime.end_world(error, epoch.number)
+
+
+def _claim() -> None:
+    """Refuse a second protected run, because it would read the first run's epochs and standings."""
+    global _is_claimed
+    if _is_claimed:
+        raise ValueError(
+            "resilient.run was already called in this process: with --on-loss shrink, a single "
+            "call must train all steps"
+        )
+    _is_claimed = True

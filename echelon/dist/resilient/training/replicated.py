@@ -1,0 +1,259 @@
+"""Train a replicated model; when a rank is lost, the survivors repeat the step.
+
+[Note: kept and finished] Each rank has two numbers. `kept` is a step: the rank copied its state at
+the start of that step. `finished` equals `kept` until the rank has computed that step completely,
+and is then one higher: the live state is now the start of the next step. A barrier ends each step.
+A rank raises `finished` before the barrier, and `kept` only after it, when it copies the state
+again. So a rank that has passed the barrier knows that all ranks have finished the step, and the
+numbers of the survivors differ by at most one step. The survivors exchange `finished` and continue
+from the lowest value, because each of them has that state, either live or as a copy.
+
+The start counts as a step too: a rank has finished it once `prepare` has returned.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+from echelon.dist import runtime
+from echelon.dist.resilient.copies.choice import CopiesLostError
+from echelon.dist.resilient.epochs import Epochs, Superseded
+from echelon.dist.resilient.kept import KeptState
+from echelon.dist.resilient.sharded import ShardedState
+from echelon.dist.resilient.training.world import World
+from echelon.errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    PeerLostError,
+    StoreError,
+    StoreTimeoutError,
+)
+from echelon.host.identity import process_identity
+from echelon.recorder import span, step
+from echelon.recorder.continuation import Epoch, Standing, State, note_standing
+
+_T = TypeVar("_T")
+_LOST_S = 30.0  # for the launcher to publish who is left, once a rank is known to have died
+_OTHER_S = 2.0  # the same after another error, which need not be anyone's death
+
+
+class Training(Generic[_T]):
+    """One call to `run` on this rank."""
+
+    def __init__(
+        self,
+        prepare: Callable[[World], Callable[[int], _T]],
+        state: KeptState | ShardedState,
+        first: int,
+        total: int,
+        on_commit: Callable[[int, _T], None] | None,
+        *,
+        is_protected: bool,
+    ) -> None:
+        self._prepare = prepare
+        self._state = state
+        self._first = first
+        self._total = total
+        self._on_commit = on_commit
+        self._may_continue = is_protected
+        self._has_begun = False
+        self._kept = first - 1
+        self._finished = first - 1
+        self._result: _T | None = None
+        self._standing = Standing(state=State.PROTECTED)
+        self._epochs = Epochs(runtime.job_store(), runtime.own_rank())
+
+    def train(self, world: World) -> None:
+        """Train up to the last step, in as many successive worlds as necessary."""
+        now = world
+        while True:
+            try:
+                self._train_in(now)
+                break
+            except CollectiveError as err:
+                if not (self._may_continue and self._has_begun):
+                    raise
+                now = self._recover(err)
+        self._state.drop()
+        if self._may_continue:
+            # How this rank came to its last world stays: the launcher may not have read it yet.
+            note_standing(replace(self._standing, state=State.DONE))
+
+    def _train_in(self, world: World) -> None:
+        self._enter(world)
+        compute = self._prepare(world)
+        if world.epoch:  # random numbers that it drew, and whatever else it changed
+            self._state.restore()
+            if world.group.size == 1:
+                self._state.drop()
+        if not self._has_begun:
+            self._begin(world)
+        while self._kept < self._total:
+            step(self._kept)
+            result = compute(self._kept)
+            self._check_groups()
+            self._finished, self._result = self._kept + 1, result
+            world.group.barrier()
+            self._commit(is_kept=world.group.size > 1)
+
+    def _enter(self, world: World) -> None:
+        """Prepare a new world for `prepare`. Collective."""
+
+    def _begin(self, world: World) -> None:
+        self._finished = self._first
+        self._has_begun = True
+        if self._may_continue:
+            self._note(self._first)
+            world.group.barrier()
+        self._commit(is_kept=world.group.size > 1)
+
+    @staticmethod
+    def _check_groups() -> None:
+        """Raise the error of a failed collective if the step ignored that error."""
+        error = runtime.first_error()
+        if error is not None:
+            raise error
+
+    def _commit(self, *, is_kept: bool) -> None:
+        """Make the live state the one to restore after a loss; all ranks have or can reach it."""
+        self._kept = self._finished
+        self._keep_or_drop(is_kept=is_kept)
+        if self._kept > self._first and self._on_commit is not None:
+            result: Any = self._result
+            self._on_commit(self._kept - 1, result)
+        self._result = None
+
+    def _keep_or_drop(self, *, is_kept: bool) -> None:
+        if self._may_continue and is_kept:
+            self._state.keep(self._kept)
+        else:
+            self._state.drop()
+
+    # ---- after a loss ----
+
+    def _recover(self, err: CollectiveError) -> World:
+        """Return the world of the remaining ranks.
+
+        Raises:
+            CollectiveError: no epoch was published, or some ranks of the epoch did not join.
+        """
+        if isinstance(err, CollectiveMismatchError):
+            raise err  # every rank would call the same again
+        with span("recovery"):
+            runtime.leave_groups()
+            # Over a network, a death may be seen as any error, and the launcher learns of it later.
+            is_fast = runtime.world().backend == "shm" and not isinstance(err, PeerLostError)
+            wait_s = _OTHER_S if is_fast else _LOST_S
+            while True:
+                epoch = self._next_epoch(err, wait_s)
+                why_not = _why_not(epoch)
+                if why_not:
+                    raise _unrepeated(err, why_not)
+                try:
+                    return self._join(epoch)
+                except CopiesLostError as none:
+                    raise _unrepeated(err, f"{none}, and there is no from_checkpoint=") from err
+                except (Superseded, PeerLostError):
+                    wait_s = _LOST_S  # for a newer epoch
+                except StoreTimeoutError as none:
+                    raise _unrepeated(err, f"not all ranks of the epoch met: {none}") from err
+                except StoreError as none:
+                    raise _unrepeated(err, f"the job's store is out of reach: {none}") from err
+
+    def _next_epoch(self, err: CollectiveError, wait_s: float) -> Epoch:
+        try:
+            return self._epochs.next(wait_s)
+        except StoreTimeoutError:
+            raise _unrepeated(err, _why_none(err, wait_s)) from err
+        except StoreError as none:
+            why = f"the launcher has not published which ranks continue: {none}"
+            raise _unrepeated(err, why) from err
+
+    def _join(self, epoch: Epoch) -> World:
+        """Agree on a step with an epoch's ranks, restore its start, and create a world."""
+        mine = {"process": process_identity()} | self._row(epoch)
+        timeout_s = runtime.world().timeout_s
+        rows = self._epochs.meet(epoch, mine, timeout_s)
+        target, repeats = self._agree(epoch, rows)
+        facts = [row["process"] for row in rows]
+        group = runtime.regroup(epoch.roster, epoch.number, facts)
+        self._arrive(target, repeats=repeats)
+        return World(group, epoch.number, epoch.lost)
+
+    def _row(self, epoch: Epoch) -> dict[str, Any]:  # noqa: ARG002 -- of sharded models
+        """Return what this rank brings to the meeting of an epoch."""
+        return {"kept": self._kept, "finished": self._finished}
+
+    def _agree(self, epoch: Epoch, rows: list[dict[str, Any]]) -> tuple[int, bool]:  # noqa: ARG002 -- of sharded models
+        """Go back to the step where all continue; return its number, and whether it is repeated."""
+        target = min(int(row["finished"]) for row in rows)
+        repeats = any(row["kept"] == target for row in rows) and target < self._total
+        self._settle(target)
+        return target, repeats
+
+    def _arrive(self, target: int, *, repeats: bool) -> None:
+        self._note(target, repeats=repeats)
+
+    def _note(self, first_step: int, *, repeats: int = 0) -> None:
+        """Report that this rank is ready to train in the current epoch."""
+        self._standing = Standing(
+            state=State.PROTECTED,
+            epoch=self._epochs.number,
+            step=first_step,
+            repeats=repeats,
+            ready_mono_ns=time.monotonic_ns(),
+        )
+        note_standing(self._standing)
+
+    def _settle(self, target: int) -> None:
+        """Restore the live state and the kept copy to the start of a step."""
+        if self._kept == target:
+            self._state.restore()
+        elif self._finished == target == self._kept + 1:
+            self._commit(is_kept=True)
+        else:
+            raise AssertionError((self._kept, self._finished, target))
+        self._finished = target
+
+
+def _unrepeated(err: CollectiveError, why: str) -> CollectiveError:
+    return type(err)(
+        f"{err}\nThe step is not repeated: {why}",
+        group=err.group,
+        operation=err.operation,
+        sequence=err.sequence,
+        ranks=err.ranks,
+    )
+
+
+def _why_not(epoch: Epoch) -> str:
+    """Return why this rank cannot continue in an epoch, or "" if it can."""
+    if epoch.left:
+        return f"{named(epoch.left)} left before its last step, with exit code 0"
+    if epoch.done:
+        return f"{named(epoch.done)} has finished all steps"
+    if runtime.own_rank() not in epoch.roster:
+        return (
+            "the launcher counts this rank as lost, since its node could not be reached, and the "
+            "other ranks continue without it"
+        )
+    return ""
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Return ranks as they are named in messages."""
+    return f"rank {', '.join(map(str, ranks))}"
+
+
+def _why_none(err: CollectiveError, waited_s: float) -> str:
+    """Return why the launcher has not published an epoch, as far as this rank knows."""
+    if not isinstance(err, PeerLostError):
+        return f"no rank was lost within {waited_s:g} s of this error"
+    ranks = ", ".join(map(str, err.ranks))
+    return (
+        f"rank {ranks} is gone, but the launcher has not counted it as lost within {waited_s:g} s. "
+        "A rank that leaves by itself, with whatever exit code, is not lost: see why it left"
+    )

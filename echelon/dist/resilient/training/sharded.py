@@ -1,0 +1,150 @@
+"""Train a sharded model; when a rank is lost, its shards are restored from copies.
+
+[Note: sharded models] There the live state of a lost rank is gone, so the survivors continue from
+the newest step of which every shard was copied, `ShardedState` keeps two steps, and a step is
+committed one step later: a rank that is past the barrier of a step knows that all copies of the
+step's start are complete, since each rank completes its copy before that barrier.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from echelon.dist.resilient.copies.choice import Choice, CopiesLostError
+from echelon.dist.resilient.sharded import ShardedState, choice_of
+from echelon.dist.resilient.training.replicated import Training
+from echelon.dist.resilient.training.world import World
+from echelon.recorder.continuation import Epoch
+
+_T = TypeVar("_T")
+
+
+class ShardedTraining(Training[_T]):
+    """One call of `run` on this rank with a sharded model; see [Note: sharded models]."""
+
+    _state: ShardedState
+
+    def __init__(
+        self,
+        prepare: Callable[[World], Callable[[int], _T]],
+        state: ShardedState,
+        first: int,
+        total: int,
+        on_commit: Callable[[int, _T], None] | None,
+        from_checkpoint: Callable[[], int] | None,
+        *,
+        is_protected: bool,
+    ) -> None:
+        super().__init__(prepare, state, first, total, on_commit, is_protected=is_protected)
+        self._from_checkpoint = from_checkpoint
+        self._choice: Choice | None = None  # None: from the checkpoint
+        self._lost_text = ""
+        self._repeats = 0
+        self._results: dict[int, Any] = {}  # of the steps that are finished and not committed
+
+    def _enter(self, world: World) -> None:
+        if not self._may_continue:
+            return
+        if not world.epoch:
+            self._state.enter(world.group, world.epoch)
+            return
+        if self._choice is not None:
+            self._state.restore_from(self._choice, world.group)
+        else:
+            self._load(world)
+        self._state.enter(world.group, world.epoch)
+        self._state.keep(self._kept)
+        self._state.check_alike(world.group)  # a barrier, too: all copies are complete
+        self._state.release_earlier()
+        self._report(self._kept)
+        self._note(self._kept, repeats=self._repeats)
+
+    def _load(self, world: World) -> None:
+        """Go back to the newest checkpoint, since all copies of a shard are lost."""
+        assert self._from_checkpoint is not None
+        self._state.restart(world.group)
+        rows = world.group.all_gather_object((self._from_checkpoint(), self._kept))
+        newest = max(kept for _, kept in rows)
+        step = checkpoint_step([found for found, _ in rows], newest)
+        if world.group.rank == 0:
+            warnings.warn(
+                f"{self._lost_text}: going back to the checkpoint of step {step}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._results.clear()
+        self._repeats = max(0, newest - step + 1)
+        self._kept = self._finished = step
+
+    def _begin(self, world: World) -> None:
+        self._kept = self._finished = self._first
+        if self._may_continue:
+            self._state.keep(self._first)
+            self._has_begun = True
+            self._note(self._first)
+            self._state.check_alike(world.group)
+        self._has_begun = True
+
+    def _commit(self, *, is_kept: bool) -> None:
+        """Commit the step before the one that all have just finished, and copy the state."""
+        self._results[self._kept] = self._result
+        self._result = None
+        is_last = self._finished == self._total or not (self._may_continue and is_kept)
+        self._report(self._finished if is_last else self._kept)
+        self._kept = self._finished
+        self._keep_or_drop(is_kept=is_kept and not is_last)
+
+    def _report(self, stop: int) -> None:
+        """Report the steps before `stop`, which no loss can undo any more."""
+        for number in sorted(one for one in self._results if one < stop):
+            result = self._results.pop(number)
+            if self._on_commit is not None:
+                self._on_commit(number, result)
+
+    # ---- after a loss ----
+
+    def _row(self, epoch: Epoch) -> dict[str, Any]:
+        return {"begun": self._finished} | self._state.offers(epoch.roster)
+
+    def _agree(self, epoch: Epoch, rows: list[dict[str, Any]]) -> tuple[int, bool]:
+        try:
+            self._choice = choice_of(dict(zip(epoch.roster, rows, strict=True)))
+        except CopiesLostError as err:
+            if self._from_checkpoint is None:
+                raise
+            self._choice, self._lost_text = None, str(err)
+            return self._kept, True
+        target = self._choice.version.step
+        for number in [one for one in self._results if one >= target]:
+            del self._results[number]
+        self._kept = self._finished = target
+        return target, target < self._total
+
+    def _arrive(self, target: int, *, repeats: bool) -> None:  # noqa: ARG002 -- see `_enter`
+        self._repeats = repeats
+
+
+def checkpoint_step(found: Sequence[Any], newest: int) -> int:
+    """Return the step from which all ranks train again.
+
+    Args:
+        found: what `from_checkpoint` returned on each rank.
+        newest: the highest step that any rank had begun; its checkpoint may have been saved at the
+            end of that step, as the start of the next one.
+
+    Raises:
+        ValueError: the values differ, or cannot be a step of this run.
+    """
+    if any(one != found[0] for one in found):
+        raise ValueError(f"from_checkpoint returned different steps on the ranks: {list(found)}")
+    step = found[0]
+    if not isinstance(step, int) or isinstance(step, bool):
+        kind = type(step).__qualname__
+        raise ValueError(f"from_checkpoint must return the number of a step, not {kind}")
+    if not 0 <= step <= newest + 1:
+        raise ValueError(
+            f"the checkpoint is not of this run: it is at step {step}, the run at step {newest}"
+        )
+    return step

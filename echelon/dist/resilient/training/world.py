@@ -1,0 +1,29 @@
+"""The ranks that train together until the next loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from echelon.dist.group import ProcessGroup
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The ranks that train together until the next loss.
+
+    Attributes:
+        group: the group of these ranks; `echelon.dist.world()` returns the same group.
+        epoch: the number of the epoch: 0 at the start, higher after each loss.
+        lost: the ranks that have been lost so far, as numbered by the launcher.
+
+    Example:
+        >>> def prepare(world):
+        ...     print(f"epoch {world.epoch}, size {world.group.size}, lost: {list(world.lost)}")
+        ...     return lambda step: None
+        >>> run(prepare, model, optimizer, total=1)
+        epoch 0, size 1, lost: []
+    """
+
+    group: ProcessGroup
+    epoch: int
+    lost: tuple[int, ...]
