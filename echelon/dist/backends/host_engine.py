@@ -1,8 +1,8 @@
-"""Provide the parts that the Python engine and the gloo engine share.
+"""The parts that the Python engine and the gloo engine share.
 
-One thread runs the collectives, one after the other (progress/serial.py); another runs the messages
-(messages/driver.py), regardless of the number of operations and tags. Each thread starts when it is
-first needed. Callers only wait, so even a signal handler may call any operation.
+One thread runs the collectives in order (progress/serial.py), and another runs the messages
+(messages/driver.py). Each thread starts when it is first needed. Callers only wait, so even a
+signal handler may call any operation.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class HostEngine(ABC):
         return self._serial.submit(operation, watch)
 
     def submit_shared(self, operation: Operation, watch: Watch) -> Transfer:
-        """Start an any-source receive that another engine's message may complete instead."""
+        """Start an any-source receive that a message in another engine may also complete."""
         transfer = Transfer(operation, watch)
         transfer.is_shared = True
         return self._post(transfer)

@@ -5,8 +5,8 @@ launches and polls them. It does not check arguments, number or record operation
 rank is at fault, and it keeps no "broken", "aborted" or "closed" flag. `progress/group_state.py`
 does all of that for every engine.
 
-Order: collectives are carried out in the order in which they are submitted; sends and receives run
-concurrently with them and with each other, in order per peer and tag.
+Order: collectives run in the order in which they are submitted. Messages run concurrently with
+collectives, and stay in order per peer and tag.
 
 Failure: an engine raises what it observed, and `GroupState` decides what it means.
 
@@ -18,7 +18,8 @@ Failure: an engine raises what it observed, and `GroupState` decides what it mea
 | `ConnectionBroken` | a connection broke; the group determines which rank is dead |
 | `Refused` | all ranks refuse the operation in the same way; the group remains usable |
 | whatever `watch.check()` raised | the group ended, or the operation's deadline passed |
-| any other exception | this rank's own library failed; all ranks report its error and this rank |
+| any other exception | a library failed on this rank; all ranks report the error |
+|
 
 A plug-in's factory is `create(members, store, timeout_s) -> Engine`; see `registry`.
 """
@@ -53,7 +54,7 @@ class EndedElsewhere(Exception):  # noqa: N818 -- not an error that a user sees
     """An operation ended because an operation on another rank timed out.
 
     Attributes:
-        error: the error to report unless that rank has a more precise one.
+        error: the error to report, unless the other rank has a more precise error.
     """
 
     def __init__(self, error: CollectiveError) -> None:
@@ -77,7 +78,7 @@ class Members:
     """The members and settings of the group for which an engine is created.
 
     Attributes:
-        name: the group's name, as errors show it.
+        name: the group's name in error messages.
         rank: this rank within the group.
         ranks: global ranks, in group order.
         options: the options passed to `init`.
@@ -106,7 +107,7 @@ class Members:
 
 
 class Watch(Protocol):
-    """The limits of one operation, passed to the engine along with it.
+    """The limits that apply to one operation.
 
     Attributes:
         deadline_s: the monotonic time at which the operation times out, counted from the user's
@@ -120,13 +121,13 @@ class Watch(Protocol):
 
         Engines call this at least every `CHECK_EVERY_S` seconds while they wait.
 
-        The check does only local work, except after the deadline or a death, when it may take up to
-        2 s to determine the ranks at fault. Safe on any thread.
+        The check is local and fast. After the deadline or a death, it may take up to 2 s to
+        determine the ranks at fault. Safe on any thread.
 
         Args:
-            needed: returns the group ranks that the operation still needs, if the engine knows
-                them. Then only the death of one of these ranks ends the operation, and a timeout
-                names them. None means all other ranks.
+            needed: a function that returns the group ranks that the operation still needs; None
+                means all other ranks. A timeout names these ranks, and only the death of one of
+                them ends the operation.
 
         Raises:
             CollectiveTimeoutError: `deadline_s` has passed.
@@ -144,7 +145,7 @@ class Pending(Protocol):
 
     @property
     def ended_mono_ns(self) -> int:
-        """The time at which the operation ended, on the monotonic clock; 0 until then."""
+        """The monotonic time at which the operation ended, or 0 while it is running."""
 
     @property
     def error(self) -> BaseException | None:
@@ -156,7 +157,8 @@ class Pending(Protocol):
     def wait(self, timeout_s: float | None) -> bool:
         """Block until the operation ends or the timeout expires; return whether it has ended.
 
-        For a device operation, make the current stream wait for it and return True at once.
+        For a device operation, make the current stream wait for the operation and return True at
+        once.
         """
 
 
@@ -164,14 +166,13 @@ class Engine(Protocol):
     """An engine that carries out the operations of one group.
 
     Attributes:
-        name: the backend's name for users and in verdicts.
+        name: the backend's name, as shown to users.
         device: the kind of device whose arrays the engine carries: "cpu", "cuda" or "xpu".
-        nests: whether a submitted operation can finish while a signal handler interrupts `execute`
-            on the thread that called it. If False, a collective called from a signal handler during
-            another collective of the same group is refused.
+        nests: whether a signal handler may call a collective while it interrupts another collective
+            of the same group.
 
-    For operations on the host, the engine itself calls `watch.check()`, on its own threads too. For
-    operations on a device, the process's watcher thread calls it.
+    For operations on the host, the engine calls `watch.check()`. For operations on a device, the
+    process's watcher thread calls it.
     """
 
     @property
@@ -204,26 +205,27 @@ class Engine(Protocol):
         Python signal handlers run within `CHECK_EVERY_S` seconds; their exceptions are propagated.
 
         Raises:
-            Exception: as listed in this module.
+            Exception: any error in the table at the top of this module.
         """
 
     def submit(self, operation: Operation, watch: Watch) -> Pending:
         """Start one operation and return at once. The caller must keep the arrays alive.
 
         Raises:
-            Exception: as listed in this module; the operation was not started.
+            Exception: the operation could not be started. The table at the top of this module lists
+                the possible errors.
         """
 
     def batch(self) -> AbstractContextManager[object]:
-        """Return a context that launches its operations together, if the library can."""
+        """Return a context in which operations are batched, if the library supports batching."""
 
     def cut(self, reason: CollectiveError | None) -> None:
         """End all local progress: every wait in the engine raises an error, on any thread.
 
-        The group calls it once: from a signal handler, from the watcher, or from the thread whose
-        operation failed, which may be inside `execute`. It must therefore take no lock that
-        `execute` or `submit` may hold, do only local work (break connections, mark shared memory,
-        abort communicators), take at most 1 s, and never use the store.
+        The group calls this method once, from a signal handler or on any thread, possibly during
+        `execute`. The method must therefore not take a lock that `execute` or `submit` may hold. It
+        takes at most 1 s and does only local work, such as breaking connections or aborting
+        communicators.
 
         Args:
             reason: the group's first error, or None for a normal close. Engines over shared memory

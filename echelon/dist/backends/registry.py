@@ -74,7 +74,7 @@ def check_name(name: str) -> None:
 def for_device(device: str) -> tuple[str, str]:
     """Return (backend, "") for arrays on a device, or ("", the reason) if no backend is ready.
 
-    Echelon's own backends are preferred.
+    Echelon's own backends take precedence over plug-ins.
     """
     reason = f"no backend carries arrays on {device}"
     names = [_DEVICES[device]] if device in _DEVICES else []

@@ -1,16 +1,15 @@
-"""Choose an engine for each of a group's operations: by device, and separately for messages.
+"""Choose the engine for each of a group's operations.
 
-A group has more than one engine in three cases:
+A group has several engines in three cases:
 
-* It was created with a host backend. It then creates a device engine during the first collective on
-  an array of that device, in which all ranks take part. In groups of `init(None)` the device engine
-  uses the device's library (see `device/choose.py`); in other groups it uses the host engine and
-  copies the arrays. Before they create it, the ranks compare that collective, including its device,
-  over the host engine, so that a rank with a different array is named first.
-* It was created with a device backend ("nccl"). It then has that backend's engine from the start,
-  and a host engine for objects, barriers and host arrays.
-* Its backend has no messages. Another host engine then carries them. (oneCCL's CPU plug-in crashes
-  in sends and receives.)
+* A group with a host backend is given device arrays. During the first collective on such an array,
+  all ranks create a device engine. In groups of `init(None)` the device engine uses the device's
+  library (see `device/choose.py`); in other groups it copies the arrays and uses the host engine.
+  Before that, the ranks compare their calls, so an array on the wrong device is reported.
+* A group with a device backend ("nccl") has a device engine from the start, and a host engine for
+  objects, barriers and host arrays.
+* A backend does not support messages. Another host engine then carries them. (oneCCL's CPU plug-in
+  crashes in sends and receives.)
 """
 
 from __future__ import annotations
@@ -128,14 +127,14 @@ class Router:
         self._engine(operation, watch).execute(operation, watch)
 
     def submit(self, operation: Operation, watch: Watch) -> Pending:
-        """Start one operation. A device's first operation blocks until all ranks have called it."""
+        """Start one operation; the first one on a device blocks until all ranks have called it."""
         if operation.kind == OPEN and operation.device == self.device:
             return DonePending()  # messages of the host need no connection of their own
         return self._engine(operation, watch).submit(operation, watch)
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Return a context that launches its operations together, in each engine that can."""
+        """Return a context in which operations are batched, if an engine supports batching."""
         with contextlib.ExitStack() as stack:
             for engine in self._all():
                 stack.enter_context(engine.batch())
@@ -217,7 +216,7 @@ class Router:
             raise
 
     def _rename(self, error: CollectiveError, meeting: Operation, operation: Operation) -> None:
-        """Change an error from the comparison so that it names the user's operation."""
+        """Make an error name the user's operation instead of the comparison of calls."""
         before, now = (build.place(self._members, one) for one in (meeting, operation))
         error.args = (str(error).replace(before, now, 1),)
         error.operation = operation.kind

@@ -10,15 +10,12 @@ means between hosts):
     messages         inside by shared memory, across by Gloo; a receive from any rank runs on both
         levels, and one level gets the message (see messages/either.py)
 
-Each byte thus crosses the network once per host rather than once per rank. One flat Gloo mesh is
-used for operations that have no such decomposition (all_to_all, gather, scatter, parts of unequal
-size), for sums in rank order, and for groups with one rank per host or unequal numbers of ranks per
-host.
+Each byte thus crosses the network once per host rather than once per rank. Some operations use a
+single Gloo mesh of all ranks instead: all_to_all, gather, scatter, parts of unequal size, and sums
+in rank order. So do groups with one rank per host, or with unequal numbers of ranks per host.
 
-The ranks' calls are compared on both levels, so every rank can name a mismatching rank on any host.
-They are compared within each host first, and then between hosts while the first step within the
-hosts is running. With two hosts, an all_reduce swaps and sums whole shares, which moves as much
-data as a ring in half as many steps.
+The ranks' calls are compared on both levels, first within each host and then between hosts. Every
+rank can therefore name a mismatching rank on any host.
 """
 
 from __future__ import annotations
@@ -154,11 +151,7 @@ class TwoLevelEngine(HostEngine):
         return super().submit(operation, watch)
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """Stop both levels; shut them down gracefully only if no collective is running.
-
-        This engine's thread drives both levels, so the levels themselves cannot determine whether a
-        collective is in progress.
-        """
+        """Stop both levels; shut them down gracefully only if no collective is running."""
         if reason is None and not self._serial.is_idle:
             reason = build.closed(self._members, Operation("close", 0))
         for engine in self._engines():
@@ -220,9 +213,8 @@ class TwoLevelEngine(HostEngine):
     def _start_comparing(self, operation: Operation, watch: Watch) -> _Agree:
         """Compare calls inside the host and start comparing them between hosts.
 
-        The returned function completes the comparison. If all calls on this host are equal, its
-        ranks may already run a step among themselves, but the caller's memory must not be written
-        before the comparison is complete.
+        The returned function completes the comparison. The caller's memory must not be written
+        before the function has returned.
         """
         assert self._across is not None
         plain = Operation("all_gather", 0, dtype="uint8")
@@ -330,7 +322,7 @@ class TwoLevelEngine(HostEngine):
             np.copyto(data, whole[: len(data)])
 
     def _conclude(self, operation: Operation, out: Flat, total: Flat) -> None:
-        """Turn totals over all ranks into the result: average, then round to the array's dtype."""
+        """Turn totals into the result, dividing them for an average, in the array's dtype."""
         if operation.reduce_op == "avg":
             divide(total, self._size, wide_of(operation))
         convert(operation.dtype, out, total)
@@ -389,7 +381,7 @@ class TwoLevelEngine(HostEngine):
     # ---- messages ----
 
     def _spans_levels(self, operation: Operation) -> bool:
-        """Return whether a message for this receive may come from this host or from another one."""
+        """Return whether a receive accepts messages both from this host and from other hosts."""
         return operation.peer == ANY_SOURCE and 1 < len(self._hosts[self._mine]) < self._size
 
     def _submit_to_both(self, operation: Operation, watch: Watch) -> Pending:
@@ -401,7 +393,7 @@ class TwoLevelEngine(HostEngine):
         return EitherPending(inside, across, self._hosts[self._mine])
 
     def _route(self, operation: Operation, watch: Watch) -> tuple[Engine, Operation, Watch]:
-        """Return the engine for a message, with the operation and watch in that engine's ranks."""
+        """Return the engine for a message, with the operation and watch adapted to that engine."""
         near = self._hosts[self._mine]
         if operation.peer == ANY_SOURCE and len(near) == self._size:
             return self._inside.engine, operation, self._watch_inside(watch)

@@ -1,4 +1,4 @@
-"""Provide the gloo backend, which builds the collectives that Gloo lacks from its fast ones.
+"""The gloo backend, which implements all collectives with the fastest ones in Gloo.
 
     all_reduce of float32/64, int32/64     Gloo's own ring, except for rank-ordered sums and for min
                                            and max of floats (these may lose a NaN)
@@ -10,8 +10,8 @@
     two ranks: all_reduce, reduce_scatter, all_gather     swaps, see `Transport.swap`
 
 Before every collective the ranks exchange their calls, so a mismatch raises an error that names the
-ranks. That exchange also serves as the barrier, and carries up to 256 bytes of data (`inline.py`).
-Messages have their own connections (`sockets.py`).
+ranks. The exchange also carries up to 256 bytes of data (`inline.py`), and by itself forms a
+barrier. Messages have their own connections (`sockets.py`).
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class GlooEngine(HostEngine):
         """Connect the members.
 
         Args:
-            is_step: whether this engine only carries out steps of another engine's collectives.
-                That engine then compares the calls, and this engine carries no messages.
+            is_step: whether this engine carries out steps for another engine. It then neither
+                compares calls nor carries messages.
 
         Raises:
             CollectiveTimeoutError: some members did not join within `timeout_s`.
@@ -126,9 +126,9 @@ class GlooEngine(HostEngine):
                 self._run[operation.kind](operation, watch)
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """If the group has failed or is busy, break the connections at both ends.
+        """Break the connections at both ends if the group has failed or is busy.
 
-        Otherwise `close` will close them gracefully.
+        If the group is idle, `close` shuts the connections down gracefully.
         """
         if self._transport is not None and not (reason is None and self._serial.is_idle):
             self._transport.break_off()
@@ -172,7 +172,7 @@ class GlooEngine(HostEngine):
         wait(work, watch)
 
     def _compare_calls(self, operation: Operation, watch: Watch) -> Flat | None:
-        """Compare all ranks' calls and return them with any small data, or None if disabled."""
+        """Compare all ranks' calls; return them with their data, or None without a comparison."""
         if self._size == 1 or not self._compares:
             return None
         mine = inline.pack(operation)
@@ -232,7 +232,7 @@ class GlooEngine(HostEngine):
             np.copyto(operation.target, whole.reshape(-1)[: len(source)])
 
     def _summed_share(self, operation: Operation, watch: Watch, source: Flat) -> Flat:
-        """Sum this rank's share (1/size) of all ranks' data, padded to make all shares equal."""
+        """Return this rank's share of the sum, padded so that all shares have equal lengths."""
         length = -(-len(source) // self._size)
         padded = source
         if length * self._size != len(source):

@@ -1,9 +1,8 @@
 """Carry a group's messages as byte streams over TCP, separately from Gloo's connections.
 
-Gloo's sends and receives cannot be polled, wait in C, where no signal handler runs, close every
-connection when one wait times out, and do not report which peer failed. So messages have their own
-connections: one per direction of each pair in use, opened on demand. Each connection is written
-only at one end and read only at the other, so closing it never discards bytes in flight.
+Gloo's sends and receives cannot be polled or interrupted, and they do not report which peer failed.
+Messages therefore have their own connections, which are opened on demand. Each connection carries
+data in one direction only, so closing it never discards bytes in flight.
 
 A connection begins with 40 bytes from the sender: its rank, and a digest of a secret that the group
 shares through its store. The digest keeps out other programs, but the data is not encrypted.
@@ -155,9 +154,7 @@ class Sockets:
     def broken(self) -> list[tuple[int, str]]:
         """Return the peers whose connections have ended, with the reason for each.
 
-        A peer that leaves closes its connections in both directions. This rank may notice that
-        before all of the peer's bytes have arrived, so it first reads the incoming connection to
-        its end.
+        The connection from a peer is first read to its end, so that no data is lost.
         """
         now = time.monotonic()
         found = []
@@ -195,9 +192,9 @@ class Sockets:
             return False
 
     def write(self, peer: int, views: list[memoryview]) -> int:
-        """Write as many bytes as the connection accepts; return their number.
+        """Write as many bytes as the connection accepts; return how many were written.
 
-        `broken` reports a connection that has ended.
+        If the connection has ended, `broken` reports it.
 
         Raises:
             StreamBroken: the connections to this peer were dropped.
@@ -235,7 +232,7 @@ class Sockets:
         os.close(self._bell)
 
     def close_in_child(self) -> None:
-        """Close a forked child's copies of the connections; they would hide the parent's exit."""
+        """Close a forked child's copies of the connections."""
         self._is_closed = True
         descriptors = [one.detach() for one in self._sockets()]
         for fd in (*descriptors, self._bell):

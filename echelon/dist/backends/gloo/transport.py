@@ -1,4 +1,4 @@
-"""Run torch's ProcessGroupGloo on echelon's store: create it, wait in slices, and tear it down.
+"""Run torch's ProcessGroupGloo on echelon's store.
 
 This module is imported only where Gloo is used, because it imports torch.
 """
@@ -66,8 +66,8 @@ class _Bridge(_core.Store):  # type: ignore[misc]  # torch's own class, untyped
 class Swap:
     """A receive and a send in progress, with the interface of a Gloo collective.
 
-    Gloo waits for messages in C, and closes all connections if a wait times out. So the mesh's own
-    thread waits for Gloo, while the caller waits for that thread and can check its watch.
+    A separate thread waits for Gloo. The caller waits for that thread, and can check its watch
+    while it waits.
     """
 
     def __init__(self, wait_for_both: Callable[[], None]) -> None:
@@ -163,9 +163,8 @@ class Transport:
     def break_off(self) -> None:
         """Close the connections here and at the peers, even while operations are waiting on them.
 
-        Gloo has no call for this, but a receive that times out closes all connections. Occasionally
-        this fails to wake one of Gloo's threads. Gloo's destructor waits for these threads while
-        holding the interpreter lock, so a broken object is never destroyed.
+        Gloo has no call for this, but a receive that times out closes all connections. A broken
+        object is never destroyed, because Gloo's destructor might block indefinitely.
         """
         made = self._made
         self.keep()
@@ -175,10 +174,7 @@ class Transport:
                 made.recv([nothing], self._peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
     def keep(self) -> None:
-        """Keep Gloo's object alive, because its destructor waits for threads that may never end.
-
-        In a forked child those threads do not even exist.
-        """
+        """Keep Gloo's object alive, because its destructor waits for threads that may never end."""
         made, self._made = self._made, None
         if made is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
@@ -202,10 +198,9 @@ class Transport:
     def swap(self, out: Flat, data: Flat, timeout_s: float) -> Any:
         """Start exchanging bytes with the only other member. Both members must know both sizes.
 
-        Gloo's all_to_all sends first. Its notice that it is ready to receive then queues behind
-        that data on the same connection, and the other direction stays idle until the notice
-        arrives. On a 60 MB/s link, half of the exchanges took twice as long. This method therefore
-        posts the receive first.
+        The receive is posted before the send, so that data flows in both directions at once. With
+        Gloo's all_to_all, which sends first, half of the exchanges took twice as long on a 60 MB/s
+        link.
         """
         if max(out.nbytes, data.nbytes) <= self.small_bytes:
             sizes = [[0, 0], [0, 0]]
@@ -253,7 +248,7 @@ class Transport:
 
 
 def tensor(data: Flat) -> Any:
-    """View an array as a tensor of bytes, even if it is read-only: Gloo only reads its inputs."""
+    """View an array, which may be read-only, as a tensor of bytes."""
     raw = data.view(np.uint8)
     if not raw.flags.writeable and raw.size:
         window: Any = (ctypes.c_uint8 * raw.size).from_address(raw.ctypes.data)

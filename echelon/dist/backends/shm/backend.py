@@ -1,7 +1,7 @@
 """Provide the shm backend, which uses the C core if it was built and pure Python otherwise.
 
-All members of a group use the same engine: a single member without the core, or with
-ECHELON_SHM=python in its environment, switches the whole group to the pure-Python engine.
+All members of a group use the same engine. If any member lacks the core or sets
+ECHELON_SHM=python, the whole group uses the pure-Python engine.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ def not_ready() -> str:
 def _python_refusal() -> str:
     """Return why the pure-Python engine cannot run here, or "" if it can.
 
-    The engine orders its stores with system calls but does not order its loads. This suffices only
-    on processors that keep loads and stores in order: x86 does, ARM does not.
+    The engine relies on a processor that does not reorder loads, such as x86.
     """
     if futex.STORES_STAY_IN_ORDER:
         return ""

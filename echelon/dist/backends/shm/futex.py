@@ -1,7 +1,7 @@
 """Sleep on a word in shared memory, and wake the threads that sleep on it (futex(2)).
 
-The C library has no futex wrapper, so ctypes makes the system call, without holding the GIL. The
-system call numbers depend on the architecture.
+The C library has no futex wrapper, so ctypes makes the system call. The GIL is released during the
+call.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class _Timespec(ctypes.Structure):
 
 
 def available() -> bool:
-    """Return whether the futex system call number of this machine is known."""
+    """Return whether this machine's number for the futex system call is known."""
     return _syscall is not None
 
 
 def wait(address: int, expected: int, timeout_s: float) -> None:
     """Sleep for at most `timeout_s` while the u32 at `address` equals `expected`.
 
-    May wake early.
+    The call may return early.
     """
     assert _syscall is not None
     limit = _Timespec(int(timeout_s), int(timeout_s % 1 * 1e9))

@@ -45,15 +45,15 @@ class Handover:
     ) -> tuple[set[int], dict[int, int]]:
         """Pass `fd` to every group rank in `missing`.
 
-        A connected peer that is slow to identify itself does not delay the other peers.
+        A slow peer does not delay the other peers.
 
         Args:
-            check: raises if a member has died.
+            check: a function that raises an error if a member has died.
             pidfd: this process's pidfd if pidfds are exchanged.
 
         Returns:
-            The ranks that did not arrive by the deadline, and the pidfds of the other ranks as
-                {group rank: pidfd}.
+            The ranks that did not connect by the deadline, and the other ranks' pidfds, keyed by
+                group rank.
         """
         pidfds: dict[int, int] = {}
         with contextlib.ExitStack() as waiting:
@@ -95,7 +95,7 @@ class Handover:
 def receive(
     name: str, rank: int, deadline_s: float, check: Check, pidfd: int = -1
 ) -> tuple[int, dict[int, int]]:
-    """Receive the segment's descriptor from group rank 0, and all pidfds if this rank sends one.
+    """Receive the segment's descriptor from group rank 0, and all pidfds if they are exchanged.
 
     Raises:
         OSError: rank 0 has exited, runs as another user, or has not answered by `deadline_s`.
@@ -131,10 +131,7 @@ def _connect(peer: socket.socket, name: str, deadline_s: float, check: Check) ->
 
 
 def _greet(peer: socket.socket) -> tuple[int, list[int]]:
-    """Return the rank that connected, and its pidfd if it sent one.
-
-    The rank of an unknown process is -1.
-    """
+    """Return the rank that connected (-1 if unknown), and its pidfd if the rank sent one."""
     if _uid(peer) != os.getuid():
         return -1, []
     data, fds = _take(peer, _GROUP_RANK.size, 1, time.monotonic() + _STRANGER_S, lambda: None)
@@ -168,7 +165,7 @@ def _take_table(peer: socket.socket, deadline_s: float, check: Check) -> dict[in
 def _take(
     peer: socket.socket, num_bytes: int, num_fds: int, deadline_s: float, check: Check
 ) -> tuple[bytes, list[int]]:
-    """Receive `num_bytes` (fewer if the other end closed) and the descriptors sent with them."""
+    """Receive `num_bytes`, or fewer at the end of the stream, and any descriptors sent along."""
     data, fds = b"", []
     while len(data) < num_bytes:
         peer.settimeout(max(0.001, min(_SLICE_S, deadline_s - time.monotonic())))

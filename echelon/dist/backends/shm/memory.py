@@ -3,8 +3,8 @@
 [Note: who owns a shared segment] The segment is an anonymous file (memfd) with no name in any file
 system. It exists only while some process maps it, so a process that dies leaves nothing behind.
 Group rank 0 creates the segment and passes its descriptor to the other members over a Unix socket
-with a random abstract name (handover.py). The descriptor is closed as soon as the memory is mapped,
-except that Python before 3.13 keeps a duplicate of it.
+with a random abstract name (handover.py). The descriptor is closed as soon as the memory is mapped.
+(Python before 3.13 keeps a duplicate.)
 
     one mark of 32 bytes per rank, padded to a page boundary | the engine's part
 """
@@ -40,7 +40,7 @@ class SharedMemory:
         self.map = mmap.mmap(fd, self.offset + engine_bytes, **options)
 
     def write_mark(self, rank: int, mark: bytes) -> None:
-        """Write a rank's mark, by which the other ranks recognise this memory."""
+        """Write a rank's mark, so that other ranks can recognise this memory."""
         self.map[rank * MARK_BYTES : (rank + 1) * MARK_BYTES] = mark
 
     def read_mark(self, rank: int) -> bytes:
@@ -62,7 +62,7 @@ def anonymous_file(num_bytes: int) -> int:
     """Create anonymous memory of a fixed size; return its descriptor.
 
     Raises:
-        CollectiveError: memfd_create is not permitted, and /dev/shm has too little space.
+        CollectiveError: memfd_create is not permitted and /dev/shm is too full.
     """
     try:
         fd = os.memfd_create("echelon-shm", os.MFD_CLOEXEC)
@@ -73,10 +73,7 @@ def anonymous_file(num_bytes: int) -> int:
 
 
 def _unlinked_file(num_bytes: int) -> int:
-    """Create an unlinked file and allocate all of it.
-
-    Otherwise a full /dev/shm would cause a SIGBUS in a later collective.
-    """
+    """Create an unlinked file and allocate all of its space in /dev/shm."""
     where = _FILES if os.path.isdir(_FILES) else None  # noqa: PTH112
     with tempfile.TemporaryFile(dir=where) as file:
         try:

@@ -1,8 +1,7 @@
-"""Wrap the C core as an engine that runs collectives and messages without the interpreter lock.
+"""Wrap the C core, which runs collectives and messages without the interpreter lock.
 
-Operations are queued with the engine and driven by the caller's thread, or by the engine's thread
-if they are asynchronous. See `native/engine.h` for the memory model and `native/collectives.c` for
-the algorithms.
+Blocking operations run on the caller's thread, and asynchronous ones on the engine's thread. See
+`native/engine.h` for the memory model and `native/collectives.c` for the algorithms.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def engine_bytes(size: int, plan: Plan) -> int:
 
 
 class NativePending:
-    """A ticket for an operation in the C core, with the data needed to explain a failure."""
+    """A submitted operation in the C core, with the data needed to explain a failure."""
 
     __slots__ = ("_engine", "_known", "_operation", "_ticket")
 
@@ -83,7 +82,7 @@ class NativePending:
 
     @property
     def ended_mono_ns(self) -> int:
-        """The time at which the operation ended; 0 until then."""
+        """The monotonic time at which the operation ended, or 0 while it is running."""
         return int(self._ticket.ended_mono_ns)
 
     @property
@@ -100,7 +99,7 @@ class NativePending:
         return int(self._ticket.source)
 
     def withdraw(self) -> bool:
-        """Cancel a receive from any rank; return False if it already has a message or has ended."""
+        """Cancel an any-source receive; return False if a message has already been matched."""
         return bool(self._ticket.withdraw())
 
     def wait(self, timeout_s: float | None) -> bool:
@@ -152,20 +151,20 @@ class NativeEngine:
         return NativePending(self, operation, self._engine.start(*self._arguments(operation)))
 
     def submit_shared(self, operation: Operation, watch: Watch | None = None) -> NativePending:  # noqa: ARG002
-        """Start an any-source receive that another engine's message may complete instead."""
+        """Start an any-source receive that a message in another engine may also complete."""
         return NativePending(self, operation, self._engine.start(*self._arguments(operation), True))
 
     @property
     def statistics(self) -> dict[str, int]:
-        """Counts of sleeps, spins, lost wake-ups (`lost_wakes`, always 0) and stashed messages."""
+        """Counts of sleeps, spins, lost wake-ups (expected to be 0) and stashed messages."""
         return dict(self._engine.statistics())
 
     def batch(self) -> AbstractContextManager[object]:
-        """Return a context that does nothing, because the core runs operations by itself."""
+        """Return a context that does nothing, because submitted operations start at once."""
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """End all waits in the core, and record for other ranks whether this one failed or left."""
+        """End all waits in the core; record whether this rank failed or left normally."""
         if reason is None:
             self._engine.close()
         else:
@@ -251,7 +250,7 @@ def _type_id(operation: Operation) -> int:
 
 
 def _split_bytes(operation: Operation) -> bytes | None:
-    """Return the sizes of the parts in bytes, packed, or None if all parts are equal."""
+    """Return the sizes of the parts in bytes, as packed integers, or None if all are equal."""
     splits = [*operation.input_splits, *operation.output_splits]
     if not splits:
         return None

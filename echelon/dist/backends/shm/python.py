@@ -1,22 +1,20 @@
 """Run collectives over shared memory in pure Python, using NumPy and futexes.
 
-This engine is the fallback for installations without a compiler, and the oracle for the C core's
-tests. Every chunk of every collective begins with the same phase: a rank writes its data into its
-slot, announces the data, and waits until all ranks have done so. After that each rank knows every
-other rank's call (a mismatch raises an error before any result is written) and may read all data.
+This engine is the fallback for installations without a compiler, and the reference in tests of the
+C core. In the first phase of each chunk, every rank writes its data into its slot, announces it,
+and waits for the other ranks. Each rank then compares the calls of all ranks, and may read all
+data.
 
     up to 16 KB, or two ranks   each rank sums all slots                         1 phase
     larger sums                 each rank sums its share, then copies all shares 2 phases
     everything else                                                              1 phase
 
-Each rank alternates between two slots, for even and odd chunks: a rank that writes chunk k+2 has
-seen every rank announce chunk k+1, so every rank has finished reading chunk k. No third phase is
-needed.
+Each rank alternates between two slots, for even and odd chunks. When a rank writes chunk k+2, all
+ranks have announced chunk k+1, so they have finished reading chunk k.
 
-Waiting adapts to the machine. If there are more ranks than usable cores, a waiting rank sleeps on
-the futex at once; otherwise it first yields for up to 300 us. A yield that takes over 30 us shows
-that another thread got the core for a whole time slice (a limit measured alongside busy processes),
-so for a while the rank stops yielding and sleeps at once.
+If there are more ranks than usable cores, a waiting rank sleeps on the futex at once. Otherwise it
+first yields the core for up to 300 us. A yield that takes over 30 us shows that the core is busy,
+so the rank then sleeps at once for a while.
 """
 
 from __future__ import annotations
@@ -285,7 +283,7 @@ class PythonEngine(HostEngine):
         """Publish this rank's chunk and wait for all other ranks.
 
         Args:
-            lengths: each rank's number of elements; None if it is the same on all ranks.
+            lengths: the number of elements on each rank; None if all ranks have the same number.
 
         Returns:
             Every rank's chunk, in rank order.
@@ -338,7 +336,7 @@ class PythonEngine(HostEngine):
     # ---- faults ----
 
     def _look_around(self, operation: Operation, watch: Watch) -> None:
-        """Raise an error if a missing rank can no longer arrive or the timeout has expired."""
+        """Raise an error if a missing rank has failed or the timeout has expired."""
         gone: set[int] = set()
         reason = Fault.PEER_LOST
         for rank in self._late():
@@ -354,7 +352,7 @@ class PythonEngine(HostEngine):
         watch.check(self._late)
 
     def _gone(self) -> list[tuple[int, str]]:
-        """Return the ranks that have exited or left, and why; called by the message thread."""
+        """Return the ranks that have exited or left, and why."""
         return [
             (rank, _ENDS[Fault(fault)])
             for rank in self._others
@@ -369,7 +367,7 @@ class PythonEngine(HostEngine):
         return build.peer_lost(self._members, operation, gone)
 
     def _give_up(self, error: CollectiveError) -> None:
-        """Record the ranks at fault, so that other ranks blame them and not this rank."""
+        """Record the ranks at fault, so that other ranks do not blame this rank."""
         fault = Fault.ABORTED
         if isinstance(error, CollectiveMismatchError):
             fault = Fault.MISMATCH
@@ -394,10 +392,7 @@ class PythonEngine(HostEngine):
         self._agreed = operation.sequence
 
     def _check_nobody_gave_up(self, operation: Operation) -> None:
-        """Raise an error if another member failed, even if its data for this rank has arrived.
-
-        A member that finished this collective and failed in a later one is ignored.
-        """
+        """Raise an error if another member failed before it finished this collective."""
         for rank in self._others:
             fault, blamed = self._segment.blamed_by(rank)
             if fault in (Fault.FINE, Fault.LEFT, Fault.MISMATCH):
@@ -412,7 +407,7 @@ def _array(data: Flat | None) -> Flat:
 
 
 def _chunks(length: int, per_chunk: int) -> range:
-    """Return the start of each chunk. Empty data forms one chunk, so that all ranks still meet."""
+    """Return the start of each chunk; empty data forms one chunk."""
     return range(0, max(length, 1), per_chunk)
 
 

@@ -1,9 +1,9 @@
-"""Make a group's members map the same memory, and verify that they do.
+"""Map the same memory in all members of a group, and verify the result.
 
-A first gather through the store collects the members' locations. Group rank 0 then passes the
-memory's descriptor to the other members, and a second gather compares the marks that the ranks
-wrote into the mapping. Members are on the same host if they share the boot ID, the network
-namespace and the memory; host names are not compared.
+The members exchange their locations through the store. Group rank 0 then passes the memory's
+descriptor to the other members. Finally, the members compare the marks that they wrote into the
+memory. Members are on the same host if they share the boot ID, the network namespace and the
+memory; host names are not compared.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def join(
     """Map the group's memory; every member must call this.
 
     Args:
-        offer: this process's capabilities and sizes; the sizes that group rank 0 offers are used.
-        engine_bytes: returns the size in bytes of the engine's part of the memory for a plan.
+        offer: the layout that this process supports; group rank 0 determines the sizes.
+        engine_bytes: a function that returns the number of bytes that an engine needs under a plan.
 
     Raises:
         ValueError: the members do not run on one host.
@@ -167,7 +167,7 @@ def _no_memory_from(members: Members, error: OSError) -> PeerLostError:
 
 @contextlib.contextmanager
 def _own_pidfd(facts: list[dict[str, Any]]) -> Iterator[int]:
-    """Yield this process's pidfd if members are in different PID namespaces, or -1 otherwise."""
+    """Yield this process's pidfd if members are in different PID namespaces, else -1."""
     fd = -1
     if len({fact["pids"] for fact in facts}) > 1:
         with contextlib.suppress(OSError, AttributeError):

@@ -1,15 +1,14 @@
 """Provide byte streams in shared memory: one ring per ordered pair of ranks.
 
-A ring's `tail` counts the bytes written and its `head` the bytes read. Both count modulo twice the
-size of the ring, so that a full ring can be told from an empty one whatever its size. A rank that
-advances either counter rings the other rank's doorbell, a word on which that rank's message thread
-sleeps.
+A ring's `tail` counts the bytes written, and its `head` counts the bytes read. Both counters wrap
+at twice the size of the ring, so that a full ring differs from an empty one. A rank that advances a
+counter rings the other rank's doorbell, which wakes that rank's message thread.
 
 [Note: no ring of a bell is lost] A sender stores the tail, makes a system call (a full barrier),
-then stores in the bell a value that it has never stored before, and wakes the bell's sleepers. A
-sleeper first reads the bell, then checks all rings, and sleeps only while the bell still has that
-value, so it either sees the new tail or does not sleep. Values also differ between ranks, because
-two racing increments could otherwise restore an old value.
+stores a new value in the bell, and wakes the bell's sleepers. A sleeper reads the bell, checks all
+rings, and sleeps only while the bell's value is unchanged. The sleeper therefore either sees the
+new tail or does not sleep. No two ranks ever store the same value, because a repeated value could
+go unnoticed.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Rings:
     slice_s = 0.1  # a peer that dies rings no bell
 
     def __init__(self, segment: Segment, rank: int, gone: Gone) -> None:
-        """Set up the streams; `gone()` returns the peers that have ended, and why."""
+        """Set up the streams; `gone()` returns each peer that has ended, with the reason."""
         self._segment = segment
         self._words = segment.words
         self._rank = rank
@@ -55,7 +54,7 @@ class Rings:
         self._full.discard(peer)
 
     def wait(self, timeout_s: float) -> list[int]:
-        """Wait for the bell, unless there is already work to do.
+        """Wait until the bell rings, unless there is already work to do.
 
         Return the peers from which data can be read.
         """
@@ -110,7 +109,7 @@ class Rings:
         return done
 
     def broken(self) -> list[tuple[int, str]]:
-        """Return the peers that have ended and left no unread data, and why they ended."""
+        """Return the peers that have ended and whose data has all been read, with the reasons."""
         return [
             (peer, why)
             for peer, why in self._gone()

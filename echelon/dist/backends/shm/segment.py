@@ -92,7 +92,7 @@ class Segment:
         return raw[2 : 2 + int.from_bytes(raw[:2], "little")]
 
     def blame(self, rank: int, fault: int, blamed: list[int], num_ended: int) -> None:
-        """Record that `rank` has left the group after a failure, and which group ranks it blames.
+        """Record that `rank` has left the group after a failure, and the ranks that it blames.
 
         Args:
             num_ended: the number of collectives that `rank` had finished.
@@ -108,7 +108,7 @@ class Segment:
         self.words[base + 1] = fault
 
     def blamed_by(self, rank: int) -> tuple[int, list[int]]:
-        """Return why a rank left and which ranks it blames, or (0, []) if it has not left."""
+        """Return the reason why a rank left and the ranks that it blames; (0, []) for a member."""
         base = rank * CONTROL_BYTES // 4
         fault = self.words[base + 1]
         if not fault:
@@ -118,7 +118,7 @@ class Segment:
         return fault, [r for r in self.words[first : first + count].tolist() if r < self.size]
 
     def num_ended(self, rank: int) -> int:
-        """Return the number of collectives, modulo 2^32, that a rank finished before it failed."""
+        """Return how many collectives a rank finished before it failed, modulo 2^32."""
         return int(self.words[rank * CONTROL_BYTES // 4 + _ENDED_OFFSET // 4])
 
     def close(self) -> None:

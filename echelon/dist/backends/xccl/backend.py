@@ -9,13 +9,12 @@
     send, recv                               refused, because the plugin crashes (seen with
                                              2022.1.2); `router.py` uses another engine for them
 
-oneCCL's calls block in C and cannot be aborted. So they run on a separate thread, and the caller
-checks its watch while it waits for that thread. When an operation fails, the thread and the arrays
-that it uses are abandoned, and the communicator is never destroyed; the process can still exit,
-which frees the memory.
+oneCCL's calls block in C and cannot be aborted. They therefore run on a separate thread, and the
+caller checks its watch while it waits. When an operation fails, its thread, arrays and communicator
+are abandoned until the process exits.
 
-All groups of a process share that thread and its queue. The library serves one call at a time, so
-all ranks must make their calls on different communicators in the same order.
+All groups of a process share one thread, because the library serves one call at a time. All ranks
+must therefore use their communicators in the same order.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def not_ready() -> str:
 
 
 def create(members: Members, store: PrefixStore, timeout_s: float) -> Engine:
-    """Create a group's engine, for Intel GPUs if there are any; every member must call this.
+    """Create a group's engine; every member must call this.
 
     Raises:
         ValueError: this process already uses the library for the other kind of memory.
@@ -109,7 +108,7 @@ class _Worker:
 
 
 class _Shared:
-    """State that all groups of the process share; it is released with the last group."""
+    """State that all groups of the process share. The last group releases it."""
 
     def __init__(self) -> None:
         self.lane = Lane("echelon-xccl-lane")
@@ -118,7 +117,7 @@ class _Shared:
         self.is_stuck = False
 
     def give_up(self, *kept: Any) -> None:
-        """Abandon the worker, keep the memory that it uses, and still let the process exit."""
+        """Abandon the worker and its memory, but let the process exit."""
         self.is_stuck = True
         keep_for_ever(self, kept)
 
@@ -149,7 +148,7 @@ def _give_shared_back(shared: _Shared) -> None:
 
 
 class _Joining:
-    """The watch of a group that is being created."""
+    """The watch on a group that is being created."""
 
     def __init__(self, members: Members, timeout_s: float) -> None:
         self.operation = Operation("init", 0, timeout_s=timeout_s)
@@ -220,11 +219,11 @@ class XcclEngine:
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """Record that the communicator may be in use; waits end at their next check."""
+        """Record a failure, after which the communicator is never destroyed."""
         self._is_broken = self._is_broken or reason is not None
 
     def close(self) -> None:
-        """Leave the group. The communicator is destroyed only if no call is blocked in it."""
+        """Leave the group; destroy the communicator unless a call is still using it."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -380,7 +379,7 @@ class XcclEngine:
     def _all_gather_uneven(
         self, operation: Operation, watch: Watch, source: Flat, target: Flat
     ) -> None:
-        """Gather all ranks' parts, padded to the longest, and extract them from the padding."""
+        """Gather all ranks' parts, padded to the longest part, and remove the padding."""
         splits = operation.output_splits
         if not max(splits):
             return

@@ -1,11 +1,11 @@
 """Run oneCCL on Intel GPUs, with arrays on "xpu" and torch.xpu's streams.
 
-See `device/stream.py` for how operations are carried out. This module was written against oneCCL's
-header. It has never run, because no machine with an Intel GPU was available. The tests use a fake
-device to cover everything above the library, and check that each call is declared as in the header.
+See `device/stream.py` for the execution of operations. This module was written from oneCCL's header
+and has never run on an Intel GPU. The tests use a fake device, and check that each call matches its
+declaration in the header.
 
-oneCCL cannot abort operations. The stream and arrays of an operation that never completes are kept,
-and the process exits without running the library's destructors, which would wait for the operation.
+oneCCL cannot abort operations. If an operation never completes, its stream and arrays are kept
+until the process exits. The library's destructors, which would wait for the operation, are skipped.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class XpuLibrary(DeviceLibrary):
         *,
         is_lane: bool,  # noqa: ARG002
     ) -> XpuCommunicator:
-        """Create a communicator; blocks until all members have done so."""
+        """Create a communicator; block until all members have created theirs."""
         return XpuCommunicator(library.Communicator(size, rank, unique_id, self.device, index))
 
     def group(self) -> AbstractContextManager[object]:
@@ -99,7 +99,7 @@ class XpuCommunicator:
         return False
 
     def abort(self) -> None:
-        """Keep the communicator, as the library can neither abort its operations nor free it."""
+        """Keep the communicator in memory, because the library cannot abort operations."""
         keep_for_ever(self._communicator)
 
     def destroy(self) -> None:
@@ -109,7 +109,7 @@ class XpuCommunicator:
 
 @contextlib.contextmanager
 def _group(loaded: Any) -> Iterator[None]:
-    """Group calls. An error raised inside the block takes precedence over one raised at its end."""
+    """Group calls; an error from inside the block takes precedence."""
     _check("GroupStart", loaded)
     try:
         yield

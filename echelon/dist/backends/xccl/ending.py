@@ -1,4 +1,4 @@
-"""Handle calls that cannot be aborted: keep their memory alive, and still let the process exit."""
+"""Handle calls that cannot be aborted."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """Locate oneCCL's C library, load it with its dependencies, and call it through ctypes.
 
-The wheel (`oneccl`, and the runtime packages it depends on) puts its libraries into the
-environment's `lib` folder; a oneAPI installation uses its own folders. The loader searches none of
-these folders. So each missing library is first loaded by its full path, after which the loader
-finds it by name. This module also sets the variables that select the CPU plugin, unless the user
-has set them. A process can use only one plugin.
+The `oneccl` wheel installs its libraries in the environment's `lib` folder; oneAPI has folders of
+its own. The dynamic loader searches none of these folders, so this module loads the libraries by
+their full paths. The module also selects the CPU plugin, unless the user has chosen another plugin.
+A process can use only one plugin.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class UniqueId(ctypes.Structure):
 
 
 def folder() -> Path | None:
-    """Return the folder that contains the library, in the environment or in oneAPI, or None.
+    """Return the folder that contains the library, or None if oneCCL is not installed.
 
     A oneAPI installation is located through CCL_ROOT or ONEAPI_ROOT.
     """
@@ -91,8 +90,7 @@ def _folders() -> Iterator[Path]:
 def check(device: str) -> str:
     """Return why the library cannot be loaded for a kind of device, or "" if it can.
 
-    The library is loaded in a separate process, so this process is not bound to a kind of device
-    and its environment does not receive oneCCL's settings.
+    The library is loaded in a separate process, which leaves this process unchanged.
     """
     if folder() is None:
         return (
@@ -118,8 +116,8 @@ def load(device: str = "cpu") -> Any:
     """Load the library for arrays on the host ("cpu") or on Intel GPUs ("xpu").
 
     Raises:
-        OSError: the installation is incomplete, or this process already uses the library for the
-            other kind of device.
+        OSError: the installation is incomplete, or the library is already loaded for the other kind
+            of device.
     """
     global _serves
     path = folder()
@@ -177,7 +175,7 @@ def _declare(library: Any) -> None:
 class Communicator:
     """One oneCCL communicator.
 
-    On host memory every call blocks and cannot be aborted; on a device, calls are queued on a
+    On host memory, each call blocks and cannot be aborted. On a device, each call is queued on a
     stream.
     """
 
@@ -196,7 +194,7 @@ class Communicator:
         )
 
     def call(self, name: str, *arguments: Any, stream: int | None = None) -> None:
-        """Call `oneccl<name>(*arguments, communicator, stream)`; host memory has no stream.
+        """Call `oneccl<name>(*arguments, communicator, stream)`.
 
         Raises:
             RuntimeError: the library reported an error.
