@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
+from itertools import count
+from types import ModuleType
+
+from echelon.recorder.write.modules import installed_modules
 
 _PROGRAM = """
 import os, sys
@@ -37,3 +42,21 @@ def test_a_rank_lists_installed_modules_and_the_variables_it_has_set(tmp_path):
     assert not {"own", "__main__", "sitecustomize"} & set(told["modules"])
     assert {"OMP_NUM_THREADS", "GONE"} <= set(told["changed"])
     assert not {"HOME", "ECHELON_RANK_DIR"} & set(told["changed"])
+
+
+def test_modules_loaded_by_another_thread_do_not_disturb_the_list(monkeypatch):
+    names = (f"loaded_meanwhile_{number}" for number in count())
+
+    def load_one(phase: str, _info: dict[str, int]) -> None:
+        if phase == "start":  # stands for another thread, which runs while the list is made
+            monkeypatch.setitem(sys.modules, next(names), ModuleType("loaded"))
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(load_one)
+    try:
+        gc.set_threshold(1)
+        found = installed_modules()
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(load_one)
+    assert "json" in found

@@ -177,7 +177,7 @@ def mark_function(name: str, module: Any) -> None:
     made = getattr(module, name, None)
     if original is None or made is original:
         return
-    for other in list(sys.modules.values()):
+    for other in sys.modules.copy().values():  # see `modules.py`: other threads import
         if isinstance(other, ModuleType) and other.__dict__.get(name) is original:
             other.__dict__[name] = made
 

@@ -40,7 +40,7 @@ def installed_modules() -> list[str]:
     paths += [*site.getsitepackages(), site.getusersitepackages()]
     roots = tuple({path.rstrip(os.sep) + os.sep for path in paths if path})
     found = []
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():  # a copy is one step; other threads import
         file = vars(module).get("__file__") if hasattr(module, "__dict__") else None
         is_echelons = name.partition(".")[0] == "echelon"
         if isinstance(file, str) and (is_echelons or file.startswith(roots)):
