@@ -1,1 +1,1 @@
-"""Find and examine the ranks of a job that another launcher started, and explain its state."""
+"""Explain the state of a running job that another launcher started."""

@@ -165,7 +165,7 @@ def _chosen(arguments: argparse.Namespace, *, may_be_none: bool) -> tuple[FoundR
 
 
 def _key(one: FoundRank) -> str:
-    """Return a string that identifies a rank's job and is the same on all of the job's machines."""
+    """Return a string that identifies a rank's job on all of the job's machines."""
     return "|".join(one.job)
 
 

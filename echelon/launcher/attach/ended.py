@@ -1,7 +1,7 @@
-"""Find the ranks that end while being examined and, if it is still known, how each ended.
+"""Detect ranks that end during the examination, and find out how each of them ended.
 
-The kernel keeps the exit status of an ended process until the parent process waits for it. After
-that, only the launcher's output shows how the process ended.
+The kernel keeps a process's exit status until the parent process waits for it. After that, only the
+launcher's output shows how the process ended.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ def begun(ranks: Sequence[FoundRank]) -> dict[int, int]:
 
 
 def endings(ranks: Sequence[FoundRank], before: Mapping[int, int]) -> dict[int, str]:
-    """Return the ranks in `before` that have ended, each with how it ended; "" if unknown."""
+    """Return how each rank in `before` ended; "" if unknown.
+
+    Ranks that are still running are left out.
+    """
     return {
         one.rank: _how(one.pid)
         for one in ranks
@@ -34,10 +37,10 @@ def endings(ranks: Sequence[FoundRank], before: Mapping[int, int]) -> dict[int, 
 
 
 def is_exiting(stacks: str, later_stacks: str) -> bool:
-    """Return whether the main thread seems to be exiting: its last stack has no Python frame.
+    """Return whether the last stack of the main thread suggests that the process is exiting.
 
-    While an interpreter is shutting down, its main thread has no Python frame, even if a destructor
-    hangs. A torn read of a running process may look the same, so only the process's end is proof.
+    While an interpreter shuts down, the main thread has no Python frame. A torn read of a running
+    process may look the same.
     """
     main = main_thread(later_stacks or stacks)
     return main is not None and not main.frames

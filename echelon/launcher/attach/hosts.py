@@ -27,7 +27,7 @@ _EXTRA_S = 60.0  # for the login, and the start of Python
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """One machine's sighting, or the reason why it has none."""
+    """One machine's answer: either a sighting or a problem."""
 
     host: str
     sighting: Sighting | None = None
@@ -56,7 +56,7 @@ def pack(sighting: Sighting, world_size: int) -> bytes:
 
 
 def unpack(host: str, data: bytes, folder: Path) -> Answer:
-    """Read a machine's answer. Its dumps are kept in `folder` while they are being read."""
+    """Read a machine's answer, using `folder` for the dumps that it contains."""
     try:
         values = msgpack.unpackb(data, raw=False, strict_map_key=True)
         if not isinstance(values, dict) or values.get("kind") != KIND:
@@ -90,8 +90,7 @@ def ask_all(
         command: the command that reaches a machine: `ssh` with its options. The host name and
             `remote` are appended.
         remote: the command line to run on each machine.
-        gap_s: the time between the two examinations, in seconds. A machine times out one minute
-            after that.
+        gap_s: the time between the two examinations, in seconds.
     """
     answers: list[Answer | None] = [None] * len(hosts)
 
@@ -112,7 +111,7 @@ def ask_all(
 
 
 def merge(here: Sighting | None, answers: Sequence[Answer]) -> Sighting:
-    """Combine the sightings of all machines; a rank reported by two machines is counted once."""
+    """Combine the sightings of all machines; each rank is counted once."""
     seen = [answer.sighting for answer in answers if answer.sighting is not None]
     parts = ([here] if here is not None else []) + seen
     records: dict[int, Any] = {}

@@ -1,7 +1,7 @@
-"""Examine ranks twice from outside their processes, and keep the result as an incident folder.
+"""Examine ranks twice from outside their processes, and write the results to an incident folder.
 
-No process is stopped, interrupted or changed: py-spy reads stacks from memory, the kernel's files
-provide the rest, and torch's dumps are read if they already exist.
+No process is stopped, interrupted or changed. Stacks are read by py-spy, and other facts come from
+the kernel. Torch's dumps are read if they already exist.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ class Sighting:
     Attributes:
         waiting: the ranks that were inside a collective at the first examination.
         went_on: the waiting ranks that made progress between the two examinations.
-        changed: the ranks whose main thread had moved elsewhere by the second examination.
+        changed: the ranks whose main thread had moved by the second examination.
         left: the waiting ranks that have left a loop while another rank is still inside it.
-        ended: the ranks that ended between the two examinations, each with how it ended; "" if
-            unknown.
+        ended: how each rank that ended between the two examinations ended; "" if unknown.
     """
 
     records: tuple[Record, ...]
@@ -140,8 +139,7 @@ def _collect(
 def ring_folder(one: FoundRank) -> Path | None:
     """Return the folder that contains a rank's ring; None if the rank has no ring.
 
-    The rank's path is valid in its own mount namespace, so a folder in a container is reached
-    through /proc/PID/root.
+    If the rank runs in a container, the folder is reached through /proc/PID/root.
     """
     folder = Path(one.environ.get("ECHELON_RANK_DIR", ""))
     if not folder.is_absolute():
@@ -158,10 +156,7 @@ def ring_folder(one: FoundRank) -> Path | None:
 
 
 def _in_root(root: str, folder: Path) -> Path:
-    """Resolve a ring's folder under another root; symbolic links cannot lead outside that root.
-
-    This never raises. Whether the path is readable is left to the reader of the ring.
-    """
+    """Return the folder of a ring as a path below `root`, even if the ring is a symbolic link."""
     inside = Path(root) / folder.relative_to("/")
     try:
         target = (inside / "ring").readlink()
@@ -222,7 +217,7 @@ def _waits(record: Record) -> bool:
 def _left(
     ranks: Sequence[FoundRank], records: Sequence[Record], waiting: Sequence[int]
 ) -> tuple[Left, ...]:
-    """Return the ranks that have left a loop while another is still in it, if all are waiting."""
+    """Return the ranks that have left a loop early; empty unless all ranks are waiting."""
     if len(waiting) != len(records):
         return ()
     pids = {one.rank: one.pid for one in ranks}
@@ -237,10 +232,10 @@ def _went_on(
     later: dict[int, Wakes | None],
     elapsed_s: float,
 ) -> bool:
-    """Return whether a rank inside a collective made progress, by its black box or its wake-ups.
+    """Return whether a rank inside a collective made progress.
 
-    A thread that waits inside echelon wakes up regularly to check its peers, as often as the thread
-    of a rank that is making progress. So for a rank with a ring, wake-ups prove nothing.
+    The rank's ring decides if it can. Without a usable ring, the wake-ups of the main thread
+    decide.
     """
     host, rank = record.host, record.identity.rank
     if record.has_ring and not record.identity.misses_operations and host.later_recorded >= 0:

@@ -1,9 +1,8 @@
-"""Read the source code to find ranks that have left a loop while another rank is still inside it.
+"""Find ranks that have left a loop while other ranks are still inside it.
 
-If all ranks are waiting in collectives, a rank that has run out of batches is past the batch loop,
-while the other ranks are still inside it. Their stacks diverge in one function, often a
-framework's: one rank is at a line inside a `for` or `while` loop, the other at a line after it.
-Source files are parsed, never run.
+A rank that runs out of batches leaves the batch loop before the other ranks do. Then the stacks of
+the ranks differ in one function: one rank is inside the loop, and another is at a later line. The
+loop is found by parsing the source file, which is never run.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Left:
 
 
 def find_left(stacks: Mapping[int, tuple[Frame, ...]], read: Read) -> tuple[Left, ...]:
-    """Return each rank that has left a loop, paired with one that is still inside it.
+    """Return each rank that has left a loop, paired with a rank that is still inside that loop.
 
     Args:
         stacks: the frames of each rank's main thread, innermost first, keyed by rank.
@@ -94,9 +93,9 @@ def _parsed(source: str) -> ast.Module | None:
 
 
 def _scope(tree: ast.Module, frame: Frame) -> ast.AST | None:
-    """Return the innermost function around a frame's line; None if the names differ.
+    """Return the function that a frame was executing, or the module for a module-level frame.
 
-    For a frame outside all functions, return the module.
+    Return None if the source file no longer matches the frame.
     """
     functions = [
         node
@@ -111,7 +110,7 @@ def _scope(tree: ast.Module, frame: Frame) -> ast.AST | None:
 
 
 def source_of(pid: int, path: str) -> str:
-    """Return a source file as a process sees it; "" if the file cannot be read or is too long."""
+    """Return a source file as a process sees it; "" if the file is unreadable or too long."""
     below = f"/proc/{pid}/root{path}" if path.startswith("/") else f"/proc/{pid}/cwd/{path}"
     try:
         file = os.open(below, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

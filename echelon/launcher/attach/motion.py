@@ -1,8 +1,8 @@
-"""Detect whether the ranks of an unrecorded job made progress between two examinations.
+"""Detect whether ranks without a record made progress between two examinations.
 
-The ranks of a healthy job may also be inside collectives both times. What distinguishes a hung
-rank from a healthy one is how often its main thread woke up. The kernel counts how often a thread
-yields its core to wait, and a rank that stays in one collective does so only once.
+A healthy rank may be inside a collective at both examinations, just like a hung rank. But the main
+thread of a healthy rank keeps waking up, while a rank that stays in one collective waits only once.
+The kernel counts these waits for each thread.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def wakes(pid: int) -> Wakes | None:
 
 
 def went_on(before: Wakes | None, after: Wakes | None, elapsed_s: float) -> bool:
-    """Return whether a thread that was waiting both times made progress in between."""
+    """Return whether a waiting thread made progress between two samples."""
     if before is None or after is None:
         return False
     return after.waits - before.waits > max(2.0, _WAKES_PER_S * elapsed_s)

@@ -1,8 +1,8 @@
-"""Find the ranks of jobs on this machine by the environment variables that their launcher set.
+"""Find the ranks of jobs on this machine from their environment variables.
 
-torchrun, Slurm, MPI and a user's shell pass each rank its number and the world size through the
-environment. The kernel shows a program's initial environment only, so variables that the program
-itself sets later are not visible (`torch.multiprocessing.spawn`, `os.environ`).
+torchrun, Slurm, MPI and users' shells pass each rank its rank number and the world size in the
+environment. The kernel shows only the environment with which a program was started, so variables
+that the program sets later cannot be seen.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class FoundRank:
 
     @property
     def is_whole_world_here(self) -> bool:
-        """Whether every rank of the world runs on this machine, according to its launcher."""
+        """Whether the launcher started every rank of the world on this machine."""
         local = self.environ.get("LOCAL_WORLD_SIZE", "")
         return local.isdigit() and int(local) >= self.world_size
 
@@ -145,10 +145,9 @@ def _network(pid: int, environ: Mapping[str, str]) -> tuple[str, ...]:
 def ranks_below(pid: int) -> Search:
     """Return the ranks of the job that a process belongs to or has started.
 
-    If the process is a rank, all ranks of its job are returned; if it is a launcher, the ranks
-    below it in the process tree. If no environment variable numbers the ranks
-    (`torch.multiprocessing.spawn`), the children of the process are numbered in the order of their
-    pids.
+    If the process is a rank, all ranks of its job are returned. If the process is a launcher, the
+    ranks below it in the process tree are returned. If no environment variable gives the rank
+    numbers, the children of the process are numbered in the order of their pids.
     """
     own = rank_of(pid)
     if own is not None:
@@ -179,7 +178,7 @@ def numbered(pids: Iterable[int]) -> tuple[FoundRank, ...]:
 def environment(pid: int, denied: list[str]) -> dict[str, str]:
     """Return the environment with which a process was started; {} if it cannot be read.
 
-    For a rank that was a standby, return the environment that it received when it became a rank.
+    For a former standby, return the environment that the launcher sent to it.
     """
     text = read_text(f"/proc/{pid}/environ", "environ", denied)
     pairs = (entry.partition("=") for entry in text.split("\0"))
@@ -203,7 +202,7 @@ def _order(one: FoundRank) -> tuple[tuple[str, ...], int]:
 
 
 def _newest(ranks: list[FoundRank]) -> list[FoundRank]:
-    """Keep the newest process of each rank; older processes belong to earlier attempts."""
+    """Keep only the newest process of each rank."""
     latest: dict[tuple[tuple[str, ...], int], FoundRank] = {}
     for one in sorted(ranks, key=lambda one: (started_ticks(one.pid), one.pid)):
         latest[one.job, one.rank] = one
@@ -220,7 +219,7 @@ def _is_helper(one: FoundRank, found: Mapping[int, FoundRank]) -> bool:
 
 
 def _starts_ranks(one: FoundRank, others: list[FoundRank]) -> bool:
-    """Return whether a scheduler's task launches the ranks rather than being one."""
+    """Return whether a process is a launcher below which other ranks run."""
     below = {other.pid for other in others if other.launcher != one.launcher}
     return bool(below) and not below.isdisjoint(descendants(one.pid))
 

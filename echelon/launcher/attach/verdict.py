@@ -1,9 +1,9 @@
-"""Turn two examinations of a job into a verdict, with the rules of `fr-analyze` and a few more.
+"""Turn two examinations of a job into a verdict.
 
-The rules of `fr-analyze` expect an incident: a launcher has already found that no rank is making
-progress. With `--attach`, a user may ask at any moment. So this module first decides whether the
-job is making progress, and then which ranks are missing because they run on other machines. The
-confidence is limited to what two examinations a few seconds apart can prove.
+The rules of `fr-analyze` expect a job in which no rank is making progress. With `--attach`, a user
+may examine a job at any moment. So this module first decides whether the job is making progress,
+and then whether the cause may lie on another machine. The confidence of a verdict is limited,
+because the two examinations are only a few seconds apart.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _ended(sighting: Sighting, present: tuple[int, ...]) -> Finding:
 
 
 def _left(sighting: Sighting, present: tuple[int, ...]) -> Finding:
-    """Return the finding for uneven batches: some ranks have left a loop while others are in it."""
+    """Return the finding for ranks that have left a loop while other ranks are still inside it."""
     behind = tuple(sorted(one.rank for one in sighting.left))
     within = tuple(rank for rank in present if rank not in behind)
     first = sighting.left[0]
@@ -119,7 +119,7 @@ def _left(sighting: Sighting, present: tuple[int, ...]) -> Finding:
 
 
 def _elsewhere(sighting: Sighting, present: tuple[int, ...], absent: tuple[int, ...]) -> Finding:
-    """Return the finding that the cause is elsewhere, if all visible ranks are in a collective."""
+    """Return the finding for a job whose visible ranks are all in a collective."""
     who = rank_list(absent)
     waits = f"{rank_list(present)} in a collective at both looks, {seconds(sighting.gap_s)} apart"
     if not sighting.is_whole:
@@ -162,7 +162,7 @@ def _elsewhere(sighting: Sighting, present: tuple[int, ...], absent: tuple[int, 
 
 
 def _bounded(finding: Finding, sighting: Sighting, absent: tuple[int, ...]) -> Finding:
-    """Limit a finding's confidence, because two examinations can mistake a long step for a hang."""
+    """Limit a finding's confidence, because a long step can look like a hang."""
     if finding.cause in _SEEN_DIRECTLY or finding.info:
         return finding
     moved = [rank for rank in finding.culprit_ranks if rank in sighting.changed]
