@@ -1,11 +1,11 @@
-"""Connect a node to a coordinator on another node, with one session over gRPC streams.
+"""Connect a node to a coordinator on another node over gRPC.
 
-One thread runs the link. It dials until the deadline, sends a greeting, and then passes frames in
-both directions. If it has had nothing to send for an interval set by the host, it sends an empty
-frame. If a stream ends, or has been silent for a third of `lost_after_s`, it dials again and the
-session resumes where it broke off. The coordinator is lost once its host refuses a connection, or
-once nothing has arrived for `lost_after_s`. The clock that measures silence stops while the process
-is not running.
+One thread runs the link. The thread dials until the deadline, sends a greeting, and then passes
+frames in both directions. Empty frames serve as heartbeats. If a stream ends or stays silent for
+too long, the thread dials again and continues the session. The coordinator is lost once its host
+refuses a connection, or once nothing has arrived for `lost_after_s`.
+
+Silence is measured by a clock that stops while the process is not running.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class GrpcLink:
 
     Args:
         tls: the certificates, or None for plain connections.
-        lost_after_s: the silence after which the coordinator counts as lost, in seconds; replaced
-            by the host's own value once connected.
+        lost_after_s: the silence after which the coordinator counts as lost, in seconds. Once the
+            link is connected, the host's value applies instead.
         is_last: whether this is the last connection that this process will open.
 
     Attributes:
@@ -121,10 +121,7 @@ class GrpcLink:
         return self._incoming.fileno()
 
     def take(self) -> list[Command | None]:
-        """Return the commands that have arrived.
-
-        A None at the end means that the coordinator is lost.
-        """
+        """Return the commands that have arrived, followed by None if the coordinator is lost."""
         return self._incoming.take()
 
     def close(self) -> None:
@@ -204,7 +201,7 @@ class GrpcLink:
                 self._deadline_s = self._heard_s + self._lost_after_s
 
     def _may_dial_again(self, error: BaseException) -> bool:
-        """Return whether to retry a failed greeting; the host of a large job may just be slow."""
+        """Return whether to dial again after a greeting has failed."""
         code = getattr(error, "code", None)
         if callable(code) and code() == grpc.StatusCode.UNAUTHENTICATED:
             return False
@@ -327,7 +324,7 @@ async def _write(call: grpc.aio.StreamStreamCall[bytes, bytes], frame: bytes) ->
 
     Raises:
         LaunchError: the host has refused this node.
-        OSError: the stream has ended for another reason; gRPC itself reports a usage error.
+        OSError: the stream has ended for another reason.
     """
     try:
         await call.write(frame)
@@ -336,14 +333,14 @@ async def _write(call: grpc.aio.StreamStreamCall[bytes, bytes], frame: bytes) ->
 
 
 async def _why_ended(call: grpc.aio.StreamStreamCall[bytes, bytes]) -> LaunchError | OSError:
-    """Return the error for a stream that ended; it is a LaunchError only if the host refused."""
+    """Return the error for a stream that has ended: a LaunchError if the host refused this node."""
     if await call.code() == grpc.StatusCode.UNAUTHENTICATED:
         return LaunchError(await call.details())
     return OSError("the connection was closed")
 
 
 async def _why_not(endpoint: str) -> str:
-    """Return why connecting fails, which gRPC does not report; "" if it succeeds."""
+    """Try to connect to an endpoint; return the reason if that fails, or "" if it succeeds."""
     host, _, port = endpoint.rpartition(":")
     try:
         opening = asyncio.open_connection(host.strip("[]"), int(port))

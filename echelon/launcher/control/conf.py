@@ -1,7 +1,7 @@
 """Interpret `--rdzv-conf`, which sets how nodes meet and when a node counts as lost.
 
-All of torchrun's keys are accepted. Those with a counterpart in echelon take effect, and a note
-lists the rest. Any other key is an error, so that typos are noticed.
+All of torchrun's keys are accepted. Some of these keys have no effect in echelon, and a note lists
+them. Any other key is an error.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ def read_conf(settings: Mapping[str, str]) -> Conf:
 
 
 def beat_s(num_nodes: int, lost_after_s: float) -> float:
-    """Return the interval of a node's reports, in seconds, which grows with the number of nodes."""
+    """Return the interval between a node's reports, in seconds.
+
+    The interval grows with the number of nodes.
+    """
     return max(BEAT_S, min(num_nodes / _NODES_PER_BEAT, lost_after_s / _BEATS_LOST))
 
 

@@ -1,9 +1,10 @@
-"""Determine the endpoint at which the nodes of a job meet, and the node that hosts the job.
+"""Determine where the nodes of a job meet, and which node hosts the job.
 
-The endpoint is the address that other nodes dial. The host cannot always bind that address: on
-Debian a machine's own name resolves to 127.0.1.1, and the address of a service cannot be bound at
-all. The host is the node with `is_host`, otherwise node rank 0, otherwise the node that owns the
-address.
+The endpoint is the address that other nodes dial. The host cannot always bind this address. On
+Debian, for example, a machine's own name resolves to 127.0.1.1.
+
+If one node sets `is_host`, that node is the host. By default, the host is node rank 0 or, if nodes
+have no ranks, the node that owns the address.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Rendezvous:
 def rendezvous(
     args: argparse.Namespace, conf: Conf, environ: Mapping[str, str]
 ) -> Rendezvous | None:
-    """Return the rendezvous that the command line describes, or None for a job with one node.
+    """Return the rendezvous given on the command line, or None if the job has only one node.
 
     Raises:
         ValueError: an option is missing or invalid, or two options contradict each other. The
@@ -159,7 +160,7 @@ def read_secret(path: Path | None, environ: Mapping[str, str]) -> bytes:
 
 
 def _checked(secret: bytes, source: str) -> bytes:
-    """Return the secret after checking that the store accepts it and that it is long enough."""
+    """Check the length and the format of a secret, and return the secret."""
     if len(secret) < MIN_SECRET_BYTES:
         raise ValueError(
             f"{source}: the secret has {len(secret)} bytes, but at least {MIN_SECRET_BYTES} "

@@ -1,8 +1,8 @@
-"""Show that a launcher is alive: the kernel closes its listening socket when it exits.
+"""Show other machines that a launcher is alive, by means of a listening socket.
 
-The kernel accepts connections for a process that is stopped or starved, and refuses them as soon as
-the process is gone, however it ended. So a node on a busy machine may take longer than 1.5 s to
-reconnect after its connection broke, while a killed node is still detected within that time.
+The kernel accepts connections even for a process that is stopped or starved. When the process ends,
+the kernel refuses them. So a killed node is detected quickly, while a node on a busy machine gets
+more time to reconnect.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BACKLOG = 16
 
 
 class LifeSign:
-    """A listening socket, bound to the local address that reaches an endpoint. It needs no thread.
+    """A listening socket on the local address that reaches an endpoint.
 
     Attributes:
         port: the port of the socket; 0 if no socket could be opened.
@@ -33,7 +33,7 @@ class LifeSign:
             self.port = self._socket.getsockname()[1]
 
     def clear(self) -> None:
-        """Accept and drop the waiting connections, so that the backlog has room for new ones."""
+        """Accept and drop all waiting connections, so that the backlog does not fill up."""
         with contextlib.suppress(OSError):
             while self._socket is not None:
                 self._socket.accept()[0].close()
@@ -46,10 +46,10 @@ class LifeSign:
 
 
 async def is_gone(address: str, port: int) -> bool:
-    """Return whether a machine refuses connections to a launcher's life sign. Takes at most 1 s.
+    """Return whether a launcher is gone, because its machine refuses connections to the life sign.
 
-    The result is False if the launcher is alive, and also if its state is unknown because the
-    machine does not answer or the launcher has no life sign.
+    The call takes at most 1 s. It returns False if the machine does not answer or if the launcher
+    has no life sign.
     """
     if port == 0:
         return False
@@ -79,7 +79,7 @@ def _own_addresses(endpoint: str) -> set[str]:
 
 
 def _listen(addresses: set[str]) -> socket.socket:
-    """Listen at the given address, or at all local addresses if several are given.
+    """Listen on the given address, or on all local addresses if several are given.
 
     Raises:
         OSError: the address cannot be bound.

@@ -1,8 +1,8 @@
-"""Connect an agent to the coordinator, and pass items from other threads to the agent's loop.
+"""Connect an agent's event loop to the coordinator.
 
-`LocalLink` serves the coordinator's own node and needs no network and no thread. `client.GrpcLink`
-serves all other nodes. The agent's loop owns the link: the loop sends events, watches `fileno()`,
-and takes the commands that have arrived.
+`LocalLink` connects the coordinator's own node, without a network or a thread. `client.GrpcLink`
+connects all other nodes. The event loop sends events through the link, watches `fileno()`, and
+takes the commands that have arrived.
 """
 
 from __future__ import annotations
@@ -78,10 +78,7 @@ class Link(Protocol):
         """Return a descriptor that becomes readable when commands may have arrived."""
 
     def take(self) -> list[Command | None]:
-        """Return the commands that have arrived.
-
-        A None at the end means that the coordinator is lost.
-        """
+        """Return the commands that have arrived, followed by None if the coordinator is lost."""
 
     def close(self) -> None:
         """Close the link."""

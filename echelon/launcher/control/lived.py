@@ -1,8 +1,7 @@
 """Measure the silence of other nodes with a clock that stops while this process is not running.
 
-A launcher receives nothing while it is stopped, starved, or suspended along with its machine, so
-all other nodes look silent. Such a gap says something about the launcher, not about the other
-nodes. Leases and permits use real time instead (`election.lease`).
+While a launcher is stopped or starved, it receives nothing, so all other nodes look silent. This
+clock leaves out such gaps. Leases and permits use real time instead (see `election.lease`).
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ class LivedTime:
     Pure: the caller passes the time to every method, in seconds.
 
     Args:
-        step_s: the longest time, in seconds, that counts as running time between two ticks. Any
-            time beyond that is not counted.
+        step_s: the longest interval between two ticks that counts in full, in seconds. The rest of
+            a longer interval does not count.
         now_s: the current time.
     """
 
@@ -30,7 +29,7 @@ class LivedTime:
         self._gaps: deque[tuple[float, float, float]] = deque(maxlen=_KEPT)  # sum at the end
 
     def tick(self, now_s: float) -> None:
-        """Record that the process is running at this time."""
+        """Record that the process is running at time `now_s`."""
         begin_s = self._last_s + self._step_s
         if now_s > begin_s:
             self._stood_s += now_s - begin_s
@@ -38,7 +37,7 @@ class LivedTime:
         self._last_s = now_s
 
     def at(self, moment_s: float) -> float:
-        """Return this clock's reading now, or at a given earlier time."""
+        """Return what this clock showed at time `moment_s`."""
         moment_s = min(moment_s, self._last_s + self._step_s)
         stood_s = self._stood_s
         for begin_s, end_s, sum_s in reversed(self._gaps):
@@ -50,5 +49,5 @@ class LivedTime:
         return moment_s - stood_s
 
     def since(self, moment_s: float, now_s: float) -> float:
-        """Return how many seconds the process has run since an earlier time."""
+        """Return how many seconds the process ran between `moment_s` and `now_s`."""
         return self.at(now_s) - self.at(moment_s)

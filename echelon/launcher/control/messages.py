@@ -1,7 +1,8 @@
-"""Define the messages between agents and the coordinator: plain records, sent as msgpack maps.
+"""Define the messages between agents and the coordinator.
 
-Agents send events to the coordinator, and the coordinator sends commands to agents. Messages carry
-ages, not timestamps, because the clocks of different nodes cannot be compared.
+Agents send events, and the coordinator sends commands. Every message is a plain record that is sent
+as a msgpack map. Messages carry ages instead of timestamps, because the clocks of different nodes
+cannot be compared.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class LeaseReply:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Poll:
-    """An event: a node without a host asks for a vote and for the job's host.
+    """An event: a node without a host asks for a vote, and asks which node is the host.
 
     The answer is a `Vote`.
     """
@@ -64,9 +65,9 @@ class Poll:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Renew:
-    """A host's heartbeat to the witness, answered by `LeaseReply`.
+    """A host's heartbeat to the witness. The answer is a `LeaseReply`.
 
-    If `number` is 0, it is not a heartbeat and only passes on the mandate.
+    A message with `number` 0 only passes on the mandate.
     """
 
     founder: str
@@ -103,17 +104,17 @@ class WorkerEnded:
 class Sights:
     """An event: a node reports on its live ranks.
 
-    `folded` combines all ranks that have rings: [first rank, whether initialised, age of the last
-    progress in ms (-1: none), age of the oldest pending operation in ms (-1: none), the rank with
-    that operation, number of signs of progress so far, number of dumps that torch wrote without
-    being asked]. It is [] if no rank has a ring.
+    `folded` combines all ranks that have a ring. It is empty if no rank has a ring. Its elements
+    are: first rank, whether initialised, age of the last progress in ms (-1: none), age of the
+    oldest pending operation in ms (-1: none), rank with that operation, number of signs of progress
+    so far, number of dumps that torch wrote on its own.
 
-    `ranks` holds one list for each other rank: [rank, whether initialised, age of the last
-    progress, age of the oldest pending operation, number of signs of activity, whether the rank has
-    a ring, number of dumps].
+    `ranks` holds one list for each rank that is not in `folded`: rank, whether initialised, age of
+    the last progress, age of the oldest pending operation, number of signs of activity, whether the
+    rank has a ring, number of dumps.
 
-    `dumped_rank` is the folded rank that wrote the latest dump; -1 if no folded rank wrote one. The
-    remaining fields summarise the folded ranks' own histories; see `limits.node.Summary`.
+    `dumped_rank` is the folded rank that wrote the latest dump; -1 if no folded rank wrote a dump.
+    The remaining fields summarise the histories of the folded ranks; see `limits.node.Summary`.
     """
 
     attempt: int
@@ -131,15 +132,16 @@ class Sights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Laps:
-    """An event: a node reports how its ranks are advancing and how they have spent their time.
+    """An event: a node reports the progress of its ranks and how they have spent their time.
 
-    `laps` holds the steps that ended since the last report: [rank, first step, step after the last
-    one, age of the start, age of the end, time waited, time spent on checkpoints, time spent on
-    data], with all ages and times in us.
+    `laps` holds one list for each group of steps that ended since the last report: rank, first
+    step, step after the last step, age of the start, age of the end, time spent waiting, time spent
+    on checkpoints, time spent on data. All ages and times are in us.
 
-    `ranks` holds one list per rank: [rank, step (-1: none), age of the last sign of progress in ms
-    (-1: none), step of the last checkpoint saved (-1: none), number of checkpoints loaded, followed
-    by the same three times for the unfinished step so far, in us].
+    `ranks` holds one list per rank: rank, step (-1: none), age of the last sign of progress in ms
+    (-1: none), step of the last checkpoint saved (-1: none), number of checkpoints loaded. The last
+    three elements are the times spent on waiting, checkpoints and data in the unfinished step, in
+    us.
     """
 
     attempt: int
@@ -149,12 +151,12 @@ class Laps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standings:
-    """An event: what ranks report about their part in `resilient.run`.
+    """An event: a node reports the state of its ranks in `resilient.run`.
 
-    `ranks` holds one list for each rank that has something new to report: [rank, whether it is
-    done, its epoch, the first step of that epoch, whether that step is repeated, how long ago the
-    rank was ready in ms, the time at which it was ready in ns on its node's monotonic clock]. The
-    last value is only for the rank's own black box.
+    `ranks` holds one list for each rank whose state has changed: rank, whether it is done, its
+    epoch, the first step of that epoch, whether that step is repeated, time since the rank was
+    ready in ms, time at which the rank was ready in ns on the node's monotonic clock. The last
+    value is only for the rank's own black box.
     """
 
     attempt: int
@@ -163,7 +165,10 @@ class Standings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unkillable:
-    """An event: a worker survived SIGKILL; `why` is its wait channel or the kernel's error."""
+    """An event: a worker survived SIGKILL.
+
+    `why` is the worker's wait channel or the kernel's error.
+    """
 
     attempt: int
     rank: int
@@ -213,7 +218,7 @@ class Left:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ask:
-    """A status client's request for the job's state. The client sends one request per answer."""
+    """A status client's request for the job's state. Each request gets one answer."""
 
     version: int = VERSION
 
@@ -232,7 +237,7 @@ class Statuses:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckIn:
-    """An event: a node takes part in the checks before a job, and listens on `port`."""
+    """An event: a node joins the checks that precede a job. The node listens on `port`."""
 
     host: str
     port: int
@@ -279,7 +284,7 @@ Event = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Welcome:
-    """The first answer to a greeting, with the host's settings, which all nodes then use."""
+    """The first answer to a greeting. It contains the host's settings, which apply to all nodes."""
 
     token: str  # identifies the session at the next connection
     received: int
@@ -289,7 +294,7 @@ class Welcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseBeat:
-    """A host's heartbeat. The node's permit runs from the node's reply whose number is `echo`."""
+    """A host's heartbeat to a node. It refers to the node's reply with the number `echo`."""
 
     term: int
     host: str
@@ -302,7 +307,7 @@ class LeaseBeat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entrust:
-    """A command: keep this mandate, which `pack_mandate` has encoded."""
+    """A command: store a mandate that was encoded by `pack_mandate`."""
 
     mandate: bytes
 
@@ -346,8 +351,8 @@ class Start:
 class Stop:
     """A command: signal the running workers, and kill those still running after the grace period.
 
-    Only the first stop of an attempt takes effect. If `urgent`, do not wait for an incident to be
-    collected.
+    Only the first `Stop` of an attempt takes effect. If `urgent`, the node does not wait until an
+    incident has been collected.
     """
 
     number: int
@@ -402,14 +407,14 @@ class Over:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TellStatus:
-    """A command: send `Statuses` for this status client."""
+    """A command: send a `Statuses` message to a status client."""
 
     visitor: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobShown:
-    """The state of the job, for a status client; one `Statuses` per node follows it."""
+    """The state of the job for a status client. The next messages are one `Statuses` per node."""
 
     job_id: str
     phase: str

@@ -1,8 +1,7 @@
-"""Import gRPC without letting it print to stderr.
+"""Import gRPC with its messages on stderr switched off.
 
-Otherwise a client with a wrong certificate would fill the job's output with gRPC's own lines; the
-launcher reports the problem in one line. If the user has set GRPC_VERBOSITY, that value is kept.
-The workers never see the launcher's value.
+The launcher reports connection problems itself. If the user has set GRPC_VERBOSITY, that value is
+kept.
 """
 
 from __future__ import annotations

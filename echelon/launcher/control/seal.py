@@ -1,9 +1,10 @@
-"""Seal messages with the job's secret, so that only members can send them and none can be replayed.
+"""Authenticate messages with the job's secret, and reject replayed messages.
 
-Both sides begin with a fresh nonce; the keys for the two directions are derived from the secret and
-both nonces. A frame is `counter u64, MAC 32 bytes, body`. The MAC is HMAC-SHA256 over the counter
-and the body, and the counter must be the next one. Frames are authenticated but not encrypted: use
-TLS outside a trusted network.
+Each side sends a fresh nonce. The key for each direction is derived from the secret and both
+nonces. A frame is `counter u64, MAC 32 bytes, body`. The MAC is HMAC-SHA256 over the counter and
+the body. The counter of each frame must follow the counter of the previous frame.
+
+Frames are authenticated but not encrypted. Use TLS outside a trusted network.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def new_nonce() -> bytes:
 
 
 class Seal:
-    """One side's keys and counters for sealing and opening a session's frames.
+    """The keys and counters with which one side of a session seals and opens frames.
 
     Args:
         secret: the job's secret.
@@ -45,7 +46,7 @@ class Seal:
         self._received = 0
 
     def close(self, body: bytes) -> bytes:
-        """Return a frame with the given body, sealed.
+        """Return a sealed frame that contains `body`.
 
         Frames must be sealed in the order in which they are sent.
         """
@@ -57,8 +58,7 @@ class Seal:
         """Check a frame's seal and return the frame's body.
 
         Raises:
-            LaunchError: the frame was not sealed by a member, or is not the next frame of the
-                session.
+            LaunchError: the frame was not sealed by a member of the job, or is out of order.
         """
         counter, mac = frame[: _COUNTER.size], frame[_COUNTER.size : _COUNTER.size + _MAC_BYTES]
         body = frame[_COUNTER.size + _MAC_BYTES :]

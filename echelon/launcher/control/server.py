@@ -1,11 +1,12 @@
-"""Connect the coordinator to all nodes and status clients, with a gRPC server on its own thread.
+"""Connect the coordinator to all nodes and status clients through a gRPC server on its own thread.
 
-There is one stream per node and one per status client. A node that hangs up is gone at once. A
-node whose stream breaks may reconnect and continue its session. Such a node is lost once its
-machine refuses connections to the life sign, or once the node has been silent for too long. The
-clock that measures silence stops while the server's process is not running. A peer must prove with
-every frame that it knows the job's secret; one that fails to do so within a few seconds is
-disconnected. Nodes that send faster than the coordinator can handle have to wait.
+Each node and each status client has one stream. If a stream breaks, the node may reconnect and
+continue its session. The node is lost once its machine refuses connections to the life sign, or
+once the node has been silent for too long. Silence is measured by a clock that stops while the
+server's process is not running.
+
+Every frame must prove that its sender knows the job's secret. If nodes send faster than the
+coordinator can handle, they have to wait.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class ControlServer:
     Args:
         tls: the certificates, or None for plain connections.
         lost_after_s: the silence after which a node is lost, in seconds.
-        answer: a function, called on the server's thread, that returns the reply to a single
-            question (`Poll`, `Renew`), or None for a message that begins a longer session.
+        answer: a function that returns the reply to a `Poll` or `Renew`, or None for any other
+            message. It is called on the server's thread.
         is_open: whether this node hosts the job. If not, the server only answers polls.
         beat_s: the interval at which both sides send a message, in seconds.
 
@@ -119,7 +120,10 @@ class ControlServer:
             self._loop.call_soon_threadsafe(self._put, node, None)
 
     def open(self, *, is_open: bool) -> None:
-        """Begin to admit nodes or, if not `is_open`, end all sessions and only answer polls."""
+        """Start or stop admitting nodes.
+
+        If `is_open` is False, all sessions end and the server only answers polls.
+        """
         self._is_open = is_open
         if not is_open:
             with contextlib.suppress(RuntimeError):
@@ -184,7 +188,7 @@ class ControlServer:
         await server.stop(_GRACE_S)
 
     async def _tick(self) -> None:
-        """Request heartbeats from all nodes, and drop silent nodes, with a single timer."""
+        """Request heartbeats from all nodes, and drop nodes that have fallen silent."""
         while True:
             await asyncio.sleep(self._look_s)
             now_s = self._loop.time()
@@ -199,8 +203,7 @@ class ControlServer:
     async def _room(self) -> None:
         """Wait until the coordinator has caught up with its messages.
 
-        A single task polls for all waiting nodes, because 1,024 polling tasks would use the
-        processor time that the coordinator needs to catch up.
+        A single task polls on behalf of all waiting nodes.
         """
         if self._has_room is None:
             self._has_room = self._loop.create_task(self._poll_for_room())
@@ -268,7 +271,7 @@ class ControlServer:
         Raises:
             _TryAgainError: an earlier session of the peer has not ended yet, or this node may be
                 about to host the job.
-            LaunchError: the message cannot begin a session, or the session to resume has ended.
+            LaunchError: the message cannot start a session or resume one.
         """
         if not self._is_open:
             why = "this node does not host the job"
@@ -333,7 +336,7 @@ class ControlServer:
                     self._lose(member, why)
 
     async def _await_return(self, member: _Member) -> None:
-        """Drop a disconnected node once it is lost; if it reconnects first, this task ends."""
+        """Wait for a disconnected node to reconnect; drop the node once it is lost."""
         while True:
             await asyncio.sleep(_RESUME_S)
             if await is_gone(member.address, member.life_port) or self._is_silent(member):
@@ -387,7 +390,7 @@ class ControlServer:
 
 
 class _TryAgainError(LaunchError):
-    """The greeting cannot be accepted now but may be accepted later."""
+    """A greeting cannot be accepted yet; the peer should try again."""
 
 
 class _Member:
@@ -433,7 +436,7 @@ class _Member:
 
 
 def _is_broken(task: asyncio.Task[None]) -> bool:
-    """Return whether a stream broke, as opposed to a goodbye, silence or a protocol error."""
+    """Return whether a stream ended because its connection broke."""
     if task.cancelled():
         return True
     error = task.exception()
@@ -441,12 +444,12 @@ def _is_broken(task: asyncio.Task[None]) -> bool:
 
 
 def _address(peer: str) -> str:
-    """Extract the numeric address from gRPC's name for a peer, such as `ipv6:%5B::1%5D:40404`."""
+    """Return the numeric address in a gRPC peer name such as `ipv6:%5B::1%5D:40404`."""
     return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
 
 
 def _check_free(address: str) -> None:
-    """Check that an address can be bound; gRPC's own error message is many lines long.
+    """Check that an address can be bound.
 
     Raises:
         LaunchError: the address cannot be bound.

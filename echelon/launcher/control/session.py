@@ -1,8 +1,8 @@
 """Keep the state of a session across reconnections. Pure: no socket and no clock.
 
 Messages are numbered and kept until the other side has acknowledged them. When a connection breaks,
-the next connection continues the session, so no message is lost or delivered twice. The amount of
-data in flight is bounded, so a node that sends gigabytes of dumps waits for the coordinator.
+the session continues on the next connection, and no message is lost or delivered twice. The amount
+of unacknowledged data is bounded.
 
     frame: u64 number (0: no message; 2^64 - 1: this side hangs up), u64 number of the last message
            received, message
@@ -58,7 +58,7 @@ class Session:
         self._kept.append((self._last, message))
 
     def frame(self) -> bytes | None:
-        """Return the next frame to send, or None if there is none or too much data is in flight."""
+        """Return the next frame, or None if there is nothing to send at the moment."""
         if self.is_idle or self._sent_bytes >= WINDOW_BYTES:
             return None
         number, message = self._kept[self._num_sent]
@@ -71,11 +71,11 @@ class Session:
         return self._head(0)
 
     def goodbye(self) -> bytes:
-        """Return the last frame of a side that hangs up."""
+        """Return the frame that ends the session."""
         return self._head(_GOODBYE)
 
     def take(self, frame: bytes) -> bytes | None:
-        """Handle a received frame; return its message, or None if it has none or repeats one.
+        """Handle a received frame; return its message, or None if the frame has no new message.
 
         Raises:
             LaunchError: a message is missing, or the bytes are not a valid frame.

@@ -1,8 +1,8 @@
 """Provide TLS for the control plane, with the user's own certificates.
 
-Nodes always prove that they know the job's secret. Certificates add two things: no third party can
-read the messages, and a node authenticates its host before it sends anything. The host needs a
-certificate. If the host also has the CA's certificate, every node must present a certificate too.
+TLS keeps messages secret and lets a node authenticate its host before it sends anything. The host
+needs a certificate. If the host also has the CA's certificate, every node must present a
+certificate too.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TlsFiles:
 
 
 def tls_files(args: argparse.Namespace, meeting: Rendezvous | None) -> TlsFiles | None:
-    """Read the certificate files named on the command line; return None if no file is named.
+    """Read the certificate files that are named on the command line; return None if there are none.
 
     Raises:
         ValueError: a file is missing, or cannot be read.
