@@ -1,8 +1,8 @@
 """Check the nodes before a job: their connections, versions, clocks and links.
 
-Every node runs `echelon doctor` with the options that it will pass to `echelon run`. The nodes meet
-at the endpoint, over the same control plane as a job. Then each node connects to a free port on
-every other node, as its ranks will. The caller may pass in a further measurement (`pairwise/`).
+Every node runs `echelon doctor` with the options that it will pass to `echelon run`. The nodes
+connect to the endpoint, as they do in a job. Then each node connects to a free port on every other
+node.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ def check_nodes(
     folder: str = "",
     measure: Measure = lambda _: (),
 ) -> Iterator[Result]:
-    """Take part in the checks; yield their results, which are the same on all nodes.
+    """Take part in the checks; yield the results, which are the same on all nodes.
 
-    Waits up to `timeout_s` for the nodes to connect, and then about half a minute for their
+    This function waits up to `timeout_s` for the nodes to connect, and then about 30 s for the
     answers.
 
     Args:
         folder: the folder in which this node keeps the job's files.
-        measure: a measurement that the host runs; its results are sent to all nodes.
+        measure: a measurement that the host runs; the results are sent to all nodes.
     """
     with contextlib.closing(Listener(token := new_token())) as listener:
         about = m.CheckIn(
@@ -138,8 +138,7 @@ class Host:
     ) -> dict[str, m.Probed]:
         """Run probes on several members at once; return the answers, keyed by session name.
 
-        Waits at most `limit_s` seconds. A member that has not answered by then is missing from the
-        result.
+        A member that has not answered after `limit_s` seconds is missing from the result.
 
         Args:
             number: the number of the request, which must be different for each call.
@@ -175,7 +174,10 @@ class Host:
     def _next(
         self, kind: type[T], fits: Callable[[str, T], bool], deadline_s: float
     ) -> tuple[str, T] | None:
-        """Wait for an event of one kind for which `fits` is true; drop the events before it."""
+        """Return the next event of type `kind` for which `fits` is true, or None at the deadline.
+
+        Earlier events are dropped.
+        """
         while (left_s := deadline_s - time.monotonic()) > 0:
             select.select([self._events.fileno()], [], [], left_s)
             events = self._events.take()
@@ -187,9 +189,9 @@ class Host:
         return None
 
     def _compare_clocks(self, node: Member) -> None:
-        """Measure a node's clock offset from the fastest of several exchanges.
+        """Measure a node's clock offset. The fastest of several exchanges counts.
 
-        The node is assumed to have read its clock in the middle of the exchange.
+        The node is assumed to have read its clock in the middle of that exchange.
         """
         for number in range(_NUM_TICKS):
             sent_ns = time.time_ns()
@@ -295,7 +297,7 @@ def _answered(probe: m.Probe) -> m.Probed:
     """Run the probes that the host requests; block no later than the latest deadline.
 
     Raises:
-        LaunchError: the host requests something other than probes.
+        LaunchError: the host sent anything but a request for probes.
     """
     try:
         tasks = [Task.unpack(text) for text in probe.tasks]
@@ -305,7 +307,7 @@ def _answered(probe: m.Probe) -> m.Probed:
 
 
 def compare_versions(nodes: Sequence[m.CheckIn]) -> Iterator[Result]:
-    """Yield one result if all nodes have the same versions, and otherwise one result per node."""
+    """Compare the versions on all nodes. If the versions differ, yield one result per node."""
     alike = all(node.versions == nodes[0].versions for node in nodes)
     if alike:
         yield Result("versions", f"{_words(nodes[0])} on all nodes")

@@ -1,4 +1,4 @@
-"""Check what a container may lack: shared memory, tracing, a user, memory, room for processes.
+"""Check for resources and permissions that a container may lack.
 
 Each check returns a `Check` and never raises. If something is missing, the text names the container
 option that would provide it.
@@ -30,7 +30,7 @@ _PROGRAM = "print('ready', flush=True); input()"
 
 
 def tracing() -> Check:
-    """Check on a child process whether the launcher may read stacks from its ranks' memory."""
+    """Check whether the launcher may read the memory of the processes that it starts."""
     try:
         with subprocess.Popen(
             [sys.executable, "-S", "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -83,7 +83,7 @@ def pid_namespace_check() -> Check:
 
 
 def limits_check() -> Check:
-    """Check the limits that this process's control groups set."""
+    """Check the memory and process limits of this process's control groups."""
     denied: list[str] = []
     found = limits(os.getpid(), denied)
     if denied:

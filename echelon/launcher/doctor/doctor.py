@@ -1,11 +1,10 @@
-"""`echelon doctor`: check whether this machine is fit for a job, with one line per check.
+"""`echelon doctor`: check whether this machine is fit for a job.
 
-If --rdzv-endpoint is given on every node, the nodes meet and check the links between them
-(checkup.py); with --pairwise they also measure these links (pairwise/).
+Each check prints one line. If --rdzv-endpoint is given on every node, the nodes also check the
+links between them. With --pairwise, the nodes measure these links.
 
-Each check is a function that returns a `Check` and never raises. If a sandbox denies something, the
-result says so and names what is used instead. Backends are checked in a child process, because
-importing them imports torch.
+A check is a function that returns a `Check` and never raises. The backends are checked in a child
+process, because importing them imports torch.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _across(args: argparse.Namespace, pairwise: Pairwise | None) -> Iterator[Check]:
-    """Prepare the checks across nodes, which are run only if an endpoint is given.
+    """Prepare the checks across nodes. Without an endpoint, there are no such checks.
 
     Raises:
         ValueError: the options are invalid or incomplete.
@@ -151,7 +150,7 @@ def cores() -> Check:
 
 
 def host_name() -> Check:
-    """Check that this host's name resolves to a reachable local address; look up its name."""
+    """Check that this host's name resolves to an address that other nodes can reach."""
     name = socket.gethostname()
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
@@ -213,7 +212,7 @@ def shared_memory() -> Check:
 
 
 def removes_at_logout(uid: int, user: str) -> bool:
-    """Return whether logind removes a user's files from /dev/shm at logout (RemoveIPC)."""
+    """Return whether logind empties a user's part of /dev/shm at logout (RemoveIPC)."""
     if uid < _FIRST_USER or not Path("/run/systemd/seats").exists():
         return False
     if (_LINGER / user).exists():
@@ -251,7 +250,7 @@ def clock() -> Check:
 
 
 def pidfd() -> Check:
-    """Check that the kernel supports pidfds, which refer to a process by a descriptor."""
+    """Check that the kernel supports pidfds, which are descriptors for processes."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (OSError, AttributeError) as err:
@@ -269,7 +268,7 @@ def memfd() -> Check:
 
 
 def proc() -> Check:
-    """Check that /proc contains the files that verdicts need."""
+    """Check that /proc contains the files that echelon reads to explain failures."""
     denied = sample(os.getpid()).not_permitted
     if denied:
         return Check(
@@ -279,7 +278,7 @@ def proc() -> Check:
 
 
 def stacks() -> Check:
-    """Check whether the ranks' stacks can be read, and how."""
+    """Check how the ranks' stacks can be read."""
     first = getattr(signal, "SIGRTMIN", None)
     if first is None or not hasattr(faulthandler, "register"):
         asked = "this platform has no real-time signals: verdicts will lack stacks"

@@ -14,7 +14,7 @@ FORMAT = 1
 
 
 class Shown:
-    """The output so far, and whether the machine is fit for a job, which decides the exit code."""
+    """The output of one run of `echelon doctor`."""
 
     def __init__(self, *, is_json: bool) -> None:
         self._is_json = is_json

@@ -1,7 +1,7 @@
 """Run `echelon.planner.pairs` with the options of the future job and a time limit.
 
-The measurement uses a temporary run directory. If the run fails, the directory is kept and
-its path reported.
+The measurement uses a temporary run directory. If the run fails, the directory is kept and the
+message contains its path.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _command(args: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def run_options(args: Mapping[str, Any]) -> list[str]:
-    """Return the options of `echelon run` that place nodes and ranks as `args` does."""
+    """Return the `echelon run` options for the nodes and ranks that `args` describes."""
     found = ["--nproc-per-node", str(args["nproc_per_node"])]
     if not args["rdzv_endpoint"] and not args["master_addr"]:
         return [*found, "--standalone"]
@@ -111,7 +111,7 @@ def _run(command: list[str], limit_s: float) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Kill a launcher when the block exits; the launcher's guard then ends its processes."""
+    """Kill a launcher at the end of the block. The launcher's guard then kills the ranks."""
     try:
         yield
     finally:
@@ -120,7 +120,7 @@ def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def _why(said: str, run: Path) -> str:
-    """Return the summary of the verdict or, without one, the launcher's most informative line."""
+    """Return why a run failed: its verdict's summary, or else its most informative line."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         report = json.loads((run / "report.json").read_text())
         return str(report["incidents"][-1]["verdict"]["summary"])[:_MOST_SAID]
@@ -130,7 +130,7 @@ def _why(said: str, run: Path) -> str:
 
 
 def _wait_until_closed(meeting: Rendezvous) -> None:
-    """Wait for the host to close its port, because the launcher is about to bind it."""
+    """Wait until the host has closed the port that the launcher will bind."""
     deadline_s = time.monotonic() + _CLOSED_S
     with contextlib.suppress(OSError):
         while time.monotonic() < deadline_s:

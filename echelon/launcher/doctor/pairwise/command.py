@@ -1,4 +1,4 @@
-"""Measure links for `echelon doctor --pairwise`: parse its options, measure, return the result."""
+"""Implement `echelon doctor --pairwise`, which measures the links between nodes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,10 @@ class Pairwise:
     def across(
         self, meeting: Rendezvous, num_nodes: int, timeout_s: float, tls: TlsFiles | None
     ) -> Iterator[Check]:
-        """Meet the other nodes and measure; yield the cross-node checks. Called on all nodes."""
+        """Connect to the other nodes and measure the links; yield the checks across nodes.
+
+        Call this method on all nodes.
+        """
         from echelon.launcher.doctor.checkup import Host, Result, check_nodes  # gRPC
         from echelon.launcher.doctor.pairwise.measuring import measure
 
@@ -90,7 +93,7 @@ class Pairwise:
             self.outcome.collective = {"error": "not run: mend what is broken first"}
 
     def alone(self) -> None:
-        """Measure this machine and the pairs of its ranks. Blocks for about two minutes at most."""
+        """Measure this machine and the links between its ranks. Blocks for up to two minutes."""
         from echelon.launcher.doctor.pairwise.measuring import own_tasks
 
         found = run_all(own_tasks(str(self._args.run_dir.absolute())))

@@ -1,8 +1,8 @@
-"""Measure all nodes and pairs: the host requests the probes, and each node runs its own.
+"""Measure all nodes and pairs. The host requests the probes, and the nodes run them.
 
 First, all nodes measure their own disk, memory and devices at the same time. Then the pairs are
-measured in rounds, so that no node takes part in two measurements at once. A node that does not
-answer counts as broken; it delays the other nodes by at most the deadlines of its rounds.
+measured in rounds. No node takes part in two measurements at once. A node that does not answer
+counts as broken.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def own_tasks(folder: str) -> list[Task]:
 
 
 def measure(host: Host) -> Outcome:
-    """Measure all nodes and pairs. Blocks for at most 20 s per round, with one round per member."""
+    """Measure all nodes and pairs. Blocks for at most 20 s per member."""
     members = host.members
     names = _names(host)
     outcome = Outcome(hosts=names, names=names)

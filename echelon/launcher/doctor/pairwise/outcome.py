@@ -22,8 +22,8 @@ class Outcome:
     Attributes:
         hosts: the names of the nodes.
         names: the names of the members of pairs: the hosts, or the ranks of a single host.
-        pairs: the finding for each measured pair, made by its lower-numbered member.
-        nodes: the findings of each host's own probes.
+        pairs: the finding for each measured pair, keyed by the pair's members.
+        nodes: the findings from each host's own probes.
         collective: the measurement of all ranks together on the job's backend; None if not
             measured.
     """
@@ -41,7 +41,10 @@ class Outcome:
         return not any(one.is_broken for one in found) and not (self.collective or {}).get("error")
 
     def costs(self) -> dict[str, dict[Pair, float]]:
-        """Return each pair's cost by kind: latency, or seconds per byte in the slower direction."""
+        """Return each pair's latency, in seconds, and inverse bandwidth, in seconds per byte.
+
+        The inverse bandwidth is that of the slower direction.
+        """
         whole = {pair: one.figures for pair, one in self.pairs.items() if not one.is_broken}
         return {
             "latency": {pair: figures[LATENCY] for pair, figures in whole.items()},
@@ -52,7 +55,7 @@ class Outcome:
         }
 
     def slow(self) -> Iterator[tuple[str, str]]:
-        """Yield each member or pair that is slower than the rest, with a description of how."""
+        """Yield the name of each slow member or pair, and a description of the slowness."""
         for kind, costs in self.costs().items():
             members, pairs = slow_ones(costs)
             best = best_of(costs)
@@ -105,7 +108,7 @@ class Outcome:
 
 
 def note_ranks(outcome: Outcome, rows: Sequence[Sequence[float]]) -> None:
-    """Add the pairs that the ranks measured, as [rank, rank, latency in s, bytes per s]."""
+    """Add the ranks' measurements of pairs, given as [rank, rank, latency in s, bytes per s]."""
     for a, b, latency_s, bytes_per_s in rows:
         figures = {LATENCY: latency_s, SENT: bytes_per_s, RECEIVED: bytes_per_s}
         finding = _finding({"probe": NETWORK, "state": "whole", "text": "", "figures": figures})

@@ -1,11 +1,11 @@
 """Find the members and pairs that are slower than the rest. Pure.
 
-A value is an outlier if it is worse than the median by more than five scaled median absolute
-deviations (1.4826 MAD estimates a standard deviation) and by a factor of 1.5. The factor is needed
-because the deviation of a few nearly equal values is so small that a healthy link would exceed it.
-Members are judged first, each by its best pair, because a slow host is slow with every other host.
-Pairs are then judged among the members that are not outliers. Otherwise, a slow host in two of
-three pairs would make the healthy third pair look unusual.
+An outlier is worse than the median by a factor of at least 1.5, and by more than five scaled median
+absolute deviations (1.4826 MAD estimates a standard deviation). The factor protects healthy links
+when all values are nearly equal.
+
+A member is judged first, by its best pair, because a slow host is slow with every other host. Then
+the pairs of the remaining members are compared.
 """
 
 from __future__ import annotations

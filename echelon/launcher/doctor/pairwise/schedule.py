@@ -1,8 +1,7 @@
 """Schedule the pairwise measurements. Pure.
 
-All pairs of n members are measured in n - 1 rounds (n if n is odd), with each member in at most one
-pair per round. This is the circle method of round-robin tournaments. So no two simultaneous
-measurements share a member, and the time grows with n, not with its square.
+All pairs of n members are measured in n - 1 rounds (n if n is odd). In each round, a member belongs
+to at most one pair. The schedule uses the circle method of round-robin tournaments.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ Pair = tuple[int, int]
 
 
 def rounds(num_members: int) -> list[list[Pair]]:
-    """Return the rounds; each pair of 0 .. n - 1 occurs in one of them, as (smaller, larger)."""
+    """Return the pairs of each round, as (smaller, larger). Each pair occurs exactly once."""
     circle: list[int | None] = list(range(num_members))
     if num_members % 2:
         circle.append(None)  # its partner pauses

@@ -1,7 +1,6 @@
 """Run one probe: read a task from stdin and write a finding to stdout.
 
-The launcher starts this program as `python -m echelon.launcher.doctor.probes`. A listener reports
-its port as soon as it is listening, and ends when its stdin is closed.
+The launcher starts this program as `python -m echelon.launcher.doctor.probes`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from echelon.launcher.doctor.probes.storage import probe_storage
 
 
 def run(task: Task) -> Finding:
-    """Run a probe in this process. Blocks for as long as the resource under test does."""
+    """Run a probe in this process. If the tested resource hangs, this function hangs too."""
     if task.probe == finding.STORAGE:
         return probe_storage(task.folder)
     if task.probe == finding.MEMORY:
@@ -33,7 +32,7 @@ def run(task: Task) -> Finding:
 
 
 def _listen(task: Task) -> None:
-    """Listen until the launcher closes stdin, which happens by the deadline."""
+    """Report the port of a new listener, and listen until stdin is closed."""
     with contextlib.closing(Listener(task.token)) as listener:
         port = {"port": float(listener.port)}
         host = socket.gethostname()

@@ -1,8 +1,8 @@
-"""Run one probe in a separate process, so that a hung disk blocks only the child.
+"""Run one probe in a separate process, so that a hung disk blocks only the child process.
 
-A child that does not answer in time is killed, but not waited for: a child stuck in the kernel
-cannot end until the disk responds again. Such children are reaped when the next child starts, or
-when this process exits.
+A child that does not answer in time is killed. The child may be stuck in the kernel, so this
+process does not wait for it. Killed children are reaped when the next child starts, or when this
+process exits.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Child:
         return 0 if self._process is None else self._process.pid
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `poll` may have a result, or -1."""
+        """Return a descriptor that is readable when `poll` may have a result; -1 if unavailable."""
         process = self._process
         return -1 if process is None or process.stdout is None else process.stdout.fileno()
 
@@ -116,7 +116,7 @@ class Child:
 
 
 def _reap(wait_s: float = 0.0) -> None:
-    """Reap the killed children; wait up to `wait_s` seconds in total for any still running."""
+    """Reap the killed children. Waits for up to `wait_s` seconds in total."""
     deadline_s = time.monotonic() + wait_s
     for process in _left:
         with contextlib.suppress(subprocess.TimeoutExpired):

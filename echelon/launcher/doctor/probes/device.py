@@ -1,8 +1,8 @@
-"""Check the health of this machine's GPUs, as reported by NVIDIA's management library.
+"""Check the health of this machine's GPUs with NVIDIA's management library.
 
-The check is read-only: no setting is changed and no device is reset. A device is broken if it does
-not answer, has had uncorrected memory errors since the driver started, or has a memory remapping
-that failed or is waiting for a reset. A throttled device is merely slow.
+The check changes no setting and resets no device. A device counts as broken if it does not answer,
+has uncorrected memory errors, or needs a reset to repair its memory. A throttled device only counts
+as slow.
 """
 
 from __future__ import annotations

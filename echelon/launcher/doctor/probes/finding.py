@@ -1,4 +1,4 @@
-"""Define a probe's task and its finding, which are both sent as JSON."""
+"""Define the task and the finding of a probe. Both are sent as JSON."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ class Task:
     """A probe to be run.
 
     Attributes:
-        folder: the folder of the job's files, for the probe `storage`.
-        address, port: the other end of a pair, for the probe `network`.
-        peer: the other end's host name.
-        token: a secret that shows the other end that this probe belongs to the job, for the probes
-            `network` and `listen`.
+        folder: the folder of the job's files (for `storage`).
+        address, port: the address and port of the listener (for `network`).
+        peer: the listener's host name.
+        token: a secret that proves that a client belongs to the job (for `network` and `listen`).
     """
 
     probe: str
@@ -59,9 +58,9 @@ class Finding:
     """The result of a probe.
 
     Attributes:
-        text: what was measured, what is wrong, or why nothing was checked, in one clause.
-        figures: the measurements by name. A name ends in `_s` for seconds, and in `_bytes` for
-            bytes.
+        text: what was measured, what is wrong, or why nothing was checked.
+        figures: the measurements by name. Names in `_s` are in seconds, and names in `_bytes` are
+            in bytes.
     """
 
     probe: str

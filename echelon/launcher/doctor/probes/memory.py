@@ -1,4 +1,4 @@
-"""Check how much memory a job can still get on this machine, within the limits of its cgroup."""
+"""Check how much memory is still available to a job, given the limits of its cgroup."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def probe_memory() -> Finding:
-    """Check how much memory the kernel reports as available and the cgroup permits."""
+    """Check how much memory is available to this process."""
     try:
         fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
         available, total = (_bytes(fields[name]) for name in ("MemAvailable", "MemTotal"))

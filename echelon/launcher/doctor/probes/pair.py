@@ -43,7 +43,7 @@ def new_token() -> str:
 
 
 class Listener:
-    """A server on a free port; its own threads answer measurements from other hosts."""
+    """A server on a free port that answers measurements from other hosts on its own threads."""
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
@@ -57,7 +57,7 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Close the port, and briefly wait for the thread to end."""
+        """Close the port, and wait a short time for the thread to end."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept
         self._socket.close()
@@ -141,7 +141,7 @@ def _measure(task: Task) -> dict[str, float]:
 
 
 def _ping(server: socket.socket) -> tuple[list[float], float]:
-    """Return the sorted round-trip times, and how many seconds the other end's clock is ahead."""
+    """Return the sorted round-trip times and the offset of the listener's clock, in seconds."""
     trips: list[float] = []
     ahead_s = 0.0
     for _ in range(_NUM_PINGS):
@@ -158,7 +158,7 @@ def _ping(server: socket.socket) -> tuple[list[float], float]:
 def _transfer(server: socket.socket, trip_s: float, *, is_upload: bool) -> float:
     """Return the bandwidth of one direction, in bytes per second.
 
-    `is_upload` means that the data is sent to this end.
+    If `is_upload`, the listener sends the data and this end receives it.
     """
     length = _SMALLEST
     while (took_s := _pass(server, length, is_upload)) < _ENOUGH_S + trip_s and length < _LARGEST:
