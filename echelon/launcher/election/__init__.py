@@ -1,1 +1,1 @@
-"""Replace a lost hosting node: the replicated state, the votes, and the right to run ranks."""
+"""Replace a lost hosting node by an election among the remaining nodes."""

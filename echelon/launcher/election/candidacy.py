@@ -1,9 +1,9 @@
-"""Let a node without a host ask the electors for the host, and stand for election. Pure.
+"""Find the new host after a host is lost, or stand for election. Pure.
 
-A node first asks whether a majority would vote for it, and only then asks for votes. The electors
-start in rank order, each a little after the previous one, so the first remaining elector usually
-wins immediately. If two candidates split the votes, they wait for different times before they try
-again. A node that is not an elector only asks for the job's host.
+A node first asks whether a majority would vote for it. Only then does it ask for votes. The
+electors start at staggered times, in rank order, so the first remaining elector usually wins
+immediately. If the votes are split, each candidate waits for a different time before it tries
+again. A node that is not an elector only asks which node is the host.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Candidacy:
         return asked
 
     def _sound_out(self, now_s: float) -> Canvass:
-        """Begin a round of questions that commit no elector, starting with this elector."""
+        """Ask the electors whether they would vote for this node; their answers are not binding."""
         elector = self._elector
         self._latest_term = max(self._latest_term, elector.term)
         asked = Canvass(
@@ -91,7 +91,7 @@ class Candidacy:
         return asked
 
     def _stand(self, now_s: float) -> None:
-        """Stand for election, starting with this elector's own vote."""
+        """Stand for election, and vote for this node."""
         elector, sounded = self._elector, self._asked
         assert sounded is not None
         asked = Canvass(

@@ -25,6 +25,6 @@ class Canvasser:
         self._questions.ask(endpoint, poll, take)
 
     def close(self) -> None:
-        """End the thread, waiting up to 3 s for it."""
+        """Stop the thread. Waits up to 3 s for the thread to end."""
         self._questions.close()
         self.votes.close()

@@ -1,10 +1,10 @@
-"""Decide how an elector votes: once per term, and not while the host may hold its lease. Pure.
+"""Decide how an elector votes. Pure.
 
-With every heartbeat, an elector promises the host not to vote for a while. In one term, it votes
-for one candidate only, and never for a candidate that lacks a change the elector has. A majority
-holds every change that took effect, so the winner has all of them. The promise ends early if the
-host's machine shows that the launcher is gone: the connection was closed, and a new connection is
-refused.
+With every heartbeat, an elector promises the host not to vote for another node for a while. This
+promise ends early only if the host's machine shows that the launcher is gone.
+
+An elector votes for only one candidate per term. It rejects a candidate that lacks a change which
+the elector has. Every change in effect is held by a majority, so the winner has all of them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ class Canvass:
     Attributes:
         term: the term in which the node would be the host.
         version: the version of the mandate that the node holds.
-        is_binding: whether the answer commits the elector. A node sends non-binding requests first,
-            and stands for election only once a majority would vote for it. So it never disturbs a
-            host that other nodes still follow.
+        is_binding: whether the answer commits the elector. A node sends non-binding requests first.
     """
 
     node: str
@@ -80,12 +78,12 @@ class Elector:
         return (-1, -1) if self.mandate is None else self.mandate.version
 
     def free_s(self, now_s: float) -> float:
-        """Return how many more seconds this elector may not vote."""
+        """Return how many seconds remain until this elector may vote."""
         promised_s = float("-inf") if self._released else self._promised_until_s
         return max(0.0, promised_s - now_s, self._bound_until_s - now_s)
 
     def on_beat(self, term: int, host: str, now_s: float) -> bool:
-        """Handle a host's heartbeat; return False if a later host is known."""
+        """Handle a host's heartbeat; return False if this elector knows a later host."""
         if term < self.term or (self.host and term == self.term and host != self.host):
             return False
         self.term, self.host = term, host
@@ -96,7 +94,7 @@ class Elector:
         return True
 
     def on_mandate(self, mandate: Mandate) -> None:
-        """Keep a mandate, unless a later mandate or a later host is known."""
+        """Store a mandate, unless this elector knows a later mandate or a later host."""
         if mandate.term >= self.term and mandate.version > self.version:
             self.mandate = mandate
             if self.name in mandate.electors:

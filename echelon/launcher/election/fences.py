@@ -1,8 +1,8 @@
-"""Delay the next world until it is certain that the ranks of lost nodes have ended (fencing).
+"""Delay the next world until the ranks of lost nodes have certainly ended.
 
-If a node's connection breaks, its launcher is probed. If the machine refuses a connection to the
-launcher's port, the launcher is gone and its guard has killed its ranks. If the machine does not
-answer, the ranks may still be running until the node's permit expires.
+If a node's connection breaks, the host probes the node's launcher. If the machine refuses the
+connection, the launcher is gone, and its guard has killed its ranks. If the machine does not
+answer, the ranks may run until the node's permit expires.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _PROBE_S = 1.0
 
 
 class Fences:
-    """The fences that a host has set. All times are those of `lease.now_s`."""
+    """The fences that a host has set. All times are on the clock of `lease.now_s`."""
 
     def __init__(self) -> None:
         self._until_s: dict[str, float] = {}
         self._dead: set[str] = set()
 
     def wait_until(self, name: str, moment_s: float) -> None:
-        """Keep the next world from beginning before `moment_s`."""
+        """Delay the next world until `moment_s` at the earliest."""
         self._until_s[name] = max(moment_s, self._until_s.get(name, moment_s))
 
     def lose(self, name: str, endpoint: str, permit_ends_s: float, now_s: float) -> None:
-        """Fence a lost node, and check in the background whether its launcher is dead."""
+        """Fence a lost node, and start checking whether its launcher is dead."""
         if permit_ends_s <= now_s:
             return
         self._dead.discard(name)

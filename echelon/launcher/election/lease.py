@@ -1,4 +1,4 @@
-"""Keep two worlds apart with time limits, without reading the clock of another node. Pure.
+"""Keep two worlds from running at once, by means of leases and permits. Pure.
 
     host                                  node
     beat n at h        ------------->     promise: no vote for another host until now + P
@@ -8,12 +8,12 @@
     beat n+1, echo s,  ------------->     permit: its ranks may run until s + remaining
     remaining lease
 
-The lease and the permit are each measured on one clock, from the moment when that side sent the
-message that the other side answered. So a delayed message can only shorten the time that it grants.
+No node reads another node's clock. The lease is measured on the host's clock, and the permit on the
+node's clock. Both periods start when a message is sent, so a delayed answer can only shorten them.
+
 A new host is elected by a majority whose promises have expired. By then, the former host's lease
-has expired, and so has every permit derived from it. So all ranks of the former world are dead, or
-are being killed, before the next world may begin. The lease is a tenth shorter than the promise, to
-allow for clocks that run at different rates.
+and all permits have expired too, and the ranks of the former world are dead or are being killed.
+The lease is a tenth shorter than the promise, to allow for clocks that run at different rates.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def beat_interval_s(promise_s: float) -> float:
 
 
 class Lease:
-    """The host's right to run a world, for as long as a majority of the electors replies.
+    """The host's right to run a world. The lease lasts while a majority of the electors replies.
 
     Args:
         name: the host's own name.
@@ -59,7 +59,7 @@ class Lease:
         return self._last
 
     def acknowledge(self, name: str, number: int) -> None:
-        """Record a node's reply to a heartbeat; ignore it if the heartbeat is too old."""
+        """Record a node's reply to a heartbeat, unless the heartbeat is too old."""
         sent_s = self._sent.get(number)
         if sent_s is not None:
             self._acknowledged[name] = max(sent_s, self._acknowledged.get(name, sent_s))
@@ -67,7 +67,7 @@ class Lease:
     def remaining_s(
         self, electorates: Sequence[Sequence[str]], now_s: float, *, without: str = ""
     ) -> float:
-        """Return how many more seconds the lease lasts, or 0 if it has expired or never began.
+        """Return how many more seconds the lease lasts, or 0 if the lease is not valid.
 
         Args:
             without: an elector whose replies do not count.
@@ -105,7 +105,7 @@ class Permit:
         return self._last
 
     def extend(self, echo: int, remaining_s: float) -> None:
-        """Extend the permit: the lease had `remaining_s` left when the host got reply `echo`."""
+        """Extend the permit by the time left on the lease when the host received reply `echo`."""
         stamped_s = self._stamps.get(echo)
         if stamped_s is not None:
             self.expires_s = max(self.expires_s, stamped_s + remaining_s)

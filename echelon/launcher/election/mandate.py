@@ -1,15 +1,13 @@
-"""Define the mandate: the replicated state that a node needs to replace the hosting node.
+"""Define the mandate: the state that a node needs to replace the hosting node.
 
-The host sends every change to all nodes, with a version number. A change takes effect once a
-majority of the electors holds it. The electors are the first nodes of the world in rank order, at
-most nine, so the cost does not grow with the world. To change the electors, the host first writes a
-mandate that names both the former and the next electors, and that takes effect only with a majority
-of each (joint consensus). So the former and the next electors can never decide independently.
+The host sends every version of the mandate to all nodes. A version takes effect once a majority of
+the electors holds it. The electors are the first nodes of the world in rank order, and there are at
+most nine. To change the electors, the host first writes a mandate that names both the former and
+the next electors. Such a mandate needs a majority of each group (joint consensus).
 
-In a world of two nodes, the loss of the host leaves no majority. So the host is the only elector:
-it continues alone if the other node is lost, but the other node cannot replace it. If the job has a
-witness, the witness is the third elector of such a world, and an additional elector whenever the
-number of electing nodes is even.
+In a world of two nodes, the host is the only elector, so the other node cannot replace it. If the
+job has a witness, the witness becomes the third elector. The witness also votes in other worlds
+with an even number of electing nodes.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ WITNESS = "witness"  # its name as an elector; the names of nodes end in random 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """A node of the world, as the mandate describes it.
+    """A node of the world, as described by the mandate.
 
     Attributes:
         endpoint: the "host:port" at which the node answers electors, and serves the job if elected.
@@ -51,10 +49,10 @@ class Mandate:
         electorates: the sets of electors. A decision needs a majority of each set.
         members: the world's nodes, in rank order.
         others: the electors that are not in this world but still have a vote.
-        attempt: the world's number.
+        attempt: the number of the world.
         restarts: how many of `--max-restarts` have been used.
         num_attempts: how many worlds have ended.
-        memory: the restart policy's memory, as `policy/memory.py` writes it.
+        memory: the restart policy's memory, in the format of `policy/memory.py`.
     """
 
     term: int
@@ -82,7 +80,7 @@ class Mandate:
 
     @property
     def survives_host(self) -> bool:
-        """Whether the electors can replace the host if it is lost."""
+        """Whether the electors can replace the host after its loss."""
         return all(len(one) >= _LEAST_ELECTORS for one in self.electorates)
 
     def member(self, name: str) -> Member | None:
@@ -99,12 +97,13 @@ class Mandate:
 def electors_of(
     members: Sequence[Member], host: str, *, has_witness: bool = False
 ) -> tuple[str, ...]:
-    """Return the electors of a world: its host, and the next members in rank order.
+    """Return the electors of a world: the host and the next members in rank order.
 
     Args:
         members: the world's nodes, in rank order. A member without an endpoint cannot vote.
         host: the hosting node, which is always an elector.
-        has_witness: whether a witness answers. The witness votes if the nodes alone could tie.
+        has_witness: whether a witness answers. The witness votes if the number of other electors is
+            even.
     """
     others = [one.name for one in members if one.endpoint and one.name != host]
     names = [host, *others[: MAX_ELECTORS - 1]]
@@ -114,7 +113,7 @@ def electors_of(
 
 
 def ballot_of(mandate: Mandate) -> Mandate:
-    """Return the part of a mandate that the witness needs: the electors."""
+    """Return a mandate reduced to its electors, for the witness."""
     found = [mandate.member(name) for name in mandate.electors if name != WITNESS]
     members = tuple(one for one in found if one is not None)
     return replace(mandate, members=members, others=(), memory="")

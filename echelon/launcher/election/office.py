@@ -1,9 +1,10 @@
 """Keep the host's part of the succession: its lease, its mandate and its nodes. Pure.
 
-A world may begin once three conditions are met. A majority of the former electors and a majority of
-the next ones hold the mandate that describes the world. The host still holds its lease. And every
-rank of the previous world is dead: its node has reported so, or the node's permit has expired
-(`Fences`).
+A world may begin once all three conditions are met:
+
+- A majority of the former electors and a majority of the next electors hold the world's mandate.
+- The host still holds its lease.
+- Every rank of the previous world is dead, or its permit has expired.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ class Beat:
     """A host's heartbeat to a node.
 
     Attributes:
-        echo: the number of the last reply that the host received from the node; 0 if there was
-            none.
+        echo: the number of the last reply that the host received from the node; 0 if there is none.
         holds: whether the host's lease remains valid without the witness's replies.
     """
 
@@ -100,7 +100,7 @@ class Office:
         return self._next_beat_s
 
     def beats(self, now_s: float) -> list[tuple[str, Beat]]:
-        """Return the heartbeats that are due, each with its node's name."""
+        """Return the heartbeats that are due, paired with the names of the nodes."""
         if now_s < self._next_beat_s:
             return []
         self._next_beat_s = now_s + beat_interval_s(self.promise_s)
@@ -108,7 +108,7 @@ class Office:
         return [(name, self._beat(name, number, now_s)) for name in self._nodes]
 
     def beat_to(self, names: Iterable[str], now_s: float) -> list[tuple[str, Beat]]:
-        """Return extra heartbeats for these nodes, to renew their permits for a new world."""
+        """Return extra heartbeats that renew the permits of some nodes."""
         number = self._lease.beat(now_s)
         return [(name, self._beat(name, number, now_s)) for name in names if name in self._nodes]
 
@@ -130,7 +130,7 @@ class Office:
         return lasts and not self.is_deposed
 
     def is_heard(self, name: str, now_s: float) -> bool:
-        """Return whether a node has replied recently, within the duration of a promise."""
+        """Return whether a node has replied within the duration of a promise."""
         node = self._nodes.get(name)
         return node is not None and now_s - node.replied_s < self.promise_s
 
@@ -148,7 +148,7 @@ class Office:
             node.index = max(node.index, reply.version[1])
 
     def remaining_s(self, now_s: float) -> float:
-        """Return how many more seconds ranks may run; 0 if no majority can be reached."""
+        """Return how many more seconds the ranks may run; 0 if this host has lost its lease."""
         if self.is_deposed:
             return 0.0
         return self._lease.remaining_s(self.mandate.electorates, now_s)
@@ -192,7 +192,7 @@ class Office:
         )
 
     def remember(self, *, restarts: int, num_attempts: int, memory: str) -> None:
-        """Update what the next host must know; the world and the electors remain the same."""
+        """Update the facts that the next host needs; the world and the electors remain the same."""
         self.mandate = replace(
             self.mandate,
             index=self.mandate.index + 1,
@@ -202,9 +202,9 @@ class Office:
         )
 
     def withdraw(self) -> bool:
-        """Drop the proposed electors if the host was the only elector before them.
+        """Drop the proposed electors if the host was the only elector before the proposal.
 
-        Such a host decides alone, so it can withdraw the proposal. Return whether it did.
+        Return whether the proposal was withdrawn.
         """
         electorates = self.mandate.electorates
         alone = ((self.name,),)
@@ -232,7 +232,7 @@ class Office:
         )
 
     def follow_witness(self, now_s: float) -> bool:
-        """Make the witness an elector only while it answers, so that its loss does no harm.
+        """Add the witness to the electors while it answers, and remove it when it stops answering.
 
         Call this only while a world is running. Return whether there is a new mandate to send.
         """

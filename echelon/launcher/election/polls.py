@@ -1,4 +1,4 @@
-"""Convert polls and votes between the form that is sent and the form that electors use."""
+"""Convert polls and votes to and from the messages that nodes send."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def asked_of(poll: m.Poll) -> Canvass:
 
 
 def poll_of(asked: Canvass, founder: str) -> m.Poll:
-    """Wrap a request in a poll, for the job with this founder."""
+    """Wrap a request in a poll that identifies the job by its founder."""
     return m.Poll(
         node=asked.node, term=asked.term, version=list(asked.version),
         is_binding=asked.is_binding, founder=founder,

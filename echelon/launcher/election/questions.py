@@ -1,7 +1,7 @@
 """Send questions to other launchers and receive their answers, with one gRPC call per question.
 
-Each question is a session with a single message, sealed like any other. A peer that does not know
-the job's secret gets no answer, and an answer that does not arrive within a second is dropped.
+Each question is sealed with the job's secret. An answer that does not arrive within a second is
+dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CLOSE_S = 3.0
 
 
 class Questions:
-    """A thread that sends questions, so that the callers never block."""
+    """A thread that sends questions to other launchers on behalf of its callers."""
 
     def __init__(self, secret: bytes, tls: TlsFiles | None) -> None:
         self._secret = secret
@@ -50,7 +50,7 @@ class Questions:
             self._loop.call_soon_threadsafe(self._begin, asking)
 
     def close(self) -> None:
-        """End the thread, waiting up to 3 s for it."""
+        """Stop the thread. Waits up to 3 s for the thread to end."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._end)
         self._thread.join(_CLOSE_S)

@@ -1,8 +1,8 @@
-"""Keep a node ready to take over the job: its vote, permit, listener, and search for a host.
+"""Keep a node ready to take over the job.
 
-Every node of a job with failover has a standby, including the host. The listener is opened at the
-start, because at a takeover it would be too late to discover that the port is taken. The listener's
-thread votes; everything else runs in the agent's loop.
+Every node of a job with failover has a standby, including the host. The standby opens its listener
+at the start, so that the port is free at a takeover. Votes are cast on the listener's thread, and
+all other work runs in the agent's loop.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Standby:
     Args:
         name: the node's own name.
         bind_address: the "host:port" that the node listens on.
-        promise_s: how long a heartbeat of the host binds this node, in seconds; replaced by the
-            host's own value.
+        promise_s: how long a heartbeat of the host binds this node, in seconds. A value from the
+            host takes precedence.
         is_open: whether this node hosts the job from the start.
 
     Attributes:
         server: the listener.
-        former: the most recent host that was lost.
+        former: the host that was lost most recently.
         events: the messages from nodes, once the listener is open.
 
     Raises:
@@ -74,7 +74,7 @@ class Standby:
 
     @property
     def mandate(self) -> Mandate | None:
-        """The mandate from which this node would continue the job."""
+        """The mandate that this node would use to continue the job."""
         return self._elector.mandate
 
     @property
@@ -109,12 +109,12 @@ class Standby:
         return self._reply(0)
 
     def keep(self, mandate: Mandate) -> None:
-        """Keep a mandate, regardless of whether this node or another host wrote it."""
+        """Store a mandate from this node or another host."""
         with self._lock:
             self._elector.on_mandate(mandate)
 
     def hold(self, term: int) -> None:
-        """Keep this node from voting for others while it is the host and its lease lasts."""
+        """Prevent this node from voting for another host while its own lease lasts."""
         with self._lock:
             self._elector.on_beat(term, self.name, now_s())
 
@@ -128,7 +128,7 @@ class Standby:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the last heartbeat of the host that this node follows was too long ago."""
+        """Whether the host that this node follows has missed its heartbeats for too long."""
         elector = self._elector
         if self._candidacy is not None or elector.host in ("", self.name):
             return False
@@ -151,11 +151,11 @@ class Standby:
             self._canvasser = Canvasser(self._secret, self._tls)
 
     def found_host(self) -> None:
-        """End the search, now that this node has connected to a host or has become the host."""
+        """End the search for a host after it succeeded."""
         self._candidacy = None
 
     def seek(self) -> Candidacy | None:
-        """Process votes and send the polls that are due; return the search, if there is one."""
+        """Process votes and send the polls that are due; return the search, if any."""
         candidacy, canvasser, mandate = self._candidacy, self._canvasser, self.mandate
         if candidacy is None or canvasser is None or mandate is None:
             return candidacy
@@ -171,7 +171,7 @@ class Standby:
         return candidacy
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable once votes arrive. Only for use during a search."""
+        """Return a descriptor that is readable once votes arrive. Call this during a search."""
         assert self._canvasser is not None
         return self._canvasser.votes.fileno()
 

@@ -1,8 +1,7 @@
-"""Decide when a host with failover may begin a world, and whether it may continue as host.
+"""Decide when a host with failover may begin a world, and when the host has to stop.
 
-This module sends mandates and heartbeats, fences lost nodes, and reports when this host has to
-stop. A host stops once its lease has expired, because the other nodes may then elect another host
-and two worlds must never run at once.
+A host must stop once its lease has expired, because the other nodes may then elect another host.
+This module also sends heartbeats and mandates, and fences lost nodes.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Succession:
 
     Args:
         endpoint: the address at which other nodes dial this host, as "host:port".
-        inherited: the state of the former host that this host replaces; None at the start of a job.
+        inherited: the state of the former host; None at the start of a job.
     """
 
     def __init__(
@@ -110,9 +109,9 @@ class Succession:
                 self._say_majority(len(self.mandate.members))
 
     def why_lapsed(self, *, has_world: bool) -> str:
-        """Return the reason why this host has to stop, or "" while it may continue.
+        """Return the reason why this host has to stop; "" if the host may continue.
 
-        While no ranks are running, a host waits a little longer for nodes to reconnect.
+        While no ranks are running, the host waits a little longer for nodes to reconnect.
         """
         if self._office.is_deposed:
             return "another node was elected to host the job"
@@ -136,8 +135,8 @@ class Succession:
     ) -> bool:
         """Return whether a world of these nodes may begin; propose the world if it is new.
 
-        A world may begin once its mandate is held by all of its nodes and by a majority of the
-        electors, and once all ranks of lost nodes are dead.
+        A world may begin once all of its nodes and a majority of the electors hold its mandate. In
+        addition, all ranks of lost nodes must be dead.
         """
         if now_s() < self._witness_due_s and not self._office.is_heard(WITNESS, now_s()):
             self.waits_for = "an answer from the witness"
@@ -162,12 +161,12 @@ class Succession:
         return not self.waits_for and self.remaining_s() > 0
 
     def remember(self, *, restarts: int, num_attempts: int, memory: str) -> None:
-        """Send all nodes the decisions made since this world started; no vote depends on them."""
+        """Send all nodes the decisions made since this world started."""
         self._office.remember(restarts=restarts, num_attempts=num_attempts, memory=memory)
         self._publish()
 
     def begin(self, nodes: Sequence[Node]) -> None:
-        """Finalise the mandate of a world that is starting, and grant its nodes fresh permits."""
+        """Complete the mandate of a world that is starting, and grant its nodes fresh permits."""
         self._proposed = ()
         self._office.settle()
         self._publish()

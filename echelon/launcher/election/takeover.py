@@ -1,9 +1,8 @@
-"""Let an elected host wait for the other nodes and for its lease before it takes over the job.
+"""Prepare an elected host to take over the job.
 
-The host makes no decision before a majority holds its mandate. Until a coordinator exists, reports
-from nodes are queued for it. The coordinator takes over with an `Inheritance` once the nodes of the
-last world have connected, or have had enough time to connect. If the host does not obtain a lease
-in time, it becomes an ordinary node again.
+The host makes no decision before a majority holds its mandate. Reports from nodes are queued until
+a coordinator exists. The coordinator takes over once the nodes of the last world have connected or
+have timed out. If the host does not obtain a lease in time, it becomes an ordinary node again.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Takeover:
     Args:
         former: the lost host's name.
         voters: the electors that voted for this host.
-        was_early: whether the host was elected before the former lease was certain to have expired.
+        was_early: whether the host was elected while the former lease might still have been valid.
         send: a function that sends a command to a node.
     """
 
@@ -77,7 +76,7 @@ class Takeover:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the host has failed to obtain a majority in time."""
+        """Whether the host failed to obtain a majority in time."""
         late = now_s() > self._began_s + max(self.office.promise_s, _VOTERS_S)
         return self.office.is_deposed or (late and self.office.remaining_s(now_s()) <= 0)
 

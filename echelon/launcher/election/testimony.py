@@ -1,7 +1,4 @@
-"""Query the witness on behalf of the host.
-
-Each query carries a message that the host also sends to the nodes: a heartbeat or a new mandate.
-"""
+"""Send the host's heartbeats and mandates to the witness."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from echelon.launcher.election.questions import Questions
 
 
 class Testimony:
-    """A sender of questions to the witness; it puts the replies into `events`."""
+    """A sender of messages to the witness. The replies are put into `events`."""
 
     def __init__(
         self,
@@ -67,5 +64,5 @@ class Testimony:
         self._questions.ask(self._endpoint, renew, take)
 
     def close(self) -> None:
-        """End the thread, waiting up to 3 s for it."""
+        """Stop the thread. Waits up to 3 s for the thread to end."""
         self._questions.close()

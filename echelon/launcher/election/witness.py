@@ -1,11 +1,9 @@
 """Vote without running ranks, so that either of two nodes can continue alone. Pure.
 
-The witness keeps one `Elector` per job and no other state: which host it has promised not to
-replace, for how long, and which nodes may ask for its vote. Nothing is written to disk. A restarted
-witness has forgotten its promises, so it does not vote in a job until the job's host registers it
-again. A host may do that only while its lease remains valid without the witness's own reply.
-Otherwise, a host that has lost the other nodes could register the witness although another host had
-already been elected with a vote that the witness has forgotten.
+The witness keeps one `Elector` per job, and writes nothing to disk. After a restart, the witness
+does not vote in a job until the job's host registers again, because its promises are lost. Only a
+host whose lease is valid without the witness may register. This rule excludes a host that has been
+replaced.
 """
 
 from __future__ import annotations
@@ -38,7 +36,10 @@ class Renewal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Renewed:
-    """The witness's reply; `number` names the heartbeat that it acknowledges, or is 0."""
+    """The witness's reply to a host.
+
+    `number` is the number of the heartbeat that this reply acknowledges, or 0 for none.
+    """
 
     term: int
     number: int = 0
@@ -46,7 +47,7 @@ class Renewed:
 
 
 class Witness:
-    """The witness for any number of jobs. A job is identified by the unique name of its founder."""
+    """The witness for any number of jobs. Each job is identified by its founder's unique name."""
 
     def __init__(self) -> None:
         self._electors: dict[str, Elector] = {}
@@ -76,7 +77,7 @@ class Witness:
         return elector.on_canvass(asked, now_s)
 
     def _forget(self, now_s: float) -> None:
-        """Forget jobs that sent no heartbeat for a day, because jobs do not report their end."""
+        """Forget jobs that have sent no heartbeat for a day."""
         for founder, renewed_s in list(self._renewed_s.items()):
             if renewed_s < now_s - _KEEP_S:
                 del self._electors[founder], self._renewed_s[founder]

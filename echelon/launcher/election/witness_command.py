@@ -65,7 +65,7 @@ def _renewal(renew: m.Renew) -> Renewal:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until SIGTERM or SIGINT; return 0, 1 if serving fails, or 2 for bad usage."""
+    """Serve until SIGTERM or SIGINT; return the exit code: 1 if serving fails, 2 for bad usage."""
     parser = Parser(
         prog="echelon witness",
         description="Vote in jobs of two nodes, so that one can continue if the other is lost. "
