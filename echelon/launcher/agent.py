@@ -1,9 +1,10 @@
-"""Run one node's event loop: handle output, guard messages, the coordinator and deadlines.
+"""Run the event loop of one node.
 
-Every node runs one agent. The node that owns the endpoint (usually the only node) also hosts the
-coordinator and the store. Everything runs on one thread, except for the gRPC links that multi-node
-jobs need. The processes that the agent starts (guard, store) end with it, even if it is killed,
-because each of them holds one end of a pipe to the agent.
+Every node runs one agent. The node that owns the endpoint also hosts the coordinator and the store.
+Most jobs have only this node.
+
+The agent runs on one thread, except for the gRPC links of multi-node jobs. The guard and the store
+exit with the agent, even if the agent is killed: each of them holds one end of a pipe to the agent.
 """
 
 from __future__ import annotations
@@ -475,8 +476,8 @@ def _nodes(options: Options) -> str:
 def _caught_signals(numbers: Iterable[signal.Signals]) -> Iterator[int]:
     """Write one byte to a pipe for each signal caught; yield the pipe's read end.
 
-    After the context exits, the signals are ignored: the job's exit code is known by then, and a
-    repeated signal must not change it while the launcher shuts down.
+    After the context exits, the signals are ignored, so that a repeated signal cannot change the
+    job's exit code.
     """
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     # An ignored signal stays ignored: nohup, or a shell's background job.

@@ -1,9 +1,8 @@
-"""Handle failover on one node: follow the host, and replace it when it is lost.
+"""Follow the host on one node, and replace the host when it is lost.
 
-A host's heartbeats extend the time for which this node's ranks may run; the guard stops ranks whose
-time is up. When the host is lost, the node takes a snapshot of its ranks, stops them and looks for
-another host. If the node itself is elected, it hosts the job on the listener that it opened at
-startup.
+Each heartbeat from the host extends the permit of this node's ranks. The guard stops the ranks when
+their permit expires. When the host is lost, the node takes a snapshot of its ranks, stops them and
+looks for another host. If the node itself is elected, it becomes the host.
 
     following --link lost--> seeking --another is elected--> following
                                      --elected--> taking over --lease held--> hosting
@@ -95,7 +94,7 @@ class Failover:
         return False
 
     def _prepare(self, node: NodeAgent) -> None:
-        """Prepare for new ranks: kill those of another world, and bind new ones to this host."""
+        """Stop any ranks that are still running, and prepare to start new ranks."""
         if node.has_workers:
             node.kill()
             node.clear_up()
@@ -108,7 +107,7 @@ class Failover:
         self._extend(until_s, self._world_term, node)
 
     def _extend(self, until_s: float, term: int, node: NodeAgent) -> None:
-        """Let ranks run until `until_s`, unless an earlier host started them."""
+        """Extend the permit of ranks that the current host started."""
         if node.has_workers and term != self._world_term:
             return
         if until_s > self._fence_s + _LEAST_MOVE_S:
@@ -164,13 +163,13 @@ class Failover:
         return self._give_up_s is not None and time.monotonic() >= self._give_up_s
 
     def deadline_s(self) -> float:
-        """Return the `time.monotonic` time at which to call this object again."""
+        """Return the `time.monotonic` time at which to call `seek` or `step` again."""
         if self.is_seeking or self._takeover is not None:
             return time.monotonic() + _POLL_S
         return float("inf")
 
     def seek(self, node: NodeAgent) -> Link | None:
-        """Continue looking for a host; return the link to it once one is found.
+        """Continue looking for a host; return the link to it, or None if no host is found yet.
 
         The new host may be this node.
         """
@@ -234,7 +233,7 @@ class Failover:
         return self.hosting.link
 
     def greet(self, link: Link, node: NodeAgent) -> None:
-        """Send a newly found host what this node knows."""
+        """Send this node's state to the new host."""
         if self._takeover is not None:
             link.send(replace(self._hello, holds=node.attempt))
         node.report_again()
@@ -242,7 +241,7 @@ class Failover:
     # ---- as the host ----
 
     def step(self, node: NodeAgent) -> None:
-        """Advance a takeover; if this node is already the host, renew its ranks' permit."""
+        """Advance a takeover; after that, extend the permit of this node's ranks."""
         hosting, takeover = self.hosting, self._takeover
         if hosting is None:
             return
@@ -278,7 +277,7 @@ class Failover:
 def first_succession(
     options: Options, standby: Standby, hosting: Hosting, job_id: str
 ) -> Succession:
-    """Return the succession of a job's first host, which starts as the only elector."""
+    """Return the succession for a job's first host. This host is the only elector at first."""
     meeting = options.rendezvous
     assert meeting is not None
     name = options.node_name

@@ -1,7 +1,7 @@
-"""Run the hosting node's services: the store, the coordinator, and the links to both.
+"""Run the services of the host: the store and the coordinator.
 
-The node that owns the endpoint runs these services from the start; an elected node runs them once
-it is elected.
+The node that owns the endpoint starts these services with the job. An elected node starts them
+after its election.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Hosting:
                 self.server.hang_up(node)
 
     def write_report(self) -> None:
-        """Write report.json; if writing fails, the job loses only its report."""
+        """Write report.json. A failure to write it does not affect the job."""
         try:
             self.report.write(self._directory.report_file)
         except OSError as err:

@@ -1,7 +1,7 @@
-"""Handle shortages of a machine's resources: descriptors, processes, threads, memory.
+"""Handle shortages of descriptors, processes, threads and memory on this machine.
 
-If a launcher has too few descriptors from the start, it says so in one line before it starts any
-process. Multi-node jobs need gRPC, which does not survive such a shortage.
+gRPC, which multi-node jobs need, cannot recover from a shortage of descriptors. So the launcher
+checks the descriptor limit before it starts any process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_shortage(err: BaseException) -> bool:
 
 
 def raise_descriptor_limit(num_ranks: int, num_links: int) -> None:
-    """Raise the descriptor limit as far as allowed, because shells usually set it to only 1024.
+    """Raise this process's soft limit on descriptors to the hard limit.
 
     Args:
         num_ranks: the number of ranks on this node.
@@ -35,7 +35,7 @@ def raise_descriptor_limit(num_ranks: int, num_links: int) -> None:
             single-node job.
 
     Raises:
-        LaunchError: even the highest limit is too low for the launcher.
+        LaunchError: even the hard limit is too low for the launcher.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
