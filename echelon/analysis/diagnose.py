@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from echelon.analysis.evidence.errors.survived import MAX_DESCRIBED, Survived
 from echelon.analysis.evidence.model import Evidence
 from echelon.analysis.evidence.picture import Picture, take_picture
-from echelon.analysis.evidence.stack_tree import Branch, merge, short_form
-from echelon.analysis.evidence.stacks import main_thread, short_site
-from echelon.analysis.evidence.survived import MAX_DESCRIBED, Survived
+from echelon.analysis.evidence.stacks.frames import main_thread, short_site
+from echelon.analysis.evidence.stacks.tree import Branch, merge, short_form
 from echelon.analysis.finding import Cause, Confidence, Finding, Report, rank_list
 from echelon.analysis.hypothesis import Rule, choose, is_joint, propose
 from echelon.analysis.rules.calls.mismatch import find_mismatch

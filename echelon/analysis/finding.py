@@ -12,7 +12,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from echelon.analysis.evidence.stack_tree import Branch
+    from echelon.analysis.evidence.stacks.tree import Branch
 
 REPORT_FORMAT = 1
 

@@ -14,7 +14,7 @@ from echelon.analysis import analyze
 from echelon.analysis.diagnose import diagnose
 from echelon.analysis.evidence.model import Incident
 from echelon.analysis.evidence.picture import take_picture
-from echelon.analysis.evidence.stacks import Frame, main_thread
+from echelon.analysis.evidence.stacks.frames import Frame, main_thread
 from echelon.analysis.finding import Report
 from echelon.analysis.report.page.render import render_html
 from echelon.analysis.report.trace import events

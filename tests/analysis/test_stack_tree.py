@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from echelon.analysis.evidence.stack_tree import Branch, long_form, merge, short_form
-from echelon.analysis.evidence.stacks import Frame
+from echelon.analysis.evidence.stacks.frames import Frame
+from echelon.analysis.evidence.stacks.tree import Branch, long_form, merge, short_form
 from echelon.analysis.report.text import plain_lines
 from tests.analysis.imagined_job import Job
 

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from echelon.analysis.evidence.stacks import (
+from echelon.analysis.evidence.stacks.frames import (
     Frame,
     last_traceback,
     main_thread,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from echelon.analysis.evidence.stacks import Frame
+from echelon.analysis.evidence.stacks.frames import Frame
 
 
 class Doing(Enum):

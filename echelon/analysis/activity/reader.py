@@ -14,7 +14,7 @@ from functools import lru_cache
 from echelon.analysis.activity.c_stack import main_frames, read_c_stack
 from echelon.analysis.activity.doing import Activity, Doing
 from echelon.analysis.activity.tables import CALLED, IMPORTS, PHASES, WAITS, Row, match
-from echelon.analysis.evidence.stacks import Frame, main_thread, users_frame
+from echelon.analysis.evidence.stacks.frames import Frame, main_thread, users_frame
 
 _MAX_FRAMES = 400
 

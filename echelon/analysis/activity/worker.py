@@ -13,7 +13,7 @@ from enum import Enum
 
 from echelon.analysis.activity.doing import Activity, Doing
 from echelon.analysis.activity.reader import read_frames
-from echelon.analysis.evidence.stacks import Frame, main_thread
+from echelon.analysis.evidence.stacks.frames import Frame, main_thread
 from echelon.recorder.format.schema import HostChild
 
 _LOADER = re.compile(r"torch[/\\]utils[/\\]data[/\\]_utils[/\\](worker|fetch)\.py$")

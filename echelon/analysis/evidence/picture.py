@@ -14,15 +14,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from echelon.analysis.evidence.exchange import Exchanges
-from echelon.analysis.evidence.lanes import Lanes, all_lanes
+from echelon.analysis.evidence.errors.survived import Survived, without_survived
 from echelon.analysis.evidence.links import BrokenLink, broken_links
+from echelon.analysis.evidence.matching.exchange import Exchanges
+from echelon.analysis.evidence.matching.lanes import Lanes, all_lanes
+from echelon.analysis.evidence.matching.waits import Wait, WaitGraph, wait_graph
 from echelon.analysis.evidence.model import Evidence, RankEvidence
-from echelon.analysis.evidence.stacks import main_thread
-from echelon.analysis.evidence.stream_waits import stream_graph
-from echelon.analysis.evidence.streams import Streams
-from echelon.analysis.evidence.survived import Survived, without_survived
-from echelon.analysis.evidence.waits import Wait, WaitGraph, wait_graph
+from echelon.analysis.evidence.stacks.frames import main_thread
+from echelon.analysis.evidence.streams.streams import Streams
+from echelon.analysis.evidence.streams.waits import stream_graph
 from echelon.recorder.format.schema import State
 
 _Found = TypeVar("_Found")

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from echelon.analysis.evidence.lanes import Lanes
+from echelon.analysis.evidence.matching.lanes import Lanes
 from echelon.analysis.evidence.model import DATA_END, Evidence, RankEvidence
 from echelon.analysis.evidence.picture import Picture
 from echelon.recorder.format.schema import Flag, State

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from echelon.analysis.evidence.stack_tree import Branch
+    from echelon.analysis.evidence.stacks.tree import Branch
     from echelon.analysis.evidence.timing import RankTime, Timing
 
 _MAX_EVIDENCE = 7

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.analysis.evidence.model import Evidence, RankEvidence
-from echelon.analysis.evidence.stacks import short_site
+from echelon.analysis.evidence.stacks.frames import short_site
 from echelon.analysis.report.clean import clean
 from echelon.recorder.format.schema import State
 

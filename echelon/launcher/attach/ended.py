@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 
-from echelon.analysis.evidence.stacks import main_thread
+from echelon.analysis.evidence.stacks.frames import main_thread
 from echelon.host.procfs import read_text
 from echelon.launcher.attach.ranks import FoundRank, started_ticks
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from echelon.analysis.activity import Doing, num_inside, read_activity
-from echelon.analysis.evidence.stacks import main_thread
+from echelon.analysis.evidence.stacks.frames import main_thread
 from echelon.errors import DumpFormatError
 from echelon.host.facts import TRACING
 from echelon.host.identity import pid_inside

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from echelon.analysis.evidence.stacks import Frame, file_name
+from echelon.analysis.evidence.stacks.frames import Frame, file_name
 
 _MAX_SOURCE_BYTES = 2 << 20
 Read = Callable[[int, str], str]  # from a rank and a path to the source, "" if it is not known

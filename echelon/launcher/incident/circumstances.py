@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from echelon.analysis.evidence.stacks import Raised, last_traceback, site_frame
+from echelon.analysis.evidence.stacks.frames import Raised, last_traceback, site_frame
 from echelon.analysis.rules.endings.errors import Meaning, meaning_of
 from echelon.errors import DumpFormatError
 from echelon.recorder.format.schema import Live, Record

@@ -6,7 +6,7 @@ import pytest
 
 from echelon.analysis.activity import Doing, read_activity
 from echelon.analysis.activity.reader import read_frames
-from echelon.analysis.evidence.stacks import Frame
+from echelon.analysis.evidence.stacks.frames import Frame
 from tests.analysis.activity.recorded import FOLDER, recorded
 
 _DOES = {

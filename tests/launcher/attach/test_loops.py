@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from echelon.analysis.evidence.stacks import Frame
+from echelon.analysis.evidence.stacks.frames import Frame
 from echelon.launcher.attach.loops import find_left, source_of
 
 _SOURCE = """\

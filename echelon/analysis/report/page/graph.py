@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from echelon.analysis.evidence.waits import Wait, WaitGraph
+from echelon.analysis.evidence.matching.waits import Wait, WaitGraph
 
 MAX_NODES = 40
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from echelon.analysis.evidence.model import RankEvidence
 from echelon.analysis.evidence.picture import Picture, last_row
-from echelon.analysis.evidence.stack_tree import Branch, long_form, merge
-from echelon.analysis.evidence.stacks import Frame, main_thread, site_frame, users_frame
+from echelon.analysis.evidence.stacks.frames import Frame, main_thread, site_frame, users_frame
+from echelon.analysis.evidence.stacks.tree import Branch, long_form, merge
 from echelon.analysis.finding import Report
 from echelon.analysis.report.clean import safe
 from echelon.analysis.report.text import counted

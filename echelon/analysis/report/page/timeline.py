@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from echelon.analysis.evidence.model import RankEvidence
 from echelon.analysis.evidence.picture import Picture
-from echelon.analysis.evidence.stacks import short_site
+from echelon.analysis.evidence.stacks.frames import short_site
 from echelon.analysis.report.clean import clean
 from echelon.recorder.format.schema import Flag, State
 

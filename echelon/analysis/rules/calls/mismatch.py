@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from echelon.analysis.evidence.calls import TRANSPOSED, Call
-from echelon.analysis.evidence.lanes import ABSENT, Lanes
+from echelon.analysis.evidence.matching.lanes import ABSENT, Lanes
 from echelon.analysis.evidence.picture import Picture
-from echelon.analysis.evidence.stacks import short_site
+from echelon.analysis.evidence.stacks.frames import short_site
 from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list
 from echelon.recorder.format.schema import State
 

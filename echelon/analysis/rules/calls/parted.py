@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from echelon.analysis.evidence.habit import slip_of
 from echelon.analysis.evidence.picture import Picture
-from echelon.analysis.evidence.programs import Parting, partings
-from echelon.analysis.evidence.stacks import short_site
+from echelon.analysis.evidence.stacks.frames import short_site
+from echelon.analysis.evidence.streams.habit import slip_of
+from echelon.analysis.evidence.streams.programs import Parting, partings
 from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list
 from echelon.recorder.format.schema import Flag
 

@@ -10,8 +10,8 @@ from math import prod
 
 from echelon.analysis.evidence.calls import Call
 from echelon.analysis.evidence.picture import Picture
-from echelon.analysis.evidence.stacks import short_site
-from echelon.analysis.evidence.streams import Head, Streams
+from echelon.analysis.evidence.stacks.frames import short_site
+from echelon.analysis.evidence.streams.streams import Head, Streams
 from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list
 
 _GATHERS = frozenset({"_all_gather_base", "all_gather_into_tensor"})

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from echelon.analysis.evidence.lanes import Lanes
+from echelon.analysis.evidence.matching.lanes import Lanes
 from echelon.analysis.evidence.picture import Picture
-from echelon.analysis.evidence.stacks import short_site
+from echelon.analysis.evidence.stacks.frames import short_site
 from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list
 from echelon.analysis.rules.calls.mismatch import earliest, error_lines
 from echelon.analysis.rules.calls.slip import Slip, silent_slip, slip_at

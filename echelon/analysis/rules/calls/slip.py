@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from echelon.analysis.evidence.lanes import ABSENT, Lanes
+from echelon.analysis.evidence.matching.lanes import ABSENT, Lanes
 from echelon.analysis.evidence.model import DATA_END, DATA_WAIT
 from echelon.analysis.rules.calls.mismatch import Divergence, culprits
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from echelon.analysis.evidence.calls import TRANSPOSED, Call
-from echelon.analysis.evidence.lanes import Lanes
+from echelon.analysis.evidence.matching.lanes import Lanes
 from echelon.analysis.evidence.picture import Picture
-from echelon.analysis.evidence.stacks import short_site
+from echelon.analysis.evidence.stacks.frames import short_site
 from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list
 
 _MAX_MEMBERS = 4096  # beyond this the splits do not fit into a slot anyway

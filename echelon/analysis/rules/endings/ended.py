@@ -14,7 +14,7 @@ import numpy as np
 
 from echelon.analysis.evidence.model import RankEvidence
 from echelon.analysis.evidence.picture import Picture, last_row
-from echelon.analysis.evidence.stacks import (
+from echelon.analysis.evidence.stacks.frames import (
     Frame,
     Raised,
     last_traceback,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from echelon.analysis.evidence.model import RankEvidence
 from echelon.analysis.evidence.picture import Picture
-from echelon.analysis.evidence.stacks import Frame, last_traceback
+from echelon.analysis.evidence.stacks.frames import Frame, last_traceback
 from echelon.analysis.finding import Cause, Confidence, Finding, rank_list
 from echelon.analysis.rules.endings.ended import exit_words
 from echelon.analysis.rules.endings.errors import Meaning, meaning_of, watchdog_timeout

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from echelon.analysis.evidence.picture import Picture
-from echelon.analysis.evidence.streams import Place, Streams
+from echelon.analysis.evidence.streams.streams import Place, Streams
 from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list
 from echelon.recorder.format.schema import Flag
 

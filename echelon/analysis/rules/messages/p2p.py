@@ -14,7 +14,7 @@ from typing import Any
 
 from echelon.analysis.evidence.model import Evidence
 from echelon.analysis.evidence.picture import Picture
-from echelon.analysis.evidence.stacks import short_site
+from echelon.analysis.evidence.stacks.frames import short_site
 from echelon.analysis.finding import Cause, Confidence, Finding, rank_list
 
 

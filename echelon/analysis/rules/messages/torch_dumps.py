@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from echelon.analysis.evidence.calls import Call
-from echelon.analysis.evidence.habit import least_habitual
 from echelon.analysis.evidence.picture import Picture
-from echelon.analysis.evidence.stacks import short_site
-from echelon.analysis.evidence.streams import Message, Streams
+from echelon.analysis.evidence.stacks.frames import short_site
+from echelon.analysis.evidence.streams.habit import least_habitual
+from echelon.analysis.evidence.streams.streams import Message, Streams
 from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list
 from echelon.analysis.rules.calls.parted import slip_cause
 from echelon.analysis.rules.messages.counted import find_miscounted

@@ -10,7 +10,7 @@ from __future__ import annotations
 from echelon.analysis.activity import Doing
 from echelon.analysis.evidence.model import RankEvidence
 from echelon.analysis.evidence.picture import Picture, last_row
-from echelon.analysis.evidence.stacks import Frame, short_site
+from echelon.analysis.evidence.stacks.frames import Frame, short_site
 from echelon.analysis.finding import Cause, Confidence
 from echelon.analysis.rules.one_rank.device import read_device
 from echelon.analysis.rules.one_rank.doing import (

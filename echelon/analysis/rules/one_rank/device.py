@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from echelon.analysis.evidence.matching.waits import Wait
 from echelon.analysis.evidence.model import RankEvidence
 from echelon.analysis.evidence.picture import Picture
-from echelon.analysis.evidence.streams import ROOTED
-from echelon.analysis.evidence.waits import Wait
+from echelon.analysis.evidence.streams.streams import ROOTED
 from echelon.analysis.finding import Cause, Confidence, rank_list
 from echelon.analysis.rules.one_rank.reading import Reading
 from echelon.analysis.rules.one_rank.signals import STALE_HEARTBEAT_S, heartbeat_age_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 from echelon.analysis.activity import Doing
 from echelon.analysis.evidence.model import RankEvidence, Span
 from echelon.analysis.evidence.picture import Picture
-from echelon.analysis.evidence.stacks import Frame, short_site, site_frame
+from echelon.analysis.evidence.stacks.frames import Frame, short_site, site_frame
 from echelon.analysis.finding import Cause, Confidence, seconds
 from echelon.analysis.rules.one_rank.doing import activity_of, named_worker, worker_lines
 from echelon.analysis.rules.one_rank.reading import Reading

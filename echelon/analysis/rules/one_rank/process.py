@@ -7,7 +7,7 @@ import re
 from echelon.analysis.activity import Doing
 from echelon.analysis.evidence.model import RankEvidence
 from echelon.analysis.evidence.picture import Picture, has_moved
-from echelon.analysis.evidence.stacks import main_thread, users_frame
+from echelon.analysis.evidence.stacks.frames import main_thread, users_frame
 from echelon.analysis.finding import Cause, Confidence, seconds
 from echelon.analysis.rules.one_rank.doing import activity_of
 from echelon.analysis.rules.one_rank.reading import Reading

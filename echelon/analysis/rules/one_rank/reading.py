@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from echelon.analysis.evidence.model import RankEvidence
 from echelon.analysis.evidence.picture import Picture
-from echelon.analysis.evidence.stacks import Frame
+from echelon.analysis.evidence.stacks.frames import Frame
 from echelon.analysis.finding import Cause, Confidence
 
 

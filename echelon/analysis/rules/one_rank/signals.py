@@ -8,7 +8,7 @@ import signal
 
 from echelon.analysis.evidence.model import RankEvidence, Span
 from echelon.analysis.evidence.picture import last_row
-from echelon.analysis.evidence.stacks import Frame, main_thread, users_frame
+from echelon.analysis.evidence.stacks.frames import Frame, main_thread, users_frame
 from echelon.analysis.finding import seconds
 from echelon.recorder.format.schema import SIGNAL, TRACING, Live
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from echelon.analysis.activity import Activity, Doing
 from echelon.analysis.evidence.picture import Picture
-from echelon.analysis.evidence.stacks import Frame
+from echelon.analysis.evidence.stacks.frames import Frame
 from echelon.analysis.finding import Cause, Confidence, Finding, rank_list
 from echelon.analysis.rules.one_rank.doing import activity_of
 from echelon.analysis.rules.one_rank.outside import is_in_collective

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from echelon.analysis.evidence.habit import least_habitual
+from echelon.analysis.evidence.matching.waits import Wait, WaitGraph
 from echelon.analysis.evidence.picture import Picture
-from echelon.analysis.evidence.waits import Wait, WaitGraph
+from echelon.analysis.evidence.streams.habit import least_habitual
 from echelon.analysis.finding import Cause, Confidence, Finding, rank_list
 from echelon.analysis.rules.calls.parted import slip_cause
 from echelon.analysis.rules.waits.stuck import wait_line

@@ -8,8 +8,8 @@ running, the rank is waiting for its own device, where some earlier work never f
 from __future__ import annotations
 
 from echelon.analysis.evidence.picture import Picture
-from echelon.analysis.evidence.stacks import short_site
-from echelon.analysis.evidence.streams import Head, Streams
+from echelon.analysis.evidence.stacks.frames import short_site
+from echelon.analysis.evidence.streams.streams import Head, Streams
 from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list
 from echelon.recorder.format.schema import State
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from echelon.analysis.evidence.matching.waits import Wait
 from echelon.analysis.evidence.model import RankEvidence
 from echelon.analysis.evidence.picture import Picture, has_moved, is_inside
-from echelon.analysis.evidence.waits import Wait
 from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list, seconds
 from echelon.analysis.rules.one_rank.choice import read_rank
 from echelon.analysis.rules.one_rank.device import never_started

@@ -9,8 +9,8 @@ import re
 from collections import Counter
 
 from echelon.analysis.evidence.links import BrokenLink, common_end
+from echelon.analysis.evidence.matching.waits import Wait
 from echelon.analysis.evidence.picture import Picture, last_row
-from echelon.analysis.evidence.waits import Wait
 from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list, seconds
 from echelon.analysis.rules.endings.errors import Meaning, meaning_of
 

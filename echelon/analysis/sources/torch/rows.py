@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from echelon.analysis.evidence.calls import NO_VOTE, TRANSPOSED, Call, Tables
 from echelon.analysis.evidence.model import ROW
-from echelon.analysis.evidence.stacks import Frame, users_frame
+from echelon.analysis.evidence.stacks.frames import Frame, users_frame
 from echelon.analysis.sources.torch.blocks import finish_unclosed
 from echelon.analysis.sources.torch.counters import Tops
 from echelon.analysis.sources.torch.states import (

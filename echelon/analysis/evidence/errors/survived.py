@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from echelon.analysis.evidence.continued import Continuation
+from echelon.analysis.evidence.errors.continued import Continuation
 from echelon.analysis.evidence.model import Evidence, RankEvidence
-from echelon.analysis.evidence.stacks import last_traceback
+from echelon.analysis.evidence.stacks.frames import last_traceback
 from echelon.recorder.format.schema import State
 
 _MISMATCH = re.compile(r"MismatchError\b|Detected mismatch between collectives")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from echelon.analysis.evidence.streams import Streams
+from echelon.analysis.evidence.streams.streams import Streams
 from echelon.recorder.format.schema import Flag, State
 
 _MAX_ROWS = 4096

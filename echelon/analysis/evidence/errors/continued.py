@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from echelon.analysis.evidence.lanes import ROOTED
+from echelon.analysis.evidence.matching.lanes import ROOTED
 from echelon.analysis.evidence.model import Evidence
 from echelon.recorder.format.schema import State
 

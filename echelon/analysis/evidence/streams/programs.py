@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from echelon.analysis.evidence.habit import in_one_launch
-from echelon.analysis.evidence.streams import Streams
+from echelon.analysis.evidence.streams.habit import in_one_launch
+from echelon.analysis.evidence.streams.streams import Streams
 from echelon.recorder.format.schema import Flag
 
 _MAX_ROWS = 4096

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from echelon.analysis.evidence.streams import ROOTED, Head, Streams
-from echelon.analysis.evidence.waits import Wait, WaitGraph
+from echelon.analysis.evidence.matching.waits import Wait, WaitGraph
+from echelon.analysis.evidence.streams.streams import ROOTED, Head, Streams
 
 
 def stream_graph(streams: Streams) -> WaitGraph:

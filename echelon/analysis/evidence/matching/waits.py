@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from echelon.analysis.evidence.exchange import SENDS, Exchanges
-from echelon.analysis.evidence.lanes import ROOTED, Lanes
+from echelon.analysis.evidence.matching.exchange import SENDS, Exchanges
+from echelon.analysis.evidence.matching.lanes import ROOTED, Lanes
 from echelon.analysis.evidence.model import Evidence
 from echelon.recorder.format.schema import State
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from echelon.analysis.evidence.stacks import Frame, file_name, users_frame
+from echelon.analysis.evidence.stacks.frames import Frame, file_name, users_frame
 
 MAX_FRAMES = 100  # innermost frames that are kept; the limit of faulthandler's output for a thread
 _Stacks = Sequence[tuple[tuple[str, ...], tuple[int, ...]]]

@@ -1,0 +1,1 @@
+"""Parse stacks, and merge those of all ranks into a tree."""

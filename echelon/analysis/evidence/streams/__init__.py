@@ -1,0 +1,1 @@
+"""Compare the calls of ranks in the order in which each rank made them."""
