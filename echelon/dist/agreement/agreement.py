@@ -1,14 +1,14 @@
 """Make one rank's request take effect on every rank at the same call.
 
-Ranks call `reached` once per step. Until a rank makes a request, a call costs only a lock and a
-comparison, without communication: on each rank, a thread waits at the store for the first request.
+Ranks call `reached` once per step. Until a rank makes a request, a call needs no communication. On
+each rank, a thread waits at the store for the first request.
 
 [Note: the call that all ranks agree on] Ranks may be several calls apart. When a thread receives a
 request, it holds its rank: the rank's next call blocks. The thread then publishes the number of
 that call. Once all ranks' numbers are known, the ranks agree on the highest: the call with this
 number returns True on all ranks. No rank can have passed that call, because every rank is held at
-or before it. A held rank waits only for the threads of other ranks, never for their programs, so
-this cannot deadlock with anything that the programs are waiting for.
+or before it. A held rank waits only for the threads of other ranks, never for their programs, so a
+held rank cannot cause a deadlock.
 
 An all_reduce per step was rejected: it adds a cost to every step and synchronises ranks that are
 otherwise independent.
@@ -56,7 +56,7 @@ class Agreement:
             state: the state of the members' group; the agreement ends when the group ends.
             store: a view of the store reserved for this agreement.
             timeout_s: how long a call waits for the threads of other ranks.
-            what: the subject of the agreement, for errors and spans.
+            what: the subject of the agreement, as shown in errors and spans.
         """
         self.reason = ""
         self._members = dataclasses.replace(members, check=self._check)
@@ -84,7 +84,7 @@ class Agreement:
         self._wish = reason
 
     def reached(self) -> bool:
-        """Count a call and return whether it is the agreed one. Blocks only while the ranks agree.
+        """Count a call; return True if the ranks agreed on this call. Blocks only while they agree.
 
         Every rank must call this method the same number of times. The first call after `ask`
         publishes the request.
@@ -124,8 +124,7 @@ class Agreement:
     def close(self) -> None:
         """Stop the thread. Calling this twice is safe.
 
-        Ranks that ask later can still read how many calls this rank made, because this rank may
-        have left its loop by then.
+        Ranks that ask later can still read how many calls this rank has made.
         """
         if not self._is_closed and self._members.size > 1:
             self._leave()
@@ -174,7 +173,7 @@ class Agreement:
                 self._fail(CollectiveError(f"no agreement on {self._what}: this rank has left"))
 
     def _leave(self) -> None:
-        """Take part in the agreement even without a request, unless the group or store failed."""
+        """Publish the number of calls that this rank made, so that other ranks can still agree."""
         with self._lock:
             is_left = not self._is_held and self._state.error is None
             self._is_held = True
@@ -212,7 +211,7 @@ class Agreement:
             self._is_passed.clear()
 
     def _decide(self, client: Store, wish: str) -> bool:
-        """Hold this rank, exchange the numbers of answered calls, and choose a common call."""
+        """Hold this rank, exchange call numbers with the other ranks, and choose a common call."""
         with self._lock:
             if self._is_closed:
                 return False

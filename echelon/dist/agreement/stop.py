@@ -11,8 +11,8 @@ The signal handler only records the signal; the next call of `should_stop` publi
 action, which ends the process.
 
 [Note: a stop and a loss] Ranks that continue after a loss count their calls from zero, in a new
-agreement for their new world. Only some of them may already know of a stop. So each rank repeats
-any request that it knows of in the new agreement, and all ranks stop at the same call.
+agreement for their new world. Some of these ranks may not know of a stop yet. In the new agreement,
+each rank therefore repeats any request that it knows of, and all ranks stop at the same call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
 
 class _Stop:
-    """The state of this process's stop: the signals that request it, and the current agreement."""
+    """This process's stop state: the signals that request a stop, and the current agreement."""
 
     def __init__(self, rank: int, agreement: Agreement) -> None:
         self.has_stopped = False
@@ -54,15 +54,14 @@ class _Stop:
         self._before.clear()
 
     def ask(self, reason: str) -> None:
-        """Request the stop. Safe in a signal handler, and safe to repeat."""
+        """Request a stop. Safe in a signal handler, and safe to repeat."""
         self._wish = f"rank {self._rank}: {reason}"
         self.agreement.ask(self._wish)
 
     def reached(self) -> bool:
         """Count a call; return True if all ranks agreed to stop at this call or an earlier one.
 
-        Between two worlds, return False without counting the call, so that all ranks start counting
-        together in the next world.
+        Between two worlds, return False without counting the call.
         """
         if self.agreement.is_closed:
             if runtime.is_between_worlds():
@@ -121,13 +120,14 @@ def stop_on_signals(*signals: int) -> None:
 
 
 def should_stop() -> bool:
-    """Return whether to stop. All ranks start returning True at the same call.
+    """Return whether to stop. The result becomes True at the same call on all ranks.
 
     If ranks continue after a loss (`echelon.dist.resilient`), they agree on the stop again.
 
     Every rank must call this once per step. The first call installs a handler for SIGTERM, unless
     `stop_on_signals` named other signals. Once a rank has received a signal and called
-    `should_stop`, the ranks stop at most one step later. Earlier calls do not need communication.
+    `should_stop`, the ranks stop at most one step later. Until then, a call does not need
+    communication.
 
     Returns:
         True once a rank has received a signal or called `request_stop` and the ranks have agreed.
@@ -136,7 +136,7 @@ def should_stop() -> bool:
         ValueError: there is no world, or the first call is not on the main thread.
         CollectiveTimeoutError: some ranks did not call `should_stop` within the world's timeout;
             the error names them.
-        PeerLostError: a rank died while the ranks agreed.
+        PeerLostError: a rank died while the ranks were agreeing.
         StoreError: the job's store does not answer.
 
     Example:
@@ -174,7 +174,7 @@ def request_stop(reason: str = "request_stop") -> None:
 
 
 def stop_reason() -> str:
-    """Return which rank requested the stop and why, as in "rank 2: SIGTERM"; "" if no rank did.
+    """Return the rank that requested a stop and the reason, as in "rank 2: SIGTERM", or "".
 
     Example:
         >>> stop_reason()

@@ -1,1 +1,1 @@
-"""Provide reductions on the host, and small operations done in the exchange that compares calls."""
+"""Reduce arrays on the host, and perform small operations in a single exchange."""

@@ -1,8 +1,8 @@
-"""Perform small operations by sending each rank's data along with the description of its call.
+"""Perform small operations by sending the data along with the description of the call.
 
 Before every collective, backends that use connections compare the ranks' calls in one exchange.
 That exchange also carries up to 256 bytes of data per rank, and each rank computes the result from
-them. So a small operation costs one exchange instead of two.
+the data of all ranks. So a small operation costs one exchange instead of two.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The fixed order makes the result bitwise identical on every rank and in every run. 16-bit floats are
 accumulated in float32 and rounded once, to nearest even. Integer sums wrap around at the width of
 their dtype. An average of integers is the sum divided by the number of parts and truncated toward
-zero, as in NCCL, and is therefore wrong if the sum wraps around.
+zero, as in NCCL. The average is wrong if the sum wraps around.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ def divide(data: Flat, count: int, dtype: str) -> None:
     """Divide sums by the number of parts, in place; integer results are truncated toward zero.
 
     Args:
-        data: [numel], of any dtype that can be averaged. 16-bit floats are the exception: their
-            totals are divided before they are rounded.
+        data: [numel], of any dtype that can be averaged, except 16-bit floats.
     """
     if dtype in ("float32", "float64"):
         np.divide(data, data.dtype.type(count), out=data)

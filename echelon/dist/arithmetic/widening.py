@@ -38,7 +38,7 @@ def wide_of(operation: Operation) -> str:
 
 
 def carried_of(operation: Operation) -> np.dtype[Any]:
-    """Return the NumPy dtype that corresponds to `wide_of`."""
+    """Return the NumPy dtype that corresponds to the result of `wide_of`."""
     data = array_of(operation.source if operation.target is None else operation.target)
     return np.dtype(np.float32) if wide_of(operation) != operation.dtype else data.dtype
 
@@ -56,11 +56,7 @@ def convert(dtype: str, out: Flat, data: Flat) -> None:
 
 
 class Scratch:
-    """Reusable memory for the steps of an operation.
-
-    Allocating new pages would take as long as exchanging their contents. Large buffers are not
-    kept.
-    """
+    """Reusable memory for the steps of an operation. Large buffers are not kept."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Flat] = {}

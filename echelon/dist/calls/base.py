@@ -1,8 +1,8 @@
 """Define the base class of a group's calls.
 
 This class numbers and records every operation before passing it to the engine, so the black box
-never misses one. The subclasses check a call's arguments first, so an engine never receives invalid
-arguments.
+never misses an operation. The subclasses check the arguments of every call, so an engine never
+receives invalid arguments.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Coalesced(threading.local):
 
 
 class Calls:
-    """The base of the classes that check a call's arguments and then start its operation."""
+    """The base class of a group's calls. A call checks its arguments and starts one operation."""
 
     def __init__(
         self, members: Members, engine: Engine, timeout_s: float, evidence: Evidence | None
@@ -178,7 +178,7 @@ class Calls:
         is_nested: bool = False,
         waits: bool = True,
     ) -> Work | None:
-        """Number, record and launch one operation; the caller holds the group's turn.
+        """Number, record and launch one operation. The caller must hold the group's turn.
 
         If `waits` is false, the caller must wait for the returned work.
         """
@@ -200,7 +200,7 @@ class Calls:
     def _admit(
         self, operation: Operation, shown: View | None, async_op: bool, *, is_nested: bool = False
     ) -> int:
-        """Number and record an operation; if it is refused, record and raise the failure."""
+        """Number and record an operation, or raise the error with which the engine refused it."""
         try:
             self._state.admit(operation, is_nested=is_nested)
         except CollectiveError as err:
@@ -210,7 +210,7 @@ class Calls:
     def _raise_failure(self, err: BaseException, record: int) -> NoReturn:
         """Record a failure and raise it.
 
-        If it is an error of the group, add the file and line of the user's call.
+        If the failure is a group error, add the file and line of the user's call.
         """
         recorder = None if record == NOT_RECORDED else black_box.current()
         if recorder is not None:

@@ -1,9 +1,8 @@
 """Define the collectives of a group.
 
-Every call has two forms. By default, it blocks until the operation has ended on this rank. With
-`async_op=True`, it returns a `Work` at once. The docstring of `ProcessGroup` describes
-what all calls have in common: which ranks must make a call, which arrays it accepts, and what it
-raises.
+Every call has two forms. By default, the call blocks until the operation has ended on this rank.
+With `async_op=True`, it returns a `Work` at once. The docstring of `ProcessGroup` describes what
+all calls have in common: which ranks must make a call, which arrays it accepts, and what it raises.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Collectives(Calls):
             x: any shape, the same on all ranks.
             op: sum, avg, min, max, prod; band, bor, bxor (integers and bool). The average of
                 integers is their sum divided by the number of ranks and truncated toward zero; the
-                sum wraps around at the array's own width. On bool, sum is "or", prod is "and", and
+                sum wraps around at the width of the dtype. On bool, sum is "or", prod is "and", and
                 there is no avg.
             async_op: return a `Work` at once instead of blocking.
             timeout_s: timeout for this operation; None means the group's timeout.
@@ -236,7 +235,7 @@ class Collectives(Calls):
 
         Args:
             out: [n, ...] or, with `input_splits`, [input_splits[rank], ...]; with the dtype of `x`.
-                May be exactly this rank's part of `x`, but must not overlap it otherwise.
+                May be exactly this rank's part of `x`, but must not otherwise overlap `x`.
             x: [size * n, ...] or, with `input_splits`, [sum(input_splits), ...]; the same shape on
                 all ranks.
             op: as for `all_reduce`.
@@ -343,7 +342,7 @@ class Collectives(Calls):
         Args:
             out: the rows (dim 0) that this rank receives.
             x: the rows to send, with the same dtype and row shape as `out`; must not share memory
-                with it.
+                with `out`.
             output_splits: number of rows that each rank sends to this rank; None means equal parts.
             input_splits: number of rows to send to each rank; None means equal parts.
             async_op: return a `Work` at once instead of blocking.

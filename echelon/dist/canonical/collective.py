@@ -1,14 +1,13 @@
 """Compute sums over ranks in the order of the canonical tree, on any backend.
 
-    reduce_scatter    all_to_all: from each of its nodes, a rank sends every other rank that rank's
-                      block of elements; each rank then adds the nodes of its own block in the
-                      tree's order.
+    reduce_scatter    an all_to_all sends every rank its block of each node's elements; each rank
+                      adds the blocks that it received, in the tree's order.
     all_reduce        reduce_scatter, then an all_gather of the blocks.
 
-A rank sends (size - 1) / size of its vector per node. With one node per rank (for example, if every
-rank has the same number of micro-batches and this number is a power of two), the traffic is that of
-an ordinary reduce-scatter. The backends only copy the values, and this module adds them, so the
-sums do not depend on how a backend reduces.
+For each node, a rank sends (size - 1) / size of its vector. With one node per rank (for example, if
+every rank has the same number of micro-batches and this number is a power of two), the traffic
+equals that of an ordinary reduce-scatter. The backends only copy values and do not add them, so the
+sums do not depend on the backend.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from echelon.errors import CollectiveMismatchError
 
 
 def agree_runs(group: ProcessGroup, run: Run) -> tuple[Run, ...]:
-    """Return the run of every rank. Collective: blocks until all ranks have called this.
+    """Return the run of every rank. Collective: blocks until all ranks have called this function.
 
     Raises:
         CollectiveMismatchError: the runs have different totals, or a rank's run does not begin
@@ -50,9 +49,9 @@ def agree_runs(group: ProcessGroup, run: Run) -> tuple[Run, ...]:
 def reduce_scatter(
     group: ProcessGroup, sums: TreeSums, runs: Sequence[Run], splits: Sequence[int] | None = None
 ) -> TreeSums:
-    """Combine the ranks' sums over all of their runs; return this rank's block of elements.
+    """Add the sums of all ranks; return this rank's block of the result.
 
-    Collective: blocks until all ranks have called this or the group's timeout expires.
+    Collective: blocks until all ranks have called this function or the group's timeout expires.
 
     Args:
         group: a group whose ranks have adjacent runs, in rank order.
@@ -62,8 +61,9 @@ def reduce_scatter(
             possible.
 
     Returns:
-        The sums of this rank's block. If the runs together cover all numbers, `total()` is the
-        result; otherwise, next reduce the sums over the other ranks that have the same block.
+        The sums of this rank's block. Their `total()` is the final result if the runs together
+        cover all numbers. If numbers are missing, next reduce these sums over the other ranks that
+        have the same block.
 
     Raises:
         ValueError: micro-batches are missing, or `runs` or `splits` do not match.
@@ -100,7 +100,7 @@ def reduce_scatter(
 def all_reduce(group: ProcessGroup, sums: TreeSums, runs: Sequence[Run]) -> torch.Tensor:
     """Return the sum over all ranks' micro-batches, [numel], bitwise identical on all ranks.
 
-    Collective: blocks until all ranks have called this or the group's timeout expires.
+    Collective: blocks until all ranks have called this function or the group's timeout expires.
 
     Args:
         group: a group whose ranks have adjacent runs that together cover all numbers.

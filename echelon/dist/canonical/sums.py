@@ -1,8 +1,7 @@
 """Add one rank's micro-batches in the order of the canonical tree.
 
-The algorithm is that of a binary counter: when a value completes a node, the node is added to its
-left neighbour at once. At most log2(numbers) + 1 vectors are alive if the run begins at a multiple
-of its length, and at most twice as many otherwise.
+The algorithm works like a binary counter: a completed node is immediately added to its left
+neighbour. At most 2 (log2(n) + 1) vectors are alive at a time, where n is the length of the run.
 """
 
 from __future__ import annotations
@@ -71,7 +70,8 @@ class TreeSums:
                 afterwards: its memory may be reused for a sum.
 
         Raises:
-            ValueError: a different number is due, or the vector has the wrong length or device.
+            ValueError: `number` is not the next number, or the vector has the wrong length or
+                device.
         """
         if number != self._next or number not in self.run:
             done = self._next == self.run.stop

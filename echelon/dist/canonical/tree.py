@@ -6,12 +6,11 @@
     height 3      [0          .           6]
 
 The leaves are the micro-batches of one step, 0 to `total` - 1. Node (height, index) covers the
-numbers from index * 2^height up to the next multiple, or up to `total`, so the last node at a
-height may be incomplete. The value of a node is the sum of its left and right children, or the left
-child's value if there is no right child. So the order depends only on `total`. A rank with a run of
-numbers adds the part of the tree that lies within its run, which leaves at most 2 log2(length)
-sums. These are then added across ranks in the same tree. This module is pure arithmetic, without
-tensors.
+numbers from index * 2^height up to the next multiple of 2^height, or up to `total`, so the last
+node at a height may be incomplete. The value of a node is the sum of its left and right children,
+or the left child's value if there is no right child. So the order depends only on `total`. Each
+rank adds the part of the tree that lies within its run of numbers, which leaves at most 2
+log2(length) sums. The sums are then added across ranks in the order of the same tree.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Node:
-    """A node of the tree, which stands for the sum of the numbers that it covers."""
+    """A node of the canonical tree, representing the sum of the micro-batches that it covers."""
 
     height: int
     index: int
@@ -125,7 +124,8 @@ def combine(
         add: adds two values, the left one first.
 
     Returns:
-        The values of the largest nodes. If `nodes` cover the run, these are `maximal_nodes(run)`.
+        The values of the largest nodes. If `nodes` cover the run, the nodes of the result are
+        `maximal_nodes(run)`.
     """
     stack: list[tuple[Node, T]] = []
     for node, value in nodes:
@@ -135,7 +135,7 @@ def combine(
 
 
 def _fold(stack: list[tuple[Node, T]], run: Run, add: Callable[[T, T], T]) -> None:
-    """Replace the last nodes with their parent, as long as the parent has all its children."""
+    """Merge the last nodes into their parent for as long as the parent's children are complete."""
     while stack:
         node, value = stack[-1]
         parent = node.parent

@@ -1,4 +1,4 @@
-"""Build the errors of a group's operations in one place, the same for all engines."""
+"""Build the errors of a group's operations, in the same way for all engines."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def closed(members: Members, operation: Operation) -> CollectiveError:
 
 
 def nested(members: Members, operation: Operation) -> CollectiveError:
-    """Build the error for a collective called by a signal handler during another of the group."""
+    """Build the error for a collective that a signal handler calls during another collective."""
     return _of_this_rank(
         members,
         operation,

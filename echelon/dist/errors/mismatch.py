@@ -1,4 +1,4 @@
-"""Find the ranks that made a different call, by a majority vote among a group's members.
+"""Find the ranks that made a different call, by majority vote among a group's members.
 
 Every rank sees the same calls, so every rank raises the same error. The error names the minority
 or, if there is no majority, both sides.

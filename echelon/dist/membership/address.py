@@ -1,4 +1,4 @@
-"""Find the address at which a job's other hosts reach this host."""
+"""Find the address at which other hosts reach this host."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import socket
 
 
 def own_address(endpoint: str) -> str:
-    """Return this host's address on its route to the store, where other hosts can reach it.
+    """Return the address from which this host reaches the store.
 
     Args:
-        endpoint: "host:port" of the store that the members use. If the store has no endpoint (a
-            file), this host's name is resolved instead, as in torch.
+        endpoint: "host:port" of the store that the members use. For a store without an endpoint,
+            such as a file, this host's name is resolved instead.
 
     Raises:
         OSError: the store's name cannot be resolved, or there is no route to it.

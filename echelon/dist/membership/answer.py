@@ -1,8 +1,7 @@
 """Define a rank's answer to a liveness check, and derive the ranks at fault from the answers.
 
-A message that times out shows only that its peer did not send. The peer may itself be waiting for
-another message or in a collective. In that case, the rank at the end of the chain of waits must be
-named.
+A receive that times out shows only that the peer did not send. The peer may itself be waiting for
+another rank. An error must therefore name the rank at the end of the chain of waits.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ class Answer:
 
     Attributes:
         num_called: number of the group's collectives that the rank has called.
-        peers: group ranks from which it is waiting for a message.
-        collectives: numbers of the collectives that it is waiting in.
+        peers: group ranks whose messages the rank is waiting for.
+        collectives: numbers of the collectives in which the rank is waiting.
     """
 
     num_called: int
@@ -61,8 +60,8 @@ def origins(
         silent: group ranks that did not answer; chains end there.
 
     Returns:
-        The group ranks at the ends of the chains, and the group ranks in between. If the chain is a
-            cycle, it has no end: the result is then `late` and no ranks in between.
+        The group ranks at the ends of the chains, and the group ranks in between. For a cycle,
+            which has no end, the result is `late` and no ranks in between.
     """
     ends: list[int] = []
     between: list[int] = []
@@ -83,7 +82,7 @@ def origins(
 
 
 def _needed(rank: int, answers: Mapping[int, Answer], silent: Sequence[int]) -> list[int]:
-    """Return the ranks that a rank is waiting for, as far as the answers show."""
+    """Return the ranks that a rank is waiting for, according to the answers."""
     if rank not in answers:
         return []
     mine = answers[rank]

@@ -1,4 +1,4 @@
-"""Post short notices on a board, which the store holds and every rank of a world watches.
+"""Post short notices on a board that is kept in the store and watched by every rank of a world.
 
 A rank whose group has failed posts a verdict. A rank that must find out which ranks are dead posts
 a question, which every member's process answers even if its main thread is busy. Notices are
@@ -47,7 +47,7 @@ def path_of(store: Store) -> str:
 
 
 class Board:
-    """A process's access to a board; the process listens to it while any group is attached."""
+    """A process's connection to a board. The process listens while any group is attached."""
 
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore("board", store)

@@ -1,9 +1,9 @@
 """Align the hosts' clocks once, at `init`, by finding each clock's offset from rank 0's clock.
 
-Ranks that share rank 0's clock (all ranks, on a single host) do not need this. On every other host,
-one rank asks rank 0 for the time several times, through the store's queues, and passes the result
-to the other ranks on its host. Rank 0 knows how many questions to expect, and stops after the last
-one.
+Ranks that share rank 0's clock (all ranks, on a single host) do not need an offset. On every other
+host, one rank asks rank 0 for the time several times, through the store's queues, and passes the
+result to the other ranks on its host. Rank 0 knows how many questions to expect, and stops after
+the last one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def agree(
     my_clock: str | None = None,
     now: Callable[[], int] = time.monotonic_ns,
 ) -> ClockOffset:
-    """Return this rank's offset from rank 0's clock; every rank of the world must call this.
+    """Return the offset of this rank's clock from rank 0's clock. All ranks must call `agree`.
 
     Args:
         timeout_s: how long each wait for another rank may take.

@@ -63,12 +63,12 @@ class Rendezvous:
 
 
 def num_ranks_here(at_least: int) -> int:
-    """Return the number of ranks on this node as set by the launcher, or `at_least` if not set."""
+    """Return the number of ranks on this node from the environment, or `at_least` if not set."""
     return max(at_least, _number("LOCAL_WORLD_SIZE", at_least))
 
 
 def local_rank() -> int:
-    """Return this rank's number within its node, or its rank if the launcher does not set one.
+    """Return this rank's number within its node, or its global rank if LOCAL_RANK is not set.
 
     Raises:
         ValueError: the variable is not a number.

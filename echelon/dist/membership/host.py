@@ -1,4 +1,4 @@
-"""Find the processes of other ranks on this host, and the address of this host on a route."""
+"""Find the processes of other ranks on this host, and this host's address on a route."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ is considered late, never dead. The answer also says what the rank is waiting fo
 rank is not blamed for another rank's fault.
 
 Neither a connection nor a lease of the store is evidence: a stopped rank keeps its connection, a
-live rank may lose it, and a lease may be out of date by as much as its duration (10 s by default).
-A liveness check asks for an answer now, and a rank answers over its current connection.
+live rank may lose its connection, and a lease may be out of date by as much as its duration (10 s
+by default).
 
 A rank that merely does not answer is reported as such, and is blamed only if no rank is known to be
 dead. When the store does not answer, the error says so and does not blame any rank. Every store
@@ -89,15 +89,12 @@ class Liveness:
         self._is_closed = False
 
     def use_board(self) -> None:
-        """Use the world's board even if every member is watched directly. Call this before `serve`.
-
-        A broken connection shows that some rank left or failed, but not which rank, or why.
-        """
+        """Use the world's board even if all members are watched directly. Call before `serve`."""
         if self._others:
             self._board = self._world_board
 
     def serve(self, state: GroupState) -> None:
-        """Start answering other ranks' liveness checks, and let their verdicts fail `state`."""
+        """Start answering other ranks' liveness checks and applying their verdicts to `state`."""
         self._state = state
         if self._board is not None:
             self._board.attach(self._path, self._take)
@@ -149,7 +146,7 @@ class Liveness:
                 time.sleep(_ASK_AGAIN_S)
 
     def explain(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return an error that explains the given one, if another rank published the reason."""
+        """Return a more precise error for a failed operation, or `error` if there is none."""
         if self._is_of_a_part(operation, error):
             return self.find(operation, None, [operation.peer])
         if self._is_late_here(operation, error):
@@ -163,7 +160,7 @@ class Liveness:
         return self._heard_or(operation, error, _HEARSAY_S)
 
     def hear(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """If another rank's failure ended the operation, return its verdict; otherwise `error`."""
+        """Return another rank's verdict if its failure ended the operation, or else `error`."""
         wait_s = _HEARSAY_S if self._board is None else _VERDICT_S
         return self._heard_or(operation, error, wait_s)
 
@@ -187,11 +184,11 @@ class Liveness:
 
     @contextlib.contextmanager
     def arriving(self) -> Iterator[None]:
-        """During the block, keep a mark in the store that this rank is in a monitored barrier.
+        """Mark in the store, while the block runs, that this rank is in a monitored barrier.
 
-        A liveness check needs a live process; the mark remains valid even if the rank can no longer
-        answer. If the store does not answer, no mark is set. Ranks on one host that share memory do
-        not need a mark: the memory shows which of them have arrived.
+        The mark remains valid even if the rank can no longer answer a liveness check. If the store
+        does not answer, no mark is set. Ranks that share memory do not need a mark, because the
+        memory shows which ranks have arrived.
         """
         if self._board is None:
             yield
@@ -286,11 +283,10 @@ class Liveness:
         )
 
     def _late_here(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return an error that names the rank of this host at the end of the chain of waits.
+        """Return an error that names the rank on this host at the end of the chain of waits.
 
-        This method does not query other ranks. It relies on the ranks in a chain timing out at
-        nearly the same time and publishing what they were waiting for. If the store does not
-        answer, the method names the peer itself, as `error` does.
+        The ranks in a chain time out at nearly the same time and publish what they were waiting
+        for. If the store does not answer, return `error` unchanged.
         """
         if self._state is None:
             return error
@@ -327,13 +323,13 @@ class Liveness:
         return sorted({*late, *silent})
 
     def _without_arrived(self, operation: Operation, late: list[int], store: Store) -> list[int]:
-        """Exclude the ranks that have marked their arrival in a monitored barrier."""
+        """Exclude the ranks that have marked their arrival at a monitored barrier."""
         if operation.kind != "barrier" or not self._arrivals:
             return late
         return [rank for rank in late if not store.check([f"{self._arrivals}/{rank}"])]
 
     def _ask(self, operation: Operation, store: Store) -> tuple[dict[int, Answer], list[int]]:
-        """Ask the other ranks for their calls and waits; return the answers and silent ranks."""
+        """Ask the other ranks for their calls and waits; return answers and silent ranks."""
         if self._board is None:
             return {}, []
         question = f"{operation.kind}-{operation.peer}-{operation.sequence}"

@@ -1,4 +1,4 @@
-"""Exchange one value per member through the store, which every new group has to do."""
+"""Exchange one value per member of a new group through the store."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ def gather(
 ) -> list[Any]:
     """Exchange one value per member through the store, under a key that may be reused.
 
-    The first rank to time out withdraws its arrival, so the next one would report it as missing
-    too. Each rank therefore also leaves a mark that it does not withdraw, which shows that it had
-    arrived.
+    A rank that times out withdraws its arrival. Each rank also leaves a permanent mark of its
+    arrival, so that other ranks do not report the rank as missing.
 
     Raises:
         CollectiveTimeoutError: some members did not arrive by `deadline_s`; the error names those
@@ -40,10 +39,9 @@ def gather(
 def next_round(members: Members, store: PrefixStore, deadline_s: float) -> int:
     """Agree on the number of the world that these ranks are about to create.
 
-    Every key of a world has the world's number as a prefix, so a process that leaves and rejoins
-    never reads keys from an earlier world. The store keeps the count, rather than the ranks,
-    because a restarted process does not know how many worlds it has been in. Rank 0 draws the
-    number, and all ranks receive it in one gather, which completes only once every rank is joining.
+    Every key of a world starts with the world's number, so a process that rejoins never reads keys
+    from an earlier world. The store keeps the count, because a restarted process does not know how
+    many worlds it has been in. Rank 0 draws the number and passes it to all ranks in one gather.
 
     Raises:
         CollectiveTimeoutError: some members did not join by `deadline_s`; the error names them.
@@ -69,7 +67,7 @@ def exchange(
 
     Raises:
         CollectiveTimeoutError: some members did not arrive by `deadline_s`; the error names them.
-        PeerLostError: a member died; `members.check` detects this within about a second.
+        PeerLostError: a member died; `members.check` detects a death within about a second.
     """
     began_s = time.monotonic()
     names = [f"{key}/{rank}" for rank in range(members.size)]

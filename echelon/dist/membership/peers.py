@@ -1,11 +1,11 @@
 """Detect that the processes of other ranks have ended.
 
-Processes are watched through pidfds, which are immune to reused pids and report a zombie as dead.
-If the kernel or a sandbox does not allow pidfds, the pid and its start time in /proc are used. A
-pid is meaningless in another PID namespace, such as another container's. A process in such a
-namespace passes its own pidfd (see `shm/handover.py`), and is watched only from then on. One
-descriptor per process serves all groups, and one epoll watches all descriptors, so checking
-hundreds of peers takes one system call.
+Processes are watched through pidfds, which are immune to pid reuse and report a zombie as dead. If
+the kernel or a sandbox does not allow pidfds, the pid and its start time in /proc are used. A pid
+is meaningless in another PID namespace, such as another container's. A process in such a namespace
+passes its own pidfd (see `shm/handover.py`), and is watched only from then on. One descriptor per
+process serves all groups, and one epoll watches all descriptors, so checking hundreds of peers
+takes one system call.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Descriptors:
             return self._ended
 
     def release(self, process: Process) -> None:
-        """Release one use of a pidfd, and close the pidfd after the last one."""
+        """Release one use of a pidfd, and close the pidfd after its last use."""
         with self._lock:
             fd, users = self._open.pop(process)
             if users > 1:
@@ -87,7 +87,7 @@ _descriptors = _Descriptors()
 
 
 def _forget() -> None:
-    """Reset the descriptors in a forked child, where a thread that is gone may hold the lock."""
+    """Reset the descriptors in a forked child, where the lock may never be released."""
     global _descriptors
     _descriptors = _Descriptors()
 
