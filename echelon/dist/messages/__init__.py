@@ -1,1 +1,1 @@
-"""Provide messages between two ranks: matching, flow control, and the thread that moves bytes."""
+"""Exchange messages between two ranks."""

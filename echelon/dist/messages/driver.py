@@ -1,8 +1,8 @@
 """Run the thread that transfers the bytes of a group's messages.
 
-Callers only append to a queue and wake the thread; only the thread itself takes locks. So it is
-safe to call from any thread, from a signal handler that interrupted another call, or from a process
-that is about to fork. The thread starts with the first message.
+Callers only append to a queue and wake the thread; only the thread itself takes locks. So calls are
+safe on any thread, in a signal handler, and in a process that is about to fork. The thread starts
+with the first message.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Streams(Interface):
     slice_s: float  # the longest `wait`, where `broken` has to be asked now and then
 
     def open(self, peer: int) -> None:
-        """Open in advance the streams that will be needed to and from a peer."""
+        """Open the streams to and from a peer in advance."""
 
     def drop(self, peer: int) -> None:
         """Close the streams to and from a peer."""
@@ -69,17 +69,17 @@ class Streams(Interface):
         """Return the peers whose streams have broken since the last call, each with the reason."""
 
     def wake(self) -> None:
-        """End another thread's current `wait`, or its next one."""
+        """Interrupt another thread's current or next `wait`."""
 
     def close(self) -> None:
-        """Release all resources. Called by the driver's thread or by the driver's closer."""
+        """Release all resources. Called by the driver's thread or by the thread that closes it."""
 
 
 Lost = Callable[[int, str], BaseException]
 
 
 class Driver:
-    """Runs a group's message protocol over its streams."""
+    """The thread that runs a group's message protocol over the group's streams."""
 
     def __init__(self, name: str, protocol: Protocol, streams: Streams, lost: Lost) -> None:
         """Create the driver; `lost(peer, why)` creates the error for an interrupted transfer."""
@@ -117,7 +117,7 @@ class Driver:
         self._streams.wake()
 
     def close(self, timeout_s: float, error: BaseException | None = None) -> bool:
-        """Wait for the thread, which `cut` must have told to stop, and release the streams.
+        """Wait for the thread to end, and release the streams. `cut` must be called first.
 
         Returns:
             Whether the thread ended in time.
@@ -134,9 +134,7 @@ class Driver:
     def _may_have_unread(self, peer: int) -> bool:
         """Return whether bytes from a peer may be on the way to a receive. Callable on any thread.
 
-        The result is True if bytes have arrived, or if the driver's thread is working: the thread
-        may have read bytes but not yet passed them to the receive, or it may not have seen the
-        receive yet.
+        The result is True if bytes have arrived or if the driver's thread is working.
         """
         if self._streams.has_unread(peer):
             return True

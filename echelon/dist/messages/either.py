@@ -2,9 +2,9 @@
 
 [Note: one message for two receives] The receive is started on both levels, into the same array. The
 state of the receive inside the host decides which level gets the message. The engine inside the
-host claims that receive when a message matches it. The level between hosts must cancel it
-(`withdraw`) before that level matches a message. Both steps are atomic, so a message is never lost
-or taken twice.
+host claims that receive when a message matches it. The level between hosts must cancel that receive
+(`withdraw`) before matching a message. Both steps are atomic, so a message is never lost or
+received twice.
 """
 
 from __future__ import annotations

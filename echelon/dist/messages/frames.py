@@ -6,8 +6,8 @@
     DATA    the next `size` bytes of offer `number`
     CREDIT  the receiver has taken `size` bytes of eager messages out of its memory
 
-Each ordered pair of ranks has one stream, so frames arrive in the order in which the sender wrote
-them; grants and credits travel on the stream in the opposite direction.
+Each ordered pair of ranks has one stream, so frames arrive in the order in which they were sent.
+Grants and credits travel on the stream in the opposite direction.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Match receives and messages by sender and tag, in order for each sender and tag.
+"""Match receives and messages by sender and tag.
 
-A receive that does not name a sender competes with all other receives. Among the receives that
-match a message, the one posted first gets it. Among the messages that match a receive, the one that
-arrived first is taken.
+If several receives match a message, the receive that was posted first gets it. If several messages
+match a receive, the message that arrived first is taken.
 """
 
 from __future__ import annotations
@@ -133,7 +132,7 @@ class Matcher:
     def _set_early(
         self, tag: int, by_peer: dict[int, deque[Arrival]], peer: int, waiting: deque[Arrival]
     ) -> None:
-        """Set a queue, or remove it if empty, since a program may use new tags in every step."""
+        """Store a queue, or remove its entry if the queue is empty."""
         if waiting:
             by_peer[peer] = waiting
         else:

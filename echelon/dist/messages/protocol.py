@@ -1,14 +1,14 @@
 """Implement the message protocol between two ranks as a state machine without I/O.
 
 A small message is sent at once (EAGER). A message that is large, or would exceed the memory granted
-by the receiver, is offered first. Once a receive has claimed it, it is sent directly into the
-receiver's array. So sends with different tags complete in the order in which the receiver takes
-them. Early messages use at most `WINDOW_BYTES` of a rank's memory per sending peer, plus a 64-byte
-header for each message that is waiting at its sender.
+by the receiver, is offered first. Once a receive has claimed an offered message, the message is
+sent directly into the receiver's array. So sends with different tags complete in the order in which
+the receiver takes the messages. Early messages use at most `WINDOW_BYTES` of a rank's memory per
+sending peer, plus a 64-byte header for each message that is waiting at its sender.
 
 A stream's bytes are always read, even if no receive is posted, so messages cannot block each other.
-The payloads of offered messages take turns of `CHUNK_BYTES` each, so a small message never waits
-for a whole large one.
+Offered messages take turns to send `CHUNK_BYTES` each, so a small message never waits for an entire
+large message.
 
 A single thread (driver.py) drives the state machine, so it needs no locks.
 """
@@ -72,7 +72,7 @@ class Protocol:
     """
 
     def __init__(self, size: int, mismatch: Mismatch) -> None:
-        """Create the state; `mismatch(receive, sent)` creates the error if the two differ."""
+        """Create the state; `mismatch(receive, sent)` creates the error if they differ."""
         self._num_peers = size - 1
         self._mismatch = mismatch
         self._matcher = Matcher()
@@ -319,7 +319,7 @@ class Protocol:
     # ---- the end ----
 
     def lost(self, peer: int, error: BaseException) -> None:
-        """End the transfers that need a peer whose streams broke; keep messages that arrived."""
+        """End the transfers that need a peer whose streams have broken. Keep complete messages."""
         if peer in self._gone:
             return
         self._gone[peer] = error

@@ -1,4 +1,4 @@
-"""Define a transfer: one send or receive, from the call until it ends."""
+"""Define a transfer: one send or receive in progress."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""View users' arrays (NumPy, torch, CuPy, or any array with DLPack) without copying them.
+"""View users' arrays (NumPy, torch, CuPy, or any array that supports DLPack) without a copy.
 
 A view is a flat NumPy array over the caller's own memory, plus the name of the true dtype. NumPy
-does not have bfloat16, so such data is represented as uint16 and named "bfloat16". A dtype that can
-be moved but not summed (complex64, float8, ...) is represented as bytes, and an array in device
-memory as its address. Arrays that cannot be viewed without a copy are refused here, before anything
-is sent. This module never imports torch: if a tensor was passed, torch is already loaded.
+does not have bfloat16, so such data is represented as uint16 and named "bfloat16". Data that can be
+moved but not summed (complex64, float8, ...) is represented as bytes. An array in device memory is
+represented by its address. Arrays that cannot be viewed without a copy are refused here, before any
+data is sent. This module never imports torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Flat = npt.NDArray[Any]
 
 
 class Array(Protocol):
-    """An array that a group's calls accept: NumPy, torch, CuPy, or any other array with DLPack.
+    """An array that a group's calls accept: NumPy, torch, CuPy, or any array that supports DLPack.
 
     The array's memory must be contiguous, and writable if a result is stored in it. JAX arrays are
     read-only, so they can only be inputs.
@@ -205,8 +205,8 @@ def _view_torch(torch: Any, tensor: Any, name: str) -> View:
 class _HostMemory:
     """A tensor's memory as a flat buffer for NumPy. The buffer keeps the tensor alive.
 
-    `Tensor.numpy()` would also work, but it marks the storage as not resizable, whereas FSDP1 and
-    PowerSGD resize tensors that they have sent.
+    `Tensor.numpy()` marks the storage as not resizable, but FSDP1 and PowerSGD resize tensors after
+    sending them.
     """
 
     __slots__ = ("__array_interface__", "_tensor")

@@ -51,9 +51,9 @@ def check_reduce_op(op: str, dtype: str) -> str:
 def check_pair(
     call: str, large_name: str, large: View, small_name: str, small: View, size: int, rank: int
 ) -> None:
-    """Check that `large` holds `size` parts like `small`, and that they overlap only in place.
+    """Check that `large` holds `size` parts like `small`, and that both overlap only in place.
 
-    The small array may be exactly part `rank` of the large array; the operation is then in place.
+    The operation is in place if the small array is exactly part `rank` of the large array.
 
     Raises:
         ValueError: dtypes, devices or sizes do not match, or the arrays overlap in another way.
@@ -130,7 +130,7 @@ def _address(data: View) -> int:
 
 
 def check_splits(name: str, splits: Sequence[int] | None, data: View, size: int) -> tuple[int, ...]:
-    """Return the number of elements of `data.data` for each rank.
+    """Check the splits of an array; return the number of elements for each rank.
 
     Args:
         name: the name of the argument, for the error.
@@ -174,8 +174,7 @@ def check_uneven(
 
     Raises:
         ValueError: the splits do not add up to the whole; the part does not hold this rank's rows;
-            dtypes, devices or rows differ; or the arrays overlap, but the part
-            is not at its place in the whole.
+            dtypes, devices or rows differ; or the arrays overlap, but not in place.
     """
     (whole_name, large), (part_name, small) = whole, part
     _check_alike(call, whole_name, large, part_name, small)
@@ -196,7 +195,7 @@ def check_uneven(
 
 
 def check_index(value: Any, name: str) -> int:
-    """Return an integer as a Python int. Integers of NumPy and other libraries are accepted.
+    """Return an integer as a Python int. Integers from NumPy and other libraries are accepted.
 
     Raises:
         ValueError: the value is not an integer; floats, strings and bools are refused.
@@ -236,7 +235,7 @@ def check_timeout(timeout_s: float | timedelta) -> float:
 
 
 def check_wait(timeout_s: float | timedelta | None) -> float | None:
-    """Return how long to wait for an operation, in seconds; 0 does not wait, None has no limit.
+    """Return how long to wait for an operation, in seconds, or None for no limit.
 
     Raises:
         ValueError: the value is not a number of seconds or a `timedelta`, or is negative.

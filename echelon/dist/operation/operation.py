@@ -1,7 +1,7 @@
 """Describe one checked operation, with flat views in place of the caller's arrays.
 
-Everything that must be equal on all ranks is packed into `call`, a fixed number of bytes that any
-engine can compare without interpreting them; `describe_call` decodes them for error messages.
+The data that must be equal on all ranks is packed into `call`, a fixed number of bytes that any
+engine can compare. `describe_call` decodes these bytes for error messages.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Operation:
         peer: group rank at the other end of a send or receive; -1 for a collective; `ANY_SOURCE`
             for a receive from any rank, in which case `Pending.source` becomes the sender's group
             rank.
-        source, target: [numel] each, or None if this rank sends or receives nothing; the same array
-            for an in-place operation. The target of all_gather and gather and the source of
-            reduce_scatter and scatter are [group_size * n].
+        source, target: [numel] each, or None if this rank sends or receives nothing. Both are the
+            same array for an in-place operation. The source of a reduce_scatter or scatter, and the
+            target of an all_gather or gather, has the shape [group_size * n].
         input_splits, output_splits: number of elements sent to and received from each rank; () if
             all parts are equal. all_to_all has both. An uneven all_gather has only `output_splits`
             (the `source` of rank r holds `output_splits[r]` elements), and an uneven reduce_scatter

@@ -1,4 +1,4 @@
-"""Divide a model, which every rank has built in full, among the ranks."""
+"""Divide a whole model, built by every rank, among the ranks."""
 
 from __future__ import annotations
 
@@ -160,11 +160,7 @@ def _shard(
     axes: Axes,
     settings: dict[str, Any],
 ) -> None:
-    """If needed, make a unit of each block in a top module, and one of its remaining parameters.
-
-    A rank that holds its parameters alone has nothing to gather. It needs units only to compute in
-    another dtype or to allocate a model that is on the meta device.
-    """
+    """Make a unit of each block in a module, and one more unit of the remaining parameters."""
     is_meta = any(parameter.is_meta for top in tops for parameter in top.parameters())
     needs_units = is_meta or settings["mp_policy"] is not None or settings["offload_policy"]
     if axes.data.size == 1 and not needs_units:

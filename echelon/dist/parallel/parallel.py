@@ -212,11 +212,7 @@ class Parallel:
         return torch.device("cpu") if first is None else first.device
 
     def _compare(self, inputs: Any, targets: Any) -> None:
-        """Before the first step, check that all ranks of axis tp received the same data.
-
-        Otherwise each rank would silently combine its own data with other ranks' results for
-        different data.
-        """
+        """Before the first step, check that all ranks of axis tp received the same data."""
         group = self._axes.tensor
         if self._has_compared or group.size == 1:
             return
@@ -231,7 +227,7 @@ class Parallel:
             )
 
     def _ending_on_failure(self, call: str) -> contextlib.AbstractContextManager[None]:
-        """End the groups if a pipeline's step fails: other ranks of axis tp may be waiting."""
+        """End the groups if a pipeline step fails, because other ranks may be waiting."""
         group = self._axes.tensor
         rank = group.ranks[group.rank]
         return ending_on_failure(call, next(self._numbers), rank, lambda: [group])

@@ -18,7 +18,7 @@ _STYLES = get_args(TensorStyle)
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How to divide one kind of model. In a name, `*` matches one dotted part.
+    """The way to divide one kind of model. `*` matches one part of a dotted name.
 
     Attributes:
         blocks: the modules that become units of `fully_shard`, in the order of the model. All other
@@ -37,8 +37,8 @@ class Plan:
 
         stages: called with the model, the index of a stage and the number of stages; returns the
             stage's module, with the model's names. None if the model cannot run as a pipeline.
-        divisors: attributes that must be multiples of the number of ranks, such as the number of
-            heads, keyed by the names to use for them in messages.
+        divisors: attributes, such as the number of heads, that must be multiples of the number of
+            ranks. The keys are the names that messages use for the attributes.
 
     Example:
         >>> plan = Plan(

@@ -1,4 +1,4 @@
-"""Define how a group obtains information about other ranks that its engine lacks.
+"""Define how a group obtains information that its engine does not have.
 
 `membership/liveness.py` implements `Evidence` for groups of several ranks.
 """
@@ -23,10 +23,10 @@ class Evidence(Protocol):
     """Information about the other members that does not come from the engine."""
 
     def serve(self, state: GroupState) -> None:
-        """Start answering other ranks' liveness checks; their verdicts can now fail `state`."""
+        """Start answering other ranks' liveness checks and applying their verdicts to `state`."""
 
     def dead(self, ranks: Sequence[int]) -> list[int]:
-        """Return which of the given group ranks' processes are known to have ended. Local."""
+        """Return the given group ranks whose processes are known to have ended. Local."""
 
     def find(
         self,
@@ -46,16 +46,16 @@ class Evidence(Protocol):
         """
 
     def explain(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return an error that explains the engine's error better, or `error` if there is none."""
+        """Return a more precise error for a failed operation, or `error` if none is known."""
 
     def hear(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """If another rank's failure ended the operation, return that rank's verdict; else `error`.
+        """Return the verdict of another rank whose failure ended the operation, or else `error`.
 
-        Blocks for at most 3 s, while that rank determines which rank is at fault.
+        Blocks for at most 3 s while the other rank determines which rank is at fault.
         """
 
     def arriving(self) -> AbstractContextManager[object]:
-        """Notify the other members, during the block, that this rank is in a monitored barrier."""
+        """Mark this rank, while the block runs, as being in a monitored barrier."""
 
     def publish(self, error: CollectiveError) -> None:
         """Report to the other members why the group ended on this rank. Does not block."""

@@ -1,6 +1,6 @@
-"""Provide a lane that serializes calls to a library that allows only one at a time (oneCCL).
+"""Provide a lane that makes one call at a time to a library such as oneCCL.
 
-All groups in a process share the lane. A collective may be called on any thread; it waits for its
+All groups in a process share the lane. A collective may be called on any thread and waits for its
 turn. A blocking call runs on the caller's thread if the lane is idle.
 """
 
@@ -49,7 +49,7 @@ class Lane:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no job is running or queued."""
+        """True if no job is running or queued."""
         with self._changed:
             return not self._busy and not self._jobs
 
@@ -80,7 +80,7 @@ class Lane:
                 self._changed.notify_all()
 
     def close(self, *, wait: bool = True) -> None:
-        """Stop the thread after the queued jobs. The caller has already made them all fail."""
+        """Stop the thread after the queued jobs. The caller must already have failed these jobs."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,16 +1,16 @@
 """Track a group's calls, its operations in progress, and how the group ended.
 
-This is the only place that records whether a group is broken, aborted or closed. Engines raise what
-they observed (see `backends/interface.py`). This module converts the first observation into the
-group's error. Every later call reports that error, on this rank and, through `Evidence`, on the
-other ranks.
+This module is the only place that records whether a group is broken, aborted or closed. Engines
+raise what they observed (see `backends/interface.py`). This module converts the first observation
+into the group's error. Every later call reports that error, on this rank and, through `Evidence`,
+on the other ranks.
 
 [Note: the end of a group] A group ends when it fails, is aborted or is closed, whichever happens
-first. An atomic `dict.setdefault` decides which one was first. A lock would not work, because a
+first. An atomic `dict.setdefault` decides which event came first. A lock would not work, because a
 signal handler may call `abort` on a thread that already holds the lock. The winner cuts the
 engine's connections. The engine is released (`close`) only once no thread is inside it. So `close`
-waits briefly for other threads. If its caller is itself inside the engine (a signal handler that
-calls `shutdown`), the interrupted call releases the engine when it returns.
+waits briefly for other threads. If a signal handler calls `shutdown` inside the engine, the
+interrupted call releases the engine on its return.
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """How a group ended on this rank: by an error, by an abort without an error, or by a close."""
+    """The end of a group on this rank: by an error, by an abort without an error, or by a close."""
 
     error: CollectiveError | None = None
     is_abort: bool = False
 
 
 class GroupState:
-    """The operations of one group on this rank, from the first one until the group ends."""
+    """The operations of one group on this rank, and the way in which the group ended."""
 
     def __init__(self, members: Members, engine: Engine, evidence: Evidence | None = None) -> None:
         self.members = members
@@ -230,17 +230,16 @@ class GroupState:
     # ---- operations under way ----
 
     def sweep(self) -> None:
-        """Settle all operations that have ended but are not settled."""
+        """Settle all operations that have ended but have not been settled yet."""
         if self._works:
             with self._lock:
                 for work in self._ended():
                     self._settle(work)
 
     def settle(self, work: Work) -> None:
-        """Record an operation's end after those of earlier ones, so that the cause comes first.
+        """Record the end of an operation, after the ends of all earlier operations.
 
-        An operation on a device may still be running after a wait. In that case its end is recorded
-        later.
+        If the operation is still running on a device, its end is recorded later.
         """
         with self._lock:
             for earlier in self._ended():
@@ -269,7 +268,7 @@ class GroupState:
         return bool(works)
 
     def _ended(self) -> list[Work]:
-        """Return the operations that have ended, in the order they were called."""
+        """Return the operations that have ended, in the order in which they were called."""
         ended: list[Work] = []
         busy: set[object] = set()
         for work in self._works:
@@ -313,7 +312,7 @@ class GroupState:
         raise error from None
 
     def explain(self, operation: Operation, raised: BaseException) -> BaseException:
-        """Convert an engine's error to the user's error, and end the group with it."""
+        """Convert an engine's error into an error for the user, and end the group with it."""
         if isinstance(raised, Refused):
             return raised
         is_ours = isinstance(raised, Exception) and not is_from_handler(raised)
@@ -350,7 +349,7 @@ class GroupState:
         return [operation for _, operation in list(self._inside)] + list(self._explained)
 
     def fail(self, error: CollectiveError) -> CollectiveError | None:
-        """End the group with an error unless it has ended; return the error that ended it."""
+        """End the group with an error unless it has already ended; return the final error."""
         mine = _End(error)
         first = self._ends.setdefault("end", mine)
         if first is mine:
@@ -361,9 +360,8 @@ class GroupState:
     def hear(self, error: CollectiveError) -> None:
         """End the group with the verdict of another rank; never blocks.
 
-        A rank that failed in a collective has finished all earlier collectives, so all ranks took
-        part in those. An earlier collective that is still in progress on this rank is given a
-        moment to finish.
+        Collectives that all ranks have entered, but that are still in progress on this rank, are
+        given a moment to finish.
         """
         number = error.sequence
         if error.operation in COLLECTIVES and self._is_before(number):

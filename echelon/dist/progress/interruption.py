@@ -10,8 +10,7 @@ from types import CodeType
 def is_from_handler(raised: BaseException) -> bool:
     """Return whether a Python signal handler raised this exception.
 
-    A handler runs on the main thread, inside the call that it interrupts, and that call propagates
-    the handler's exceptions. Such an exception has the handler's frame in its traceback.
+    Such an exception has the handler's frame in its traceback.
     """
     if threading.current_thread() is not threading.main_thread():
         return False

@@ -47,7 +47,7 @@ class Serial:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no job is running or queued."""
+        """True if no job is running or queued."""
         return not self._unfinished
 
     def submit(self, operation: Operation, watch: Watch) -> Job:
@@ -113,7 +113,7 @@ class Serial:
         job.finish(error)
 
     def _check_waiting(self) -> None:
-        """End queued jobs whose deadlines pass while they wait for a long-running job."""
+        """End queued jobs whose deadlines have passed during another, long-running job."""
         self._take(block=False)
         now = time.monotonic()
         for job in [one for one in self._waiting if now >= one.watch.deadline_s]:

@@ -64,7 +64,7 @@ class Watcher:
             thread.join(_JOIN_S)
 
     def post(self, job: Callable[[], None]) -> None:
-        """Run a job on the watcher's thread. The job must limit its own time to about a second."""
+        """Run a job on the watcher's thread. The job must end within about a second."""
         self._jobs.append(job)
         self._start()
         self._wake.set()

@@ -54,7 +54,7 @@ def create(torch_options: Any, group_options: Any) -> TorchGroup:
 
 
 class Maker:
-    """Creates the echelon group of one torch group."""
+    """A factory for the echelon group behind one torch group."""
 
     def __init__(self, torch_options: Any, options: Options, is_world: bool) -> None:
         self.rank = int(torch_options.group_rank)
@@ -68,7 +68,7 @@ class Maker:
         self._meeting: Meeting | None = None
 
     def make(self, description: str) -> ProcessGroup:
-        """Create the group; every member must call this. Block until all members have joined.
+        """Create the group; block until all members have joined. Every member must call `make`.
 
         Args:
             description: torch's `group_desc`, such as "mesh_dp", which names the group in verdicts.
@@ -129,7 +129,7 @@ class Maker:
 
 
 def seconds(timeout: Any) -> float:
-    """Return torch's timeout in seconds; a very long timeout means no timeout."""
+    """Return torch's timeout in seconds, limited to a maximum."""
     value = float(timeout.total_seconds())
     return min(value, _LONGEST_TIMEOUT_S) if value > 0 and math.isfinite(value) else 0.001
 

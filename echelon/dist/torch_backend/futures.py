@@ -1,8 +1,8 @@
-"""Run threads that complete torch futures, each in the order of its operations.
+"""Run threads that complete torch futures in the order of the operations.
 
-The thread that waited for an operation completes the operation's future, and runs the callbacks
-chained to it. A callback may itself wait for a later future, as DDP's PowerSGD hook does; that
-future is completed by another thread, which is created when needed.
+The thread that waited for an operation completes the operation's future and runs the future's
+callbacks. If a callback waits for a later future, as in DDP's PowerSGD hook, another thread
+completes that future.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """Adapt an echelon ProcessGroup to torch's process group interface.
 
-Torch's C++ and Python code call the methods below by these names; older names are aliases. An
-operation's arguments are converted to contiguous arrays (tensors.py); the ProcessGroup checks,
-records and executes the operation; and torch receives a `TorchWork` (work.py). A blocking call
-(`asyncOp` false) runs on the calling thread and raises errors there unchanged.
+Torch's C++ and Python code calls the methods below by name; older names are aliases. An operation's
+arguments are converted to contiguous arrays (tensors.py); the ProcessGroup checks, records and
+executes the operation; and torch receives a `TorchWork` (work.py). A blocking call (`asyncOp`
+false) runs on the calling thread and raises errors there unchanged.
 
-The subclass replaces torch's whole group, whichever devices the program specified: tensors on the
-host and on devices all use one ProcessGroup, which has an engine for each kind of device. Ranks are
-ranks within the group, because torch translates `src` and `dst` and passes on `group_src` and
-`group_dst`.
+The subclass replaces torch's whole group. Tensors on the host and on devices use the same
+ProcessGroup, which has an engine for each kind of device. All ranks are ranks within the group,
+because torch translates `src` and `dst`.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ class TorchGroup(Identity):
         return start, finish
 
     def reduce(self, tensor: Any, opts: Any = None) -> TorchWork:
-        """Reduce a tensor over all ranks into the tensor of the root."""
+        """Reduce a tensor over all ranks into the root's tensor."""
         reduction, data = Reduction.of(opts), tensors.only(tensor, "reduce")
         root = opts.rootRank
         group, (x, finish) = self._group, tensors.target(data)
@@ -107,7 +106,7 @@ class TorchGroup(Identity):
         return self._run(opts, start, [data], finish)
 
     def broadcast(self, tensor: Any, opts: Any = None) -> TorchWork:
-        """Copy the root's tensor into every rank's tensor. All must have the same size."""
+        """Copy the root's tensor into every rank's tensor. All tensors must have the same size."""
         data, root = tensors.only(tensor, "broadcast"), opts.rootRank
         group, (x, finish) = self._group, tensors.target(data)
         return self._run(opts, partial(group.broadcast, x.reshape(-1), root), [data], finish)
@@ -141,7 +140,7 @@ class TorchGroup(Identity):
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> TorchWork:
-        """Collect several tensors from every rank, each into one tensor of every output list."""
+        """Collect a list of tensors from every rank into one output list per rank."""
         calls = []
         for number, data in enumerate(inputs):
             out, finish = tensors.flat_target([of_rank[number] for of_rank in outputs])
@@ -349,7 +348,7 @@ class TorchGroup(Identity):
     def _group(self) -> ProcessGroup:
         """The underlying group, created on first use.
 
-        Its creation needs all members to take part.
+        All members must take part in creating the group.
         """
         return self._made or self._meet()
 
@@ -415,7 +414,7 @@ def _now(job: Job) -> None:
 
 
 def _close_all() -> None:
-    """Close groups that were left open: a thread still waiting in one would abort the exit."""
+    """Close groups that were left open, because waiting threads would abort the process exit."""
     for group in sorted(_open_groups, key=lambda one: one.group_name, reverse=True):
         group.shutdown()
 

@@ -10,11 +10,7 @@ _core: Any = torch._C._distributed_c10d
 
 
 class Identity(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class, untyped
-    """The part of a torch group that describes it.
-
-    Torch's own methods need a separate backend object in the group. A subclass of this class
-    replaces both the methods and that backend.
-    """
+    """The name, rank, size and description of a torch group."""
 
     supports_splitting = False
     supports_coalescing = False

@@ -1,8 +1,8 @@
 """Sum sparse tensors: each rank collects all non-zeros and adds them in rank order.
 
-DDP uses this for embeddings with sparse gradients. A sum takes three gathers on the host: of each
-rank's number of non-zeros, of their indices, and of their values, padded to the largest number. The
-call blocks until the sum is complete.
+DDP uses this for embeddings with sparse gradients. A sum takes three gathers on the host: one for
+the numbers of non-zeros, one for their indices, and one for their values. The call blocks until the
+sum is complete.
 """
 
 from __future__ import annotations

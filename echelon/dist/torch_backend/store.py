@@ -1,10 +1,9 @@
 """Let the members of a torch group join through torch's own store.
 
-Torch passes its rendezvous store to a backend, so a second store is not needed. If it is a
-TCPStore, whether echelon's or torch's, echelon's client connects to the same server. Unlike torch's
-client, it can wait without logging, its waits can be interrupted by signals, and each takes one
-round trip on echelon's server. One client serves all groups of a process. Any other store, such as
-a FileStore or a store defined by the program, is used through torch.
+Torch passes its rendezvous store to a backend, so a second store is not needed. For a TCPStore,
+echelon's client connects to the same server. Unlike torch's client, echelon's client waits without
+logging and can be interrupted by signals. One client serves all groups of a process. Any other
+store, such as a FileStore, is used through torch.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def flat_source(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def flat_target(tensors: Sequence[Tensor]) -> tuple[Tensor, Finish | None]:
-    """Return one target for several results, and a function that copies its data into them."""
+    """Return one target for several results, and a function that copies data into them."""
     whole = _as_one_piece(tensors)
     if whole is not None:
         return whole, None
@@ -63,7 +63,7 @@ def source(tensor: Tensor) -> Tensor:
 
 
 def target(tensor: Tensor) -> tuple[Tensor, Finish | None]:
-    """Return a contiguous target for a result, and a function that copies the target into it."""
+    """Return a contiguous target for a result, and a function that copies data into it."""
     if tensor.is_contiguous():
         return tensor.detach(), None
     buffer = tensor.detach().contiguous()
@@ -84,11 +84,7 @@ def both(finishes: Sequence[Finish | None]) -> Finish | None:
 
 
 def check_own(tensors: Sequence[Tensor], own: Tensor, rank: int, what: str) -> None:
-    """Check that this rank's tensor in a list has the same size as the rank's own tensor.
-
-    Raises:
-        ValueError: the sizes differ.
-    """
+    """Check that the tensor for this rank in a list has the same size as the rank's own tensor."""
     if tensors[rank].numel() != own.numel():
         raise ValueError(
             f"{what}: the list has {tensors[rank].numel()} elements for rank {rank} of the group, "

@@ -3,8 +3,8 @@
 [Note: errors and futures] A work's torch future is completed by the thread that waits for the work.
 Torch turns a Python exception into a wrong result in one place (`_create_work_from_future`) and
 into a crash in another (`Future.set_exception` under DDP). So `TorchWork.wait` raises errors
-itself, and every future handed out is a child created by `then`, with a callback that raises the
-error. C++ then sees a RuntimeError with the error's name and text.
+itself, and every future that it returns is a child created by `then`, with a callback that raises
+the error. C++ then sees a RuntimeError with the error's name and text.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """Return a torch future of the tensors; see the module's note for its errors."""
+        """Return a torch future for the tensors; see the module's note on errors."""
         with self._lock:
             if self._future is None:
                 devices = sorted(

@@ -21,7 +21,7 @@ class Undivided:
         partial: parameters for which each rank computes only part of the gradient; these parts are
             summed.
         equal: parameters for which every rank computes the whole gradient. The gradients are
-            averaged, so that the copies stay equal even if a device adds in no fixed order.
+            averaged, so that the copies stay equal even if a device adds in an arbitrary order.
     """
 
     partial: tuple[nn.Parameter, ...] = ()
@@ -34,7 +34,7 @@ def divide_model(model: nn.Module, plan: Plan, setting: Setting) -> Undivided:
     Collective; blocks at most for the group's timeout.
 
     Raises:
-        ValueError: the plan or the model does not allow the division; nothing was sent.
+        ValueError: the plan or the model does not allow the division; no data was sent.
         CollectiveError: a rank was lost or did not join.
     """
     _check(model, plan, setting)

@@ -50,7 +50,7 @@ class SharedGradients:
     def reduce(self) -> None:
         """Sum or average the step's gradients over the group, and add the gradients set aside.
 
-        A parameter that has no gradient on any rank still has none afterwards. Collective.
+        Parameters that have no gradient on any rank are skipped. Collective.
 
         Raises:
             CollectiveError: a rank was lost or did not join.

@@ -234,11 +234,10 @@ def _described(module: nn.Module) -> str:
 
 
 def _check_tokens(name: str, tokens: Tensor, num_all: int) -> None:
-    """Check that each token is a row of the embedding; no rank would look up any other token.
+    """Check that each token has a row in the embedding.
 
     Raises:
-        IndexError: a token is not a row, as in `nn.Embedding`. Checked only on the host, where the
-            check does not have to wait for a device.
+        IndexError: a token does not have a row. Only tensors on the host are checked.
     """
     if tokens.device.type == "cpu" and tokens.numel():
         least, most = int(tokens.min()), int(tokens.max())
