@@ -1,1 +1,1 @@
-"""Run pipeline stages made of torch modules, with messages between stages, ties and replicas."""
+"""Run pipeline stages that are made of torch modules."""

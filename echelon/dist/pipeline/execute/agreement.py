@@ -21,7 +21,7 @@ from echelon.dist.pipeline.plan.plan import Plan
 def plan_of(
     schedule: str | Path | Plan, num_ranks: int, num_microbatches: int | None, num_chunks: int
 ) -> Plan:
-    """Return the plan for a schedule's name, a file or a `Plan`, after checking that it matches.
+    """Return the plan for a schedule's name, a file or a `Plan`, after checking it.
 
     Raises:
         ValueError: the plan does not match the numbers of ranks, micro-batches or chunks.
@@ -65,11 +65,10 @@ def check_stages(stages: Sequence[Stage], plan: Plan, rank: int) -> None:
 
 
 def check_shared(stages: Sequence[Stage], plan: Plan, ties: Sequence[Sequence[str]]) -> None:
-    """Check that parameters shared by layers are tied if their stages are on different ranks.
+    """Check that parameters used on several ranks are tied.
 
     Raises:
-        ValueError: a parameter that stages on several ranks use is not tied, so its copies would
-            drift apart.
+        ValueError: a parameter that is used on several ranks is not tied.
     """
     tied = [set(tie) for tie in ties]
     for stage in stages:
@@ -95,8 +94,8 @@ def agree(
 ) -> str:
     """Check that all ranks have the same plan and ties; return a name for the pipeline.
 
-    Collective. The name is random, so that a message from an earlier pipeline of the group, which
-    failed, is never mistaken for one of this pipeline's.
+    Collective. The name is random, so that messages from an earlier, failed pipeline are never
+    accepted.
 
     Raises:
         ValueError: plans or ties differ, stages are on devices of different kinds, or a tied

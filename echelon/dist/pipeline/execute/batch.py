@@ -13,7 +13,7 @@ def split_batch(what: str, batch: Any, num_microbatches: int) -> list[list[torch
     """Return the tensors of each micro-batch; the sizes differ by at most one row.
 
     Args:
-        what: the name of the argument, for the error.
+        what: the name of the argument, for error messages.
         batch: a tensor or a tuple of tensors, [batch_size, ...] each.
         num_microbatches: the number of micro-batches.
 
@@ -39,10 +39,10 @@ def split_batch(what: str, batch: Any, num_microbatches: int) -> list[list[torch
 
 
 def cut_off(inputs: Any) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Detach the inputs that the program itself computed: replace each with a new leaf.
+    """Replace inputs that the program itself computed with new leaves.
 
-    Each micro-batch runs its own backward, but autograd must run the program's part of the graph
-    only once, with the gradients from all micro-batches. `pass_on` runs that part.
+    Each micro-batch runs its own backward. `pass_on` then runs the program's part of the graph
+    once, with the gradients from all micro-batches.
 
     Returns:
         The new inputs, and pairs of a replaced input and its leaf.

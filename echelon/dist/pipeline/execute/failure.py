@@ -1,9 +1,7 @@
 """If a step fails on one rank, end all groups that the step uses, on every rank.
 
-In these groups, other ranks are waiting for the failed rank's outputs, gradients, shards or
-averages. An exception from a stage's module is the program's own error; a program that catches it,
-or takes long to exit, must not keep the other ranks waiting until the groups' timeout. So the other
-ranks immediately get an error that names the failed rank.
+In these groups, other ranks may be waiting for the failed rank. The error on the other ranks names
+the failed rank.
 """
 
 from __future__ import annotations

@@ -13,16 +13,16 @@ each recorded node again, only for its parameters. Each product is thus computed
 kernels as in a full backward, so the gradients are bitwise identical.
 
 Not everything is deferred. The gradients of the following parameters are computed immediately,
-together with those of the inputs:
+together with the gradients of the inputs:
 
 * parameters of nodes that do not lead to an input, where nothing can be deferred;
 * parameters attached to several nodes, because the engine adds their contributions in its own
   order, which has to be kept;
-* parameters of a Python `autograd.Function`, because it would compute everything twice.
+* parameters of a Python `autograd.Function`, because the function would compute everything twice.
 
-A hook that changes a gradient would change it twice, once in each half. If you use such hooks,
-choose a schedule with full backwards (gpipe, 1f1b, ...). With activation checkpointing, each half
-recomputes once (see `recomputation.py`).
+A hook that changes a gradient runs twice, once in each half. If you use such hooks, choose a
+schedule with full backwards (gpipe, 1f1b, ...). With activation checkpointing, each half recomputes
+the activations once (see `recomputation.py`).
 """
 
 from __future__ import annotations

@@ -53,9 +53,9 @@ def split(
     list are named by their positions.
 
     Args:
-        model: layers that run one after another, each on the output of the previous one. A
-            dict's keys are the layers' names in the model, which may contain dots: `{"wte": wte,
-            "h.0": block, ...}`.
+        model: layers that run one after another, each on the output of the previous layer. A dict's
+            keys are the layers' names in the model and may contain dots: `{"wte": wte, "h.0":
+            block, ...}`.
         num_stages: the number of stages; at most the number of layers.
         costs: the cost of each layer, in any unit, preferably measured; None means the layer's
             number of parameters plus a small constant.

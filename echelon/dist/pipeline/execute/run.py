@@ -2,8 +2,8 @@
 
 Each rank executes its row of the plan, one computation at a time. Results are sent immediately, and
 the rank waits for its sends only at the end of the step. Receives are posted ahead of time, and the
-rank waits for each when it uses the data. Messages use channels (`messages/`), which other traffic
-cannot block.
+rank waits for a receive only when it uses the data. Messages use channels (`messages/`), which
+other traffic cannot block.
 """
 
 from __future__ import annotations
@@ -71,9 +71,8 @@ class Pipeline:
 
     The constructor is collective: every rank of the group must call it with the same arguments, and
     it blocks until all ranks have done so, within the group's timeout. If a step fails on one rank,
-    for example because a stage's module raises an error, the groups that the step uses end on all
-    ranks: `group`, `replicas` and the groups of sharded stages. The other ranks' errors name the
-    failed rank. The pipeline cannot be used afterwards.
+    all groups that the step uses end on every rank. The other ranks' errors name the failed rank.
+    The pipeline cannot be used afterwards.
 
     Raises:
         ValueError: stages, schedule and group do not match, or the ranks' arguments differ.
@@ -168,7 +167,7 @@ class Pipeline:
 
     @property
     def has_last(self) -> bool:
-        """Whether this rank holds the last stage, which receives targets and computes losses."""
+        """Whether this rank holds the last stage, which computes the losses."""
         return self.stages[-1].is_last
 
     def step(
@@ -181,20 +180,19 @@ class Pipeline:
 
         Args:
             inputs: on the first stage's rank, a tensor or a tuple of tensors, [batch_size, ...].
-                Tensors that require gradients receive them.
+                Input tensors may require gradients.
             targets: on the last stage's rank, the targets in the same form.
             loss_scale: the current scale of a gradient scaler, which must be the same on all ranks.
                 It multiplies the gradients but not the losses. `GradScaler(over=...)` with a group
-                of all stages' ranks then unscales them, and skips the step on all ranks if any rank
-                had an overflow.
+                of all stages' ranks then unscales the gradients, and skips the step on all ranks if
+                any rank had an overflow.
 
         Returns:
             On the last stage's rank, `num_microbatches` scalar losses; None on other ranks.
 
         Raises:
             ValueError: inputs or targets are missing or cannot be split, `loss_scale` is invalid,
-                or a loss does not require gradients. In the last case the groups end, as they do
-                after an error in a module.
+                or a loss does not require gradients. In the last case, the groups end.
             CollectiveError: a rank was lost or exceeded the group's timeout.
         """
         if not torch.is_grad_enabled():

@@ -1,8 +1,8 @@
-"""SeparateStep: a step that never adds gradients of different micro-batches to each other.
+"""Run a step that keeps the gradients of different micro-batches separate.
 
 After each backward or half of a backward, a listener removes the gradients. The state of the random
 generators travels from stage to stage with each micro-batch's activations, so that a micro-batch
-draws the same random numbers wherever the model is divided.
+draws the same random numbers no matter where the model is divided.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Listener(Protocol):
     def random(
         self, stage: Stage, microbatch: int, state: torch.Tensor | None
     ) -> AbstractContextManager[object]:
-        """Return a context for a forward; it sets the random generators and then restores them.
+        """Return a context that sets the random generators for a forward, and then restores them.
 
         Args:
             stage: the stage whose forward runs.

@@ -2,9 +2,8 @@
 
 Each stage has a copy, and all copies start with the first stage's value. At the end of each step,
 every copy gets the same gradient: the sum of the stages' gradients, added in the order of the
-stages. So the copies stay equal. Two stages on one rank may also hold the same parameter object,
-for example if a whole model was split. Autograd itself adds the gradients from such stages, so they
-count as one copy here.
+stages. So the copies stay equal. If several stages on one rank hold the same parameter object,
+autograd adds their gradients, and the object counts as one copy.
 """
 
 from __future__ import annotations

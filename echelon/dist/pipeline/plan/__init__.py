@@ -1,1 +1,1 @@
-"""Represent schedules as data: actions, plans, dependencies and checks. Does not need torch."""
+"""Represent schedules as data: actions, plans, dependencies and checks. Torch is not needed."""

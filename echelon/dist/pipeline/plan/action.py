@@ -73,7 +73,7 @@ class Action:
 
     @property
     def computations(self) -> tuple[Action, ...]:
-        """The computations in order: an overlap's parts, or the action itself; else ()."""
+        """The computations of the action, in order; () if the action does not compute anything."""
         if self.kind is Kind.OVERLAP:
             return self.parts
         return (self,) if self.is_compute else ()

@@ -43,8 +43,8 @@ def schedule(
         num_ranks: the number of ranks in the pipeline, 1 or more.
         num_microbatches: the number of micro-batches, 1 or more; may be smaller than the number of
             ranks or stages.
-        num_chunks: the number of stages per rank; None means 1 for gpipe and 1f1b, and 2 for the
-            others. Only the interleaved and looped schedules accept other numbers.
+        num_chunks: the number of stages per rank; None means 1 for gpipe and 1f1b, and 2 for other
+            schedules. Only the interleaved and looped schedules accept other numbers.
 
     Raises:
         ValueError: the schedule is unknown, or is not defined for these numbers.

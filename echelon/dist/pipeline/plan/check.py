@@ -1,7 +1,6 @@
-"""Before a plan runs, check whether it can be executed, and locate any fault.
+"""Check whether a plan can be executed, and locate any fault.
 
-Generated plans pass by construction, which a test verifies. The checks are meant for plans written
-by hand.
+The checks are meant for plans that were written by hand.
 """
 
 from __future__ import annotations

@@ -57,16 +57,14 @@ def order_messages(plan: Plan) -> Plan:
 def add_sharding(plan: Plan, keep: int | None = None) -> Plan:
     """Return the plan with sharding actions added, for stages whose parameters are sharded.
 
-    A stage's parameters are gathered one computation ahead of need, kept while they are needed
-    again soon, and released otherwise. Its gradients are reduced once, after the last one has been
-    computed.
+    A stage's parameters are gathered one computation before their use, and are released unless they
+    will be needed again soon. The stage's gradients are reduced once, after its last backward.
 
     Args:
         plan: a plan with or without messages; a plan that has sharding actions is returned
             unchanged.
         keep: parameters stay gathered if one of the next `keep` computations needs them; None means
-            twice the rank's number of stages, so that no parameters are gathered in the steady
-            state.
+            twice the number of the rank's stages.
     """
     if any(action.kind in SHARDING for row in plan.rows for action in row):
         return plan

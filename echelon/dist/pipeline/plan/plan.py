@@ -45,8 +45,8 @@ class Plan:
         rows: each rank's actions in order.
         num_microbatches: the number of micro-batches in a step's batch.
         num_chunks: the maximum number of stages on a rank.
-        columns: for each row, the column of each action in the plan's file; empty if an action's
-            column is simply its position in the row.
+        columns: for each row, the column of each action in the plan's file; empty if the columns
+            equal the positions in the rows.
 
     Example:
         >>> plan = schedule("1f1b", num_ranks=2, num_microbatches=2)
@@ -135,7 +135,7 @@ def _parse(field: str, row: int, column: int) -> Action:
 
 
 def plan_of(rows: Sequence[Sequence[Action]], name: str) -> Plan:
-    """Create a plan from rows; derive the numbers of micro-batches and chunks from them.
+    """Create a plan from rows, which determine the numbers of micro-batches and chunks.
 
     Raises:
         PlanError: the rows contain no computation.

@@ -41,8 +41,8 @@ class Simulation:
         makespan: the time from the first action's start to the last action's end, in the costs'
             unit.
         bubble: the fraction of time that a rank is idle, averaged over all ranks, from 0 to 1.
-        peak_activations: per rank, the maximum number of (stage, micro-batch) pairs whose
-            activations it holds at once, from the forward to the weight gradients.
+        peak_activations: for each rank, the maximum number of (stage, micro-batch) pairs whose
+            activations the rank holds at once.
         peak_bytes: the maximum number of bytes of activations per rank, according to
             `Costs.activation_bytes`.
         slots: for each rank, its computations with their times.
@@ -69,7 +69,7 @@ def simulate(
     """Compute when a plan's actions run.
 
     Args:
-        plan: any plan. Its messages and sharding actions are counted as taking no time.
+        plan: any plan. Its messages and sharding actions take no time.
         forward: the cost of one chunk's forward, as one number for all stages or one per stage.
         input_grad: cost of the gradient of one chunk's input.
         weight_grad: cost of the gradient of one chunk's weights; a full backward takes

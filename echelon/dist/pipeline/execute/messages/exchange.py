@@ -1,8 +1,8 @@
 """Run one rank's side of the exchange between stages in a step.
 
-If two neighbouring stages are on the same rank, tensors are passed directly; otherwise they are
-sent. Sends never block. Receives are posted no later than in the plan that `add_messages` returns
-(see the note in `lower.py`), and usually a few computations earlier.
+Tensors are passed directly between stages on the same rank, and are sent between stages on
+different ranks. Sends never block. Receives are posted no later than in the plan that
+`add_messages` returns (see the note in `lower.py`), and usually a few computations earlier.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Exchange:
         }
 
     def want(self, things: Sequence[Thing]) -> None:
-        """Post the receives that will be needed for `things`, and those announced by headers."""
+        """Post the receives for `things`, and all receives announced by headers."""
         for thing in things:
             self._incoming[self._routes.source(thing)].want(thing)
         for incoming in self._incoming.values():
@@ -127,8 +127,8 @@ class Exchange:
     def take(self, thing: Thing, action: Action) -> Tensors:
         """Return the tensors that a computation needs, blocking until they have arrived.
 
-        Outputs arrive as leaves that require gradients if they did on the sending rank. On a
-        device, the current stream waits for the data, but the host does not.
+        Outputs arrive as leaves, which require gradients if the sent tensors do. On a device, the
+        current stream waits for the data, but the host does not.
 
         Raises:
             CollectiveError: the sending rank was lost, or did not send within the group's timeout.

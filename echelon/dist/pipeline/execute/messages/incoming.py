@@ -1,12 +1,11 @@
 """Manage this rank's receives from one peer during a step.
 
-A channel's messages arrive in the order in which the peer sends them, which is the order of its row
-in the plan. So receives are posted in that order, a few computations ahead of need, even if their
-data is needed in another order.
+A channel's messages arrive in the order of the peer's row in the plan. Receives are posted in the
+same order, a few computations before the data is needed.
 
-A receive of outputs can be posted before their header has arrived, because both ends remember the
-size from the previous step. A micro-batch may have a different shape in the next step; outputs that
-turn out larger take one more message. In the first step a receive waits for its header.
+A receive for outputs can be posted before the header has arrived, because both ends remember the
+size from the previous step. Outputs that turn out to be larger take one more message. In the first
+step, a receive waits for its header.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class _Arrival:
     """The receives for one thing (see `Thing`).
 
     Attributes:
-        works: the receives of the thing's data.
+        works: the receives for the thing's data.
         header: for outputs, the receive of the header and its buffer.
         specs: the contents of the header, once it has been read.
         payload: for outputs, the buffer of the payload.
@@ -98,7 +97,7 @@ class Incoming:
     def is_here(self, thing: Thing) -> bool:
         """Return whether `take` would not block.
 
-        On a device, only the header has to have arrived.
+        On a device, only the header must have arrived.
         """
         if self._place[thing] >= self._num_posted:
             return False
@@ -112,7 +111,7 @@ class Incoming:
     def take(self, thing: Thing) -> Tensors:
         """Return the tensors of a result, blocking until they have arrived.
 
-                On a device, only the current stream waits for the data.
+        On a device, only the current stream waits for the data.
 
         Raises:
             CollectiveError: the peer was lost, or did not send within the group's timeout.
@@ -169,7 +168,7 @@ class Incoming:
         self._arrivals[thing].header = work, numbers
 
     def _size(self, thing: Thing) -> int | None:
-        """Return the size that these outputs had in the previous step."""
+        """Return the size of a micro-batch's outputs in the previous step."""
         return self._link.received.get((thing.stage, thing.microbatch))
 
     def _post(self, thing: Thing) -> bool:

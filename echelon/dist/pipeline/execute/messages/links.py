@@ -49,7 +49,7 @@ def open_links(
 
     Args:
         group: the pipeline's ranks.
-        name: the pipeline's name, which is unique to it and the same on all its ranks.
+        name: the pipeline's unique name, which is the same on all ranks.
         peers: the group ranks of the peers.
         device: the device of the data.
 

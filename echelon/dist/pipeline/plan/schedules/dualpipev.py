@@ -1,12 +1,12 @@
-"""DualPipeV: two chunks per rank in a V, where one chunk's forwards overlap the other's backwards.
+"""DualPipeV: two chunks per rank in a V, with forwards and backwards overlapped.
 
 Rank r holds stages r and 2p - 1 - r. In the steady state, each action combines a forward and a
 backward, and the communication of one is hidden behind the computation of the other. The backward
 is split only near the ramps. (The schedule is DeepSeek's DualPipe, cut in half as Sea AI Lab
 proposed.)
 
-The schedule is regular for 2p or more micro-batches. With fewer micro-batches, the order for 2p is
-used without the micro-batches that do not exist.
+The schedule is regular for 2p or more micro-batches. With fewer micro-batches, the order for 2p
+micro-batches is used, and the missing micro-batches are left out.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
 
 
 def _end(row: RowBuilder, rank: int, behind: int, down: int, up: int) -> None:
-    """Append the last backwards: whole ones, then split ones with weight gradients in the gaps."""
+    """Append the last backwards: first full ones, then split ones with weight gradients between."""
     ramp = [up, down] * (rank + 1)
     for number, stage in enumerate(ramp):
         if number <= rank:

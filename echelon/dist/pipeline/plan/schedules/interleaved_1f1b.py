@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: each rank holds several chunks, which divides the bubble by their number.
+"""Interleaved 1F1B: each rank holds several chunks, which shortens the bubble.
 
 Rank r holds stages r, r + p, r + 2p, ... Before its first backward, a rank runs one round of
 forwards for each of its chunks except the last. It also runs two more forwards for each rank after

@@ -1,8 +1,8 @@
 """Interleaved zero bubble: interleaved 1F1B with the backward in two halves.
 
 Other ranks wait only for input gradients, so weight gradients can fill the gaps. Rank r defers r
-weight gradients, so that it has one for each gap at the end. Ranks hold at most (chunks x ranks)
-micro-batches.
+weight gradients, which fill the gaps at the end. Each rank holds the activations of at most (chunks
+x ranks) micro-batches.
 """
 
 from __future__ import annotations

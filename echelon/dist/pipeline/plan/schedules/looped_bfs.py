@@ -1,7 +1,7 @@
 """Looped breadth-first: GPipe with several chunks per rank, processed one whole chunk at a time.
 
-The schedule has the bubble of interleaved 1F1B and the memory of GPipe. Each chunk's parameters are
-needed once in each direction, which suits sharded stages.
+The schedule has the same bubble as interleaved 1F1B, and uses as much memory as GPipe. Each chunk's
+parameters are needed once in each direction, which suits sharded stages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """1F1B: each rank runs a backward as soon as it can, and then one more forward.
 
-A rank idles for as long as in GPipe, but holds at most as many micro-batches as there are ranks
-from itself to the last rank, inclusive.
+The bubble is the same as in GPipe, but rank r of p holds at most p - r micro-batches.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class RowBuilder:
 
 
 def kept(action: Action, num_microbatches: int) -> list[Action]:
-    """Drop computations of micro-batches that do not exist; an overlap may lose both parts."""
+    """Drop the computations of micro-batches that do not exist, including parts of overlaps."""
     parts = [part for part in action.computations if part.microbatch < num_microbatches]
     if action.kind is not Kind.OVERLAP:
         return parts

@@ -6,7 +6,7 @@ idle only during the ramp of p - 1 chunks, and no rank holds more activations th
 1F1B. (The schedule is Qi et al.'s, "Pipeline Parallelism with Controllable Memory".)
 
 The schedule is regular for 2p - 1 or more micro-batches. With fewer micro-batches, the order for 2p
-- 1 is used without the micro-batches that do not exist.
+- 1 micro-batches is used, and the missing micro-batches are left out.
 """
 
 from __future__ import annotations
