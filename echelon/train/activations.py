@@ -6,10 +6,10 @@
     selective    a block keeps its inputs and the results of matrix products and attention, which
                  are the most expensive to recompute, and recomputes the rest.
 
-The recomputed forward repeats the first one operation by operation, with the same random numbers,
-so gradients have the same bits. Only a block's `forward` is replaced, not its hooks. Therefore,
-`fully_shard` gathers a unit around both forwards, and may be called before or after
-`checkpoint_activations`. No module is wrapped, so no name in a state dict changes.
+The recomputed forward repeats the first forward operation by operation, with the same random
+numbers, so gradients have the same bits. Only a block's `forward` is replaced, not its hooks.
+Therefore, `fully_shard` gathers a unit around both forwards, and may be called before or after
+`checkpoint_activations`. Modules are not wrapped, so the names in a state dict do not change.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def checkpoint_activations(
 ) -> int:
     """Make blocks discard activations after forward and recompute them in backward.
 
-    In a pipeline, each rank passes the blocks of its own stages, and `every` counts only those.
+    In a pipeline, each rank passes the blocks of its own stages, and `every` counts only these
+    blocks.
 
     Args:
         blocks: the model's blocks in order, such as `model.blocks`.
@@ -100,7 +101,7 @@ def costly_operations() -> list[Any]:
 
 
 class _Checkpointed:
-    """The checkpointed forward of a block; it is an object so that a copied block gets its own."""
+    """The checkpointed forward of a block, as an object that is copied together with the block."""
 
     def __init__(self, forward: Callable[..., Any], kept: frozenset[Any] | None) -> None:
         self._forward = forward

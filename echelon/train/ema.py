@@ -3,8 +3,8 @@
     average  <-  decay * average + (1 - decay) * parameter        after each step of the optimizer
 
 The average is built like an optimizer: it keeps one tensor of the same shape for each parameter.
-Under `fully_shard`, each rank therefore keeps only the average of its own shards, and nothing is
-communicated. A checkpoint saves the average under the parameter's name, like an optimizer's state,
+Under `fully_shard`, each rank therefore keeps only the average of its own shards, without any
+communication. A checkpoint saves the average under the parameter's name, like an optimizer's state,
 and can be loaded on any number of ranks. The class has no `step`, because torch and the recorder
 count calls of `step` as training steps.
 
@@ -36,9 +36,8 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
     Args:
         parameters: a model, a pipeline stage, a pipeline, or an iterable of parameters.
         decay: the decay per update, between 0 and 1.
-        warmup: whether to use the smaller of `decay` and (1 + n) / (10 + n) in update n. Without
-            it, for the first 1 / (1 - decay) steps, the averages would consist mostly of the values
-            before training.
+        warmup: whether to use the smaller of `decay` and (1 + n) / (10 + n) in update n. Without a
+            warm-up, early averages consist mostly of the values before training.
 
     Raises:
         ValueError: an argument is invalid, or no parameter requires gradients.
@@ -82,8 +81,7 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
         """Move the averages towards the parameters, after an optimizer step. Not collective.
 
         Raises:
-            ValueError: the method was called inside `applied()`, where the averages take the
-                parameters' place.
+            ValueError: the method was called inside `applied()`.
         """
         self._check_not_applied("update()")
         for group in self.param_groups:
@@ -98,11 +96,10 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
     def applied(self) -> Iterator[None]:
         """Replace the parameters with their averages inside the context.
 
-        Use this for evaluation, or to save the averaged weights alone. Save a training run's
-        checkpoint outside the context, where the parameters are the ones being trained. When the
-        context ends, even because of an exception, the parameters get back exactly the values that
-        they had before. Enter and leave the context between steps and on all ranks, because sharded
-        units are then gathered again from the current shards.
+        Use the context for evaluation, or to save only the averaged weights. Save a training run's
+        checkpoint outside the context. When the context ends, even because of an exception, the
+        parameters' values are restored exactly. All ranks must enter and leave the context between
+        steps.
 
         Raises:
             ValueError: the method was called inside another `applied()` context.
@@ -139,7 +136,7 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
             self.state[parameter][_STATE] = _copy(average.to(parameter.device), parameter.dtype)
 
     def step(self, closure: Any = None) -> Any:  # noqa: ARG002 -- as the base class has it
-        """Raise an error, because `update()` is what updates the averages.
+        """Raise an error. Averages are updated by `update()`.
 
         Raises:
             TypeError: always.

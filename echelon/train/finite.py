@@ -1,10 +1,9 @@
 """Skip a training step on all ranks if any gradient is not finite.
 
 A bad batch or a flipped bit can make a gradient infinite or NaN, and a single step with such a
-gradient ruins all weights. The norm that clipping needs anyway is then not finite, and it has the
-same bits on every rank, so all ranks reach the same decision without further communication. In that
-case the gradients are left unchanged, because clipping by such a norm would make all of them NaN
-and hide the first gradient that was not finite.
+gradient ruins all weights. Such a gradient also makes the norm infinite or NaN. The norm has the
+same bits on every rank, so all ranks reach the same decision without further communication. The
+gradients of a skipped step are left unchanged.
 """
 
 from __future__ import annotations
@@ -118,8 +117,8 @@ class FiniteGuard:
             max_norm: the limit, as in `clip_grad_norm_`; with infinity, the norm is only measured.
 
         Returns:
-            The norm before scaling, equal on all ranks. If the norm is not finite, nothing was
-            scaled, and `step` will skip the optimizer's step.
+            The norm before scaling, equal on all ranks. If the norm is not finite, the gradients
+            are unchanged, and `step` will skip the optimizer's step.
 
         Raises:
             ValueError: an argument is invalid.

@@ -49,13 +49,13 @@ def chunked_cross_entropy(
 
     Args:
         hidden: [..., C], the input of the head.
-        weight: [V, C], the weight of the head, which may be that of the embedding.
+        weight: [V, C], the weight of the head, which may be shared with the embedding.
         targets: the target tokens: [...], int64.
         ignore_index: tokens with this target are excluded from the loss and from the mean.
         reduction: "sum", or "mean" over the tokens that are not ignored (NaN if all are ignored, as
             in torch).
-        chunk_tokens: the number of tokens per chunk; None means as many tokens as have 64 MiB of
-            logits.
+        chunk_tokens: the number of tokens per chunk; None means that the logits of a chunk take
+            about 64 MiB.
         recompute: whether backward recomputes the logits, as described at the top of this module;
             None means only for float16. If gradients are computed in forward, a second backward
             over the same graph raises a RuntimeError.
@@ -220,7 +220,7 @@ def _parts(numel: int, size: int) -> list[slice]:
 def _states(hidden: Tensor, counts: Tensor, plan: _Plan) -> Tensor:
     """Return a chunk in the dtype of the products, with zeros for ignored tokens.
 
-    Otherwise, a NaN in an ignored token would remain NaN even when multiplied by 0.
+    Zeros are needed because a NaN multiplied by 0 is still NaN.
     """
     return hidden.to(plan.dtype).masked_fill(counts.logical_not()[:, None], 0.0)
 

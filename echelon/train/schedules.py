@@ -91,8 +91,8 @@ class WarmupStableDecay:
 
     The shape is that of MiniCPM (Hu et al. 2024).
 
-    To extend a run, continue it from a checkpoint before the fall with a larger `num_steps`; up to
-    that point, schedules that differ only in `num_steps` agree.
+    To extend a run, continue from a checkpoint before the fall with a larger `num_steps`. Before
+    the fall, the factor does not depend on `num_steps`.
 
     Args:
         num_steps: the length of the run in steps, including the warm-up and the fall.

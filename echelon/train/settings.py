@@ -50,7 +50,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """Split `training.lr=3e-4` into a dotted name and a value; a value that is not TOML is text.
+    """Split `training.lr=3e-4` into a dotted name and a value, which is text if it is not TOML.
 
     Raises:
         ValueError: the text has no name or no `=`.
@@ -149,7 +149,7 @@ def to_toml(settings: Any) -> str:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the differences between two results of `to_dict`, as in the example.
+    """Return the differences between two results of `to_dict`, one line of text each.
 
     Example:
         >>> differences({"training": {"lr": 0.1}}, {"training": {"lr": 0.2}})

@@ -1,4 +1,4 @@
-"""Measure what a step costs this process and the ranks of a group: time, waits, memory."""
+"""Measure the cost of a step for this process and the ranks of a group: time, waits and memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Moment:
 
 
 def peak_memory_bytes() -> int:
-    """Return the peak memory so far: the accelerator's if there is one, else the process's."""
+    """Return the peak memory so far, of the accelerator if there is one, or else of the process."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_allocated())
@@ -60,7 +60,7 @@ def gather(costs: Moment, group: ProcessGroup | None) -> npt.NDArray[Any]:
 
     The columns are seconds, data wait, time in collectives, and peak memory in bytes.
 
-    Collective if there is a group; each rank then sends 32 bytes.
+    Collective if a group is given; each rank sends 32 bytes.
     """
     own = np.array(
         [[costs.time_s, costs.data_wait_s, costs.collectives_s, peak_memory_bytes()]], np.float64

@@ -1,7 +1,7 @@
 """Maintain a file with one JSON object per step: append to it, truncate it on resume, read it.
 
 A run that is killed may leave an incomplete line, and lines for steps after the checkpoint from
-which it resumes. Both are at the end of the file, so the file is truncated there and never
+which the run resumes. Such lines are at the end of the file, so the file is truncated and never
 rewritten. Earlier lines therefore survive a crash at any point.
 """
 
@@ -41,7 +41,7 @@ class FigureFile:
             raise
 
     def _check(self, path: Path) -> None:
-        """Raise an error if the file is not a log of figures, so that it is not truncated."""
+        """Raise an error if the file is not a log of figures."""
         begin = os.pread(self._descriptor, _BLOCK_BYTES, 0)
         line, newline, _ = begin.partition(b"\n")
         is_torn = not newline and begin.startswith(b'{"') and len(begin) < _BLOCK_BYTES
@@ -68,7 +68,7 @@ class FigureFile:
         return self._start_of_line(size + 1)
 
     def _start_of_line(self, end: int) -> int:
-        """Return the start of the line whose newline is the byte before `end`."""
+        """Return the start of the line that ends just before `end`."""
         at = end - 1
         while at > 0:
             begin = max(0, at - _BLOCK_BYTES)

@@ -3,8 +3,8 @@
 [Note: what the shares mean] `data_wait` is the time that the training thread spent in
 `recorder.span("data_wait")`, which `TokenLoader` and `recorder.watch` open. `exposed_communication`
 is the time for which the training thread was blocked in collectives and messages. It includes
-transfers that no computation hid and waits for late ranks (in a pipeline, the bubble). Both figures
-are fractions of the iteration's time.
+transfers that computation did not hide, and waits for late ranks (in a pipeline, the bubble). Both
+figures are fractions of the iteration's time.
 """
 
 from __future__ import annotations

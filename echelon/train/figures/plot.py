@@ -1,4 +1,4 @@
-"""Draw the plot, with one panel per figure, one colour per run, and labels at the lines' ends."""
+"""Draw a plot with one panel per figure, one colour per run, and labels at the lines' ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PANEL_INCHES = (5.6, 2.5)
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """How to draw one figure.
+    """The settings for drawing one figure.
 
     Attributes:
         name: the figure's name in the log.
@@ -30,7 +30,7 @@ class Panel:
         scale: the factor that the figure's values are multiplied by.
         is_log: whether the axis is logarithmic when the values span more than a factor of ten.
         from_zero: whether the axis starts at 0.
-        is_noisy: whether single values mean little; a running median is then drawn too.
+        is_noisy: whether single values mean little, so that a running median is drawn too.
         beside: the name and the label of a second figure, which is drawn dashed.
     """
 
@@ -73,7 +73,7 @@ def plot(runs: Sequence[Run], out: Path, *, title: str = "") -> None:
     """Plot several runs on shared axes into a file; panels without data are left out.
 
     Args:
-        out: the file to write: a .png, .svg or .pdf, or an .html page that needs no other file.
+        out: the file to write: a .png, .svg or .pdf, or a self-contained .html page.
 
     Raises:
         ImportError: matplotlib is not installed.

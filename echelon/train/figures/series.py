@@ -1,4 +1,4 @@
-"""Read a run's figures as series, and smooth the noisy ones."""
+"""Read a run's figures as series, and smooth noisy figures."""
 
 from __future__ import annotations
 

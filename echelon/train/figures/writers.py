@@ -1,7 +1,7 @@
-"""Write figures for other libraries, TensorBoard and Weights & Biases, behind one interface.
+"""Write figures for TensorBoard and Weights & Biases through one interface.
 
-Each library is imported when its writer is created; if it is missing, an `ImportError` with a
-one-line message is raised.
+Each library is imported when its writer is created. If the library is missing, an `ImportError`
+with a one-line message is raised.
 """
 
 from __future__ import annotations

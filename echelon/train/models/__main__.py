@@ -4,9 +4,9 @@
     python -m echelon.train.models export CHECKPOINT FOLDER [--key NAME] [--like FOLDER] [...]
     python -m echelon.train.models import FOLDER CHECKPOINT [--key NAME]
 
-A checkpoint stores the config of its model as the plain value `model_config`, which `import` writes
-and `config.to_dict()` returns. For checkpoints without this value, pass `--like` or `--config`. The
-exit code is 0 on success, 1 if a file cannot be read or written, and 2 for bad usage.
+`import` stores the model's config in the checkpoint, as the plain value `model_config`. For
+checkpoints without this value, pass `--like` or `--config`. The exit code is 0 on success, 1 if a
+file cannot be read or written, and 2 for bad usage.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Define a layer of a transformer: attention and a feed-forward network, each preceded by a norm.
 
-Separate layers compute queries, keys and values, so that tensor parallelism can divide each of them
-into whole heads. Since a rank's layers may then have fewer heads, the code takes the number of
-heads from the tensors' shapes.
+Separate layers compute queries, keys and values, so that tensor parallelism can divide each layer
+into whole heads. A rank's layers may therefore have fewer heads than the model, so the code takes
+the number of heads from the tensors' shapes.
 
 Shapes: B sequences, T tokens, C width, H heads, D head width, F hidden.
 """
@@ -41,7 +41,7 @@ class Attention(nn.Module):
             x: the features of all positions.
             rotary: the table of a `RotaryTable`; with None, queries and keys are not rotated.
             mask: for each position, the positions that it may attend to: bool [B, 1, T, T]. None
-                means itself and all earlier positions.
+                means the position itself and all earlier positions.
         """
         query, key, value = (self._heads(layer(x)) for layer in (self.query, self.key, self.value))
         if rotary is not None:

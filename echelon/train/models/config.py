@@ -14,14 +14,14 @@ class RotaryScaling:
     """The scaling of rotary frequencies that lets a model use a longer context.
 
     Attributes:
-        kind: "linear" divides all frequencies by `factor`; "llama3" divides the low ones, leaves
-            the high ones unchanged, and interpolates smoothly in between.
+        kind: "linear" divides all frequencies by `factor`; "llama3" divides low frequencies, leaves
+            high frequencies unchanged, and interpolates smoothly in between.
         factor: the divisor.
-        low_frequency_factor: for "llama3": frequencies with fewer turns than this within
-            `original_context` are divided.
-        high_frequency_factor: for "llama3": frequencies with more turns than this within
-            `original_context` are left unchanged.
-        original_context: for "llama3": the context that the model was originally trained with.
+        low_frequency_factor: for "llama3", the number of turns within `original_context` below
+            which a frequency is divided.
+        high_frequency_factor: for "llama3", the number of turns within `original_context` above
+            which a frequency is left unchanged.
+        original_context: for "llama3", the context with which the model was originally trained.
 
     Example:
         >>> scaling = RotaryScaling(kind="llama3", factor=8.0)
@@ -108,8 +108,8 @@ class ModelConfig:
         """Replace zeros with default values, and reject impossible sizes.
 
         Raises:
-            ValueError: a size is below one, a choice is unknown, or one size does not divide
-                another as it must.
+            ValueError: a size is below one, a choice is unknown, or a size is not a multiple of
+                another size as required.
             TypeError: a size is not an integer.
         """
         _require_one_of("norm", self.norm, ("rms", "layer"))
@@ -151,11 +151,11 @@ class ModelConfig:
     def flops_per_token(self) -> int:
         """Return the cost of training on one token: 6 N + 12 L H D T floating-point operations.
 
-        N is the number of weights used in multiplications, which excludes the position embedding
-        and, of the two vocabulary matrices, includes only the head. Two operations per weight in
-        forward and four in backward make 6 N. The scores and the weighted sum of attention over a
-        full context make 12 L H D T. This is the convention of the PaLM paper (appendix B), which
-        subtracts nothing for the causal half.
+        N is the number of weights used in multiplications, including the head but not the
+        embeddings. Two operations per weight in forward and four in backward make 6 N. The scores
+        and the weighted sum of attention over a full context make 12 L H D T. This is the
+        convention of the PaLM paper (appendix B), which does not subtract the masked half of
+        attention.
         """
         looked_up = 0 if self.tied else self.vocabulary * self.width
         if self.positions == "learned":

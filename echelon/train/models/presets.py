@@ -43,7 +43,7 @@ def gpt2(size: str = "124m", **changes: Any) -> ModelConfig:
 
     Raises:
         ValueError: the size is unknown, or a changed field is invalid.
-        TypeError: a changed field that must be an integer is not one.
+        TypeError: a field that must be an integer was given another type.
 
     Example:
         >>> config = gpt2("124m", vocabulary=50304)
@@ -66,7 +66,7 @@ def llama(size: str = "20m", **changes: Any) -> ModelConfig:
 
     Raises:
         ValueError: the size is unknown, or a changed field is invalid.
-        TypeError: a changed field that must be an integer is not one.
+        TypeError: a field that must be an integer was given another type.
 
     Example:
         >>> config = llama("8b", context=4096)

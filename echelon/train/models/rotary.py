@@ -26,7 +26,7 @@ def frequencies(config: ModelConfig) -> Tensor:
 
 
 def _llama3(plain: Tensor, scaling: RotaryScaling) -> Tensor:
-    """Scale the frequencies by dividing the low ones, as in Llama 3.1's model code."""
+    """Scale the frequencies as in Llama 3.1's model code."""
     wavelengths = 2 * math.pi / plain
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     turns = scaling.original_context / wavelengths

@@ -16,7 +16,7 @@ _EMBEDDING = "token.weight"
 class TransformerStage(nn.Module):
     """Consecutive blocks of a model.
 
-    The first stage also has the embeddings, and the last one has the head.
+    The first stage also has the embeddings, and the last stage has the head.
 
     If the head is tied to the embedding, the last stage holds both under the whole model's names,
     so that an optimizer's state is always saved under `token.weight`.
@@ -91,9 +91,9 @@ class TransformerStage(nn.Module):
 
 
 def make_stage(model: Transformer, index: int, num_stages: int) -> TransformerStage:
-    """Return one stage of a model. Blocks are divided evenly; the first stages take any extras.
+    """Return one stage of a model. Blocks are divided among the stages as evenly as possible.
 
-    Pass the result of `stage_ties` to the pipeline as its `ties`.
+    Pass the result of `stage_ties` to the pipeline as `ties`.
 
     Raises:
         ValueError: there are more stages than blocks, or `index` is out of range.

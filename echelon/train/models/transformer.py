@@ -78,14 +78,15 @@ class Transformer(nn.Module):
         """Return the input of the head, which is the output of the final norm: [B, T, C].
 
         Use this method with a loss that computes the logits in chunks. Under `fully_shard`, pass
-        the method's name to `register_forward_method`. Arguments and errors are those of `forward`.
+        the method's name to `register_forward_method`. Arguments and errors are the same as for
+        `forward`.
         """
         x = embed(self.config, self.token, self.position, tokens, documents)
         x = run(self.blocks, x, self.rotary, documents)
         return self.final_norm(x)  # type: ignore[no-any-return]
 
     def reset_parameters(self) -> None:
-        """Initialise every weight again. Call this on a model before sharding it, not after."""
+        """Initialise all weights again. Call this method before the model is sharded."""
         for module in self.modules():
             reset = getattr(module, "reset_parameters", None)
             if module is not self and callable(reset):

@@ -30,9 +30,9 @@ def matrix_groups(
     """Divide a model's parameters into three groups for `Muon`.
 
     Muon trains the hidden matrices. AdamW trains the embeddings, the output head and all parameters
-    without exactly two dims; among these, it trains vectors (biases, norms) without weight decay.
-    The classification depends only on names and types, so every layout of the model gives the same
-    groups. A group may be empty, because a pipeline stage may lack some kinds of parameters.
+    that do not have exactly two dims. Vectors (biases, norms) are trained without weight decay. The
+    classification depends only on names and types, so every layout of the model gives the same
+    groups. A group may be empty, for example in a pipeline stage.
 
     Args:
         model: a module, which may be sharded; a pipeline; or the result of `parallelize`.

@@ -10,12 +10,10 @@
 
 A rank holds one whole matrix at a time, whatever the size of the model. For each matrix, a rank
 sends its shard and receives the update of that shard; the owner receives the whole matrix and sends
-the parts of the update. Parts are exchanged in rank order, so the owner receives the matrix in
-order.
+the parts of the update.
 
 The replicas of a mesh take turns: replica k computes the rounds k, k + R, ... and broadcasts the
-results. The work is thus divided among all ranks, and replicas cannot drift apart through different
-rounding.
+results. So the work is divided among all ranks, and all replicas get the same results.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Matrix:
-    """A matrix that this rank holds a shard of.
+    """A matrix of which this rank holds a shard.
 
     Attributes:
         shape: the shape of the whole matrix.

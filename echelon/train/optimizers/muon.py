@@ -1,9 +1,9 @@
 """Combine Muon with AdamW, on whole or sharded parameters.
 
 Muon (Keller Jordan 2024) replaces the momentum of a hidden matrix with the momentum's orthogonal
-factor. The update is scaled by 0.2 * sqrt(max(n, m)), which makes it as large as an update of
-AdamW, so that both can share a learning rate and a decoupled weight decay (Liu et al. 2025, "Muon
-is Scalable for LLM Training"). Torch's own AdamW function trains all other parameters.
+factor. The update is scaled by 0.2 * sqrt(max(n, m)), which makes it as large as an AdamW update,
+so that both optimizers can share a learning rate and a decoupled weight decay (Liu et al. 2025,
+"Muon is Scalable for LLM Training"). Torch's own AdamW function trains all other parameters.
 
 Muon needs whole matrices, not shards. The momentum is kept in shards, like AdamW's state. In each
 step, each matrix is assembled on one rank, which computes the update for all ranks (`matrices.py`).
@@ -40,7 +40,7 @@ _ALGORITHMS = ("muon", "adamw")
 
 
 class Muon(Optimizer):
-    """Muon for hidden matrices and AdamW for the rest, as one optimizer.
+    """An optimizer that uses Muon for hidden matrices and AdamW for all other parameters.
 
     Under `fully_shard`, a step is collective among the ranks of each unit: either all of these
     ranks must take it, or none. `GradScaler` and `FiniteGuard` ensure this. Clip with
@@ -62,13 +62,12 @@ class Muon(Optimizer):
         compute_dtype: the dtype of Newton-Schulz and of the exchange. None means bfloat16 on
             devices, as in Keller Jordan's code, and float32 (float64 for float64) on the CPU, where
             bfloat16 is slow.
-        tensor_group: if axis "tp" divides matrices, the ranks of that axis, `mesh.group("tp")`; for
-            the result of `parallelize`, this is the default. Each of these ranks gathers a divided
-            matrix and computes its factor.
+        tensor_group: the ranks of axis "tp", `mesh.group("tp")`, if this axis divides matrices. The
+            result of `parallelize` provides the group by default.
 
     Raises:
         ValueError: an argument is invalid; or a parameter for Muon is not a matrix, is a DTensor,
-            or is divided by axis "tp" although that axis's group was not passed.
+            or is divided by axis "tp" without a `tensor_group`.
 
     Example:
         >>> optimizer = Muon(model, lr=1e-3)
@@ -177,7 +176,7 @@ class Muon(Optimizer):
         return gradient.lerp(average, group["momentum"]) if group["nesterov"] else average
 
     def _compute(self, group: dict[str, Any], parameter: Tensor, matrix: Tensor) -> Tensor:
-        """Return a matrix's orthogonal factor; for a slice, the same part of the whole factor."""
+        """Return a matrix's orthogonal factor; for a slice, return the same slice of the factor."""
         part, ranks = slice_of(parameter), self._tensor_group
         if part is None or ranks is None:
             return orthogonalize(matrix, group["num_iterations"])

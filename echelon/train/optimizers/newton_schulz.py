@@ -1,4 +1,4 @@
-"""Compute a matrix's orthogonal factor by Newton-Schulz iterations, which use only products.
+"""Compute a matrix's orthogonal factor by Newton-Schulz iterations, which use only matrix products.
 
 With M = U S V^T, the result is U S' V^T, where the values of S' lie between about 0.7 and 1.2. The
 coefficients of the quintic are Keller Jordan's (https://kellerjordan.github.io/posts/muon, 2024),
@@ -18,7 +18,7 @@ def orthogonalize(matrix: Tensor, num_iterations: int = 5) -> Tensor:
     """Return a matrix of the same size whose singular values are near 1.
 
     Args:
-        matrix: a matrix [n, m] of any floating-point dtype, in which the products are computed.
+        matrix: a matrix [n, m] of any floating-point dtype. The products use the same dtype.
         num_iterations: the number of iterations; 5 is enough for an optimizer.
 
     Raises:

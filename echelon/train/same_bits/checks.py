@@ -53,7 +53,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def runs_of(group: ProcessGroup, micro_batches: int, run: Run | None) -> tuple[Run, ...]:
-    """Return every rank's run of micro-batches, given this rank's. Collective.
+    """Return every rank's run of micro-batches, given this rank's run. Collective.
 
     If this rank passes None, the micro-batches are divided evenly.
 

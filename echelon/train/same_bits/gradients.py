@@ -1,7 +1,8 @@
 """Add up a module's gradients, from single micro-batches to the averages over all ranks.
 
-The backward of each micro-batch leaves gradients in `.grad`. They are taken out at once, without a
-copy, so that only the canonical tree ever adds the gradients of two micro-batches.
+The backward of each micro-batch leaves gradients in `.grad`. The gradients are taken out
+immediately, without a copy, so that only the canonical tree adds the gradients of two
+micro-batches.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from echelon.train.same_bits.vectors import Taken, vectors_of
 
 
 class Gradients:
-    """The gradients of a module on one rank. Creating it is collective.
+    """The gradients of a module on one rank. Creating this object is collective.
 
     Args:
         module: a model, or one stage of a pipeline; it may be sharded.
@@ -65,7 +66,7 @@ class Gradients:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep sharded units gathered in the context, and drop gradients left by an exception."""
+        """Keep sharded units gathered in the context; drop gradients left by an exception."""
         self.drop()
         self._sums = [_Sums(self._run, len(one.owners)) for one in self._vectors]
         sharded = bool(units_of(self._module))
@@ -81,7 +82,7 @@ class Gradients:
                 reshard(self._module)
 
     def drop(self) -> None:
-        """Drop all gradients, both those of the micro-batches and those of the last step."""
+        """Drop the gradients of the micro-batches and of the last step."""
         for vector in self._vectors:
             vector.drop()
 
@@ -98,8 +99,7 @@ class Gradients:
         """Add up the ranks' sums, and put the averages into `.grad`. Collective.
 
         Args:
-            values: one value per micro-batch of this rank, sent along in a message that the ranks
-                exchange anyway; None on all ranks if there are no values.
+            values: one value per micro-batch of this rank, or None on all ranks.
 
         Returns:
             The values of all micro-batches, in order of their numbers.
@@ -200,7 +200,7 @@ def merge(one: list[Taken], other: list[Taken]) -> list[Taken]:
 
 
 def digest(taken: list[Taken]) -> str:
-    """Return a hash of the gradients' bits, which also depends on which gradients are absent."""
+    """Return a hash of the gradients' bits and of the set of absent gradients."""
     found = hashlib.sha256()
     for gradients in taken:
         for one in gradients:

@@ -41,7 +41,7 @@ def continued_random(state: torch.Tensor, device: torch.device) -> Iterator[None
     """Continue another stage's sequence of random numbers, and restore the generators afterwards.
 
     Args:
-        state: what `random_state` returned at the end of that stage.
+        state: the result of `random_state` at the end of the other stage.
         device: the device on which this stage computes.
     """
     with _restored(device):

@@ -43,7 +43,7 @@ def square_sums(module: nn.Module, group: ProcessGroup) -> dict[str, float]:
 
 
 def _of_whole(values: Mapping[str, torch.Tensor], group: ProcessGroup) -> dict[str, torch.Tensor]:
-    """Return the sum of squares of each tensor; every rank has all of these tensors."""
+    """Return the sum of squares of each tensor. Every rank must hold all of the tensors."""
     if not values:
         return {}
     own = _divided({name: one.numel() for name, one in values.items()}, group.size)[group.rank]
@@ -76,7 +76,7 @@ def _divided(sizes: Mapping[str, int], num_parts: int) -> list[set[str]]:
 
 
 def norm_of(sums: Mapping[str, float]) -> float:
-    """Return the 2-norm of all gradients, adding their squares in the order of their names."""
+    """Return the 2-norm of all gradients, adding the squares in order of parameter names."""
     if not sums:
         return 0.0
     ordered = [sums[name] for name in sorted(sums)]

@@ -51,8 +51,8 @@ class SameBitsPipeline:
     number of stages, replicas and shards. Creating this object is collective.
 
     Args:
-        pipe: the pipeline, made with `replicas`, the ranks that run the same stages; a group of one
-            rank is enough. Its number of micro-batches must be the length of this rank's run.
+        pipe: the pipeline, which must have `replicas`, at least a group of one rank. The pipeline's
+            number of micro-batches must be the length of this rank's run.
         optimizer: the optimizer of the pipeline's parameters.
         micro_batches: the number of micro-batches per step, over all replicas.
         seed: the seed of the run.
@@ -125,7 +125,7 @@ class SameBitsPipeline:
         """Compute the micro-batches of a step and put the average gradients into `.grad`.
 
         Earlier gradients are dropped. The method is collective over all ranks of the pipelines. It
-        blocks until all of them have computed their micro-batches, for at most the groups' timeout.
+        blocks until all ranks have computed their micro-batches, at most for the groups' timeout.
 
         Args:
             step: the number of the optimizer step, which helps to seed the random numbers.
@@ -220,7 +220,7 @@ class SameBitsPipeline:
     # ---- one batch ----
 
     def _carry_out(self, step: int, numbers: list[int], batch: Batch, take: Take) -> list[float]:
-        """Run the plan on as many micro-batches as it has; return the losses that this rank has."""
+        """Run the plan on one batch of micro-batches; return this rank's losses."""
         pipe = self._pipe
         inputs: list[list[torch.Tensor]] = []
         targets: list[list[torch.Tensor]] = []
@@ -246,10 +246,10 @@ class SameBitsPipeline:
     # ---- the probe ----
 
     def _probe(self, step: int, batch: Batch) -> None:
-        """Compute micro-batch 0 twice in every pipeline, with another one in between, and compare.
+        """Compute micro-batch 0 twice in every pipeline, and compare the results.
 
-        The plan has a fixed number of micro-batches, so the remaining places are filled with
-        micro-batch 0.
+        Another micro-batch is computed in between. The plan has a fixed number of micro-batches, so
+        the remaining places are filled with micro-batch 0.
         """
         per_pass = self._pipe.num_microbatches
         wanted = [0, self.run.total - 1, 0]

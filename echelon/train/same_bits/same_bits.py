@@ -46,7 +46,7 @@ class SameBits:
         model: the model, which may be sharded by `fully_shard` among ranks of `group`.
         optimizer: the optimizer of the model's parameters.
         micro_batches: the number of micro-batches per step, over all ranks. The bits depend on this
-            number. They do not depend on the number of ranks, which need not divide it.
+            number, but not on the number of ranks.
         group: the ranks that share the micro-batches; None means the world.
         seed: the seed of the run. Random numbers depend on this seed, the step and the number of
             the micro-batch.
@@ -202,7 +202,7 @@ class SameBits:
     # ---- the probe ----
 
     def _probe(self, step: int, compute: Compute) -> None:
-        """Compute micro-batch 0 twice on every rank, with another one in between, and compare."""
+        """Compute micro-batch 0 twice on every rank, and compare the results."""
         first = self._digest(step, 0, compute)
         if self.run.total > 1:
             self._digest(step, self.run.total - 1, compute)

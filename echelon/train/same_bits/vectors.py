@@ -1,4 +1,4 @@
-"""Define the vectors that gradients are reduced in, for whole parameters and for sharded units."""
+"""Define the vectors in which gradients are reduced, for whole parameters and for sharded units."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Vector(Protocol):
         """Take one micro-batch's gradients out of `.grad`, converted to the dtype of the sums."""
 
     def drop(self) -> None:
-        """Drop all gradients, both those of the micro-batches and those of the last step."""
+        """Drop the gradients of the micro-batches and of the last step."""
 
     def give(self, nodes: Nodes, present: Sequence[bool]) -> None:
         """Reduce this rank's sums, and put the averages into `.grad`. Collective.

@@ -1,4 +1,4 @@
-"""Import models from and export them to `transformers` folders: config.json and safetensors."""
+"""Import models from `transformers` folders, and export models to such folders."""
 
 from echelon.train.models.hugging_face.config_file import read_config
 from echelon.train.models.hugging_face.reading import load_pretrained, load_weights

@@ -143,7 +143,7 @@ def read_config(folder: str | os.PathLike[str], *, ignore: Collection[str] = ())
         CheckpointError: the file is missing or damaged, or describes a model that this package does
             not implement; the message names the setting.
 
-    Warns if the model has dropout, which only matters in training and is not implemented.
+    Warns if the model has dropout, which is not implemented.
     """
     config, notes = read_with_notes(Path(folder), ignore)
     for note in notes:
@@ -164,7 +164,7 @@ def read_with_notes(folder: Path, ignore: Collection[str]) -> tuple[ModelConfig,
 
 
 def token_settings(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the IDs of special tokens in a folder's config.json, for the `extra` argument.
+    """Return the IDs of special tokens in a folder's config.json, to be passed as `extra`.
 
     Raises:
         CheckpointError: the file is missing or damaged.
@@ -174,10 +174,10 @@ def token_settings(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def family_of(config: ModelConfig) -> str:
-    """Return the `transformers` model type that computes what a config describes.
+    """Return the `transformers` model type that matches a config.
 
     Raises:
-        ValueError: no model type computes the same function.
+        ValueError: no model type matches the config.
     """
     shape = (config.norm, config.mlp, config.positions)
     usual = config.kv_heads == config.heads and config.heads * config.head_width == config.width

@@ -108,7 +108,7 @@ class HuggingFaceFolder:
         return columns.t() if part.transposed else columns
 
     def _read_whole(self, name: str) -> Tensor:
-        """Return one of the folder's tensors; the last one is cached because it may be reused."""
+        """Return one tensor of the folder. The last tensor read is cached."""
         if self._last is None or self._last[0] != name:
             self._last = None
             stored = self._stored(name)

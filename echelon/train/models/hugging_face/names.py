@@ -58,8 +58,8 @@ class Part:
     Attributes:
         ours: the tensor's name in echelon.
         shape: the tensor's shape in echelon.
-        transposed: whether the tensor is a transposed slice along the other tensor's last dim.
-            Otherwise, it is the whole of the other tensor, unchanged.
+        transposed: whether the tensor is a transposed slice along the other tensor's last dim. If
+            False, both tensors are the same.
         start: the position at which the slice begins.
     """
 
@@ -111,7 +111,7 @@ def is_derived(name: str) -> bool:
 
 
 def lacks_prefix(names: Iterable[str]) -> bool:
-    """Return whether a file's names lack GPT-2's usual prefix, as those of published files do."""
+    """Return whether a file's names lack GPT-2's usual prefix, as in published files."""
     return "wte.weight" in names
 
 

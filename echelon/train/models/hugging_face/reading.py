@@ -132,7 +132,7 @@ def config_of(model: nn.Module) -> ModelConfig:
 
 
 def _require_same(path: Path, found: ModelConfig, wanted: ModelConfig) -> None:
-    """Check that a model computes the same function as the stored one; equal shapes are not enough.
+    """Check that a model computes the same function as the stored model.
 
     Raises:
         ValueError: the two configs differ in a setting.
