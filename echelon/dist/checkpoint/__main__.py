@@ -93,7 +93,7 @@ def _all_versions(path: Path) -> list[Path]:
 
 
 def describe(source: Version) -> list[str]:
-    """Describe each entry of a checkpoint in one line."""
+    """Describe each entry of a checkpoint on one line."""
     manifest = source.manifest
     num_bytes = sum(file.num_bytes for file in manifest.files.values())
     lines = [f"{source.path}: {num_bytes:,} bytes of tensors, saved by {manifest.world_size} ranks"]

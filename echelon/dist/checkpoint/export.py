@@ -23,20 +23,18 @@ def export(
 ) -> None:
     """Write the contents of a checkpoint to one file. Only one rank needs to call this.
 
-    A .safetensors file receives the tensors of one module. Any other file is written in the format
-    of `torch.save` and can be read by `torch.load(..., weights_only=True)`: a module's state_dict
-    if `key` names a module, otherwise a dict of all entries except random states, in the forms that
-    torch uses. The file appears atomically.
+    If the file's name ends in .safetensors, the file holds the tensors of one module. Any other
+    file can be read by `torch.load(..., weights_only=True)`; it holds the entry `key` as a
+    state_dict, or a dict of all entries except random states. The file appears atomically.
 
     Args:
         path: the path of the checkpoint, or of one version of it.
         file: the file to write; replaced if it exists.
-        key: the entry to write; None means the only module (safetensors) or everything.
+        key: the entry to write; None means all entries or, for safetensors, the only module.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
-        ValueError: there is no entry `key`, or there are several modules but the file can hold only
-            one.
+        ValueError: there is no entry `key`, or a safetensors file cannot hold all modules.
 
     Example:
         >>> save("runs/gpt", {"model": model, "step": 7})
@@ -84,7 +82,7 @@ def _write_safetensors(source: Version, path: Path, key: str) -> None:
 
 
 def _one_per_name(paths: Iterable[str], prefix: str) -> dict[str, str]:
-    """Return one path per name under a prefix: the lowest rank's path if every rank has its own."""
+    """Return one path per name under a prefix; if every rank has its own, use the lowest rank's."""
     chosen: dict[str, tuple[int, str]] = {}
     for path in paths:
         if path.startswith(prefix):

@@ -1,4 +1,4 @@
-"""Load a state into any number of ranks, regardless of the number of ranks that saved it."""
+"""Load a state into any number of ranks, whatever the number that saved it."""
 
 from __future__ import annotations
 
@@ -29,19 +29,18 @@ from echelon.recorder import span
 def load(path: str | os.PathLike[str], state: dict[str, Any]) -> dict[str, Any]:
     """Fill `state` in place from the checkpoint under `path`, and return it. Collective.
 
-    Modules, optimizers, `RandomState`s, objects and tensors in `state` are filled with the saved
-    state; plain values are replaced, and saved plain values missing from `state` are added. Data
-    that all ranks hold is read only once, with each rank reading a share; shards are read by the
-    ranks that hold them. Every block read is verified. If the newest version is damaged, the next
-    older one is loaded on all ranks, with a RuntimeWarning on rank 0. If `path` names a single
-    version, only that version is tried. An error during reading leaves the state partly filled; a
-    mismatch with the state is detected before anything is changed.
+    Modules, optimizers, `RandomState`s, objects and tensors in `state` are filled in place. Plain
+    values are replaced, or added if `state` does not contain them. The ranks share the reading of
+    data that they all hold, and each rank reads its own shards. Every block read is verified. If
+    the newest version is damaged, all ranks load the next older version, and rank 0 issues a
+    RuntimeWarning. If `path` names a single version, only that version is tried. The state is
+    checked for mismatches before anything is changed, but an error during reading leaves the state
+    partly filled.
 
     Args:
-        path: the path or address passed to `save`, or the path of one version in it; a file that
-            `torch.save` wrote from a state_dict or a dict of states (read without unpickling
-            objects); or a .safetensors file.
-        state: a state of the same structure as the saved one, or a part of it.
+        path: the path or address passed to `save`, the path of one version in it, a .safetensors
+            file, or a file written by `torch.save` (a state_dict or a dict of states).
+        state: a state with the structure of the saved state, or of a part of it.
 
     Raises:
         CheckpointError: there is no complete checkpoint, all checkpoints are damaged (the error
@@ -90,8 +89,8 @@ def load_source(
 
     Args:
         path: the path to show in errors and in the black box.
-        open_source: returns the source; called on every rank, with the loading ranks as its
-            argument.
+        open_source: a function that returns the source. It is called on every rank and receives the
+            ranks that load.
         state: the state to fill.
 
     Raises:
@@ -125,8 +124,7 @@ def _fill(
 def peek(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the plain values of the newest checkpoint under `path`. Not collective.
 
-    Use it to identify a checkpoint before building or loading anything. Values that hold tensors
-    are omitted.
+    Values that contain tensors are omitted.
 
     Raises:
         CheckpointError: there is no complete checkpoint, or its manifest is damaged.
@@ -157,8 +155,7 @@ def _choose(path: Path | Remote, *, is_again: bool) -> list[str]:
 
     Args:
         path: the path that the caller passed.
-        is_again: whether all earlier candidates were damaged or missing; an empty result is then
-            allowed.
+        is_again: whether earlier candidates have failed. If so, the result may be empty.
     """
     try:
         if isinstance(path, Remote):
@@ -188,7 +185,7 @@ def _require_use(restore: Restore, source: Source, peers: Peers) -> None:
     """Check that every stored tensor of the modules is requested by at least one rank.
 
     Raises:
-        ValueError: a tensor is not requested by any rank, so the model differs from the saved one.
+        ValueError: no rank requests one of the tensors.
     """
     everyones = [set(unused) for unused in peers.all_gather(restore.unused)]
     left = sorted(set.intersection(*everyones))

@@ -1,4 +1,4 @@
-"""Save a state: every rank writes its share, and the last step commits the version."""
+"""Save a state as a new version of a checkpoint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SHARED_S = 10.0  # after this, a folder that another rank made is not on a shar
 
 
 class _LostPartError(CheckpointError):
-    """A background save needs a rank that was lost, and the job has continued without that rank."""
+    """A background save cannot be completed because a rank that it needs was lost."""
 
 
 def save(
@@ -49,21 +49,21 @@ def save(
 
     A state is a dict, possibly nested, of modules, optimizers, `RandomState`s, objects with
     `state_dict` and `load_state_dict`, tensors and plain values. Ranks that hold the same tensor
-    verify that their copies are equal; each rank then writes a share. For sharded modules, each
-    rank writes its shards. Buffers, extra state and objects' states are saved once if they are
-    equal on all ranks, and once per rank otherwise. Plain values are taken from rank 0, and random
-    states are saved for each rank. An optimizer's parameters take their names from the modules in
-    the same state.
+    verify that their copies are equal, and then each write a share of it. Each rank writes its own
+    shards. Buffers, extra state and objects' states are saved once if all ranks agree, and
+    otherwise once per rank. Plain values are taken from rank 0, and random states are saved for
+    each rank. An optimizer's parameters take their names from the modules in the same state.
 
-    The previous checkpoint always remains loadable until this one is complete. Ranks
-    wait for each other for at most the group's timeout or, in the background, `timeout_s`.
+    The previous checkpoint remains loadable until the new one is complete. Ranks wait for each
+    other for at most the group's timeout, or `timeout_s` in the background.
 
     Args:
-        path: a folder, created if it does not exist; or the address of a folder in an object store,
-            such as `s3://bucket/run`, through `fsspec`.
+        path: a folder, created if it does not exist, or the address of a folder in an object store,
+            such as `s3://bucket/run`.
         state: the state to save.
-        async_op: copy the state, return at once and write in the background. Errors are raised by
-            `wait`, by the next save or by `shutdown`; otherwise they make the program fail at exit.
+        async_op: whether to copy the state and write the copy in the background. Errors are raised
+            by `wait`, by the next save or by `shutdown`. An error that none of them raises makes
+            the program fail at exit.
         keep: how many checkpoints to keep under `path`, including this one.
         timeout_s: how long ranks wait for each other in the background; None means the world's
             timeout.
@@ -73,13 +73,10 @@ def save(
 
     Raises:
         TypeError: the state holds something that cannot be saved.
-        ValueError: a tensor cannot be saved, or differs between ranks that hold it under the same
-            name.
+        ValueError: a tensor cannot be saved, or ranks hold different tensors under the same name.
         CheckpointError: another rank failed or did not arrive, or the previous save is still
             running.
-        OSError: this rank could not write its part. The previous version still exists; if the disk
-            failed after the new version's commit mark was written, the new version is valid as
-            well.
+        OSError: this rank could not write its part. The previous version still exists.
 
     Example:
         >>> save("runs/gpt", {"model": model, "optimizer": optimizer, "step": 7})
@@ -150,7 +147,7 @@ def _prepare(
 
 
 def _unless_lost(peers: Peers, error: Exception | None) -> Exception | None:
-    """Warn if the previous save failed because a rank was lost; the current save replaces it."""
+    """Warn about an error that a lost rank caused, and return any other error."""
     if not isinstance(error, _LostPartError):
         return error
     if peers.rank == 0:
@@ -195,7 +192,7 @@ class _Job:
     step: int | None = None  # at which it was begun
 
     def snapshot(self) -> None:
-        """Copy the data that this rank writes, so that training can change the original."""
+        """Copy the data that this rank writes."""
         held = self.mine
         self.mine = [_copy(one) for one in held]
         self.contents.held = []
@@ -217,7 +214,7 @@ class _Job:
     def run_apart(self, deadline_s: float) -> None:
         """Write and commit without communication, by watching for the other ranks' files.
 
-        This leaves the group free for training, which continues at the same time.
+        Training can therefore use the group at the same time.
         """
         try:
             self._write()
@@ -277,7 +274,7 @@ class _Job:
             time.sleep(_LOOK_S)
 
     def _require_ranks(self, is_there: Callable[[], bool]) -> None:
-        """Raise an error if this save cannot be completed because a rank that it needs was lost."""
+        """Raise an error if this save needs a rank that was lost."""
         gone = self.peers.gone()
         if not gone:
             return

@@ -26,7 +26,7 @@ _LOOK_S = 0.1
 
 
 class Claim:
-    """Exclusive use of a folder by this process until `close`.
+    """This process's exclusive right to use a folder, until `close`.
 
     Raises:
         CheckpointError: another live process holds the folder.
@@ -102,7 +102,7 @@ _claims: weakref.WeakSet[Claim] = weakref.WeakSet()
 
 
 def _release_in_child() -> None:
-    """Close a forked child's copies of the lock, which would otherwise outlive the parent."""
+    """Close a forked child's copies of the lock, so that the lock does not outlive the parent."""
     for claim in list(_claims):
         claim.close()
 

@@ -1,4 +1,4 @@
-"""Define DamagedError, which reports that data on disk differs from what was written."""
+"""Define DamagedError, which reports damaged data on disk."""
 
 from __future__ import annotations
 

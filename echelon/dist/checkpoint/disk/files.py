@@ -1,8 +1,6 @@
-"""Make the file-system changes that a save needs; each kind of change has one function.
+"""Provide one function for each kind of change that a save makes to the file system.
 
-Every change to a checkpoint on disk goes through this module. A test can therefore kill the process
-at any change, or make that change fail or hang, and verify that the previous checkpoint still
-loads.
+All changes go through this module, so a test can make each of them fail.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
 
 
 class NewFile:
-    """A newly created file. Call `sync` before `close` if it must survive a power failure."""
+    """A newly created file. If the file must survive a power failure, call `sync` before `close`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -41,13 +39,12 @@ class NewFile:
 
 
 def write_whole(path: Path, data: bytes, *, sync: bool) -> None:
-    """Create a file at `path` atomically: it appears with all its content or not at all.
+    """Create a file at `path` atomically.
 
     Args:
         path: path of the file.
         data: content of the file.
-        sync: whether to flush the file, so that it survives a power failure once its folder is
-            flushed too.
+        sync: whether to flush the file to disk.
     """
     unfinished = path.with_name(f".{path.name}.tmp")
     file = NewFile(unfinished)
@@ -88,13 +85,13 @@ def sync_folder(path: Path) -> None:
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Remove files, some of which may already be missing."""
+    """Remove files; missing files are ignored."""
     for path in paths:
         path.unlink(missing_ok=True)
 
 
 def remove_folder(path: Path) -> None:
-    """Rename a folder so that writers can no longer find it, then remove it with its files.
+    """Hide a folder from writers by renaming it, and then remove it with its files.
 
     Raises:
         FileNotFoundError: the folder does not exist.

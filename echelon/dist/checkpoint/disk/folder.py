@@ -1,4 +1,4 @@
-"""A checkpoint's folder holds numbered versions; the newest complete one is loaded.
+"""Store a checkpoint in a folder of numbered versions; the newest complete version is loaded.
 
     PATH/000002/rank_00000.bin  ...  manifest  commit
     PATH/.000003-1f0c9a52e7d8b364.tmp/     being written, or left by a dead job
@@ -6,14 +6,14 @@
 
 [Note: when a version counts] A version is written under a hidden name, flushed, renamed to its
 number, and finally given its commit mark, which holds the manifest's checksum. A reader ignores
-every version without a valid mark, so at every moment either the previous version or the new one is
-the newest complete one. Older versions are removed only after the new version is complete.
+every version without a valid mark. Older versions are removed only after the new version is
+complete, so a complete version always exists.
 
-[Note: stale writers] A writer may outlive its save: the disk may hang past the timeout, or a killed
-job may leave a thread in the kernel. So every save generates a token. The token is part of the
-hidden folder's name, of each rank's index and of the commit mark. In addition, a folder is renamed
-before its files are removed. A stale writer uses only names inside its own hidden folder. Once that
-folder is renamed, the writer's next call fails; until then it can complete only its own version.
+[Note: stale writers] A writer may outlive its save, for example if the disk hangs past the timeout.
+Every save therefore generates a token, which is part of the hidden folder's name, of each rank's
+index and of the commit mark. A stale writer uses only names inside its own hidden folder, so it
+cannot damage another version. A folder is renamed before its files are removed, which makes the
+stale writer's next call fail.
 """
 
 from __future__ import annotations
@@ -70,8 +70,7 @@ class Unfinished:
     def create(cls, root: Path) -> Unfinished:
         """Create the next version's folder and remove leftovers of failed saves.
 
-        The version's number is higher than any other number in the folder, including those of
-        leftovers.
+        The version's number is higher than any other number in the folder.
         """
         files.make_folder(root)
         number = max((_number(name) for name in _names(root)), default=0) + 1
@@ -96,7 +95,7 @@ class Unfinished:
         files.sync_folder(file.parent)
 
     def add_index(self, rank: int, part: Manifest) -> None:
-        """Publish this rank's part of the manifest, now that the rank's file is complete."""
+        """Publish this rank's part of the manifest. The rank's file must be complete."""
         files.write_whole(self.path / INDEX_NAME.format(rank), encode(part), sync=False)
 
     def add_failure(self, rank: int, reason: str) -> None:
@@ -104,7 +103,7 @@ class Unfinished:
         files.write_whole(self.path / FAILED_NAME.format(rank), reason.encode(), sync=False)
 
     def failure(self) -> str | None:
-        """Return the first rank that failed, and the reason, or None if no rank has failed."""
+        """Return the first failed rank and its reason as text, or None if no rank has failed."""
         for name in sorted(_names(self.path)):
             if name.endswith(".failed") and not name.startswith("."):
                 rank = int(name.removeprefix("rank_").removesuffix(".failed"))
@@ -118,15 +117,14 @@ class Unfinished:
         return [rank for rank in range(world_size) if INDEX_NAME.format(rank) not in names]
 
     def is_committed(self) -> bool:
-        """Return whether this save was committed, rather than another save with the same number."""
+        """Return whether this save was committed."""
         return is_committed(self.final, self.token)
 
     def commit(self, world_size: int, keep: int) -> None:
         """Make this the newest complete version, then remove all but the last `keep` versions.
 
         Raises:
-            CheckpointError: a part is missing, is truncated or comes from another save; nothing was
-                changed.
+            CheckpointError: a part is missing, is truncated or comes from another save.
             OSError: the disk failed. The version is valid only if its commit mark was written
                 before the failure.
         """
@@ -145,7 +143,7 @@ class Unfinished:
             prune(self.final.parent, keep)
 
     def discard(self) -> None:
-        """Remove the files of a failed save, unless it was committed before it failed."""
+        """Remove the files of a failed save, unless the save was already committed."""
         with contextlib.suppress(OSError):
             files.remove_folder(self.path)
             if not (self.final / COMMIT).exists() and self._is_mine(self.final):
@@ -179,13 +177,14 @@ class Unfinished:
 def are_equal(
     parts: Sequence[Manifest], one: Range, other: Range, read: Callable[[str, int, int], bytes]
 ) -> bool:
-    """Return whether two ranks wrote the same values for the same elements.
+    """Return whether two ranks wrote equal values for the elements that they share.
 
     Args:
         parts: the ranks' parts of the manifest, keyed by rank.
         one: the range that the first rank wrote.
         other: the range that the second rank wrote.
-        read: returns bytes of a rank's file, given its name, an offset and a length.
+        read: a function that returns bytes of a rank's file, given the file's name, an offset and a
+            length.
     """
     part = parts[one.file]
     size = next(
@@ -208,7 +207,7 @@ def is_committed(version: Path, token: str | None = None) -> bool:
 
     Args:
         version: the version's folder.
-        token: the token of the save that must have committed the version; None accepts any save.
+        token: the token of the only save to accept; None accepts any save.
     """
     try:
         mark = (version / COMMIT).read_bytes()
@@ -233,7 +232,7 @@ def marked(root: Path) -> Sequence[Path]:
 
 
 def candidates(path: Path) -> Sequence[Path]:
-    """Return the versions to try to load, best first, or only `path` if `path` is a version.
+    """Return the versions to try to load, best first; just `path` if `path` is a version.
 
     In a folder with one checkpoint per step, the versions of the highest step come first.
 
@@ -258,7 +257,7 @@ def candidates(path: Path) -> Sequence[Path]:
 
 
 def newest(path: Path) -> Path:
-    """Return the newest complete version of a checkpoint, or `path` if `path` is a version.
+    """Return the newest complete version of a checkpoint, or `path` if it is a version itself.
 
     Raises:
         CheckpointError: there is no complete version.
@@ -322,7 +321,7 @@ def is_of_a_save(path: Path) -> bool:
 
 
 def _require_size(path: Path, stored: StoredFile) -> None:
-    """Check a file's size after opening it, which refreshes a network file system's cache.
+    """Check a file's size, without relying on a network file system's cache.
 
     Raises:
         CheckpointError: the file is missing or has the wrong size.
@@ -353,7 +352,7 @@ def _sweep(root: Path) -> None:
 
 
 def _remove_uncommitted(version: Path) -> None:
-    """Remove a version without a commit mark, unless another job's save is completing it."""
+    """Remove a version without a commit mark, unless another job is still saving it."""
     trash = files.set_aside(version)
     with contextlib.suppress(OSError):  # the next save tries again
         if (trash / COMMIT).exists():
@@ -363,7 +362,7 @@ def _remove_uncommitted(version: Path) -> None:
 
 
 def _is_own(version: Path) -> bool:
-    """Return whether a numbered folder was written by a save and not by another program."""
+    """Return whether a save wrote a numbered folder."""
     if version.is_symlink():
         return False
     names = _names(version)
@@ -377,10 +376,7 @@ def _is_own(version: Path) -> bool:
 
 
 def _was_never_committed(version: Path) -> bool:
-    """Return whether a version is known to have no commit mark.
-
-    The result is False if the mark cannot be read.
-    """
+    """Return whether a version is known to lack a commit mark; False if this is unclear."""
     try:
         (version / COMMIT).read_bytes()
     except FileNotFoundError:
@@ -396,10 +392,7 @@ def _numbered(root: Path) -> list[Path]:
 
 
 def _names(folder: Path) -> list[str]:
-    """Return the names in a folder, or [] if the folder does not exist.
-
-    Unlike looking up a single name, listing the folder makes NFS refresh it.
-    """
+    """Return the names in a folder, or [] if the folder does not exist."""
     try:
         return os.listdir(folder)  # noqa: PTH208 -- one call, which tests count
     except (FileNotFoundError, NotADirectoryError):
@@ -407,7 +400,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _number(name: str) -> int:
-    """Return a version's number, whether or not it is complete; 0 if this is not a version."""
+    """Return the number in a version's name, or 0 if the name is not that of a version."""
     hidden = _HIDDEN.fullmatch(name)
     if hidden:
         return int(hidden["number"])

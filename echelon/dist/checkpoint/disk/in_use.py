@@ -1,8 +1,8 @@
 """Mark a version that is being read, so that no other process removes it.
 
-A reader holds a shared lock (`flock`) on the commit mark, and a remover needs the exclusive lock.
-Locks do not need write permission and end with their process. On a file system without such locks,
-nothing is marked. If a reader's files then disappear, the reader tries another version.
+A reader holds a shared lock (`flock`) on the commit mark, and a process that removes the version
+needs the exclusive lock. If the file system does not support locks, nothing is marked, and a reader
+whose files disappear tries another version.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 
 
 def hold(mark: Path) -> int:
-    """Mark a version as being read; return the value to pass to `release`.
+    """Mark a version as being read; return the handle to pass to `release`.
 
     Raises:
         DamagedError: the version is being removed or has been removed.

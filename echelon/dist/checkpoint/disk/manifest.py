@@ -1,9 +1,8 @@
-"""Define the manifest, which holds all plain values and locates each tensor's elements.
+"""Define the manifest, which holds the plain values and locates the tensors' elements in files.
 
-Here, a tensor is a sequence of elements in row-major order. Each rank writes parts of some tensors,
-one after another, to its own file; `Range` describes such a part. On loading, the elements that a
-rank wants are intersected with the parts in the files, so any number of ranks can load a
-checkpoint.
+A tensor is treated as a sequence of elements in row-major order. Each rank writes parts of tensors
+to its own file, and a `Range` describes each part. A loading rank reads the ranges that overlap the
+elements it needs, so any number of ranks can load a checkpoint.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ def dtype_bytes(dtype: str) -> int:
 class Range:
     """Elements of a tensor that are contiguous in a file, starting at byte `offset`.
 
-    The range consists of elements `start` to `start + length` and, if `repeats` is set, of further
-    runs of that length.
+    The range is the run [start, start + length). `repeats` adds further runs of the same length.
     """
 
     file: int
@@ -95,12 +93,12 @@ class Manifest:
 
     Attributes:
         world_size: the number of ranks that saved the checkpoint.
-        save: the save's token, which distinguishes the parts of different saves.
+        save: the token of the save.
         kinds: the kind of each entry of the state: module, optimizer, object, random or value.
         tensors: the stored tensors, keyed by a path such as "model/blocks.0.weight".
         aliases: additional paths of tensors that are stored only once, such as tied weights.
         values: packed plain values, keyed by path.
-        files: the files, keyed by number; a rank's part of the manifest lists only its own file.
+        files: the files, keyed by number.
     """
 
     world_size: int
@@ -132,7 +130,7 @@ def unseal(data: bytes) -> bytes:
     """Verify and remove the checksum that `seal` appended.
 
     Raises:
-        ValueError: the content was altered after sealing.
+        ValueError: the checksum does not match.
     """
     content, checksum = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
     if len(checksum) < _SEAL_BYTES or zlib.crc32(content).to_bytes(4, "little") != checksum:
@@ -256,11 +254,10 @@ def _check(manifest: Manifest) -> None:
 
 
 def check_complete(manifest: Manifest) -> None:
-    """Check that the files hold every element of every tensor exactly once.
+    """Check that the files contain each element of each tensor exactly once.
 
     Raises:
-        ValueError: some elements are in no file or in two files, or an alias refers to a tensor
-            that does not exist.
+        ValueError: an element is missing or stored twice, or an alias refers to a missing tensor.
     """
     for path, tensor in manifest.tensors.items():
         _check_cover(path, tensor)
@@ -303,14 +300,12 @@ Compare = Callable[[Range, Range], bool]  # of one length: whether their bytes a
 def merge(parts: Sequence[Manifest], compare: Compare | None = None) -> Manifest:
     """Merge the ranks' parts of a manifest.
 
-    If several ranks stored the same plain value, the lowest rank's value is used.
+    If several ranks stored a plain value under the same path, the lowest rank's value is used.
 
-    Pipeline stages that share a weight may divide it differently, so that some elements are written
-    twice; `compare` then checks that both copies are equal.
+    If two ranks wrote the same elements, `compare` checks that both copies are equal.
 
     Raises:
-        ValueError: ranks disagree on a tensor's shape or dtype, no rank wrote some of the elements,
-            or two ranks wrote different values for the same elements.
+        ValueError: the parts contradict each other, or elements are missing.
     """
     whole = Manifest(world_size=len(parts), save=parts[0].save)
     ranges: dict[str, list[Range]] = {}

@@ -1,7 +1,7 @@
 """Describe which elements of a flattened tensor make up a shard.
 
-A shard along dim 0 is one run of elements. A shard along another dim is many runs of equal length
-at regular intervals; a shard along several dims has such runs at several regular intervals.
+A shard along dim 0 is one run of elements. A shard along other dims consists of many runs of equal
+length at regular intervals.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Runs of `length` elements.
-
-    The first run begins at `start`, and `repeats` defines the other runs.
-    """
+    """Runs of `length` elements. The first run begins at `start`; `repeats` locates the others."""
 
     start: int
     length: int
@@ -52,10 +49,10 @@ class Pattern:
         return starts
 
     def common(self, other: Pattern) -> npt.NDArray[np.int64]:
-        """Return the pieces that this pattern and another have in common: [n, 3].
+        """Return the pieces that two patterns have in common: [num_pieces, 3].
 
-        Each row is a piece: its position among this pattern's elements, its position among the
-        other pattern's elements, and its length.
+        Each row holds a piece's position in this pattern, its position in the other pattern, and
+        its length.
         """
         if self == other:
             return np.array([[0, 0, self.numel]], np.int64)
@@ -95,7 +92,7 @@ def pattern_of(shape: Sequence[int], box: Sequence[npt.NDArray[Any]]) -> Pattern
 
 
 def _rhythm(indices: npt.NDArray[Any]) -> list[tuple[int, int]]:
-    """Return a dim's indices as runs of consecutive indices, with the distance between the runs."""
+    """Describe a dim's indices by repeats, as pairs of count and distance, innermost first."""
     edges = np.flatnonzero(np.diff(indices) != 1) + 1
     runs = np.split(indices, edges)
     distances = {int(d) for d in np.diff([run[0] for run in runs])}
@@ -106,7 +103,7 @@ def _rhythm(indices: npt.NDArray[Any]) -> list[tuple[int, int]]:
 
 
 def _shortest(start: int, repeats: list[tuple[int, int]]) -> Pattern:
-    """Join runs that are not separated by a gap; `repeats` lists the innermost repeat first."""
+    """Return the shortest pattern for repeats that are ordered from the innermost outwards."""
     length = 1
     kept: list[tuple[int, int]] = []
     for count, step in repeats:

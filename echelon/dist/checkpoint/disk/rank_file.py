@@ -22,7 +22,7 @@ def file_name(rank: int) -> str:
 
 
 class RankFileWriter:
-    """Writes ranges to a new file and records their locations.
+    """A writer that appends ranges to a new file and records their locations.
 
     Attributes:
         tensors: the tensors that were written, keyed by path.
@@ -37,7 +37,7 @@ class RankFileWriter:
         self._checksums: list[int] = []
 
     def append(self, held: Held) -> None:
-        """Write this rank's part of a tensor, in one piece or in several consecutive pieces."""
+        """Write this rank's part of a tensor, which may consist of several consecutive pieces."""
         ranges: tuple[Range, ...] = ()
         if held.length:
             ranges = (
@@ -59,7 +59,7 @@ class RankFileWriter:
         return StoredFile(file_name(self._rank), self._num_bytes, tuple(self._checksums))
 
     def close(self) -> None:
-        """Close the file, whether or not it is finished."""
+        """Close the file, even if it is not finished."""
         self._file.close()
 
     def _write(self, data: memoryview) -> None:
@@ -75,11 +75,10 @@ class RankFileWriter:
 
 
 class RankFileReader:
-    """Reads parts of a rank's file and verifies every block that it reads. Not thread-safe.
+    """A reader of a rank's file that verifies every block. Not thread-safe.
 
     Raises:
-        DamagedError: the file is missing, truncated or damaged. The error names the file. Any
-            method may raise this error.
+        DamagedError: the file is missing, truncated or damaged. Every method may raise this error.
     """
 
     def __init__(self, folder: Any, stored: StoredFile) -> None:

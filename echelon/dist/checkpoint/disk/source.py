@@ -26,7 +26,7 @@ class Source(Protocol):
     """A source of tensors and values, keyed by path.
 
     Attributes:
-        path: the path that errors mention.
+        path: the path to show in errors.
         manifest: the description of the contents.
     """
 
@@ -36,8 +36,8 @@ class Source(Protocol):
     def read(self, path: str, start: int, out: Tensor, repeats: Repeats = ()) -> None:
         """Fill `out` with a tensor's elements, starting at element `start`.
 
-        `out` is a plain 1-D tensor of the stored dtype. If `repeats` is given (see `Pattern`),
-        `out` receives several runs, one after another.
+        `out` is a 1-D tensor of the stored dtype. If `repeats` is given (see `Pattern`), several
+        runs are read into `out` one after another.
         """
         ...
 
@@ -67,7 +67,7 @@ class Version:
         """Fill `out` from the stored ranges that contain the requested elements.
 
         Raises:
-            CheckpointError: a file is missing, truncated or damaged; the error names it.
+            CheckpointError: a file is missing, truncated or damaged.
         """
         stored = self.manifest.tensor(path)
         assert stored is not None, path
@@ -90,7 +90,7 @@ class Version:
         """Read every byte and verify the checksums; return the number of bytes read.
 
         Raises:
-            CheckpointError: a file is missing, truncated or damaged; the error names it.
+            CheckpointError: a file is missing, truncated or damaged.
         """
         for number in self.manifest.files:
             self._reader(number).verify()
@@ -118,7 +118,7 @@ class Version:
 
 
 def runs(start: int, out: Tensor, repeats: Repeats) -> Iterator[tuple[int, Tensor]]:
-    """Yield each run's first element and slice of `out`, for sources that read single runs."""
+    """Yield the start of each run and the slice of `out` that receives the run."""
     num_runs = math.prod(count for count, _ in repeats)
     pattern = Pattern(start, out.numel() // num_runs, repeats)
     for index, first in enumerate(pattern.starts().tolist()):
@@ -162,10 +162,10 @@ def _converts(stored: str, wanted: torch.dtype) -> bool:
 
 
 def require(problems: list[str], path: Path) -> None:
-    """Raise an error that lists the first problems, if there are any.
+    """Require that there are no problems.
 
     Raises:
-        ValueError: there are problems.
+        ValueError: there are problems; the message lists the first of them.
     """
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""

@@ -54,8 +54,8 @@ class StepFolders:
     def remove(self, step: int) -> str | None:
         """Remove a step's checkpoint, or return why it was not removed.
 
-        A checkpoint that is being read is kept, and so is a folder that contains other files. The
-        removal is atomic, so a partly removed checkpoint is never visible.
+        A checkpoint that is being read is not removed, nor is a folder that contains other files.
+        The removal is atomic.
         """
         path = self.path(step)
         if not _is_own(path):

@@ -1,4 +1,4 @@
-"""View a tensor's elements as bytes; elements that are contiguous on the CPU are not copied."""
+"""View a tensor's elements as bytes, without a copy if they are contiguous on the CPU."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def is_plain(data: Tensor) -> bool:
 
 
 def as_bytes(data: Tensor) -> memoryview:
-    """Return a tensor's elements as bytes in row-major order; this is a view if `is_plain`."""
+    """Return a tensor's elements as bytes in row-major order: a view if `is_plain`, else a copy."""
     flat = data.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data

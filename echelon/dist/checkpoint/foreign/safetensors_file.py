@@ -1,8 +1,8 @@
-"""Read and write safetensors files: a JSON header that describes tensors, then the tensors' bytes.
+"""Read and write safetensors files.
 
-The module does not use the `safetensors` package because the format is small: eight bytes with the
-header's length, the header (names, dtypes, shapes and offsets), and the data. Such a file contains
-only tensors, without checksums.
+A file consists of eight bytes with the header's length, a JSON header (names, dtypes, shapes and
+offsets), and the data. The file has no checksums. The format is so simple that this module does not
+use the `safetensors` package.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class SafetensorsFile:
-    """A .safetensors file that provides the tensors of a state's only module.
+    """A .safetensors file, as a source for the only module of a state.
 
     Raises:
         CheckpointError: the file cannot be read or is not a .safetensors file.
@@ -70,7 +70,7 @@ class SafetensorsFile:
         """Fill `out` with a tensor's elements, starting at element `start`.
 
         Raises:
-            CheckpointError: the file ends too early.
+            CheckpointError: the file is truncated.
         """
         for first, piece in runs(start, out, repeats):
             self._read_run(path, first, piece)
@@ -130,10 +130,10 @@ def write(
     Args:
         file: the file to write to.
         tensors: the shape and dtype of each tensor, keyed by name.
-        read: returns the tensor with a given name.
+        read: a function that returns the tensor with a given name.
 
     Raises:
-        ValueError: a tensor has a dtype that the format does not support.
+        ValueError: the format does not support a tensor's dtype.
     """
     refused = [name for name, stored in tensors.items() if stored.dtype not in _NAMES]
     if refused:

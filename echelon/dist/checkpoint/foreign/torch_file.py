@@ -1,4 +1,4 @@
-"""Load tensors from a file written by `torch.save`, without running code from the file."""
+"""Load tensors from a file written by `torch.save`, without executing any code in it."""
 
 from __future__ import annotations
 
@@ -29,16 +29,15 @@ from echelon.errors import CheckpointError
 
 
 class TorchFile:
-    """A file written by `torch.save`, with its contents arranged like a given state.
+    """A file written by `torch.save`, as a source for a given state.
 
     Args:
         path: path of the file.
-        state: the state to fill. A single state_dict is loaded into the state's only module. Torch
-            stores an optimizer's parameters by number, so their names come from this state.
+        state: the state to fill. A single state_dict is loaded into the state's only module.
 
     Raises:
         CheckpointError: the file cannot be read without unpickling objects.
-        ValueError: the file holds a single state_dict and the state does not have exactly one
+        ValueError: the file holds a single state_dict, but the state does not have exactly one
             module.
     """
 
@@ -93,7 +92,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _as_contents(content: dict[str, Any], state: Mapping[str, Any]) -> Contents:
-    """Arrange the contents of a file in the form that `collect` returns."""
+    """Return a file's contents in the same form as `collect`."""
     contents = Contents()
     found = list(entries(state))
     names = parameter_names(found)
@@ -125,7 +124,7 @@ def _add_optimizer(
     optimizer: torch.optim.Optimizer,
     names: dict[int, str],
 ) -> None:
-    """Map an optimizer's numbered parameters, as torch stores them, to names in this state."""
+    """Add an optimizer's state, replacing the numbers of its parameters with their names."""
     known = {
         (group, place): (name, whole_shape(parameter))
         for parameter, name, group, place in optimizer_names(optimizer, names)

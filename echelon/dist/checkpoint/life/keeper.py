@@ -3,10 +3,9 @@
     keeper = Keeper("runs/gpt", keep=3, keep_every=1000, best="lowest")
     keeper.save(step, state, async_op=True, score=validation_loss)
 
-[Note: what is removed when] Rank 0 removes a checkpoint only after committing a newer one, in the
-same thread. So the newest complete checkpoint is never removed, and a killed job leaves at most one
-superfluous checkpoint. Checkpoints are removed to free space on a full disk only if the program
-sets `make_room`.
+[Note: what is removed when] Rank 0 removes a checkpoint only after committing a newer checkpoint.
+The newest complete checkpoint is therefore never removed. If the program sets `make_room`,
+checkpoints are also removed when the disk is full.
 """
 
 from __future__ import annotations
@@ -44,16 +43,15 @@ class Keeper:
     """The checkpoints of one job, in a folder reserved for that job.
 
     Args:
-        folder: the folder in which to create one folder `step_<n>` per checkpoint. Other files
-            there are left untouched. This may also be the address of a folder in an object store,
-            where a second job cannot be detected.
+        folder: the folder, or the address of a folder in an object store. Each checkpoint is saved
+            in a subfolder `step_<n>`. In an object store, a second job that uses the folder is not
+            detected.
         keep: how many of the most recent complete checkpoints to keep.
         keep_every: also keep every checkpoint whose step is a multiple of this number.
         best: also keep the checkpoint with the "lowest" or "highest" score.
-        make_room: if the disk is full, remove kept checkpoints one by one, oldest first, and retry.
-            The newest complete checkpoint and the best one are never removed. If False, a save
-            fails when the disk is full.
-        timeout_s: as for `save`.
+        make_room: whether to remove old checkpoints when the disk is full. The newest complete
+            checkpoint and the best checkpoint are never removed.
+        timeout_s: see `save`.
 
     Raises:
         ValueError: a setting is not valid.
@@ -103,23 +101,23 @@ class Keeper:
     ) -> bool:
         """Save a state as `step`'s checkpoint, then remove old checkpoints. Collective.
 
-        A storage failure does not end training: rank 0 issues a one-line warning, and all ranks
-        return False. The method first waits for any previous background save. The policy passed to
-        `Keeper` determines which checkpoints are removed.
+        The method first waits for any previous background save. After a storage failure, rank 0
+        issues a warning and all ranks return False.
 
         Args:
             step: the number of finished steps.
-            state: as for `checkpoint.save`.
-            async_op: copy the state and write it in the background. A failure is reported by the
-                next `save`, by `wait`, or by `dist.shutdown`, which raises it.
-            score: the value that `best` compares, such as the validation loss; rank 0's is used.
+            state: the state to save; see `checkpoint.save`.
+            async_op: whether to copy the state and write the copy in the background. A failure is
+                reported by the next `save` or `wait`, or raised by `dist.shutdown`.
+            score: the score of this checkpoint for `best`, such as the validation loss. Rank 0's
+                score is used.
 
         Returns:
-            Whether the checkpoint is safely on disk; with `async_op`, whether the save was started.
-                The result is the same on all ranks.
+            Whether the checkpoint is on disk or, with `async_op`, whether the save was started. The
+                result is the same on all ranks.
 
         Raises:
-            TypeError, ValueError: as in `checkpoint.save`, or `step` or `score` is not valid.
+            TypeError, ValueError: the state cannot be saved, or `step` or `score` is not valid.
             CheckpointError: another job is saving checkpoints in this folder.
             CollectiveError: a rank was lost.
         """
@@ -147,8 +145,7 @@ class Keeper:
         """Wait for any background save; return whether everything is saved. Collective.
 
         Returns:
-            False if that save failed, after a warning on rank 0; True if it succeeded or if no save
-            was in progress.
+            False if the save failed. Rank 0 then issues a warning.
         """
         return self._settle(find(to_write=True))
 
@@ -202,7 +199,7 @@ class Keeper:
         self._steps.note_score(step, score if score is None or not math.isnan(score) else None)
 
     def _rotate(self, step: int) -> None:
-        """Remove the checkpoints that the policy discards. Called on rank 0 after each commit."""
+        """Remove the checkpoints that the policy does not keep. Runs on rank 0 after each commit."""
         self._steps.sweep()
         for gone in rules.superfluous(self._steps.look(), self.policy, step):
             self._remove(gone)
@@ -216,7 +213,7 @@ class Keeper:
     # ---- what fails ----
 
     def _settle(self, peers: Peers) -> bool:
-        """Wait for any background save and report whether it failed."""
+        """Wait for any background save; return whether it succeeded."""
         step, self._in_background = self._in_background, None
         try:
             agree(peers, pending.finish(), f"{self.folder}: the save before")
@@ -238,10 +235,7 @@ class Keeper:
         return any(peers.all_gather(made))
 
     def _give_up_one(self, failed: int | None) -> bool:
-        """Remove one checkpoint to free space.
-
-        The folder of the failed save has already been emptied.
-        """
+        """Remove one checkpoint to free space."""
         for step in rules.for_room(self._steps.look(), self.policy):
             if step != failed and self._remove(step):
                 place = self._steps.path(step)

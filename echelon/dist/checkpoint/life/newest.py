@@ -1,4 +1,4 @@
-"""Find the checkpoint to resume from, and agree on it across ranks."""
+"""Find the checkpoint to resume from; all ranks agree on the result."""
 
 from __future__ import annotations
 
@@ -21,18 +21,16 @@ def newest(folder: str | os.PathLike[str]) -> Path | str | None:
         if newest("runs/gpt") is not None:
             state = load("runs/gpt", state)     # the same one, or an older one if it is damaged
 
-    Rank 0 searches and sends the result to the other ranks; before a group exists, each rank
-    searches by itself. A checkpoint is complete if it was committed and all its files have the
-    right sizes; their contents are checked during loading. Rank 0 warns about every newer
-    checkpoint that it skips.
+    Rank 0 searches and sends the result to the other ranks. If no group exists yet, each rank
+    searches by itself. A checkpoint counts as complete if it was committed and all its files have
+    the right sizes. Rank 0 warns about every newer checkpoint that it skips.
 
     Args:
-        folder: the folder passed to `Keeper`, with one checkpoint per step, or the path passed to
-            `save`.
+        folder: the folder passed to `Keeper`, or the path passed to `save`.
 
     Returns:
         The path or address of the newest step's checkpoint, or `folder` itself if `save` wrote it.
-        `load` accepts this result as well as `folder`.
+        The result can be passed to `load`.
 
     Raises:
         CheckpointError: rank 0 could not read the folder.
@@ -58,7 +56,7 @@ def newest(folder: str | os.PathLike[str]) -> Path | str | None:
 
 
 def _newest(folder: Path | Remote) -> list[Any]:
-    """Return the newest complete checkpoint's path, or None, and why newer ones were skipped."""
+    """Return the newest complete checkpoint's path, or None, and the problems of newer ones."""
     steps = steps_of(folder)
     found = steps.look()
     chosen = rules.newest(found)
@@ -77,7 +75,7 @@ def _newest(folder: Path | Remote) -> list[Any]:
 
 
 def _problems(folder: Path | Remote) -> list[str | None]:
-    """Return what is wrong with each version that `save` wrote, newest first; None if intact."""
+    """Return the problem of each version that `save` wrote, newest first; None means intact."""
     if isinstance(folder, Remote):
         found = [folder] if COMMIT in folder.sizes() else remote.marked(folder)
         return [remote.problem_of(version) for version in reversed(found)]

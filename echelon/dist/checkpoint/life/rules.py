@@ -12,7 +12,7 @@ Best: TypeAlias = Literal["lowest", "highest"]
 
 
 class Condition(Enum):
-    """The condition of a step's checkpoint, judged without reading the checkpoint."""
+    """The apparent condition of a step's checkpoint."""
 
     COMPLETE = "complete"
     DAMAGED = "damaged"  # it was committed, and files are missing or have another size
@@ -25,8 +25,8 @@ class Found:
 
     Attributes:
         step: the step's number.
-        condition: whether the checkpoint seems loadable, judged without reading it.
-        reason: why the checkpoint is not complete; "" if it is.
+        condition: whether the checkpoint appears to be loadable.
+        reason: why the checkpoint is not complete, or "".
         score: the score given by the program, or None.
     """
 
@@ -61,7 +61,7 @@ def newest(found: Sequence[Found]) -> Found | None:
 def best(found: Sequence[Found], which: Best) -> Found | None:
     """Return the complete checkpoint with the best score, or None.
 
-    In a tie, the earliest one wins.
+    If several checkpoints have the best score, the earliest is returned.
     """
     scored = [one for one in _complete(found) if one.score is not None]
     scored = [one for one in scored if not math.isnan(one.score or 0.0)]
@@ -72,8 +72,8 @@ def best(found: Sequence[Found], which: Best) -> Found | None:
 def superfluous(found: Sequence[Found], policy: Policy, just_saved: int) -> list[int]:
     """Return the steps whose checkpoints may be removed once a save has been committed.
 
-    The steps are in ascending order. Damaged checkpoints do not count towards `keep`; those newer
-    than the oldest of the last `keep` complete ones are left for inspection.
+    The steps are in ascending order. Damaged checkpoints do not count towards `keep`; recent ones
+    are kept for inspection.
     """
     complete = sorted(one.step for one in _complete(found))
     if just_saved not in complete:
@@ -91,8 +91,8 @@ def superfluous(found: Sequence[Found], policy: Policy, just_saved: int) -> list
 def for_room(found: Sequence[Found], policy: Policy) -> list[int]:
     """Return the steps that may be removed to free disk space, in the order of their removal.
 
-    The newest complete checkpoint and the best one are never removed. Checkpoints kept by
-    `keep_every` are removed last.
+    The result never includes the newest complete checkpoint or the best checkpoint. Checkpoints
+    kept by `keep_every` are listed last.
     """
     last, top = newest(found), best(found, policy.best) if policy.best else None
     spared = {one.step for one in (last, top) if one is not None}

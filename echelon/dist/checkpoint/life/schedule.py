@@ -11,16 +11,15 @@ from echelon.dist.checkpoint.ranks.peers import Peers, World, find
 
 
 class SaveSchedule:
-    """Decides when a checkpoint is due, at the same step on all ranks.
+    """A schedule that makes checkpoints due at the same steps on all ranks.
 
-    Time is measured on rank 0's clock, from the last step at which a checkpoint was due. Steps at
-    which no checkpoint is due need no communication. The exception is `every_s` with
-    torch.distributed's own groups, which costs a small all_gather per step.
+    Time is measured on rank 0's clock, from the last step at which a checkpoint was due. With
+    `every_s` and the groups of torch.distributed, each step costs a small all_gather.
 
     Args:
         every_steps: a checkpoint is due after every step whose number is a multiple of this number.
         every_s: a checkpoint is due once this many seconds have passed.
-        now: returns the time in seconds; rank 0's clock is used.
+        now: a function that returns the time in seconds; only rank 0's is used.
 
     Raises:
         ValueError: neither interval is given, or an interval is not positive.
@@ -69,7 +68,7 @@ class SaveSchedule:
         return by_time or by_steps
 
     def _agreed(self, passed_s: float) -> bool:
-        """Return rank 0's decision, which is based on rank 0's clock."""
+        """Return rank 0's decision."""
         assert self._every_s is not None
         if self._agreement is not None and self._agreement.is_closed:  # ranks are lost
             if runtime.is_between_worlds():

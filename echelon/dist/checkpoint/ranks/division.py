@@ -1,11 +1,10 @@
 """Divide writing among ranks that hold the same elements, after verifying that their copies match.
 
-[Note: the proof] Equal names, shapes and ranges do not prove that tensors are replicas: each
-pipeline stage may number its layers from 0, and a replica may have drifted. So ranks compare
-checksums of the elements that several ranks hold, and a difference raises an error that names the
-tensor and two ranks. The cost is one read of those elements. The messages grow with the number of
-*different* ranks: replicas of a whole model exchange a few bytes each, and ranks with different
-shards exchange 24 bytes per tensor.
+[Note: the proof] Tensors with equal names, shapes and ranges are not necessarily replicas. For
+example, each pipeline stage may number its layers from 0. Ranks that seem to hold replicas
+therefore compare checksums, and a difference raises an error that names the tensor and two ranks.
+Replicas of a whole model exchange a few bytes each; ranks with different shards exchange 24 bytes
+per tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Holders = tuple[int, ...]
 
 
 class _Row(NamedTuple):
-    """One rank's description of a tensor, sent to the other ranks as hashes."""
+    """One rank's description of a tensor, as hashes."""
 
     path: int
     kind: int
@@ -34,11 +33,11 @@ class _Row(NamedTuple):
 
 
 def settle(peers: Peers, doing: str, contents: Contents) -> None:
-    """Agree on each entry's kind, and on which entries to save separately for each rank.
+    """Agree on the kind of each entry, and on the entries that each rank saves separately.
 
     Raises:
         ValueError: an entry has a different kind on another rank.
-        CheckpointError: other ranks detected such an entry.
+        CheckpointError: another rank detected such a difference.
     """
     everyones = peers.all_gather([contents.kinds, contents.local_checksums()])
     together(peers, doing, lambda: _require_kinds(contents.kinds, [one for one, _ in everyones]))
@@ -58,7 +57,7 @@ def divide(
 
     Raises:
         ValueError: several ranks hold different tensors under the same name.
-        CheckpointError: other ranks detected such a tensor.
+        CheckpointError: another rank detected such a difference.
     """
     rows = [_row(one) for one in held]
     forms = {one.path: f"{one.dtype}{list(one.shape)}" for one in held}
@@ -110,7 +109,7 @@ def _hash(text: str) -> int:
 
 
 def _exchange(peers: Peers, rows: list[_Row]) -> list[list[_Row]]:
-    """Return every rank's rows. If several ranks have equal rows, only one sends them."""
+    """Return every rank's rows. Equal rows are sent by only one rank."""
     packed = b"".join(_ROW.pack(*row) for row in sorted(rows))
     digests = peers.all_gather(hashlib.blake2b(packed, digest_size=16).digest())
     if len(set(digests)) == 1:

@@ -24,14 +24,14 @@ _Result = TypeVar("_Result")
 
 
 class Peers(Protocol):
-    """Ranks that exchange small plain objects. Every exchange is collective."""
+    """A set of ranks that exchange small plain objects. Every exchange is collective."""
 
     rank: int
     size: int
     timeout_s: float
 
     def gone(self) -> list[int]:
-        """Return the lost ranks that the job has continued without. Not collective."""
+        """Return the lost ranks, if the job has continued without them. Not collective."""
         ...
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -53,7 +53,7 @@ class Peers(Protocol):
 
 
 class Alone:
-    """A process that saves and loads by itself, regardless of its rank."""
+    """A process that saves and loads by itself."""
 
     size = 1
     timeout_s = _DEFAULT_TIMEOUT_S
@@ -62,7 +62,7 @@ class Alone:
         self.rank = rank
 
     def gone(self) -> list[int]:
-        """Return an empty list: there are no other ranks to lose."""
+        """Return an empty list, because this process has no peers."""
         return []
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -88,7 +88,7 @@ class World:
         self._group = group
 
     def gone(self) -> list[int]:
-        """Return this group's ranks that are missing from the current world."""
+        """Return the ranks of this group that are missing from the current world."""
         try:
             left = world().ranks
         except ValueError:  # this rank has left the world
@@ -121,7 +121,7 @@ class TorchWorld:
         self._device = _device_of(str(torch_dist.get_backend_config()))
 
     def gone(self) -> list[int]:
-        """Return an empty list: torch.distributed does not continue after a loss."""
+        """Return an empty list, because torch.distributed cannot continue after losing a rank."""
         return []
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -155,7 +155,7 @@ class TorchWorld:
 
 
 def _device_of(config: str) -> torch.device:
-    """Return a device on which a group can exchange tensors: the CPU if possible.
+    """Return a device on which a group can exchange tensors, preferably the CPU.
 
     Args:
         config: the group's backends, such as "cpu:gloo,cuda:nccl".
@@ -170,11 +170,10 @@ def find(*, to_write: bool) -> Peers:
     """Return the ranks of this job.
 
     Args:
-        to_write: whether the ranks intend to write. Without a group, ranks may only read, each on
-            its own.
+        to_write: whether the ranks intend to write, which requires a group.
 
     Raises:
-        ValueError: the environment specifies several ranks, but there is no group.
+        ValueError: `to_write` is set and the job has several ranks, but there is no group.
     """
     try:
         return World(world())
@@ -196,7 +195,7 @@ def together(peers: Peers, doing: str, action: Callable[[], _Result]) -> _Result
     """Run a function on every rank; return its result, or raise an error if any rank failed.
 
     Raises:
-        CheckpointError: another rank failed. This rank's own error is raised unchanged.
+        CheckpointError: another rank failed. If this rank failed, its own error is raised.
         DamagedError: every rank that failed found a damaged file.
     """
     error: Exception | None = None
@@ -209,13 +208,12 @@ def together(peers: Peers, doing: str, action: Callable[[], _Result]) -> _Result
 
 
 def agree(peers: Peers, error: Exception | None, doing: str) -> None:
-    """Raise an error on every rank if any rank had one.
+    """Raise an error on every rank if any rank failed.
 
     A rank that failed raises its own error; the other ranks raise an error that names the failed
     rank.
 
-    Either all ranks raise a DamagedError or none does, so that they can try an older version
-    together.
+    If one rank raises a DamagedError, all ranks do, so that all of them try an older version.
 
     Raises:
         CheckpointError, DamagedError: another rank failed.

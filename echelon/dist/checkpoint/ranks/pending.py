@@ -48,7 +48,7 @@ class PendingSave:
         """Block until the checkpoint is complete.
 
         Args:
-            timeout_s: how long to wait; None means until the save's own timeout expires.
+            timeout_s: how long to wait; None means as long as the save's own timeout.
 
         Raises:
             CheckpointError: the save was not complete in time, or it failed.
@@ -82,7 +82,7 @@ _current: PendingSave | None = None
 
 
 def start(path: str, write: Callable[[float], None], timeout_s: float) -> PendingSave:
-    """Start a background save, which calls `write` with the save's deadline (time.monotonic)."""
+    """Start a background save by calling `write(deadline_s)`, a monotonic time, on a thread."""
     global _current
     _current = PendingSave(path, write, timeout_s)
     return _current
@@ -92,12 +92,10 @@ def finish(*, must_end: bool = True) -> Exception | None:
     """Wait for the background save and return its error; each error is returned only once.
 
     If the save's thread is still running after the timeout, every call returns an error until the
-    thread has ended. The thread's copy of the state is still in memory, and the disk that the
-    thread is waiting for would block the next save as well.
+    thread has ended.
 
     Args:
-        must_end: whether a thread that is still running is an error; False for a caller that only
-            reads.
+        must_end: whether it is an error if the thread is still running after the timeout.
     """
     global _current
     pending = _current
@@ -127,8 +125,8 @@ def _finish_at_shutdown() -> None:
 def _finish_at_exit() -> None:
     """Wait for the program's last save; if it failed, make the program fail.
 
-    Python ignores exceptions in exit handlers, so this function does the work of the package's
-    other exit handlers and then ends the process with an exit code.
+    Python ignores exceptions in exit handlers, so this function ends the process itself. It first
+    does the work of echelon's other exit handlers.
     """
     error = finish()
     if error is None:

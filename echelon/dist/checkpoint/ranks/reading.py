@@ -1,9 +1,8 @@
-"""Divide reads among ranks: elements that several ranks need are read once and exchanged.
+"""Divide reads among ranks, so that elements needed by several ranks are read only once.
 
-Each line (see `sharing.py`) is read in windows: each of the line's ranks reads and checks an equal
-part of each window. Data that every rank wants is exchanged by all_gather; one all_to_all per round
-carries all lines wanted by smaller sets of ranks, so that the sets do not wait for each other and
-each rank receives only what it wants. Data that only one rank wants is read by that rank.
+A line (see `sharing.py`) is read in windows. Each rank of the line reads and checks an equal part
+of every window. Data that all ranks want is then exchanged by all_gather, and data that only some
+ranks want by all_to_all. Data that only one rank wants is read by that rank.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _WINDOW_BYTES = 64 << 20
 
 
 def read(peers: Peers, source: Source, wanted: Sequence[Wanted]) -> Exception | None:
-    """Fill all tensors; once all ranks have finished, return this rank's error. Collective."""
+    """Fill all tensors and wait for all ranks; return this rank's error, if any. Collective."""
     reading = _Reading(peers, source)
     if peers.size > 1:
         lines = find_lines(peers, source, wanted)
@@ -44,8 +43,8 @@ class _Reading:
     """One rank's share of reading a version.
 
     Attributes:
-        error: this rank's first error. After an error, the rank stops reading but still takes part
-            in every exchange, because the other ranks are waiting for it.
+        error: this rank's first error. After an error, the rank takes part in the exchanges without
+            reading.
     """
 
     def __init__(self, peers: Peers, source: Source) -> None:
@@ -78,10 +77,7 @@ class _Reading:
             self._note(line)
 
     def _round(self, lines: Sequence[Line], number: int, num_rounds: int) -> None:
-        """Read one window of each line, send this rank's part and store the other ranks' parts.
-
-        Any two ranks list their common lines in the same order.
-        """
+        """Read this rank's part of one window of each line, and exchange it for the other parts."""
         rank, size = self._peers.rank, self._peers.size
         parts = [aligned(-(-line.num_bytes // (num_rounds * len(line.ranks)))) for line in lines]
         sent: list[list[Tensor]] = [[] for _ in range(size)]
@@ -107,7 +103,7 @@ class _Reading:
                 _put(line, first, own)
 
     def alone(self, wanted: Sequence[Wanted]) -> None:
-        """Read the data that only this rank needs; such data is not on any line."""
+        """Read the data that only this rank needs."""
         try:
             for held, path in wanted:
                 if self.error is None and id(held) not in self._done:

@@ -1,9 +1,8 @@
 """Lay out the data that several ranks need as lines of bytes.
 
-The tensors wanted by the same set of ranks form one line of bytes, one after another. There is
-one line for the tensors that every rank wants (replicas of a whole model) and one for each smaller
-set of ranks that want the same tensors (replicas of a shard). Tensors that only one rank wants are
-not on any line.
+The tensors that a set of ranks wants form one line of bytes. The replicas of a whole model form the
+line that every rank wants. The replicas of a shard form the line of a smaller set of ranks. A
+tensor that only one rank wants does not belong to a line.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Ranks = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """The piece of a tensor at positions `first` to `last` of a line."""
+    """The part of a tensor that lies at positions `first` to `last` of a line."""
 
     held: Held
     path: str
@@ -76,9 +75,9 @@ class Lines(NamedTuple):
     """The lines that one rank belongs to.
 
     Attributes:
-        for_all: the line that every rank wants, or None.
-        for_some: the lines of smaller sets that include this rank, ordered by their ranks.
-        has_some: whether any rank belongs to a line of a smaller set; the same on all ranks.
+        for_all: the line of all ranks, or None.
+        for_some: the lines of smaller sets of ranks, in the order of these ranks.
+        has_some: whether such smaller sets exist anywhere in the job.
     """
 
     for_all: Line | None
@@ -89,8 +88,7 @@ class Lines(NamedTuple):
 def find_lines(peers: Peers, source: Source, wanted: Sequence[Wanted]) -> Lines:
     """Return the lines that this rank belongs to. Collective.
 
-    Ranks exchange 8 bytes per tensor. If several ranks want the same tensors, only one of them
-    sends these bytes.
+    Ranks with different tensors exchange 8 bytes per tensor.
     """
     own = {_key(source, held, path): (held, path) for held, path in reversed(wanted)}
     own.pop(b"", None)
@@ -129,10 +127,7 @@ def _split(keys: bytes) -> Iterator[bytes]:
 
 
 def _key(source: Source, held: Held, path: str) -> bytes:
-    """Return a key that is equal on all ranks that want the same elements.
-
-    The key is empty if no other rank wants them.
-    """
+    """Return a key that identifies the wanted elements, or b"" if they cannot be shared."""
     if held.repeats or not held.length or not held.data.is_contiguous() or held.data.is_conj():
         return b""
     name = source.manifest.aliases.get(path, path)

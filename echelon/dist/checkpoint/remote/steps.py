@@ -50,9 +50,9 @@ class RemoteSteps:
             self.path(step).remove([_SCORE])
 
     def remove(self, step: int) -> str | None:
-        """Remove a step's checkpoint, commit marks first.
+        """Remove a step's checkpoint, or return why part of it remains.
 
-        If part of the checkpoint remains, return the reason.
+        The commit marks are removed first.
         """
         path = self.path(step)
         try:
@@ -65,7 +65,7 @@ class RemoteSteps:
         return None
 
     def sweep(self) -> None:
-        """Do nothing: incomplete versions are removed together with their step."""
+        """Do nothing, because removing a step also removes its incomplete versions."""
 
     def _look(self, step: int) -> Found:
         path = self.path(step)

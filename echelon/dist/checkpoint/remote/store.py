@@ -1,8 +1,7 @@
 """Access a folder in an object store by its address.
 
-An object appears whole or not at all, and nothing can be renamed or locked. Calls that fail for a
-transient reason are retried until a deadline. A call that is still hanging at the deadline is
-abandoned, and its thread ends with the process.
+Objects appear atomically, and cannot be renamed or locked. A call that fails for a transient reason
+is retried until a deadline. A call that hangs past the deadline is abandoned.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def is_address(path: str | os.PathLike[str] | Remote) -> bool:
 
 
 def place_of(path: str | os.PathLike[str]) -> Path | Remote:
-    """Return the folder that a path or address names, on this host or in an object store.
+    """Return the local or remote folder that a path or an address refers to.
 
     Raises:
         ValueError: no installed package supports such an address.
@@ -53,7 +52,7 @@ class Remote:
     """A folder in an object store.
 
     Args:
-        address: the folder's full address, which may contain credentials and is never shown.
+        address: the folder's full address. It may contain credentials, so it is never shown.
         fs: the `fsspec` file system.
         root: the folder's name in that file system.
         patience_s: how long one call may take, including retries.
@@ -113,7 +112,7 @@ class Remote:
         return Remote(above, self._fs, root, self.patience_s)
 
     def absolute(self) -> Remote:
-        """Return this folder; an address is always absolute."""
+        """Return this folder, because an address is always absolute."""
         return self
 
     def sizes(self) -> dict[str, int]:
@@ -132,7 +131,7 @@ class Remote:
         return {path.rpartition("/")[2]: size for path, size in entries.items()}
 
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
-        """Return an object's bytes, or only the bytes from `start` up to but excluding `end`.
+        """Return an object's bytes, or only those in [start, end).
 
         Raises:
             FileNotFoundError: the object does not exist.
@@ -179,7 +178,7 @@ class Remote:
                 self._call(f"remove {name}", lambda path=path: self._fs.rm_file(path))  # type: ignore[misc]
 
     def remove_folder(self) -> None:
-        """Do nothing: object stores do not have folders."""
+        """Do nothing, because object stores do not have folders."""
         with contextlib.suppress(Exception):  # of no consequence, in any store
             _bounded(lambda: self._fs.rmdir(self._root), time.monotonic() + self.patience_s)
 

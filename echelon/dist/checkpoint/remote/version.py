@@ -2,8 +2,8 @@
 
 ADDRESS/000002-77ab03c4d5e6f012/rank_00000.bin ... manifest, commit
 
-A version's name contains the token of its save, so that two saves never write the same object.
-Names never change, and the commit mark is written last and removed first.
+A version's name contains the token of its save, so two saves never write the same object. The
+commit mark is written last and removed first.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class RemoteUnfinished:
 
     @contextlib.contextmanager
     def local_folder(self) -> Iterator[Path]:
-        """Yield a folder on this host to write the rank's file in before it is uploaded."""
+        """Yield a local folder for the rank's file, which is uploaded later."""
         with tempfile.TemporaryDirectory(prefix="echelon-checkpoint-") as folder:
             yield Path(folder)
 
@@ -83,7 +83,7 @@ class RemoteUnfinished:
         self.path.upload(file, limit_s)
 
     def add_index(self, rank: int, part: Manifest) -> None:
-        """Publish this rank's part of the manifest, now that the rank's file is complete."""
+        """Publish this rank's part of the manifest. The rank's file must be complete."""
         self.path.write(INDEX_NAME.format(rank), encode(part))
 
     def add_failure(self, rank: int, reason: str) -> None:
@@ -91,7 +91,7 @@ class RemoteUnfinished:
         self.path.write(FAILED_NAME.format(rank), reason.encode())
 
     def failure(self) -> str | None:
-        """Return the first rank that failed, and the reason, or None if no rank has failed."""
+        """Return the first failed rank and its reason as text, or None if no rank has failed."""
         for name in sorted(self.path.sizes()):
             if name.endswith(".failed"):
                 rank = int(name.removeprefix("rank_").removesuffix(".failed"))
@@ -128,7 +128,7 @@ class RemoteUnfinished:
             prune(self.path.parent, self.path, keep)
 
     def discard(self) -> None:
-        """Remove the objects of a failed save, unless it was committed before it failed."""
+        """Remove the objects of a failed save, unless the save was already committed."""
         with contextlib.suppress(OSError):
             if not self.is_committed():
                 remove(self.path)
@@ -160,7 +160,7 @@ def marked(root: Remote) -> list[Remote]:
 
 
 def candidates(place: Remote) -> Sequence[Remote]:
-    """Return the versions to try to load, best first, or only `place` if `place` is a version.
+    """Return the versions to try to load, best first; just `place` if `place` is a version.
 
     Raises:
         CheckpointError: no version was found.
@@ -219,7 +219,7 @@ def prune(root: Remote, newest: Remote, keep: int) -> None:
 
 
 def remove(version: Remote) -> None:
-    """Remove a version, starting with its commit mark, so that it is never mistaken for complete.
+    """Remove a version, beginning with its commit mark.
 
     Raises:
         OSError: the object store failed.

@@ -16,8 +16,7 @@ _CHUNK_ROWS = 1 << 13  # 32 MiB on a device, 64 MiB while they are added
 def checksum(data: Tensor) -> int:
     """Return a number below 2**64 that is the same for equal tensors.
 
-    On the CPU this is the CRC-32 of the bytes. On a device it is computed with `sums`, so that the
-    elements stay on the device.
+    On the CPU, the checksum is the CRC-32 of the bytes. On a device, it is computed from `sums`.
     """
     if data.device.type == "cpu":
         return zlib.crc32(as_bytes(data))
@@ -25,10 +24,10 @@ def checksum(data: Tensor) -> int:
 
 
 def sums(data: Tensor) -> Tensor:
-    """Return exact int64 sums of the rows and columns of the elements, viewed as 32-bit words.
+    """View the elements as 32-bit words in rows of 1024; return int64 sums of the rows and columns.
 
-    The words form rows of 1024. Any change of up to three words changes the sum of some row or
-    column. The result stays on the tensor's device and is about 1/500 the size of the data.
+    Any change to at most three words changes at least one sum. The result is on the tensor's
+    device, and has about 1/500 of the data's size.
     """
     flat = data.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % (4 * _COLUMNS)))

@@ -1,8 +1,8 @@
 """Collect the contents of a state: the tensors that this rank holds, and plain values.
 
-Module buffers, modules' extra state and the state of objects may differ between ranks. These values
-are staged until the ranks have compared them. Values that are equal on all ranks are stored once,
-and other values once per rank.
+Module buffers, modules' extra state and objects' states may differ between ranks, so the ranks
+compare them first. Values that are equal on all ranks are stored once; other values are stored once
+per rank.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Contents:
         self._paths: set[str] = set()
 
     def set_local(self, path: str, value: Any) -> None:
-        """Stage a value that may differ between ranks: a buffer or a tree of plain values."""
+        """Stage a value that may differ between ranks."""
         self._local[path] = value
 
     def local_checksums(self) -> dict[str, int]:
@@ -66,7 +66,7 @@ class Contents:
         return {path: _tree_checksum(path, value) for path, value in self._local.items()}
 
     def add_local(self, differing: Container[str], rank: int) -> None:
-        """Add the staged values; values that differ between ranks are stored once per rank."""
+        """Add the staged values. A value that differs between ranks is stored once per rank."""
         for path, value in self._local.items():
             where = rank_path(path, rank) if path in differing else path
             if isinstance(value, Tensor):
@@ -103,7 +103,7 @@ class Contents:
         return value
 
     def add_tensor(self, path: str, tensor: Tensor, like: Tensor | None = None) -> None:
-        """Add a tensor; if `like` is given, the tensor is divided like that parameter.
+        """Add a tensor, which is divided like the parameter `like` if that is given.
 
         Raises:
             ValueError: the tensor cannot be saved.
@@ -209,10 +209,9 @@ def _tree_checksum(path: str, value: Any) -> int:
 
 
 def is_part(key: str, value: Any, shape: tuple[int, ...]) -> bool:
-    """Return whether an optimizer's `value` has one element per element of a parameter.
+    """Return whether an optimizer's `value` has one element for each element of a parameter.
 
-    This is decided by shape. Torch's step count is excluded by name, because it can match the
-    shape of a parameter with one element.
+    The decision is based on the shape. Step counts are excluded by name.
     """
     return isinstance(value, Tensor) and tuple(value.shape) == tuple(shape) and key != "step"
 
@@ -221,7 +220,7 @@ def as_tensor(array: np.ndarray[Any, Any], where: str) -> Tensor:
     """Return a tensor with an array's elements.
 
     Raises:
-        TypeError: torch does not have the array's dtype.
+        TypeError: torch does not support the array's dtype.
     """
     ordered = np.ascontiguousarray(array).reshape(array.shape)
     try:

@@ -1,4 +1,4 @@
-"""List a state's entries with their kinds, and name the parameters in them."""
+"""List a state's entries with their kinds, and name the parameters of these entries."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ def kind_of(value: Any) -> str:
 def entries(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str, Any]]:
     """Return each entry's path, kind and value.
 
-    Dicts that hold more than plain values are expanded.
-
-    For a pipeline, the value is a module that contains the pipeline's stages.
+    Dicts that hold more than plain values are expanded. A pipeline is returned as a module that
+    contains its stages.
 
     Raises:
         TypeError: a key is not a string, or the state is not a dict.
@@ -71,8 +70,7 @@ def _holds_more(tree: dict[Any, Any]) -> bool:
 def module_state(module: torch.nn.Module) -> dict[str, Any]:
     """Return a module's parameters, persistent buffers and extra states by name.
 
-    The names are those of the unwrapped module, even if it or its parts are wrapped by
-    DistributedDataParallel, torch.compile or activation checkpointing.
+    Wrappers such as DistributedDataParallel and torch.compile do not affect the names.
     """
     if isinstance(module, torch.nn.parallel.DistributedDataParallel):
         module = module.module
@@ -85,15 +83,12 @@ def plain_name(name: str) -> str:
 
 
 def rank_path(path: str, rank: int) -> str:
-    """Return the path under which a value is stored separately for one rank."""
+    """Return the path under which one rank's value is stored separately."""
     return f"{path}/@{rank}"
 
 
 def shared_path(path: str) -> tuple[str, int]:
-    """Split a path made by `rank_path` into its parts.
-
-    The rank is -1 if the path belongs to all ranks.
-    """
+    """Split a path into the shared path and the rank; the rank is -1 in a shared path."""
     shared, _, rank = path.rpartition("/@")
     return (shared, int(rank)) if shared and rank.isdigit() else (path, -1)
 
@@ -112,7 +107,7 @@ def parameter_names(found: list[tuple[str, str, Any]]) -> dict[int, str]:
 def optimizer_names(
     optimizer: torch.optim.Optimizer, names: dict[int, str]
 ) -> Iterator[tuple[Tensor, str, int, int]]:
-    """Return an optimizer's parameters, each with its name, group and index in the group."""
+    """Return an optimizer's parameters, each with its name, group and index within the group."""
     for group_index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
             name = names.get(id(parameter), f"{group_index}.{position}")
@@ -120,7 +115,7 @@ def optimizer_names(
 
 
 def only_module(state: Mapping[str, Any], path: Any) -> str:
-    """Return the path of a state's only module, into which a file of weights is loaded.
+    """Return the path of a state's only module.
 
     Raises:
         ValueError: the state has no module, or several.

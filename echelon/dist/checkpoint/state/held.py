@@ -1,4 +1,4 @@
-"""Describe the parts of tensors that this rank holds: whole tensors, or ranges of sharded ones."""
+"""Describe the tensors, or parts of tensors, that this rank holds."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Held:
     Attributes:
         path: the tensor's name in the checkpoint.
         shape: shape of the whole tensor.
-        data: the elements, of any shape, read and written in row-major order.
+        data: a tensor of any shape that holds the elements in row-major order.
         start: the index of the first element.
         sharded: whether other ranks hold other elements of the tensor.
-        repeats: the repeats of runs that are not contiguous; see `Pattern`.
+        repeats: how runs of elements repeat; see `Pattern`.
     """
 
     path: str
@@ -50,7 +50,7 @@ class Held:
         return Pattern(self.start, self.length // num_runs, self.repeats)
 
     def part(self, start: int, length: int) -> Held:
-        """Return part of the held elements as a 1-D range.
+        """Return a 1-D range of the held elements.
 
         Positions count from the first held element.
         """
@@ -64,11 +64,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def share(held: Sequence[Held], index: int, count: int) -> Iterator[Held]:
-    """Divide the writing of equal copies among their holders, and return the caller's part.
+    """Divide equal copies among the ranks that hold them; return the part that the caller writes.
 
-    There are `count` copies, and the caller holds copy `index`. The tensors form one line of bytes,
-    which is cut into `count` parts at element boundaries, so each part consists of a few whole
-    tensors and a piece of a tensor at each end. A tensor with several runs is never cut.
+    There are `count` copies, and the caller holds copy `index`. Each part has about the same number
+    of bytes. A tensor may be cut between two parts, unless it has several runs.
     """
     total = sum(one.length * dtype_bytes(one.dtype) for one in held)
     first_byte, last_byte = total * index // count, total * (index + 1) // count
@@ -88,5 +87,5 @@ def share(held: Sequence[Held], index: int, count: int) -> Iterator[Held]:
 
 
 def _elements_before(num_bytes: int, size: int, length: int) -> int:
-    """Return how many of `length` elements begin before the given byte."""
+    """Return how many of `length` elements begin before a given byte."""
     return min(length, max(0, -(-num_bytes // size)))

@@ -1,8 +1,7 @@
 """Encode plain values as msgpack, so that nothing in a checkpoint is ever unpickled.
 
 In addition to msgpack's own types, the encoding supports tuples, integers of any size, and
-references to tensors, which are stored elsewhere. Any other value is refused when it is saved,
-rather than when it is loaded.
+references to tensors. Any other value is refused when it is saved.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ class TensorAt:
     """A placeholder in a tree of values for a tensor that is stored under `path`.
 
     Attributes:
-        role: "tensor" for a tensor; "array" for a NumPy array; "part" for optimizer state that has
-            the shape of a parameter and is divided among ranks like that parameter.
+        role: "tensor" for a tensor, "array" for a NumPy array, or "part" for optimizer state that
+            is divided like its parameter.
     """
 
     path: str
@@ -37,7 +36,7 @@ def pack(value: Any, where: str) -> bytes:
     """Encode a tree of plain values and `TensorAt` as bytes.
 
     Raises:
-        TypeError: the tree holds a value of another type; the message names `where`.
+        TypeError: the tree holds a value of another type.
     """
     try:
         return _pack(value)

@@ -15,9 +15,8 @@ class RandomState:
 
         save(path, {"model": model, "random": RandomState()})
 
-    Each rank's generators are saved and restored on the same rank. If more ranks load a checkpoint
-    than saved it, each additional rank seeds its generators from rank 0's state and its own rank.
-    The result is reproducible, and differs from every other rank's state.
+    Each rank saves and restores its own generators. If more ranks load a checkpoint than saved it,
+    each additional rank derives a reproducible state of its own from rank 0's state.
 
     Example:
         >>> save("runs/gpt", {"random": RandomState()})
@@ -52,7 +51,7 @@ class RandomState:
             torch.cuda.set_rng_state(_as_tensor(state["cuda"]))
 
     def derive(self, state: dict[str, Any], rank: int) -> None:
-        """Seed the generators from another rank's state, on a rank that has no saved state."""
+        """Seed the generators from another rank's state."""
         seed = zlib.crc32(rank.to_bytes(8, "little"), zlib.crc32(state["torch"]))
         random.seed(seed)
         np.random.seed(seed)

@@ -1,6 +1,6 @@
-"""Restore a state from a source: plan the reads, read, and then set the values.
+"""Restore a state from a source.
 
-Nothing is changed until everything is known to exist and to match.
+The state is not changed until all its entries are known to match the source.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Restore:
     """A plan for filling one rank's state from a source.
 
     Attributes:
-        wanted: the tensors to fill, each with the path of its source.
+        wanted: the tensors to fill, each with its path in the source.
         unused: stored tensors of the state's modules that this rank does not need.
 
     Raises:
@@ -128,7 +128,7 @@ class Restore:
     def _where(self, path: str) -> str:
         """Return the path of a value that may differ between ranks.
 
-        If the world size is unchanged, each rank uses its own version; otherwise all ranks use the
+        If the world size is unchanged, each rank uses its own version. Otherwise all ranks use the
         lowest rank's version.
         """
         ranks = self._ranks_of.get(path)
@@ -207,7 +207,7 @@ class Restore:
     def _settings(
         self, path: str, optimizer: torch.optim.Optimizer, names: dict[int, str]
     ) -> list[dict[str, Any]]:
-        """Return the settings for an optimizer's groups, as saved with the groups' parameters."""
+        """Return the saved settings for each of an optimizer's groups."""
         values = self._source.manifest.values
         places = [f"{path}/group/{index}" for index in range(len(optimizer.param_groups))]
         marks: list[set[str]] = [set() for _ in places]
@@ -244,9 +244,8 @@ class Restore:
 
         Args:
             path: path of the value.
-            here: the caller's value; tensors and arrays at the same position in it are filled.
-            like: a parameter; tensors of the same shape are divided among the ranks in the same
-                way.
+            here: the caller's value, whose tensors and arrays are filled in place.
+            like: a parameter. Tensors of its shape are divided among the ranks like this parameter.
         """
         packed = self._source.manifest.values.get(path)
         if packed is None:
@@ -323,7 +322,7 @@ def _extra_names(module: torch.nn.Module) -> list[tuple[str, str]]:
 
 
 def _ranks_of(manifest: Manifest) -> dict[str, list[int]]:
-    """Return, for each shared path, the ranks that have their own version of its value."""
+    """Map each shared path to the ranks that saved a version of their own."""
     found: dict[str, set[int]] = {}
     for path in [*manifest.tensors, *manifest.aliases, *manifest.values]:
         shared, rank = shared_path(path)

@@ -1,8 +1,7 @@
 """Determine which elements of a whole tensor this rank holds.
 
-A tensor is one of four kinds: a plain tensor, which every rank holds whole; a shard made by
-echelon's `fully_shard`; a tensor-parallel slice, which may itself be sharded; or one of torch's
-DTensors, sharded along any dims.
+A tensor may be a plain tensor, a shard made by echelon's `fully_shard`, a tensor-parallel slice
+(which may itself be sharded), or a DTensor.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Local(NamedTuple):
         shape: shape of the whole tensor.
         start: the index of the first held element, in row-major order.
         sharded: whether other ranks hold other elements of the tensor.
-        repeats: the repeats of runs that are not contiguous; see `Pattern`.
+        repeats: how runs of elements repeat; see `Pattern`.
     """
 
     data: Tensor
@@ -43,10 +42,9 @@ class Local(NamedTuple):
 
 
 def pieces(tensor: Tensor) -> list[Local]:
-    """Return this rank's part of a tensor as pieces in order, each with its own pattern.
+    """Return this rank's part of a tensor, as pieces in ascending order.
 
-    There is only one piece, unless a tensor is sliced along a later dim and the slice is sharded: a
-    shard may begin and end within a row.
+    A sharded tensor-parallel slice may have several pieces; any other tensor has one.
 
     Raises:
         ValueError: a DTensor holds partial sums, or its indices are not evenly spaced.
@@ -58,7 +56,7 @@ def pieces(tensor: Tensor) -> list[Local]:
 
 
 def pieces_like(parameter: Tensor, data: Tensor) -> list[Local]:
-    """Divide tensors of a parameter's shape into the same pieces as the parameter.
+    """Divide tensors that have a parameter's shape into the same pieces as the parameter.
 
     Args:
         parameter: the parameter that determines the positions of the elements.
@@ -118,8 +116,7 @@ def _local(tensor: Tensor) -> Local:
 def _pieces_of_slice(data: Tensor, start: int, part: Slice) -> list[Local]:
     """Locate a run of a slice's elements in the whole tensor.
 
-    A row consists of all elements at one index of the dims before the divided dim. It has `width`
-    elements in the slice and `whole_width` elements in the whole tensor.
+    A row consists of the elements that share the indices of all dims before the divided dim.
 
     Args:
         data: the elements of the run.
@@ -153,7 +150,7 @@ def _pieces_of_slice(data: Tensor, start: int, part: Slice) -> list[Local]:
 
 
 def owner(tensor: Tensor) -> Tensor:
-    """Return the tensor that an optimizer uses, which for a gathered parameter is its shard."""
+    """Return the tensor that an optimizer uses: the shard, if the parameter is gathered."""
     member = member_of(tensor)
     return tensor if member is None else member.shard
 
@@ -192,7 +189,7 @@ def _local_of_dtensor(tensor: DTensor) -> Local:
 
 
 def _indices(tensor: DTensor, dim: int) -> npt.NDArray[np.int64]:
-    """Return this rank's indices along a dim. The dim is split in the same way as in torch."""
+    """Return this rank's indices along a dim, which is split as in torch."""
     mesh, found = tensor.device_mesh, torch.arange(tensor.shape[dim])
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -209,6 +206,6 @@ def _indices(tensor: DTensor, dim: int) -> npt.NDArray[np.int64]:
 
 
 def _further(placement: Any) -> dict[str, int]:
-    """Return the attributes of a strided shard, except its dim."""
+    """Return the attributes of a strided shard other than its dim."""
     factor = getattr(placement, "split_factor", None)
     return {} if factor is None else {"split_factor": factor}
