@@ -82,7 +82,7 @@ def _write_safetensors(source: Version, path: Path, key: str) -> None:
 
 
 def _one_per_name(paths: Iterable[str], prefix: str) -> dict[str, str]:
-    """Return one path per name under a prefix; if every rank has its own, use the lowest rank's."""
+    """Return one path per name under a prefix; the lowest rank's, if several ranks have one."""
     chosen: dict[str, tuple[int, str]] = {}
     for path in paths:
         if path.startswith(prefix):

@@ -16,9 +16,8 @@ from echelon.dist.fsdp.uncompiled import uncompiled_call
 def gradient_sync(module: nn.Module, *, enabled: bool) -> Iterator[None]:
     """Set whether backward passes inside the block reduce gradients.
 
-    If `enabled` is False, gradients accumulate on this rank. The next backward that does reduce
-    includes the accumulated gradients. Until then, this rank keeps gradients of whole parameters in
-    memory.
+    If `enabled` is False, gradients of whole parameters accumulate in this rank's memory. The next
+    backward that reduces gradients includes the accumulated ones.
 
     Example:
         >>> _ = fully_shard(model)
@@ -53,11 +52,10 @@ def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool) 
 
 @uncompiled_call
 def unshard(module: nn.Module) -> None:
-    """Gather all units in a module; nothing is released or reduced until requested. Collective.
+    """Gather all units in a module, and hold them until `reshard` is called. Collective.
 
-    Until `reshard` is called, `module.parameters()` returns whole parameters. Any number of forward
-    and backward passes may run, in any order and with any autograd calls, and gradients accumulate
-    in `.grad`. Afterwards, call `reduce_gradients` and `reshard`.
+    While the units are held, `module.parameters()` returns whole parameters, and backward passes
+    accumulate gradients in `.grad`. To end this, call `reduce_gradients` and then `reshard`.
 
     Raises:
         CollectiveError: a rank was lost or did not join.
@@ -94,8 +92,8 @@ def reshard(module: nn.Module) -> None:
 def reduce_gradients(module: nn.Module) -> None:
     """Average the gradients of the whole parameters over the ranks.
 
-    The result is added to the shards' `.grad`. All units of the module take part, with zeros for
-    gradients that a rank does not have. Collective.
+    The result is added to the shards' `.grad`. A gradient that a rank does not have counts as zero.
+    Collective.
 
     Raises:
         CollectiveError: a rank was lost or did not join.

@@ -1,7 +1,6 @@
 """Divide a sharded model among other ranks, in place, after the world has changed.
 
-The modules, the parameters that an optimizer uses, and all hooks stay the same objects. Only the
-vectors behind them are made again, since their sizes depend on the number of ranks.
+The modules, the optimizer's parameters and all hooks remain the same objects.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from echelon.dist.group import ProcessGroup
 def move(module: nn.Module, group: ProcessGroup) -> None:
     """Divide a model's parameters among the ranks of another group. Collective.
 
-    Values and gradients are dropped: afterwards the shards' values are undefined, and the caller
-    must fill them, and the optimizer's state, through `shards`. The earlier group need not work any
-    more, and a step that failed in it may have left any state behind.
+    Gradients are dropped, and the shards' values become undefined. The caller must set the values
+    and the optimizer's state through `shards`. The previous group may be broken, even in the middle
+    of a step.
 
     Args:
-        module: a model whose units are all sharded over one group, without replicas and with
-            `reshard_after_forward` as a bool.
+        module: a model sharded over one group, without replicas and with a boolean
+            `reshard_after_forward`.
         group: the ranks to divide the parameters among.
 
     Raises:

@@ -9,15 +9,14 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixedPrecisionPolicy:
-    """The dtypes that a unit computes and communicates in; the shards keep their own dtype.
+    """The dtypes in which a unit computes and communicates.
 
     Attributes:
-        param_dtype: the dtype of the gathered parameters, and therefore of the computation and its
-            gradients. None means the dtype of the shards.
-        reduce_dtype: dtype used to sum gradients. None means the dtype of the gathered
+        param_dtype: the dtype of the gathered parameters. None means the dtype of the shards.
+        reduce_dtype: the dtype in which gradients are summed. None means the dtype of the gathered
             parameters.
-        output_dtype: dtype to which the unit's floating-point outputs are cast. None leaves them
-            unchanged.
+        output_dtype: the dtype to which the unit's floating-point outputs are cast. None leaves the
+            outputs unchanged.
         cast_forward_inputs: whether to cast the unit's floating-point inputs to `param_dtype`.
 
     Example:
@@ -43,7 +42,7 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CPUOffloadPolicy:
-    """The policy that keeps a device model's shards, gradients and optimizer state in host memory.
+    """A policy that keeps shards, their gradients and optimizer state in host memory.
 
     Attributes:
         pin_memory: whether to use page-locked memory, which is copied to the device asynchronously.

@@ -1,4 +1,4 @@
-"""Turn a module into a unit whose parameters are divided among ranks (`fully_shard`)."""
+"""Turn modules into units whose parameters are divided among ranks (`fully_shard`)."""
 
 from __future__ import annotations
 
@@ -43,39 +43,34 @@ def fully_shard(
 ) -> M:
     """Divide a module's parameters among ranks, and gather them while the module computes.
 
-    Call this function on the blocks first and on the whole model last. Each call makes one
-    unit of all parameters that no earlier call has taken. Every rank of the group must make the
-    same calls in the same order; each call blocks until all ranks have joined. All ranks start from
-    group rank 0's values. Deleting a model also frees its shards, hooks and memory; call
-    `gc.collect()` if that must happen at once.
+    Call this function on the blocks first and on the whole model last. Each call makes one unit of
+    all parameters that do not yet belong to a unit. Every rank of the group must make the same
+    calls in the same order, and each call blocks until all ranks have joined. All ranks receive the
+    parameter values of group rank 0. Deleting the model frees its shards, hooks and memory.
 
     Args:
         module: a module, or several modules that form one unit and run one after the other.
         group: the ranks to divide parameters among; None means the world.
-        mesh: used instead of `group`; a mesh with one axis, or with two axes (replicate, shard).
-            Parameters are divided along the last axis; with two axes, equal copies are kept along
-            the first.
+        mesh: an alternative to `group`, with one axis (shard) or two (replicate, shard). Parameters
+            are divided along the shard axis and copied along the replicate axis.
         reshard_after_forward: True releases the parameters after forward and gathers them again for
-            backward. False keeps them. With a number k that divides the group size, each rank keeps
-            1/k of the parameters, and k neighbouring ranks gather them among themselves. The
-            outermost module always keeps its parameters if a backward follows, because the backward
-            needs them first.
+            backward. False keeps the parameters. A number k that divides the group size makes each
+            rank keep 1/k of the parameters, and k neighbouring ranks gather them for backward. The
+            outermost module keeps its parameters if a backward follows.
         mp_policy: the dtypes of computation and communication.
         ignored_params: parameters that are not sharded; the caller must keep them equal on all
             ranks.
-        offload_policy: keeps shards, their gradients and thus the optimizer state in host memory. A
-            warning is issued if the parameters are in host memory anyway.
-        prefetch: how many units to gather ahead while this unit computes.
-        memory_budget_bytes: memory that all units of the group together may use on a rank, in
-            addition to the unit that is computing: a third each for units gathered ahead, for
-            gradients being reduced, and for idle memory between gathers. One unit ahead and one
-            reduction are always allowed. The last call that passes a number sets the budget until
-            all units of the group are deleted. None means six times the largest unit that contains
-            no other unit, or more if `prefetch` is above 2.
+        offload_policy: a policy for keeping shards in host memory. It has no effect, except a
+            warning, if the parameters are already in host memory.
+        prefetch: how many units to gather ahead of time while this unit computes.
+        memory_budget_bytes: how much memory all units of the group may use on a rank, in addition
+            to the unit that is computing. One third is for units gathered ahead, one third for
+            gradients being reduced, and one third for idle memory. One unit ahead and one reduction
+            are always allowed. The last number passed applies to the whole group. None means six
+            times the largest unit that contains no other unit, or more if `prefetch` is above 2.
         device: where to allocate parameters that are on the meta device; None means the CPU.
-        init: called with each module that has parameters on the meta device, after their
-            allocation; None means only the module's `reset_parameters()`. At most one unit at a
-            time is whole.
+        init: a function that initializes a module after its meta parameters have been allocated.
+            None means the module's `reset_parameters()`.
 
     Returns:
         The module itself.
@@ -203,7 +198,7 @@ def _driver(group: ProcessGroup | None, mesh: DeviceMesh | None) -> Driver:
 def _groups_of(
     group: ProcessGroup | None, mesh: DeviceMesh
 ) -> tuple[ProcessGroup, ProcessGroup | None]:
-    """Return the sharding group, and the replication group or None."""
+    """Return the sharding group, and the replication group if there is one."""
     if group is not None:
         raise ValueError("group= and mesh= are mutually exclusive")
     if not isinstance(mesh, DeviceMesh) or len(mesh.names) not in (1, 2):
@@ -216,7 +211,7 @@ def _groups_of(
 
 
 def _check_reshard(reshard: bool | int, group: ProcessGroup) -> int:
-    """Return how many near ranks together keep the parameters, or 0 if none do."""
+    """Return how many neighbouring ranks keep the parameters between them, or 0 for none."""
     if isinstance(reshard, bool):
         return 0
     if not isinstance(reshard, int) or reshard < 1 or group.size % reshard:
@@ -228,7 +223,7 @@ def _check_reshard(reshard: bool | int, group: ProcessGroup) -> int:
 
 
 def _sources(modules: tuple[nn.Module, ...], ignored: set[int]) -> tuple[list[Source], list[Unit]]:
-    """Return the parameters that no unit owns yet, and the units that own the remaining ones."""
+    """Return the parameters without a unit, and the units that own the other parameters."""
     sources: dict[int, Source] = {}
     within = {module for _, module in _parts(modules)}
     borrowed: dict[Unit, None] = {}

@@ -1,7 +1,7 @@
-"""Provide the state of a sharded model: this rank's shards, or the whole model.
+"""Provide the state of a sharded model, as this rank's shards or as a whole.
 
-`model.state_dict()` returns the shards, without any communication; `load_state_dict` takes shards
-or whole parameters. `shards` describes each shard's place in its parameter, for checkpoints;
+`model.state_dict()` returns the shards without communication, and `model.load_state_dict` accepts
+shards or whole parameters. `shards` describes where each shard lies in its parameter.
 `full_state_dict` assembles the whole model, one unit at a time.
 """
 
@@ -31,13 +31,12 @@ class Shard:
         shape: the whole parameter's shape.
         dtype: the dtype of the parameter and of its shards.
         start: the index of this rank's first element in the flattened parameter.
-        length: number of this rank's elements; may be 0.
+        length: the number of elements on this rank, which may be 0.
         data: [length], a view of the shard's memory; writing to it changes the model.
-        parameter: the parameter that the optimizer uses, `[length, 1, ...]`; the key in
-            `optimizer.state`.
+        parameter: the parameter that the optimizer uses, `[length, 1, ...]`.
         ranks: the global ranks among which the parameter is divided, in order.
-        copies: the ranks that hold the same part, including this one; the first of them should save
-            it.
+        copies: the ranks that hold copies of this shard, including this rank. The first of these
+            ranks should save the shard.
 
     Example:
         >>> shard = shards(fully_shard(model))["token.weight"]
@@ -60,7 +59,7 @@ class Shard:
 def shards(module: nn.Module) -> dict[str, Shard]:
     """Return this rank's part of each sharded parameter in a module, keyed by parameter name.
 
-    Parameters that are not sharded (ignored, or in no unit) are not included. Not collective.
+    Unsharded parameters are not included. Not collective.
 
     Example:
         >>> _ = fully_shard(model)
@@ -97,9 +96,8 @@ def _shard(member: Member, names: list[str]) -> Shard:
 def optimizer_state(optimizer: torch.optim.Optimizer, shard: Shard) -> dict[str, Any]:
     """Return an optimizer's state for one shard.
 
-    Tensors with the shard's shape are divided like the parameter and are returned as views
-    [length]; everything else, such as step counts, is the same on all ranks and is returned
-    unchanged.
+    Tensors with the shard's shape are returned as views [length]. Other values, such as step
+    counts, are returned unchanged.
 
     Example:
         >>> _ = fully_shard(model)
@@ -136,11 +134,10 @@ def is_part(value: Any, shard: Shard) -> bool:
 def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
     """Return the whole model's state on the host, like the unsharded model's `state_dict()`.
 
-    Gathers one unit at a time. Collective.
+    Units are gathered one at a time. Collective.
 
     Args:
-        rank0_only: whether only rank 0 of each group gets the parameters, while the other ranks get
-            an empty dict.
+        rank0_only: whether to return an empty dict on all ranks except rank 0 of each group.
 
     Raises:
         CollectiveError: a rank was lost or did not join.
@@ -216,7 +213,7 @@ def _show_shards(unit: Unit) -> None:
 def _before_load(
     unit: Unit, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """Replace whole parameters in a state dict with this rank's shards before it is loaded."""
+    """Replace whole parameters in a state dict with this rank's shards."""
     _show_shards(unit)
     if metadata.get("assign_to_params_buffers"):
         raise ValueError(

@@ -1,7 +1,6 @@
-"""Keep torch.compile from tracing hooks, guards and public calls, which run outside graphs.
+"""Keep torch.compile from tracing functions that start collectives or keep state.
 
-These functions start collectives, inspect attributes of tensors and keep state. None of this
-belongs in a compiled graph, so a graph that reaches one of these functions is split there.
+A graph that reaches such a function is split into two graphs.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def uncompiled(function: _Function) -> _Function:
     """Wrap a function so that torch never traces the function or its callees.
 
-    Loads torch._dynamo.
+    Calling `uncompiled` loads torch._dynamo.
     """
     disabled: _Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return disabled
 
 
 def uncompiled_call(function: _Function) -> _Function:
-    """Wrap a module's public function as `uncompiled` does, but load torch._dynamo on first call.
+    """Wrap a function as `uncompiled` does, but load torch._dynamo only when it is first called.
 
-    This must not be used for closures and methods, because torch stores the result as an attribute
-    of `function`.
+    The function must be defined at module level, because torch stores the result as an attribute of
+    the function.
     """
     disabled: _Function = _disable_dynamo(function)  # type: ignore[assignment]
     return disabled

@@ -15,7 +15,7 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
 
 
 class NewFile:
-    """A newly created file. If the file must survive a power failure, call `sync` before `close`."""
+    """A newly created file. Call `sync` before `close` to make the file survive a power failure."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -199,7 +199,7 @@ class Keeper:
         self._steps.note_score(step, score if score is None or not math.isnan(score) else None)
 
     def _rotate(self, step: int) -> None:
-        """Remove the checkpoints that the policy does not keep. Runs on rank 0 after each commit."""
+        """Remove the checkpoints that the policy does not keep. Called on rank 0 after a commit."""
         self._steps.sweep()
         for gone in rules.superfluous(self._steps.look(), self.policy, step):
             self._remove(gone)

@@ -1,11 +1,10 @@
 """Clip gradients by their total norm over all ranks.
 
 Each element of each gradient is counted once. A shard is counted by the rank that holds it. If
-several ranks hold equal copies of a shard (HSDP), each of them counts an equal fraction of it.
-Copies of an unsharded parameter are counted in the same way, over `replicas` or, by default, over
-the largest group that shards parameters of the model. If units are sharded over several groups
-(as with experts), their shards are counted over the one group that contains all of these ranks;
-ranks that hold other parameters (as with pipeline stages) are included through `over`.
+several ranks hold copies of a shard (HSDP) or of an unsharded parameter, each rank counts an equal
+fraction of it. If the units are sharded over several groups (as with experts), the norm covers the
+one group that contains all their ranks. The argument `over` adds ranks that hold other parameters
+(as with pipeline stages).
 """
 
 from __future__ import annotations
@@ -41,21 +40,19 @@ def clip_grad_norm_(
         parameters: the sharded model, or some of its parameters.
         max_norm: upper bound on the norm. If it is infinite, gradients are never scaled.
         norm_type: 2.0, another positive number, or infinity.
-        over: a group that contains every rank among which the parameters are divided, and the ranks
-            that hold other parameters of the same model, such as other pipeline stages or experts.
-            None means the largest group over which parameters are sharded.
+        over: a group of all ranks that hold any of the model's parameters, including other pipeline
+            stages or experts. None means the largest group over which parameters are sharded.
         replicas: the ranks that hold equal copies of the unsharded parameters. None means the
-            largest group over which parameters are sharded, or only this rank if there is no such
-            group.
-        aliases: parameters that another rank of `over` counts, such as the copy of a tied embedding
-            in another stage; they are scaled but not counted.
+            largest group over which parameters are sharded, if there is one.
+        aliases: parameters to scale but not to count, because another rank counts them. An example
+            is the second copy of a tied embedding.
 
     Returns:
         The norm before scaling, which is equal on all ranks of `over`.
 
     Raises:
-        ValueError: an argument is invalid, or parameters are divided among several groups and none
-            of these contains all the ranks.
+        ValueError: an argument is invalid, or no single group contains all the ranks among which
+            parameters are divided.
         CollectiveError: a rank was lost or did not join.
 
     Example:
@@ -88,7 +85,7 @@ def clip_grad_norm_(
 
 
 def _owner(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the tensor whose `.grad` the optimizer uses; for a gathered parameter, its shard."""
+    """Return the tensor whose `.grad` the optimizer uses, which may be a shard."""
     member = member_of(parameter)
     return parameter if member is None else member.shard
 
@@ -107,8 +104,7 @@ def _groups(
 ) -> list[ProcessGroup]:
     """Return the groups among which parameters are divided, largest first.
 
-    The result is the same on all ranks: it includes the groups of a module's units even if they
-    have no gradient on this rank.
+    The result is the same on all ranks, even if some units have no gradients on this rank.
     """
     found: dict[ProcessGroup, None] = {}
     if isinstance(parameters, nn.Module):
@@ -130,7 +126,7 @@ def groups_of(members: Iterable[Member]) -> list[ProcessGroup]:
 
 
 def largest(groups: list[ProcessGroup]) -> ProcessGroup | None:
-    """Return the largest group, or None if there are none; `groups` is sorted by size.
+    """Return the largest of the groups, which are sorted by size, or None for an empty list.
 
     Raises:
         ValueError: the largest group does not contain all ranks of another group.
@@ -167,7 +163,7 @@ def _share(owner: torch.Tensor, over: ProcessGroup | None, replicas: ProcessGrou
 
 
 def _measure(counted: list[tuple[torch.Tensor, float]], norm_type: float) -> torch.Tensor:
-    """Return the greatest absolute value or the weighted sum of powers, as a float64 tensor [1]."""
+    """Return the greatest absolute value, or the weighted sum of powers, as float64 [1]."""
     by_device: dict[torch.device, list[tuple[torch.Tensor, float]]] = {}
     for grad, share in counted:
         by_device.setdefault(grad.device, []).append((grad, share))
@@ -189,7 +185,7 @@ def _measure(counted: list[tuple[torch.Tensor, float]], norm_type: float) -> tor
 
 
 def _total(over: ProcessGroup | None, mine: torch.Tensor, norm_type: float) -> float:
-    """Return the sum or maximum of all ranks' numbers; synchronizes with the device once."""
+    """Return the sum or maximum of all ranks' numbers. The call synchronizes with the device."""
     values = mine
     if over is not None and over.size > 1:
         values = mine.new_empty(over.size)

@@ -1,12 +1,11 @@
 """Check that an optimizer is elementwise and therefore works on shards.
 
-A shard is a contiguous run of a parameter's elements. An optimizer that treats each element
-independently (SGD, Adam, ...) gives the same result on shards as on the whole parameter; an
-optimizer that uses a parameter's matrix, rows or norms (Muon, Adafactor, LAMB, ...) would silently
-compute something else. So an optimizer is checked before its first step on shards: torch's own
-optimizers are listed here, and any other optimizer is tested on a small parameter, once whole and
-once in pieces. A class that assembles whole parameters itself declares this with the attribute
-`handles_shards = True` (`echelon.train.optimizers.Muon`).
+An optimizer that treats each element independently (SGD, Adam, ...) gives the same result on shards
+as on whole parameters. An optimizer that uses a parameter's matrix, rows or norms (Muon, Adafactor,
+LAMB, ...) would silently compute wrong results. Every optimizer is therefore checked before its
+first step on shards. Torch's own optimizers are listed here, and other optimizers are tested on a
+small parameter. A class that assembles whole parameters itself sets the attribute `handles_shards =
+True` (see `echelon.train.optimizers.Muon`).
 """
 
 from __future__ import annotations
@@ -88,11 +87,9 @@ def _check_optimizer(optimizer: Optimizer) -> None:
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer class gives the same results on a whole parameter and on pieces.
+    """Return whether an optimizer class gives the same results on whole and on divided parameters.
 
-    The class is tested on a small parameter. The result is False if the results differ, or if the
-    class cannot be tested because it takes arguments other than its `defaults` or does not accept
-    pieces.
+    The class is tested on a small parameter. If the test cannot run, the function returns False.
     """
     generator = torch.Generator().manual_seed(7)
     values = torch.rand(6, 4, generator=generator) + 0.5

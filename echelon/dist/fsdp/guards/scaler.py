@@ -1,10 +1,10 @@
-"""Scale the loss for float16, with all ranks deciding together.
+"""Scale the loss for float16, in agreement among all ranks.
 
-Gradients below 6e-8 are zero in float16, so the loss is multiplied by a large scale before backward
-and the gradients are divided by it afterwards. If the scale is too large, gradients overflow, the
-step is skipped and the scale is reduced. An overflow often occurs on only one rank, in its shards,
-stage or experts. So an overflow flag is reduced over all ranks that hold parameters, and these
-ranks skip the step and change the scale together.
+Gradients below 6e-8 become zero in float16. The loss is therefore multiplied by a large scale
+before backward, and the gradients are divided by the scale after backward. If gradients overflow,
+the step is skipped and the scale is reduced. An overflow often occurs on only one rank. All ranks
+that hold parameters therefore share an overflow flag, so that they skip the same steps and use the
+same scale.
 """
 
 from __future__ import annotations
@@ -26,19 +26,16 @@ T = TypeVar("T", bound="torch.Tensor | list[torch.Tensor]")
 class GradScaler:
     """A loss scale that grows while gradients are finite and shrinks when they overflow.
 
-    It has the methods of `torch.amp.GradScaler`, which must be called in the same order. Its state
-    is the same on all ranks and can be saved directly in a checkpoint: `save(path, {"scaler":
-    scaler, ...})`.
+    The methods are those of `torch.amp.GradScaler`, and must be called in the same order. The
+    scaler's state is the same on all ranks, and the scaler can be an entry of a checkpoint.
 
     Args:
         init_scale: the initial scale.
-        growth_factor: the factor by which the scale grows after `growth_interval` finite steps in a
-            row.
+        growth_factor: the factor by which the scale grows.
         backoff_factor: the factor by which the scale is multiplied after an overflow.
         growth_interval: the number of consecutive finite steps before the scale grows.
-        over: a group of all ranks that hold parameters of the model, including other pipeline
-            stages, other experts and replicas. None means the ranks among which an optimizer's
-            parameters are divided, and the replicas of a mesh.
+        over: a group of all ranks that hold any of the model's parameters, including other pipeline
+            stages, experts and replicas. None means the ranks that hold the optimizer's parameters.
         enabled: if False, nothing is scaled and every step is taken.
 
     Raises:
@@ -95,15 +92,14 @@ class GradScaler:
     def unscale_(self, optimizer: Optimizer) -> bool:
         """Divide an optimizer's gradients by the scale in place, and check for overflows.
 
-        Collective among all ranks that hold parameters; blocks until they have joined, bounded by
-        the group's timeout. The method synchronises with the device once.
+        Collective among all ranks that hold parameters. The method synchronizes with the device
+        once.
 
         Returns:
             Whether all gradients are finite on all ranks.
 
         Raises:
-            ValueError: the method was called twice in a step, or a gradient is float16. Such a
-                gradient was not reduced in float32, so the scale cannot be removed from it.
+            ValueError: the method was called twice in a step, or a gradient is float16.
             CollectiveError: a rank was lost or did not join.
         """
         if not self.enabled:
@@ -126,7 +122,7 @@ class GradScaler:
         return not overflow
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Call `optimizer.step` and return its result, unless any rank had an overflow."""
+        """Call `optimizer.step` and return its result. If any rank had an overflow, do nothing."""
         if self.enabled and id(optimizer) not in self._overflowed:
             self.unscale_(optimizer)
         if self._overflowed.get(id(optimizer), False):
@@ -162,7 +158,7 @@ class GradScaler:
         return {"scale": self._scale, "num_finite": self._num_finite}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a saved state; the growth and backoff settings of this scaler are kept."""
+        """Load a saved state. This scaler keeps its own growth and backoff settings."""
         self._scale, self._num_finite = float(state["scale"]), int(state["num_finite"])
         self._overflowed.clear()
 
@@ -184,11 +180,11 @@ def _unscale(gradients: list[torch.Tensor], factor: float) -> bool:
 def share_overflow(
     overflow: bool, parameters: Iterable[torch.Tensor], over: ProcessGroup | None = None
 ) -> bool:
-    """Return whether any rank that holds parameters found an overflow. Collective among them.
+    """Return whether any rank found an overflow. Collective among ranks that hold parameters.
 
     Args:
         overflow: whether this rank found an overflow.
-        parameters: the parameters whose groups determine which ranks decide together.
+        parameters: the parameters whose groups exchange their results.
         over: a group to use instead of the parameters' groups.
     """
     members = [member for member in map(member_of, parameters) if member is not None]
@@ -203,7 +199,7 @@ def share_overflow(
 
 
 def _groups(members: list[Member]) -> list[ProcessGroup]:
-    """Return the largest group that shards the parameters, and the groups of their replicas."""
+    """Return the largest group that shards the parameters, and the parameters' replica groups."""
     over = largest(groups_of(members))
     replicas = {member.flat.replicas: None for member in members}
     return [group for group in (over, *replicas) if group is not None]

@@ -1,8 +1,8 @@
 """Adapt common torch functions so that they treat shards correctly.
 
-To torch, a shard is an ordinary parameter, so torch's helpers accept it but see only this rank's
-part. They would return the norm of that part, or skip the step on only one rank. After the first
-`fully_shard`, these functions either handle shards correctly or refuse them:
+To torch, a shard is an ordinary parameter. Torch's functions would therefore give wrong results,
+such as the norm of one rank's shards. After the first `fully_shard`, the following functions either
+handle shards correctly or refuse them:
 
     torch.nn.utils.clip_grad_norm_      the norm of all ranks' shards (`clipping.clip_grad_norm_`)
     torch.nn.utils.get_total_norm       refused for gradients of shards, whose groups it cannot see
@@ -145,9 +145,8 @@ def _autograd_is_compiled() -> bool:
 def _refuse_units(roots: Any) -> None:
     """Refuse a backward that reaches a unit under Compiled Autograd.
 
-    Compiled Autograd extracts all saved tensors from the graph before the first hook runs, so a
-    unit would have to be whole before its backward begins. In addition, each hook would split the
-    compiled graph.
+    Compiled Autograd extracts all saved tensors before the first hook runs, when the unit has not
+    been gathered yet.
     """
     edges = roots if isinstance(roots, (list, tuple)) else [roots]
     nodes = [one.node if isinstance(one, GradientEdge) else one.grad_fn for one in edges]
@@ -184,7 +183,7 @@ def _guarded_grad(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _inputs(inputs: Any) -> list[Any]:
-    """Return `inputs` as a list; it may be one tensor, several, or a dict of tensors."""
+    """Return `inputs`, which may be a tensor, a sequence or a dict of tensors, as a list."""
     if isinstance(inputs, dict):
         return list(inputs.values())
     return list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]

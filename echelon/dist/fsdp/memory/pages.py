@@ -1,10 +1,9 @@
 """Move physical memory from a released unit to a unit that is being gathered.
 
-Memory that is returned to the system is zeroed when it is allocated again, which costs as much as a
-gather. So the pages that one unit releases are remapped (mremap) to the addresses of the next unit
-of the same size. For 64 MB this takes 70 us in huge pages, whereas zeroing takes 3 ms, or 40 ms in
-small pages (measured). Only as much memory is kept as the budget allows; `trim` returns it to the
-system.
+Memory that is returned to the system is zeroed when it is allocated again, which takes as long as a
+gather. Instead, the pages of a released unit are remapped (mremap) to the addresses of the next
+unit of the same size. For 64 MB in huge pages, remapping takes 70 us and zeroing takes 3 ms. The
+budget limits how much idle memory is kept.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ _MAY_MOVE, _FIXED, _DO_NOT_UNMAP = 1, 2, 4  # of <sys/mman.h>; the last since Li
 
 
 class Pages:
-    """Idle memory of released storages, still mapped at the storages' addresses.
+    """The idle memory of released storages, which is still mapped at their addresses.
 
     Args:
-        limit: returns how many bytes may be idle; None means as many as other storages of the same
-            size can use.
+        limit: a function that returns how many bytes may be idle, or None for as many as other
+            storages can use.
     """
 
     def __init__(self, limit: Callable[[], int] | None = None) -> None:
@@ -35,11 +34,11 @@ class Pages:
         self._idle: list[HostStorage] = []
 
     def join(self, storage: HostStorage) -> None:
-        """Let a storage supply memory to other storages and receive memory from them."""
+        """Allow a storage to exchange memory with the other storages."""
         self._alike[storage.num_bytes] += 1
 
     def keep(self, storage: HostStorage) -> bool:
-        """Keep a storage's memory for another storage; return False if it must be released."""
+        """Keep a storage's memory for another storage; return False if the memory is not needed."""
         size = storage.num_bytes
         same = sum(one.num_bytes == size for one in self._idle)
         if same >= self._alike[size] - 1 or not self._has_room(storage) or _mremap() is None:
@@ -90,6 +89,6 @@ def _mremap() -> Any:
 
 
 def _move(source: int, target: int, num_bytes: int) -> bool:
-    """Move pages from one mapping to another; both mappings remain, but the source is empty."""
+    """Move pages from one mapping to another, without unmapping either."""
     flags = _MAY_MOVE | _FIXED | _DO_NOT_UNMAP
     return bool(_mremap()(source, num_bytes, num_bytes, flags, target) == target)

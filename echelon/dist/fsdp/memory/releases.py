@@ -1,10 +1,8 @@
 """Track device memory that was released while kernels may still be using it.
 
-The host runs ahead of the device: it releases a unit and gathers the next units long before the
-kernels of the first unit have run. Memory used by a communication stream returns to the allocator
-only once the device has passed the release. Without a limit, the gathers of many units, or of the
-whole model, would therefore hold memory at the same time. A gather that would exceed the limit
-blocks until the device has passed enough earlier releases.
+The host runs ahead of the device. It may release a unit and gather the next units before the first
+unit's kernels have run, so that many units occupy memory at the same time. A gather that would
+exceed the limit blocks until the device has completed earlier work.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ class Releases:
     """A limit on memory that was released but may still be in use.
 
     Args:
-        limit: returns the limit in bytes; one unit beyond the limit is always allowed.
-        device_module: returns a module that creates events for a device, such as `torch.cuda`.
+        limit: a function that returns the limit in bytes. The limit may be exceeded by one unit.
+        device_module: a function that returns the torch module for a device, such as `torch.cuda`.
     """
 
     def __init__(
@@ -35,11 +33,11 @@ class Releases:
 
     @property
     def num_bytes(self) -> int:
-        """The number of released bytes that are not yet known to be free."""
+        """The number of released bytes that may still be in use."""
         return sum(num_bytes for _, num_bytes in self._pending)
 
     def add(self, num_bytes: int, device: torch.device) -> None:
-        """Record a release. Work already queued on the current stream may still use the memory."""
+        """Record a release of memory that work on the current stream may still be using."""
         module = self._device_module(device)
         if self._is_capturing(module):
             return  # a captured graph has memory of its own, and no event of it ever happens

@@ -1,10 +1,9 @@
 """Provide memory that can be released and allocated again behind the same tensor.
 
-Autograd keeps views of a unit's gathered parameters from forward to backward. These views stay
-valid while the memory behind them is released and allocated again, because its address never
-changes. On the CPU, the memory is an anonymous mapping whose pages are returned to the system,
-without an allocator that would keep or scatter them. On a device, the memory is a storage that is
-resized to zero and back.
+Autograd keeps views of a unit's gathered parameters from forward to backward, so the tensor must
+not be replaced when its memory is released. On the CPU, the memory is an anonymous mapping whose
+pages are returned to the system. On a device, the memory is a storage that is resized to zero and
+back.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ class Memory:
     """The memory that the units of one group share and reuse.
 
     Args:
-        limit: returns how many bytes may be idle on the host. On a device, the limit applies to
-            released memory that kernels may still be using.
+        limit: a function that returns the limit in bytes for idle memory on the host, or for memory
+            awaiting release on a device.
 
     Attributes:
         pages: the idle memory on the host.
@@ -41,7 +40,7 @@ class Memory:
         self.releases = Releases(limit)
 
     def make_storage(self, numel: int, dtype: torch.dtype, device: torch.device) -> Storage:
-        """Return a storage for `numel` elements; its memory is not resident yet."""
+        """Return a storage for `numel` elements, without allocating its memory."""
         if device.type == "cpu":
             return HostStorage(numel, dtype, self.pages)
         return DeviceStorage(numel, dtype, device, self.releases)
@@ -59,18 +58,17 @@ class Storage:
         """Release the memory, except for some ranges.
 
         Args:
-            keep: ranges of elements as (first, last), ascending and without overlaps. The pages
-                that they touch are kept. Supported only on the host.
+            keep: ranges of elements whose pages are kept, as (first, last) in ascending order.
+                Supported only on the host.
         """
         raise NotImplementedError
 
 
 class HostStorage(Storage):
-    """An anonymous private mapping; its pages are resident from first touch until release.
+    """A storage in an anonymous private mapping of host memory.
 
     Args:
-        pages: passes released memory on to other storages of the same size, in huge pages if the
-            system has them; None if the memory is never released.
+        pages: the idle memory to share with other storages; None if the memory is never released.
 
     Attributes:
         address, num_bytes: address and size of the mapping's aligned part.
@@ -100,7 +98,7 @@ class HostStorage(Storage):
             self._pages.join(self)
 
     def take(self) -> None:
-        """Take the memory of an idle storage, or let the system allocate pages on first touch."""
+        """Use the memory of an idle storage, or let the system allocate pages on first access."""
         if not self._has_memory and self._pages is not None:
             self._pages.supply(self)
         self._has_memory = True
@@ -125,10 +123,10 @@ class HostStorage(Storage):
 
 
 class DeviceStorage(Storage):
-    """A device tensor that releases and reallocates its memory by resizing its storage.
+    """A storage for a device tensor, resized to zero to release the memory.
 
     Args:
-        releases: limits memory that was released but may still be in use; None means unlimited.
+        releases: the limit on released memory that may still be in use; None means unlimited.
     """
 
     def __init__(
@@ -163,8 +161,7 @@ class DeviceStorage(Storage):
 class Pool:
     """Flat buffers that are reused, so that addresses stay fixed and memory is not fragmented.
 
-    The pool is not thread-safe and need not be, because the hooks of one group's units run one at a
-    time.
+    The pool is not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -172,7 +169,7 @@ class Pool:
         self._lent: dict[int, torch.Tensor] = {}  # by address
 
     def acquire(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Lend out a flat tensor of `numel` elements with undefined contents."""
+        """Lend a flat tensor of `numel` elements with undefined contents."""
         num_bytes = numel * dtype.itemsize
         fitting = [
             index
@@ -191,13 +188,13 @@ class Pool:
         return buffer
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Take back a tensor that was lent out by `acquire`."""
+        """Take back a tensor that `acquire` lent."""
         raw = self._lent.pop(buffer.data_ptr(), None)
         if raw is not None:  # else lent before `clear`
             self._free.append(raw)
 
     def clear(self) -> None:
-        """Drop all unused buffers; buffers that are still lent out are freed by their holders."""
+        """Drop all unused buffers."""
         self._free.clear()
         self._lent.clear()
 

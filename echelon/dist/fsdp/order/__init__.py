@@ -4,8 +4,7 @@
               parameter are ready; autograd ends; a step fails; the program holds or releases units
     actions   gather, wait, release, collect, reduce, finish, exchange, ... (`actions.py`)
 
-`Order` takes one event at a time and returns the actions that the driver then carries out in that
-order. The modules in this folder never import torch, start a collective or read a clock. The same
-events always produce the same actions, so ranks that run the same model stay in step, and every
-case can be tested with a table of events and actions.
+`Order` turns each event into a list of actions for the driver. The modules in this folder never
+import torch, start a collective or read a clock. The same events always produce the same actions,
+so ranks that run the same model stay in step.
 """

@@ -1,4 +1,4 @@
-"""Define the actions that the order requests from the driver, which carries them out in turn."""
+"""Define the actions that the driver carries out for the order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from echelon.dist.fsdp.order.entry import Entry
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Start gathering a unit's parameters; with `near`, only among the ranks that kept a part."""
+    """Start gathering a unit's parameters. If `near` is set, only neighbouring ranks take part."""
 
     entry: Entry
     near: bool
@@ -25,7 +25,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Release a unit's parameters; with `keep_near`, keep the part that the near ranks need."""
+    """Release a unit's parameters. If `keep_near` is set, keep the part for neighbouring ranks."""
 
     entry: Entry
     keep_near: bool
@@ -41,7 +41,7 @@ class Collect:
 
 @dataclass(frozen=True, slots=True)
 class SetAside:
-    """Keep a gradient on this rank, because its unit does not reduce gradients at present."""
+    """Keep a gradient on this rank without reducing it."""
 
     entry: Entry
     member: Hashable
@@ -56,7 +56,7 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Block until the oldest reduction in progress, which belongs to this unit, is complete."""
+    """Block until this unit's reduction, the oldest one in progress, is complete."""
 
     entry: Entry
 
@@ -68,14 +68,14 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """Wait for a unit's operations from a failed step, release the unit and drop its gradients."""
+    """After a failed step, wait for a unit's operations, release it and drop its gradients."""
 
     entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
 class Trim:
-    """Return unused memory to the system; with `all_buffers`, also the reductions' buffers."""
+    """Return unused memory to the system. If `all_buffers` is set, include reduction buffers."""
 
     all_buffers: bool = False
 

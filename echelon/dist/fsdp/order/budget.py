@@ -1,10 +1,9 @@
 """Limit the memory that sharding may use in addition to the unit that is computing.
 
 A third of the budget is reserved for each of three uses: units gathered ahead, gradients being
-reduced, and idle memory that the next gather will use. What each third allows depends only on the
-units' sizes and their order, never on timing, so all ranks make the same decisions. One unit ahead,
-and one reduction in progress while the next one begins, are always allowed, because otherwise
-nothing would overlap.
+reduced, and idle memory for the next gather. Decisions depend only on the sizes and the order of
+the units, so all ranks decide in the same way. One unit may always be gathered ahead, and one
+reduction may always be in progress while the next one begins.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Sized(Protocol):
 
     @property
     def depth(self) -> int:
-        """How many units ahead of this one are gathered."""
+        """How many units are gathered ahead while this unit computes."""
 
     @property
     def outer(self) -> bool:
@@ -36,7 +35,7 @@ class Sized(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The sizes of a unit that this rank may have deleted although another rank has not."""
+    """The sizes of a unit, which are kept even after the unit has been deleted."""
 
     num_bytes: int
     gradient_bytes: int
@@ -48,9 +47,8 @@ class Budget:
     """The number of bytes that all units of a group may use on one rank.
 
     Args:
-        num_bytes: the budget; None means six times the largest unit, or more if a unit requests
-            more than two units ahead. Units that contain other units are ignored here, because they
-            are never gathered ahead.
+        num_bytes: the budget. None means six times the largest unit that contains no other unit, or
+            more if a unit requests more than two units ahead.
     """
 
     def __init__(self, num_bytes: int | None = None) -> None:
@@ -71,7 +69,7 @@ class Budget:
         return self._default_third if self.num_bytes is None else self.num_bytes // 3
 
     def allows_ahead(self, ahead_bytes: int, more_bytes: int) -> bool:
-        """Return whether a unit may be gathered ahead, on top of `ahead_bytes` for other units."""
+        """Return whether a unit may be gathered ahead while other units occupy `ahead_bytes`."""
         return not ahead_bytes or ahead_bytes + more_bytes <= self.third
 
     def allows_reduction(self, under_way: Sequence[int], more_bytes: int) -> bool:

@@ -1,4 +1,4 @@
-"""Define the entry of one unit: the data that the order keeps about it."""
+"""Define the record that the order keeps of each unit."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ UNWATCHED = 0  # a call of which no input has a gradient
 class State(enum.Enum):
     """Which of a unit's parameters are in memory.
 
-    SHARDED: only this rank's chunks are in memory. NEAR: this rank also keeps the part that the
-    near ranks need to gather the unit again. GATHERING: a gather is in progress, and memory for all
+    SHARDED: only this rank's chunks are in memory. NEAR: this rank's part for a gather among
+    neighbouring ranks is also in memory. GATHERING: a gather is in progress, and memory for all
     parameters is allocated. WHOLE: all parameters are in memory.
     """
 
@@ -29,7 +29,7 @@ class State(enum.Enum):
 
 
 class Facts(Protocol):
-    """Facts about a unit, read only when needed, because they may change between events."""
+    """Facts about a unit that may change between events."""
 
     @property
     def trains(self) -> bool:
@@ -51,31 +51,29 @@ class Facts(Protocol):
 
 @dataclass(eq=False, kw_only=True)
 class Entry:
-    """The order's record of one unit. It lives as long as the unit does; see [Note: ownership].
+    """The order's record of one unit, which owns the record; see [Note: ownership].
 
     Attributes:
         number: the unit's number within its group.
         name: the unit's name in messages.
         num_bytes: size of the gathered parameters.
         gradient_bytes: size of the buffer used to reduce the gradients.
-        depth: how many units ahead of this one are gathered while it computes.
+        depth: how many units are gathered ahead while this unit computes.
         reshard: whether the unit is released after forward.
         has_near: whether a part of the unit is kept after forward, for the gather in backward.
-        outer: whether the unit contains other units. The outermost unit stays whole from the end of
-            its forward to its backward, because it would be gathered again at once.
+        outer: whether the unit contains other units.
         borrowed: units that own parameters that this unit also uses.
         borrowers: units that use parameters of this unit.
         recording: if this unit is the outermost one, the recording of its forwards, else None.
-        place: position in the order in which the units' forwards began; -1 if this unit's forward
-            has not begun.
-        has_begun: whether a forward has begun and its backward is not yet complete.
-        ended_at: position in the order in which the units' forwards ended.
-        held: whether the program unsharded the unit. A held unit is not released, and its gradients
-            are not reduced.
+        place: the position of this unit in the order in which forwards began; -1 if its forward has
+            not begun.
+        has_begun: whether a forward has begun whose backward is not yet complete.
+        ended_at: the position of this unit in the order in which forwards ended.
+        held: whether the program holds the unit. A held unit is neither released nor reduced.
         sync: whether the backward reduces the unit's gradients.
         calls: forward calls whose backward has not yet reached their inputs.
-        is_unwatched: whether some forward call had no input that requires a gradient, so that the
-            end of its backward cannot be observed.
+        is_unwatched: whether the end of some call's backward cannot be observed, because none of
+            the call's inputs requires a gradient.
         missing: parameters without a gradient in this backward; None if no gradient has arrived
             yet.
     """
@@ -109,7 +107,7 @@ class Entry:
 
     @property
     def reduces(self) -> bool:
-        """Whether a backward at this point would reduce the gradients."""
+        """Whether a backward would now reduce the gradients."""
         return self.sync and not self.held
 
     def awaits(self) -> set[Hashable]:
@@ -119,7 +117,7 @@ class Entry:
         return self.missing
 
     def begin_call(self, call: int) -> None:
-        """Expect a forward call's backward, unless this autograd run has already completed it."""
+        """Record that a forward call's backward is expected, unless it has already completed."""
         if call == UNWATCHED:
             self.is_unwatched = True
         elif call in self._kept_calls:  # their graph is gone through again, all of it
@@ -133,20 +131,19 @@ class Entry:
         self._ended_calls.add(call)
 
     def drop_call(self, call: int) -> None:
-        """Record that a call's graph was freed, so no backward will reach the call's inputs."""
+        """Record that a call's graph was freed, which rules out a backward."""
         self.calls.discard(call)
 
     def keep_calls(self) -> None:
         """Expect the backward of completed calls again, in case their graph is reused.
 
-        Called after a run of autograd that produced only gradients of inputs. With `create_graph`,
-        the next run passes through the same calls.
+        This method is called after an autograd run that produced only gradients of inputs.
         """
         self._kept_calls |= self._ended_calls
         self._ended_calls = set()
 
     def forget_backward(self) -> None:
-        """Reset the state of the backward, in preparation for the next one."""
+        """Reset the state of the backward, in preparation for the next backward."""
         self.missing = None
         self.calls.clear()
         self._kept_calls, self._ended_calls = self._ended_calls, set()

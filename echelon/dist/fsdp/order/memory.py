@@ -15,7 +15,7 @@ class Residency:
     """The owner of `Entry.state` and of the actions of the current event.
 
     Attributes:
-        budget: limits what is gathered ahead.
+        budget: the memory budget.
     """
 
     def __init__(self, budget: Budget) -> None:
@@ -39,7 +39,7 @@ class Residency:
 
     @property
     def ahead_bytes(self) -> int:
-        """The size in bytes of the units that are gathered but have not been requested yet."""
+        """The size in bytes of the units that have been gathered ahead."""
         return sum(entry.num_bytes for entry in self._ahead)
 
     def gather(self, entry: Entry) -> None:
@@ -51,8 +51,7 @@ class Residency:
     def gather_ahead(self, entry: Entry, following: Sequence[Entry]) -> None:
         """Start gathering the units that follow a unit, within its depth and the budget.
 
-        The method stops at the first unit that the budget refuses, so that the order of gathers
-        never depends on sizes.
+        The method stops at the first unit that exceeds the budget.
         """
         self.note_use(entry)
         for due in following[: entry.depth]:
@@ -64,7 +63,7 @@ class Residency:
             self.gather(due)
 
     def note_use(self, entry: Entry) -> None:
-        """Record that a unit is being used and no longer counts as gathered ahead."""
+        """Record that a unit is in use, so that it no longer counts as gathered ahead."""
         self._ahead.discard(entry)
 
     def wait(self, entry: Entry) -> None:
@@ -94,14 +93,14 @@ class Residency:
 
 
 class Reductions:
-    """The reductions of one run of autograd, which are kept within the budget."""
+    """The reductions of one autograd run, kept within the budget."""
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
         self._under_way: deque[Entry] = deque()
 
     def begin(self, entry: Entry) -> None:
-        """Reduce a unit's gradients, completing the oldest reductions first if necessary."""
+        """Reduce a unit's gradients. If the budget requires it, complete older reductions first."""
         budget = self._residency.budget
         while not budget.allows_reduction(
             [one.gradient_bytes for one in self._under_way], entry.gradient_bytes

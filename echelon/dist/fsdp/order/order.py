@@ -1,15 +1,13 @@
 """Turn events into actions for the units of one group.
 
-The class `Order` records the order in which forwards request units, and requests the next units
-ahead of time, up to a depth and within a budget. The units gathered ahead depend only on these
-records, so all ranks gather the same ones.
+`Order` records the order in which forwards request units, and uses these records to gather the next
+units ahead of time. The records are the same on all ranks, so all ranks gather the same units.
 
-[Note: when a step fails] An exception leaves behind forwards that began but did not end, or a
-backward that never finished. The next forward of such a unit detects this, and the order starts
-over: it waits for gathers in progress (the other ranks started them too), releases everything, and
-drops gradients that were not reduced. The program then continues with `optimizer.zero_grad()` and
-the next batch. After an error in a collective the group itself is unusable, and every operation on
-it raises an error.
+[Note: when a step fails] An exception may leave a forward or a backward unfinished. The next
+forward of such a unit makes the order start over: the order waits for gathers in progress, releases
+all units, and drops gradients that were not reduced. The program can then continue with
+`optimizer.zero_grad()` and the next batch. After an error in a collective, however, the group is
+unusable.
 """
 
 from __future__ import annotations
@@ -81,8 +79,8 @@ class Order:
 
         Args:
             records: whether autograd records the forward.
-            trains: whether a backward may follow; under a reentrant checkpoint, it may follow even
-                if `records` is False.
+            trains: whether a backward may follow. Under a reentrant checkpoint, this may be True
+                although `records` is False.
         """
         if self.in_backward:  # activations are computed again
             self._running().enters(entry)
@@ -147,7 +145,7 @@ class Order:
         return self._residency.take()
 
     def outputs_have_gradients(self, entry: Entry, call: int | None) -> Actions:
-        """Prepare for autograd's pass through a unit; `call` is the forward call, if tracked."""
+        """Prepare for autograd's pass through a unit. `call` is the forward call, or None."""
         if call is not None:
             entry.begin_call(call)  # once more, if its graph was kept
         self._running().enters(entry)
@@ -166,7 +164,7 @@ class Order:
         """Handle the end of autograd's pass through a forward call of a unit.
 
         Raises:
-            RuntimeError: as for `gradient_arrives`.
+            RuntimeError: the unit's parameters were not in memory, so the gradients are wrong.
         """
         check_whole(entry, "the gradient of an input")
         entry.end_call(call)
@@ -175,16 +173,16 @@ class Order:
         return self._residency.take()
 
     def backward_asks(self) -> list[int]:
-        """Return this rank's votes, which the ranks must combine before the current backward ends.
+        """Return this rank's votes on which recordings take part in the current backward.
 
-        Each vote is a number for one recording; the maximum over all ranks decides. The list is
-        empty on all ranks if there is nothing to agree on.
+        Each vote is a number for one recording, and the maximum over all ranks is the result. If no
+        agreement is necessary, the list is empty on all ranks.
         """
         run = self._running()
         return [] if run.yields_nothing else self._pending.words(run)
 
     def backward_ends(self, agreed: Sequence[int] = ()) -> Actions:
-        """Handle the end of a run of autograd.
+        """Handle the end of an autograd run.
 
         If `in_backward` is still True afterwards, `backward_completes` must be called next.
 
@@ -202,7 +200,7 @@ class Order:
         return self._residency.take()
 
     def backward_completes(self) -> Actions:
-        """Release the units that the program does not hold, now that gradients are reduced."""
+        """Release the units that the program does not hold, once the gradients are reduced."""
         run = self._running()
         if run.recordings:
             self._last_run = [weakref.ref(one) for one in run.recordings]
@@ -255,7 +253,7 @@ class Order:
     # ---- failures ----
 
     def fail(self) -> None:
-        """Handle a failed hook or action, or a stopped backward; the next forward starts over."""
+        """Handle a failed hook or action, or an interrupted backward."""
         self._failed = True
         self._run = None
         self._residency.clear()
@@ -288,7 +286,7 @@ class Order:
         self._opened = [weakref.ref(one) for one in opened]
 
     def _recording(self, entry: Entry | None = None) -> Recording:
-        """Return the recording of the outermost running forward, or else the unit's own."""
+        """Return the recording of the outermost running forward, or else of `entry`."""
         opened = self._open()
         outermost = opened[0] if opened else entry
         assert outermost is not None
@@ -297,10 +295,10 @@ class Order:
         return outermost.recording
 
     def _comes_first(self, entry: Entry, recording: Recording, *, at_end: bool) -> bool:
-        """Return whether the backward will begin with this unit, now that its forward is ending.
+        """Return whether the backward is expected to begin with this unit.
 
-        An outermost unit without inner units is assumed not to come first, because it may be one of
-        several that run in sequence.
+        For an outermost unit without inner units, the answer is False, because other units may
+        follow it.
         """
         if at_end and not entry.outer:
             return self._final is not None and entry is self._final()

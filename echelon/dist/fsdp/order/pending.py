@@ -1,7 +1,7 @@
-"""Track the recordings whose backward is incomplete, and choose those that take part in a run.
+"""Track the recordings whose backward is incomplete, and select those that take part in a run.
 
-Recordings are identified by number, because a recording may be deleted earlier on some ranks than
-on others; see [Note: models that are deleted].
+Recordings are identified by number, because ranks may delete them at different times; see [Note:
+models that are deleted].
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Pending:
         return {entry for one in self.recordings() for entry in (*one.begun, *one.ended)}
 
     def words(self, run: Run) -> list[int]:
-        """Return this rank's vote on each recording, or no votes if there is only one."""
+        """Return this rank's vote on each recording, or [] if there is at most one recording."""
         numbers = sorted(self._communicating)
         return [self._word(number, run) for number in numbers] if len(numbers) > 1 else []
 

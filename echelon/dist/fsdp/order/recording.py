@@ -1,15 +1,14 @@
 """Record the forwards of one outermost unit, which is usually a whole model.
 
-[Note: ownership] A unit owns its entry, and the entry of an outermost unit owns the recording,
-which refers to the entries of its inner units. The order itself has only weak references to entries
-and recordings. So deleting a model frees everything, and an inner unit exists for as long as any
-recording may request it.
+[Note: ownership] A unit owns its entry. The entry of an outermost unit owns a recording, which
+refers to the entries of the inner units. The order itself has only weak references to entries and
+recordings, so deleting a model frees all of them.
 
-[Note: models that are deleted] The garbage collector runs at different times on different ranks.
-Therefore a decision that ranks must share never depends on which units exist. The order keeps the
-*numbers* of the recordings whose backward is not complete. If there are several, the ranks agree at
-the end of a backward on the recordings that take part in it: those that at least one rank reached
-and no rank has deleted.
+[Note: models that are deleted] The garbage collector runs at different times on different ranks, so
+the ranks' decisions must not depend on which units exist. The order keeps the *numbers* of the
+recordings whose backward is not complete. If there are several recordings, the ranks agree at the
+end of a backward on those that take part. A recording takes part if at least one rank has reached
+it and no rank has deleted it.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ class Recording:
 
     Attributes:
         number: the outermost unit's number.
-        following: for each unit, the unit that the last forward requested next.
+        following: the unit that the last forward requested after each unit.
         last: the last unit requested in the running forward.
-        final: the last unit that the last forward requested; its backward begins first.
+        final: the last unit requested in the last complete forward.
         begun, ended: the forwards that began and ended since the last backward.
         begun_before: the forwards that began before the last backward.
-        partners: numbers of the recordings that took part in every backward of this recording; None
-            if there has been no backward.
+        partners: the numbers of the recordings that took part in every backward of this recording;
+            None before the first backward.
         unreduced: units from earlier backwards that may have unreduced gradients.
     """
 
@@ -66,7 +65,7 @@ class Recording:
         self.final, self.last = self.last, None
 
     def is_with(self, other: Recording) -> bool:
-        """Return whether a backward of this recording is expected to include another recording."""
+        """Return whether this recording and another are expected to share a backward."""
         return other is self or (self.partners is not None and other.number in self.partners)
 
     def wants_reduction(self) -> bool:
@@ -100,7 +99,7 @@ def begun_in(recordings: Iterable[Recording]) -> list[Entry]:
 
 
 def begun_before_in(recordings: Iterable[Recording]) -> list[Entry]:
-    """Return the units of forwards before the last backward, in the order in which these began."""
+    """Return the units whose forwards preceded the last backward, in the order they began."""
     return _merged((one.begun_before for one in recordings), by="place")
 
 

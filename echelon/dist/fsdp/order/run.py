@@ -1,18 +1,16 @@
-"""Handle one run of autograd through sharded units.
+"""Handle one autograd run through sharded units.
 
-Two orders, both known before the run begins, keep the ranks in step whatever data they have:
+Two rules keep the ranks in step:
 
-* units are gathered in the reverse of the order in which their forwards *ended*. A request for a
-  unit also gathers the units before it in this order;
-* gradients are reduced in the reverse of the order in which forwards *began* (an outer unit begins
-  first and gets its last gradient last). A unit that is ready waits for the units before it.
+* Units are gathered in the reverse of the order in which their forwards *ended*. A request for a
+  unit also gathers the units before it in this order.
+* Gradients are reduced in the reverse of the order in which forwards *began*. A unit that is ready
+  waits for the units before it.
 
-A unit's parameters are released once autograd has computed all gradients of the parameters, or all
-gradients of the unit's inputs, which come last. If a unit has frozen parameters and its inputs need
-no gradients, it is released at the end of the run, because its last gradient does not show when the
-frozen parameters are no longer used. A run that computes only gradients of inputs (the first half
-of a split backward) does not release or reduce anything, because the gradients of the parameters
-are still to be computed and may need the parameters.
+A unit's parameters are released once autograd has computed the gradients of all the parameters, or
+of all the unit's inputs. If a unit has frozen parameters and its inputs need no gradients, the unit
+is released at the end of the run. A run that computes only gradients of inputs (the first half of a
+split backward) neither releases nor reduces anything.
 """
 
 from __future__ import annotations
@@ -27,20 +25,18 @@ from echelon.dist.fsdp.order.recording import Recording
 
 
 class Run:
-    """One run of autograd through the units.
+    """One autograd run through the units.
 
     Args:
         recordings: the recordings of the outermost units that may take part.
         ended: the units' forwards since the last run, in the order they ended.
         begun: the same forwards, in the order they began.
-        is_again: whether there were no forwards since the last run, so this run passes through
-            retained graphs. In that case, `begun` is taken from the last run, and units that this
-            run does not reach are skipped.
+        is_again: whether this run repeats the last one through retained graphs. If so, `begun` is
+            that of the last run, and units that this run does not reach are skipped.
 
     Attributes:
-        recordings: the recordings of the outermost units that take part, known once the run is
-            finished.
-        is_again: see Args.
+        recordings: the recordings that took part, once the run is finished.
+        is_again: whether this run repeats the last one.
     """
 
     def __init__(
@@ -69,7 +65,7 @@ class Run:
         return not self._arrived and bool(self._expected)
 
     def keep_rest(self) -> None:
-        """If this run yielded nothing, leave the units that it did not gather to the next run."""
+        """If this run yielded nothing, keep its ungathered units for the next run."""
         for recording in self.recordings:
             recording.ended = {one: None for one in recording.ended if one in self._to_gather}
 
@@ -81,7 +77,7 @@ class Run:
         return any(entry in self._entered or entry in self._arrived for entry in units)
 
     def enters(self, entry: Entry) -> None:
-        """Gather the parameters that autograd needs for the unit that it is about to enter."""
+        """Gather the parameters of the unit that autograd is about to enter."""
         for one in (*entry.borrowed, entry):
             self._entered.add(one)
             self._needs(one)
@@ -110,7 +106,7 @@ class Run:
         """Check whether a unit's backward is complete.
 
         Args:
-            passed: whether the unit's inputs have their gradients.
+            passed: whether autograd has computed the gradients of the unit's inputs.
         """
         if entry.calls or self._is_lent(entry) or not self._is_complete(entry, passed=passed):
             return
@@ -128,8 +124,7 @@ class Run:
         """Reduce the remaining gradients, and agree with the other ranks on all reductions.
 
         Args:
-            recordings: the recordings of the outermost units that take part; all others are still
-                waiting for their backward.
+            recordings: the recordings of the outermost units that take part.
         """
         self.recordings = recordings
         ended = {entry for one in recordings for entry in one.ended}
@@ -165,10 +160,9 @@ class Run:
             self._expect(entry)
 
     def _after(self, entry: Entry) -> list[Entry]:
-        """Return the units that autograd will reach after a unit, unless the run ends earlier.
+        """Return the units that autograd is expected to reach after a unit.
 
-        The result contains only units whose recordings have always taken part together, because
-        other units may not be needed.
+        The result contains only units whose recordings have always taken part together.
         """
         if len(self.recordings) == 1:
             return self._to_gather
@@ -190,7 +184,7 @@ class Run:
         return not entry.awaits() or (passed and bool(self._arrived))
 
     def _is_lent(self, entry: Entry) -> bool:
-        """Return whether autograd is inside a different unit that uses this unit's parameters."""
+        """Return whether autograd is inside another unit that uses this unit's parameters."""
         return any(one in self._inside for one in entry.borrowers)
 
     def _expect(self, entry: Entry) -> None:
@@ -208,7 +202,7 @@ def check_whole(entry: Entry, what: str) -> None:
     """Check that a unit's parameters are in memory.
 
     Raises:
-        RuntimeError: the parameters are not in memory, so the value just computed is wrong.
+        RuntimeError: the parameters are not in memory, so the last result is wrong.
     """
     if entry.state is not State.WHOLE:
         raise RuntimeError(
