@@ -29,7 +29,7 @@ a running job.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code; bad usage returns 2, a closed output pipe 141."""
+    """Run a command; return its exit code: 2 for bad usage, 141 if the output pipe was closed."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments.pop(0) if arguments else "--help"
     if command == "run":  # a job outlives its output

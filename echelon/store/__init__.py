@@ -1,4 +1,4 @@
-"""Provide the store that a job's processes use to rendezvous, compatible with torch's protocol."""
+"""A key-value store for the processes of a job, compatible with torch's TCPStore."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Check callers' arguments (keys, values, numbers, ranks) before anything is sent.
 
-Every function returns the argument in its wire form, or raises ValueError or TypeError with a
-one-line message. The limits are the same as in torch's protocol.
+Invalid arguments raise ValueError or TypeError. The limits are those of torch's protocol.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def key(text: Any) -> bytes:
 
 
 def fitting(raw: bytes) -> bytes:
-    """Check that a key, including any prefix, is not too long, and return it."""
+    """Return a key, or raise ValueError if the key is too long."""
     if len(raw) > MAX_KEY_BYTES:
         raise ValueError(
             f"the key has {len(raw)} bytes, but the limit is {MAX_KEY_BYTES}: {raw[:40]!r}..."
@@ -41,7 +40,7 @@ def keys(texts: Sequence[str]) -> list[bytes]:
 
 
 def together(keys: Sequence[bytes], values: Sequence[bytes] = ()) -> None:
-    """Check that all of the keys and values fit into one command."""
+    """Check that keys and values fit into one command."""
     size = sum(map(len, keys)) + sum(map(len, values)) + 9 * len(keys) + 8 * len(values)
     if size > MAX_COMMAND_BYTES:
         raise ValueError(f"the call has {size} bytes, but the limit is {MAX_COMMAND_BYTES}")
@@ -70,7 +69,7 @@ def int64(number: int) -> int:
 
 
 def check_place(rank: int | None, world_size: int) -> None:
-    """Check that a rank is valid for its world size."""
+    """Check that a world size is positive and that the rank, if given, is smaller."""
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     if rank is not None and not 0 <= rank < world_size:

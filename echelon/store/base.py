@@ -1,16 +1,15 @@
 """Define the interface of every store: torch's Store API with additions such as `gather`.
 
-`Store` checks arguments, turns text into bytes, gives every call a deadline, and notifies the
-observer of calls that may block. Each store implements the `_do_*` primitives. Stores that have no
-gather or barrier of their own use those built here from plain operations.
+`Store` checks arguments, turns text into bytes and gives every call a deadline. Each store
+implements the `_do_*` primitives. `Store` itself implements gather and barrier for stores that have
+neither.
 
-[Note: a round of plain operations] Each rank counts its own uses of a key with `add`; the count is
-the number of the round. It writes its value under key/round/rank and waits for all values, and the
-last rank to read them deletes the round. This takes five round trips and works for any number of
-rounds; a rank that times out removes its value and decrements the counter. Two problems cannot be
-solved without the server: a rank that dies after arriving is not noticed, and if a timeout
-coincides with the last arrival, ranks may disagree about which came first. Then two ranks may count
-different rounds, and every later use of that key times out.
+[Note: a round of plain operations] Each rank counts its uses of a key with `add`, and the count is
+the round number. The rank writes its value under key/round/rank and waits for all values of the
+round. The last rank to read the values deletes them. A round takes five round trips. A rank that
+times out removes its value and decrements the counter. Without a server, two problems remain. A
+rank that dies after arriving is not noticed. If a timeout coincides with the last arrival, ranks
+may disagree on the round number, and every later use of the key times out.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ _UNOBSERVED: Final = contextlib.nullcontext()
 class Store(ABC):
     """Keys, counters, queues, barriers and gathers that several processes share.
 
-    Values are bytes; text is encoded as UTF-8. Every call is bounded by its own timeout or, if it
-    has none, by the store's timeout. All methods are thread-safe.
+    Values are bytes; text is encoded as UTF-8. A call without a timeout of its own uses the store's
+    timeout. All methods are thread-safe.
 
     All calls may raise:
         StoreTimeoutError: the timeout expired; `.missing` lists the missing keys or ranks.
@@ -62,7 +61,7 @@ class Store(ABC):
 
     @property
     def observer(self) -> Observer | None:
-        """A function that returns a context manager, entered around each call that may block."""
+        """A function that returns a context manager for each call that may block."""
         return self._observer
 
     @observer.setter
@@ -80,11 +79,11 @@ class Store(ABC):
 
     @property
     def endpoint(self) -> str:
-        """Where the store is, as error messages show it."""
+        """The store's address or path, for error messages."""
         return type(self).__name__
 
     def has_extended_api(self) -> bool:
-        """Return True, because append, multi_get and multi_set are always available."""
+        """Return True: append, multi_get and multi_set are always available."""
         return True
 
     @abstractmethod
@@ -113,7 +112,7 @@ class Store(ABC):
             return self._do_get(raw, self._deadline(timeout))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a decimal counter and return the new value. A missing counter is 0."""
+        """Add to a decimal counter and return the new value. A missing counter counts as 0."""
         return self._do_add(arguments.key(key), arguments.int64(amount))
 
     def append(self, key: str, value: str | bytes) -> None:
@@ -144,7 +143,7 @@ class Store(ABC):
         *,
         check: Callable[[], None] | None = None,
     ) -> None:
-        """Wait until every key has a value or is the name of a queue with an item.
+        """Wait until every key has a value or names a non-empty queue.
 
         Args:
             check: a function that is called about once per second during the wait; if it raises an
@@ -231,8 +230,9 @@ class Store(ABC):
     ) -> None:
         """Wait until `world_size` callers have joined. The key can be reused immediately.
 
-        If `rank` is given, a timeout error names the missing ranks. In each round, either all
-        callers pass `rank` or none do.
+        `rank` must be passed by all callers in a round or by none. If `rank` is given, a timeout
+        error
+        names the missing ranks.
         """
         raw = arguments.key(key)
         arguments.check_place(rank, world_size)
@@ -263,15 +263,15 @@ class Store(ABC):
     # Beyond torch's API. On our server each is one round trip; elsewhere plain operations stand in.
 
     def set_confirmed(self, key: str, value: str | bytes) -> None:
-        """Store a value, and return once the store has received it; `set` may return earlier."""
+        """Store a value and wait until the store has received it."""
         self._do_set_confirmed(arguments.key(key), arguments.value(value))
 
     def pipeline(self) -> Pipeline:
-        """Return a context manager that sends its operations together (see `pipeline`)."""
+        """Return a context manager that sends several operations together (see `pipeline`)."""
         return Pipeline(self._do_pipeline)
 
     def watch(self, keys: Sequence[str]) -> Watch:
-        """Return a watch for all later changes to these keys; the caller must close it."""
+        """Return a watch for later changes to the given keys. The caller must close the watch."""
         return self._do_watch(arguments.keys(keys))
 
     def presence(self, key: str, value: str | bytes = b"", *, lease: Timeout = LEASE_S) -> Presence:
@@ -279,8 +279,7 @@ class Store(ABC):
 
         On echelon's server, the key has a lease, which a thread of this client renews. The server
         removes the key 2 s after the process dies, or `lease` seconds after the host vanishes or
-        the process is stopped. On other stores, the key is an ordinary key, so a killed process
-        leaves it behind.
+        the process is stopped. On other stores, a killed process leaves the key behind.
 
         Raises:
             ValueError: the lease is not between 0.1 s and 600 s.
@@ -472,6 +471,6 @@ class Store(ABC):
 
 
 def _few(names: Sequence[str], most: int = 16) -> str:
-    """Join names for a message; list only the first few if there are many."""
+    """Join the first few names for a message."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown}, and {len(names) - most} more"

@@ -1,4 +1,4 @@
-"""Convert the timeouts that users pass into the deadlines that calls use."""
+"""Convert timeouts into deadlines."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 |---|---|
 | MASTER_ADDR, MASTER_PORT | the job's store |
 | ECHELON_JOB_FILE | the launcher's job file (0600), which holds the store's secret |
-| ECHELON_RANK_DIR | this worker's black box, which records its waits at the store |
+| ECHELON_RANK_DIR | the folder of this worker's black box |
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from pathlib import Path
 
 
 def job_secret(host: str, port: int) -> bytes | None:
-    """Return the secret of the job's store if the address is that store's, and None otherwise.
-
-    A client of the job's store always uses this secret, and no other server ever receives it.
+    """Return the secret of the job's store, or None if the address is not that of the job's store.
 
     Raises:
         ValueError: the launcher's job file cannot be read.
@@ -56,7 +54,7 @@ def _addresses(host: str) -> set[str]:
 
 
 def job_observer() -> Callable[[str, str], AbstractContextManager[object]] | None:
-    """Return the observer that records a worker's waits in its black box, or None outside a job."""
+    """Return an observer that records waits in the worker's black box, or None outside a job."""
     if "ECHELON_RANK_DIR" not in os.environ:
         return None
     from echelon.recorder import span  # loaded only where there is a box to write to

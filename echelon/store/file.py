@@ -1,14 +1,11 @@
-"""Provide FileStore, which keeps a store in one file in a folder that all processes share.
+"""Provide FileStore, which keeps a store in a shared file.
 
-The file is a log: a header, followed by one record per change. A record holds a length, checksums
-and a command in the store's own encoding. To make a change, a writer locks the file, reads the
-records that others have appended, and appends its own in a single write, so counters and
-compare_set are exact no matter how many processes write. If a writer dies, its lock is released,
-and the next writer truncates any half-written record.
+The file is a log: a header, followed by one record per change. To make a change, a writer locks the
+file, reads the records that other processes have appended, and appends its own record in a single
+write. If a writer dies, its lock is released, and the next writer removes any incomplete record.
 
-This store is meant for hosts that share a folder but cannot connect to each other, and for tests. A
-wait polls the file, every 1 ms at first and every 50 ms later, and the log only grows. Dead
-processes are not detected.
+FileStore is meant for tests and for hosts that share a folder but cannot connect to each other.
+Waits poll the file, and the file only grows. Dead processes are not detected.
 """
 
 from __future__ import annotations
@@ -48,11 +45,11 @@ _MISSING: Final = object()
 
 
 class FileStore(Store):
-    """A store that shares its keys through a file.
+    """A store that keeps its keys in a shared file.
 
     Args:
-        file_name: the path of the file. A missing file is created so that only its owner can read
-            it. The folder must exist, and its file system must support locks.
+        file_name: the path of the file. A missing file is created with read and write access for
+            its owner only. The folder must exist, and its file system must support locks.
         world_size: accepted for compatibility with torch; has no effect.
         timeout: the timeout of calls that do not specify their own.
         observer: see `Store.observer`.
@@ -105,7 +102,7 @@ class FileStore(Store):
     # The file.
 
     def _open(self) -> None:
-        """Reopen the file, and discard everything that was read from it."""
+        """Reopen the file and discard the state in memory."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             self._descriptor = os.open(self.path, flags, 0o600)
@@ -121,7 +118,7 @@ class FileStore(Store):
         self._read_to = 0
 
     def _check_owner(self, status: os.stat_result) -> None:
-        """Refuse a file that processes of other users could write to."""
+        """Refuse a file that is writable by other users."""
         if not stat.S_ISREG(status.st_mode):
             raise self._error("the path is not a regular file")
         if status.st_uid != os.geteuid():
@@ -130,7 +127,7 @@ class FileStore(Store):
             raise self._error("other users can write to the file; run chmod 600 on it")
 
     def descriptors(self) -> list[int]:
-        """Return the file's descriptor. A forked child must not keep the file's lock."""
+        """Return the file's descriptor."""
         return [self._descriptor]
 
     def _error(self, text: str) -> StoreError:
@@ -175,10 +172,7 @@ class FileStore(Store):
         )
 
     def _catch_up(self) -> None:
-        """Read the records that have been appended since the last read.
-
-        If the last record is incomplete, cut it off the file.
-        """
+        """Read the records appended since the last read, and remove an incomplete last record."""
         size = os.fstat(self._descriptor).st_size
         if self._read_to == 0:
             self._check_header(size)
@@ -208,7 +202,7 @@ class FileStore(Store):
             os.ftruncate(self._descriptor, self._read_to)
 
     def _read(self, size: int) -> bytes:
-        """Return the file's unread bytes up to offset `size`, reading repeatedly if necessary."""
+        """Return the file's unread bytes up to offset `size`."""
         pieces: list[bytes] = []
         at = self._read_to
         while at < size:

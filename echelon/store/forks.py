@@ -1,11 +1,10 @@
-"""Keep forked children from holding the sockets and files of stores open.
+"""Prevent forked children from holding stores' sockets and files open.
 
-A descriptor stays open after its process dies for as long as a child holds a copy. Close-on-exec
-does not help with a child that never calls exec, such as a data loader's worker. If the parent is
-killed, such a child would keep the parent's connections open, and with them waits, arrivals and
-presences, a listener's port, and a file's lock. So every owner is registered here, and a forked
-child redirects the owner's descriptors to the null device. The descriptor numbers stay in use,
-because the owner's objects will still close them.
+A forked child inherits its parent's descriptors. If the parent is killed, the child keeps the
+parent's connections, listening port and file lock alive. Close-on-exec does not help if the child
+never calls exec, as with a data loader's worker. Therefore every owner of descriptors is registered
+here, and a forked child redirects those descriptors to the null device. The descriptor numbers stay
+in use because the owner's objects will still close them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,9 @@ _owners: weakref.WeakSet[Owner] = weakref.WeakSet()
 
 
 def keep_from_children(owner: Owner) -> None:
-    """Make forked children release the owner's descriptors; the owner is held only weakly."""
+    """Make forked children release the owner's descriptors. Only a weak reference to the owner is
+    kept.
+    """
     _owners.add(owner)
 
 

@@ -1,7 +1,6 @@
 """Provide MemoryStore: a store inside one process, without a server.
 
-The store is meant for tests and for worlds of one rank; threads may share it. Each wait sleeps on
-its own lock, so only those callers wake up that a server would have answered.
+The store is meant for tests and for worlds of one rank. Threads may share the store.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Send several store operations in one packet.
 
-Answers arrive in order, and all of them have arrived when the `with` block ends, so a pipeline
-takes one round trip for any number of operations. No operation in a pipeline blocks: a `get` of a
-missing key returns None. On stores without a connection, a pipeline works in the same way but has
-no speed advantage.
+A pipeline takes one round trip, however many operations it contains. All answers have arrived when
+the `with` block ends. No operation in a pipeline blocks: a `get` of a missing key returns None. On
+stores without a connection, a pipeline has no speed advantage.
 """
 
 from __future__ import annotations
@@ -68,7 +67,10 @@ class Step:
 
 
 class Pipeline:
-    """Operations that are sent together when the `with` block ends; if it raises, none are sent."""
+    """Operations that are sent together when a `with` block ends.
+
+    If the block raises an exception, no operation is sent.
+    """
 
     def __init__(self, send: Callable[[list[Step]], None]) -> None:
         self._send = send

@@ -1,7 +1,6 @@
 """Provide PrefixStore: a view of a store that prepends a prefix to every key.
 
-Every operation, including gather and barrier, is passed to the underlying store with "prefix/key"
-as its key, so no feature is lost, and torch's PrefixStore sees the same keys.
+The underlying store sees each key as "prefix/key", as with torch's PrefixStore.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ from echelon.store.watch import Change, Watch
 class PrefixStore(Store):
     """A view of another store that prepends a prefix to every key.
 
-    The view shares the timeout and the observer of the underlying store; setting them on the view
-    changes them there. `num_keys` counts all keys of the underlying store. `list_keys` returns only
-    the keys with the prefix, and removes it from them.
+    The view uses the timeout and the observer of the underlying store. Setting either on the view
+    also
+    sets it on the underlying store. `num_keys` counts all keys of the underlying store. `list_keys`
+    returns only the keys that have the prefix, and strips the prefix.
 
     Example:
         >>> store = MemoryStore()
@@ -48,7 +48,7 @@ class PrefixStore(Store):
 
     @property
     def observer(self) -> Observer | None:
-        """The observer of the underlying store; the keys passed to it include the prefix."""
+        """The observer of the underlying store, which sees keys with their prefix."""
         return self._store.observer
 
     @observer.setter

@@ -1,8 +1,7 @@
-"""Provide presences: keys that exist as long as their owner does.
+"""Provide presences: keys that exist only while their owner does.
 
-On echelon's server, the key has a lease (see `leases`), which a thread of the client renews over
-the client's current connection. On every other store, the key is an ordinary one: `close` deletes
-it, but a killed process leaves it behind.
+On echelon's server, the key has a lease (see `leases`), which a thread of the client renews. On
+every other store, a killed process leaves the key behind.
 """
 
 from __future__ import annotations

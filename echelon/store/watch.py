@@ -1,7 +1,7 @@
 """Report changes to a set of keys.
 
 Echelon's server pushes every change, in order. On every other store, a watch polls every 20 ms and
-sees only the latest value of a key, so it may miss values in between.
+may miss some values.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Change:
 
 
 class Watch(ABC):
-    """A watch, which reports changes to a set of keys from its creation until it is closed."""
+    """A subscription to a set of keys. The caller must close the watch."""
 
     def next(self, timeout: Timeout) -> Change:
         """Wait for the next change, and return it.

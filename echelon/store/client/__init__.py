@@ -1,1 +1,1 @@
-"""Provide the client: its calls, the connections that carry them, and the servers it hosts."""
+"""The store's client: calls, connections and hosted servers."""

@@ -27,7 +27,7 @@ def take_if_present(channel: Channel, deadline: Deadline) -> bytes | None:
 
 
 def take_if_still_present(channel: Channel, deadline: Deadline) -> bytes | None:
-    """Read the answers to CHECK, GET and CHECK; a key deleted in between counts as missing."""
+    """Read the answers to CHECK, GET and CHECK; return None if the key is missing."""
     value = take_if_present(channel, deadline)
     return value if take_check(channel, deadline) else None
 
@@ -53,7 +53,7 @@ def take_item(channel: Channel, deadline: Deadline) -> bytes | None:
 
 
 def take_wait(channel: Channel, deadline: Deadline) -> bool:
-    """Read the answer to WAIT or BARRIER; at the deadline, cancel the wait and return False."""
+    """Read the answer to WAIT or BARRIER. At the deadline, cancel the wait and return False."""
     try:
         channel.take(1, deadline)
     except TimeoutError:

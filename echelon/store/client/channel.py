@@ -1,8 +1,7 @@
-"""Send bytes and read replies on one of a client's connections; every call has a deadline.
+"""Send bytes and read replies on one of a client's connections. Every call has a deadline.
 
-The channel's owners ensure that at most one thread reads and at most one writes at a time. A
-receive sleeps in the kernel for up to one second and then checks the deadline again, which saves
-polling for every answer. Close to the deadline, and when sending, the channel does poll.
+At most one thread may read at a time, and at most one may write. A receive sleeps in the kernel for
+up to one second, then checks the deadline again.
 """
 
 from __future__ import annotations
@@ -36,10 +35,8 @@ class Channel:
     """A connected socket that has passed the handshake.
 
     Attributes:
-        instance: random bytes that identify one run of echelon's server; b"" for torch's server,
-            which has no extensions.
-        num_unconfirmed: commands without a reply sent since the last reply; they may be lost if the
-            connection breaks now.
+        instance: random bytes that identify one run of echelon's server; b"" for torch's server.
+        num_unconfirmed: the number of commands sent since the last reply.
     """
 
     __slots__ = (
@@ -73,10 +70,10 @@ class Channel:
         return bool(self.instance)
 
     def seal(self, to_server: bytes, to_client: bytes) -> None:
-        """Send and accept only sealed records from now on (see the module `seal`).
+        """Send and accept only sealed records from now on.
 
         Raises:
-            StoreConnectionError: unread bytes precede the sealed stream.
+            StoreConnectionError: unread bytes were received before the sealed stream.
         """
         if self._at < len(self._buffer):
             raise StoreConnectionError("the server sent unsealed bytes after its proof")
@@ -93,16 +90,16 @@ class Channel:
 
     @property
     def peer(self) -> Address:
-        """The numeric address of the server, used for reconnecting."""
+        """The server's numeric address."""
         return self._socket.family, self._socket.getpeername()
 
     def interrupt(self) -> None:
-        """Make any thread waiting on this channel fail; callable from any thread."""
+        """Make all calls that are waiting on this channel fail. Thread-safe."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def is_stale(self) -> bool:
-        """Whether the server has closed the connection or sent unrequested data."""
+        """Whether the server has closed the connection or sent unsolicited data."""
         return bool(self._poller.poll(0)) or self._at < len(self._buffer)
 
     def send(self, data: bytes, deadline: Deadline) -> None:
@@ -133,7 +130,7 @@ class Channel:
         """Return the next `size` bytes of the reply.
 
         Raises:
-            TimeoutError: not all of the bytes arrived in time; those that did are kept.
+            TimeoutError: some of the bytes did not arrive in time; partial data is kept.
             ConnectionError: the server closed the connection.
         """
         end = self._at + size
@@ -197,10 +194,7 @@ class Channel:
         return status, tag, payload
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """Wait for the server to close the connection; return whether it did so in time.
-
-        The calling thread must be neither reading nor writing.
-        """
+        """Wait for the server to close the connection; return whether it did so in time."""
         ended = select.poll()
         ended.register(self._socket, getattr(select, "POLLRDHUP", 0))
         return bool(ended.poll(timeout_s * 1000))
@@ -208,12 +202,12 @@ class Channel:
 
 @dataclass(frozen=True)
 class Place:
-    """The address of a store, and what identifies the client there.
+    """The address of a store, and the client's credentials.
 
     Attributes:
         host, port: the address of the server.
         secret: the shared secret, or None for an open server.
-        session: identifies the client to echelon's server across connections.
+        session: bytes that identify the client to echelon's server across connections.
     """
 
     host: str
@@ -223,10 +217,10 @@ class Place:
 
 
 def connect(place: Place, known: tuple[Address, ...], deadline: Deadline) -> Channel:
-    """Connect to a store server, trying every address of the host, and perform the handshake.
+    """Connect to a store server and perform the handshake.
 
     Args:
-        known: addresses to try before resolving the host's name, which may take a long time.
+        known: addresses to try before the host's name is resolved.
 
     Raises:
         OSError: no address could be reached, or the server closed the connection; a retry may
@@ -289,7 +283,7 @@ def _dial_one(family: int, address: tuple[Any, ...], timeout_s: float) -> socket
 
 
 def _shake_hands(channel: Channel, place: Place, deadline: Deadline) -> None:
-    """Announce this client, detect the kind of server, and prove the secret if one is set."""
+    """Perform the handshake, which reveals the kind of server."""
     secret = place.secret
     opening = p.encode(p.VALIDATE, p.VALIDATE_MAGIC) + p.encode(p.PING, p.OUR_NONCE)
     channel.send(opening, deadline)

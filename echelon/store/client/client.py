@@ -1,13 +1,11 @@
 """Implement torch's Store API over a connection to echelon's server or to torch's.
 
-Calls block and are thread-safe, and each has a deadline. The handshake shows which kind of server
-it is; `our_calls` implements the calls for echelon's and `torch_calls` those for torch's. On
-echelon's server, every call takes one round trip, and gather, barrier, get and queue_pop wait
-inside the server.
+All calls block, are thread-safe and have a deadline. The handshake reveals the kind of server:
+`our_calls` implements the calls to echelon's server, `torch_calls` the calls to torch's. On
+echelon's server, every call takes one round trip.
 
-If the connection breaks, calls that are safe to repeat (reads and waits) are repeated. All other
-calls (add, append, compare_set, queue operations, rounds) fail with an error that reports the
-broken connection.
+If the connection breaks, reads and waits are repeated. All other calls (add, append, compare_set,
+queue operations, rounds) fail with an error that reports the broken connection.
 """
 
 from __future__ import annotations
@@ -38,12 +36,12 @@ _INIT_WIRE: Final = b"init/"
 
 
 class TCPStore(Store):
-    """A client of the store server at an address. It can also host the server.
+    """A client of a store server, which can also host the server.
 
     Args:
-        host_name: the server's host name or address, which the master binds.
-        port: the server's port, which the master binds; 0 means any free port.
-        world_size: how many clients to expect; None if unknown.
+        host_name: the server's host name or address.
+        port: the server's port; for a master, 0 means any free port.
+        world_size: the expected number of clients; None if unknown.
         is_master: whether to host the server in this process as well.
         timeout: the timeout for connecting, and for each call that does not specify its own.
         wait_for_workers: whether the master's constructor waits until `world_size` clients have
@@ -51,11 +49,10 @@ class TCPStore(Store):
         multi_tenant: whether several masters in this process may share one server at the port.
         master_listen_fd: descriptor of a listening socket for the master to take over.
         use_libuv: accepted for compatibility with torch; has no effect.
-        observer: see `Store.observer`; in a worker of a job, it defaults to one that writes to the
-            black box.
-        secret: the secret shared by clients and server, at least 16 bytes. None means the job's
-            secret if this process is a worker and the address is its job's store; otherwise the
-            store is open.
+        observer: see `Store.observer`; by default, a job's worker records its waits in the black
+            box.
+        secret: the secret shared by clients and server, at least 16 bytes. If None, a worker uses
+            the job's secret for the job's store; any other store is open.
 
     Raises:
         ValueError: `port`, `timeout` or `secret` is invalid.
@@ -132,7 +129,7 @@ class TCPStore(Store):
 
     @property
     def has_extensions(self) -> bool:
-        """Whether the server is echelon's; a gather then takes a single round trip."""
+        """Whether the server is echelon's rather than torch's."""
         return isinstance(self._calls, OurCalls)
 
     def clone(self, timeout: Timeout | None = None) -> TCPStore:
@@ -151,13 +148,13 @@ class TCPStore(Store):
         )
 
     def close(self) -> None:
-        """Disconnect. A server hosted in this process stops once no store uses it."""
+        """Disconnect. A server hosted in this process stops when its last store is closed."""
         hosted = self._leave()
         if hosted is not None:
             hosted.leave()
 
     def _leave(self) -> Hosted | None:
-        """Close the connections; return the server if this store is hosting it in this process."""
+        """Close the connections; return the hosted server, if any."""
         calls = getattr(self, "_calls", None)
         if calls is not None:
             calls.close()
@@ -171,7 +168,7 @@ class TCPStore(Store):
                 hosted.leave_soon()  # a finalizer waits for no thread
 
     def _join(self, world_size: int, is_master: bool, deadline: Deadline) -> None:
-        """Register that this client has joined; the master also waits until all clients have."""
+        """Register this client; on the master, wait until all clients have joined."""
         joined = self._open_calls.add_wire(_INIT_WIRE, 1, _INIT_WIRE)
         pause = threading.Event()
         while is_master and joined < world_size:
@@ -191,7 +188,7 @@ class TCPStore(Store):
         return self._calls
 
     def statistics(self) -> StoreStatistics:
-        """Return statistics about echelon's server: its contents and the waiting connections.
+        """Return statistics about echelon's server.
 
         Raises:
             StoreError: the server is torch's, which does not keep statistics.

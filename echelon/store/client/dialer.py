@@ -1,9 +1,8 @@
-"""Connect and reconnect to one store server, with errors that explain failures.
+"""Connect and reconnect to one store server.
 
-When a client is created, it connects, and waits up to its timeout for the server to start. If the
-connection breaks later, the client tries to reconnect for 10 s, or for 1 s if the server's machine
-refuses the connection. It does not accept a server with a different instance, because that server
-no longer has the keys.
+A new client waits up to its timeout for the server to start. If the connection breaks later, the
+client tries to reconnect for 10 s, or for 1 s if the server's machine refuses the connection. The
+client rejects a server that has been restarted, because the keys are lost.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Dialer:
 
     @property
     def is_in_its_process(self) -> bool:
-        """Whether this is the process that created the client, rather than a forked child."""
+        """Whether the current process created the client."""
         return self._pid == os.getpid()
 
     def check_usable(self, operation: str, key: str) -> None:
@@ -68,11 +67,12 @@ class Dialer:
         )
 
     def connect(self, operation: str, key: str, deadline: Deadline) -> Channel:
-        """Connect to the server; retry with growing, jittered delays until the time is up.
+        """Connect to the server, retrying with growing, jittered delays until the deadline.
 
         Raises:
             StoreTimeoutError: no server was reached in time.
-            StoreConnectionError: the server is gone, was replaced, or does not accept this client.
+            StoreConnectionError: the server has stopped, was replaced, or does not accept this
+                client.
         """
         self.check_usable(operation, key)
         window_s = deadline.left_s if self._instance is None else _RECONNECT_S

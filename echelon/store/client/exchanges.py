@@ -1,9 +1,8 @@
 """Implement the three kinds of exchange between a client and torch's server.
 
 `ask` sends a request on the shared connection and reads the immediate answer. `tell` sends a
-request that gets no answer. `hold` runs an exchange that may block for a long time, on a connection
-of its own. If an exchange fails, each method raises an error that names the operation, key and
-server, and closes any connection on which a late answer could still arrive.
+request that gets no answer. `hold` runs an exchange that may block, on a separate connection. If an
+exchange fails, the error names the operation, the key and the server.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ T = TypeVar("T")
 class Exchanges:
     """The exchanges over the connections of one client.
 
-    A call marked `can_repeat` is safe to repeat. If its connection breaks, it is retried over a new
-    one, unless unanswered writes may have been lost with the connection. torch's server closes the
-    connection when it refuses a request, so no request is repeated more than twice.
+    A call marked `can_repeat` is retried if its connection breaks, unless unanswered writes may
+    have
+    been lost. No request is repeated more than twice.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -41,7 +40,7 @@ class Exchanges:
         *,
         can_repeat: bool = False,
     ) -> T:
-        """Send a request that the server answers at once, and read the answer."""
+        """Send a request that is answered immediately, and read the answer."""
         name = show(key)
         pool = self._pool
         lock = pool.turn(operation, name, deadline)
@@ -100,9 +99,10 @@ class Exchanges:
         *,
         can_repeat: bool = False,
     ) -> T:
-        """Run an exchange that may block for a long time, on a connection of its own.
+        """Run an exchange that may block for a long time, on a separate connection.
 
-        `exchange` reads the answer; at the deadline, it must cancel the request and return or
+        `exchange` reads the answer. At the deadline, `exchange` must cancel the request and return
+        or
         raise.
         """
         name = show(key)

@@ -1,7 +1,7 @@
-"""Manage the servers that stores in this process host and share.
+"""Manage the servers that this process hosts for its stores.
 
-torch lets several masters in one process share a server on one port (`multi_tenant`); the last
-master to close stops the server.
+Several masters in one process may share a server on one port, as in torch (`multi_tenant`). The
+server stops when the last master is closed.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ class Hosted:
         self._num_stores = 1
 
     def share(self) -> Hosted:
-        """Count one more store that shares the server."""
+        """Add one store to those that share the server."""
         self._num_stores += 1
         return self
 
     def leave(self) -> None:
-        """Count one store fewer; if it was the last, stop the server and wait for it to stop."""
+        """Remove one store. When the last store leaves, stop the server and wait until it has
+        stopped.
+        """
         if self._is_last():
             self._server.close()
 
     def leave_soon(self) -> None:
-        """Count one store fewer without waiting for the server to stop; safe in a finalizer."""
+        """Remove one store without waiting for the server to stop. Safe to call in a finalizer."""
         if self._is_last():
             self._server.stop_soon()
 

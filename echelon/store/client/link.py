@@ -1,13 +1,12 @@
 """Manage one connection to echelon's server, which all threads of a client share.
 
-Every query carries a tag, and its answer repeats the tag. So waits, watches and short calls can
-share the connection, and answers may arrive in any order. There is no reader thread: one of the
-waiting callers reads and hands out the others' answers. Once its own answer has arrived, another
-caller takes over.
+A query and its answer carry the same tag, so answers may arrive in any order. There is no reader
+thread. Instead, one of the waiting callers reads the answers for all callers; once it has its own
+answer, another caller takes over.
 
-[Note: quiet writes] `set` and similar queries carry tag 0 and are answered only if they are
-refused. The server executes a connection's queries in order, so the answer to any later query
-confirms that the earlier ones were executed.
+[Note: quiet writes] `set` and similar queries carry tag 0, and are answered only if they are
+refused. The server executes a connection's queries in order. Therefore the answer to a later query
+confirms all earlier writes.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Call:
         tag: the number of the query on its link.
         status: the status of the answer; None until the answer arrives.
         payload: the payload of the answer.
-        frames: for a watch, the frames that have arrived but have not been taken yet.
+        frames: for a watch, the frames that have not been taken yet.
     """
 
     __slots__ = ("_num_quiet", "event", "frames", "payload", "status", "tag")
@@ -48,15 +47,15 @@ class Call:
 
     @property
     def is_ready(self) -> bool:
-        """Whether an answer or a frame has arrived but has not been taken yet."""
+        """Whether an answer or a frame is ready to be taken."""
         return self.status is not None or bool(self.frames)
 
 
 class Link:
-    """The owner of a channel. All methods may be called from any thread.
+    """A connection shared by all threads of a client. Thread-safe.
 
     Attributes:
-        problem: why the link can no longer be used; None while it can.
+        problem: why the link can no longer be used; None if it is usable.
         refusal: the reason that the server gave for closing the connection or refusing a quiet
             write.
     """
@@ -82,7 +81,7 @@ class Link:
         return self._num_quiet - self._num_confirmed
 
     def take_unconfirmed(self) -> int:
-        """Return `num_unconfirmed` and reset it, so that such writes are reported only once."""
+        """Return `num_unconfirmed` and reset it to 0."""
         number, self._num_confirmed = self.num_unconfirmed, self._num_quiet
         return number
 
@@ -95,8 +94,8 @@ class Link:
         """Send a query.
 
         Raises:
-            TimeoutError: the server did not accept the query in time; if it accepted only part of
-                it, the link is broken.
+            TimeoutError: the server did not accept the query in time. A partly sent query breaks
+                the link.
             OSError: the link is broken.
         """
         if not self._writing.acquire(timeout=deadline.left_s):
@@ -164,14 +163,14 @@ class Link:
             self._close_if_unused()
 
     def forget(self, call: Call) -> None:
-        """Discard any answers to a call that arrive from now on."""
+        """Discard all further answers to a call."""
         self._calls.pop(call.tag, None)
 
     def finish(self, call: Call, deadline: Deadline) -> None:
         """Wait until a call has an answer or a frame.
 
         Raises:
-            TimeoutError: nothing arrived in time; `finish` may be called again.
+            TimeoutError: nothing arrived in time. The call can be waited for again.
             OSError: the link broke.
         """
         while not call.is_ready:
@@ -200,7 +199,7 @@ class Link:
                 self._promote()  # this thread may have been asked to read on
 
     def _promote(self) -> None:
-        """Make one of the waiting callers the reader."""
+        """Choose a waiting caller to read the next answers."""
         if self._followers and not self._reading.locked():
             for call in list(self._followers):
                 if call.event is not None:
@@ -234,7 +233,7 @@ class Link:
             call.event.set()
 
     def drain(self) -> None:
-        """Process refusals, events or an end of stream that arrived with no caller reading."""
+        """Process any refusals, events or end of stream that have already arrived."""
         if not self._reading.acquire(blocking=False):
             return
         try:
@@ -252,11 +251,7 @@ class Link:
             raise ConnectionAbortedError(self.problem)
 
     def _close_if_unused(self) -> None:
-        """Close the socket of a failed link, once no thread is using the link.
-
-        A thread that acquires a lock afterwards sees the link's `problem` and leaves the socket
-        alone.
-        """
+        """Close the socket of a failed link once no thread is using the link."""
         if self.problem is not None and not (self._reading.locked() or self._writing.locked()):
             self.channel.close()
 

@@ -35,7 +35,7 @@ _STEPS: Final = {
 
 
 def _body(*fields: bytes | int | list[bytes]) -> bytes:
-    """Encode a query's fields as its body."""
+    """Encode the fields of a query."""
     return p.encode(0xFF, *fields)[1:]
 
 
@@ -44,7 +44,7 @@ def _wires(keys: list[bytes]) -> list[bytes]:
 
 
 class OurCalls(Store):
-    """The primitives of a client of echelon's server; `TCPStore` uses them."""
+    """The primitive operations of a client of echelon's server."""
 
     def __init__(self, session: Session, timeout_s: Callable[[], float]) -> None:
         self._session = session
@@ -52,7 +52,7 @@ class OurCalls(Store):
         self._leases = _Leases(session)
 
     def clone(self) -> Store:
-        """Raise NotImplementedError; `TCPStore` implements this method."""
+        """Raise NotImplementedError, because only `TCPStore` can be cloned."""
         raise NotImplementedError
 
     @property
@@ -106,7 +106,7 @@ class OurCalls(Store):
         return self.add_wire(b"/" + key, amount, key)
 
     def add_wire(self, wire: bytes, amount: int, key: bytes) -> int:
-        """Add to a counter whose key is in wire form; errors show the readable name `key`."""
+        """Add to a counter, given its key in wire form; `key` is the readable name for errors."""
         return p.unpack_i64(self._sure("add", key, p.ACK_ADD, _body(wire, amount)))
 
     def _do_append(self, key: bytes, value: bytes) -> None:
@@ -228,7 +228,7 @@ class OurCalls(Store):
             steps = steps[len(queries) :]
 
     def _outcome(self, step: Step, status: int, payload: bytes) -> object:
-        """Return the answer to a pipeline's step, or the error to raise instead."""
+        """Return the result of a pipeline's step, which may be an error."""
         if status == p.ERROR:
             text = payload.decode("utf-8", "replace")
             name = show(step.key)
@@ -310,7 +310,7 @@ class _PushedWatch(Watch):
 
 
 class _Leases:
-    """The presences of one client. A thread renews them as long as there are any."""
+    """The presences of one client, which a thread keeps alive."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -358,7 +358,7 @@ class _Leases:
                 return
 
     def _renew(self) -> None:
-        """Renew presences until none is left, and reconnect if the connection closes."""
+        """Renew the leases until no presence is left."""
         while True:
             with self._lock:
                 if not self._lease_s or self._is_closed:

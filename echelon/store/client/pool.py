@@ -1,12 +1,11 @@
 """Manage the connections of a client to torch's server.
 
 [Note: one connection for answers, others for waits] Replies carry no IDs, so a connection serves
-only one exchange at a time. Exchanges that the server answers at once share the main connection
-under a lock. A call that may block for a long time takes the main connection away, and the next
-call opens or reuses another one. So a single-threaded program has one connection, and a blocked
-thread does not block other threads. Before the main connection is taken away, a PING confirms any
-commands without a reply (`set`) that are outstanding. So a thread sees its own earlier writes,
-whichever connection its next call uses.
+only one exchange at a time. Short exchanges share the main connection under a lock. A call that may
+block takes over the main connection, and the next call opens or reuses another connection. Thus a
+single-threaded program has one connection, and a blocked thread does not block other threads.
+Before a call takes over the main connection, a PING confirms all earlier writes. A thread therefore
+always sees its own writes.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Pool:
         """Acquire and return the main connection's lock, which the caller must release.
 
         Raises:
-            StoreTimeoutError: calls from other threads held the lock for too long.
+            StoreTimeoutError: other threads held the lock for too long.
             StoreError: the store is closed, or belongs to another process.
         """
         self._dialer.check_usable(operation, key)
@@ -83,7 +82,7 @@ class Pool:
         return self._main
 
     def take_away(self, operation: str, key: str, deadline: Deadline) -> Channel:
-        """Take the main connection away for a blocking call; it must have no exchange under way."""
+        """Reserve the main connection for a blocking call. No exchange may be in progress."""
         lock = self.turn(operation, key, deadline)
         try:
             channel = self.main(operation, key, deadline)
@@ -148,7 +147,7 @@ class Pool:
         return self._dialer.lost(operation, key, why, num_unconfirmed)
 
     def _confirm(self, channel: Channel, operation: str, key: str, deadline: Deadline) -> None:
-        """Confirm that the server has received everything that was sent."""
+        """Confirm that the server has received all data sent so far."""
         try:
             channel.send(p.encode(p.PING, 0), deadline)
             channel.take(4, deadline)

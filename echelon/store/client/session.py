@@ -1,10 +1,10 @@
-"""Keep a client's session with echelon's server; a link that breaks is replaced.
+"""Keep a client's session with echelon's server, and replace a broken link.
 
 `ask` sends a query that is answered at once. `wait` sends a query that may block and is cancelled
-at the deadline. `write` sends a query that is answered only if it is refused. A query marked
-`can_repeat` is safe to repeat: it is retried over a new link, unless quiet writes may have been
-lost with the old one. If the server closes the connection twice without answering, the query is not
-sent a third time.
+at the deadline. `write` sends a query that is answered only if it is refused.
+
+A query marked `can_repeat` is retried over a new link, unless quiet writes may have been lost. No
+query is sent more than twice.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class WaitCancelledError(Exception):
     """A wait was cancelled at its deadline.
 
     Attributes:
-        payload: what the server reports about the barrier or gather in question.
+        payload: the status of the barrier or gather, as reported by the server.
     """
 
     def __init__(self, payload: bytes) -> None:
@@ -161,7 +161,7 @@ class Session:
     def write(
         self, operation: str, key: bytes, query: int, body: bytes, deadline: Deadline
     ) -> None:
-        """Send a query that is answered only if refused; the next call then raises the error."""
+        """Send a query that is answered only if refused. The next call then raises an error."""
         link = self.link(operation, key, deadline)
         try:
             link.write(query, body, deadline)

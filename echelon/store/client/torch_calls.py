@@ -1,11 +1,8 @@
-"""Implement the Store API on torch's server, with torch's own commands.
+"""Implement the Store API on torch's server.
 
-Replies carry no IDs, so a connection serves one exchange at a time (see the note in `pool`).
-Gathers are built from plain commands (see the note in `base`).
-
-If a connection breaks, calls that are safe to repeat (reads and waits) are repeated once. All other
-calls (add, append, compare_set, queue operations, rounds) fail with an error that reports the
-broken connection.
+Gathers are built from plain commands (see the note in `base`). If a connection breaks, reads and
+waits are repeated once. All other calls (add, append, compare_set, queue operations, rounds) fail
+with an error that reports the broken connection.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ def _wires(keys: list[bytes]) -> list[bytes]:
 
 
 class TorchCalls(Store):
-    """The primitives of a client of torch's server; `TCPStore` uses them."""
+    """The primitive operations of a client of torch's server."""
 
     def __init__(self, pool: Pool, timeout_s: Callable[[], float]) -> None:
         self._pool = pool
@@ -56,7 +53,7 @@ class TorchCalls(Store):
         self._default_s = timeout_s
 
     def clone(self) -> Store:
-        """Raise NotImplementedError; `TCPStore` implements this method."""
+        """Raise NotImplementedError, because only `TCPStore` can be cloned."""
         raise NotImplementedError
 
     @property
@@ -105,7 +102,7 @@ class TorchCalls(Store):
         return self.add_wire(_wire(key), amount, key)
 
     def add_wire(self, wire: bytes, amount: int, key: bytes) -> int:
-        """Add to a counter whose key is in wire form; errors show the readable name `key`."""
+        """Add to a counter, given its key in wire form; `key` is the readable name for errors."""
         return self._ask("add", key, p.encode(p.ADD, wire, amount), Channel.take_int)
 
     def _do_append(self, key: bytes, value: bytes) -> None:
@@ -140,7 +137,7 @@ class TorchCalls(Store):
             self._raise_wait_timeout(operation, keys, self._missing_of(keys), deadline)
 
     def _missing_of(self, keys: list[bytes]) -> list[bytes]:
-        """Find out in one round trip which of the keys do not exist."""
+        """Return the keys that do not exist, using one round trip."""
         request = b"".join(p.encode(p.CHECK, [_wire(key)]) for key in keys)
 
         def read(channel: Channel, deadline: Deadline) -> list[bytes]:

@@ -1,1 +1,1 @@
-"""Provide the server: its loop, its peers and its commands."""
+"""The store's server: event loop, peers and commands."""

@@ -1,15 +1,13 @@
 """Run a standalone store server (`echelon store`).
 
-The first line of output is the port number. The server runs until SIGTERM or SIGINT or, if standard
-input is a pipe, until that pipe closes. So a server with piped input ends with its parent, but one
-started from a terminal or with closed input keeps running. With `--parent-only`, the server ignores
-signals and ends only with the pipe: the parent handles the signals that reach every process of the
-node, and its other children may still need the server.
+The first line of output is the port number. The server runs until SIGTERM or SIGINT. If standard
+input is a pipe, the server also stops when the pipe closes. With `--parent-only`, the server
+ignores both signals and stops only when the pipe closes.
 
-A parent may also send commands through that pipe, one per line: `admit ADDRESS` admits torch's
-clients from an address that the parent trusts; `publish KEY VALUE` stores a value, where KEY and
-VALUE are single words; `renew` drops all members and keys, after which the server prints `renew`.
-Any other line is ignored.
+A parent process may send commands through the pipe, one per line. `admit ADDRESS` admits torch's
+clients from a trusted address. `publish KEY VALUE` stores a value; KEY and VALUE are single words.
+`renew` drops all members and keys, after which the server prints `renew`. Any other line is
+ignored.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ _PARENTS_SIGNALS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; return 0, 1 if the server failed, or 2 for invalid usage."""
+    """Run the command; return its exit code: 1 if the server failed, 2 for invalid usage."""
     args = _parse(argv)
     has_parent_pipe = sys.stdin is not None and _is_pipe(0)
     if args.parent_only:
@@ -101,7 +99,7 @@ def _port(text: str) -> int:
 
 
 def _read_secret(path: Path | None) -> bytes | None:
-    """Return the content of the secret's file, without the trailing line break."""
+    """Return the content of the secret's file without a trailing line break."""
     if path is None:
         return None
     return path.read_bytes().rstrip(b"\r\n")

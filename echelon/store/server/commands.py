@@ -1,9 +1,8 @@
 """Implement torch's commands, with one small function per query byte.
 
-Each function receives the connection and the fields of the message, acts on the shared state, and
-answers through the connection. torch's commands have no error reply: if a command cannot be
-executed, its function raises ValueError, the connection is closed, and the error's text is logged.
-Echelon's own queries are in `queries`.
+Each function receives the connection and the fields of the message. torch's commands have no error
+replies. If a command cannot be executed, its function raises ValueError, and the connection is
+closed. `queries` implements echelon's own queries.
 """
 
 from __future__ import annotations

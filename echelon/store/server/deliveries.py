@@ -1,7 +1,6 @@
-"""Send a peer the answers to its waits and the events of its watches, outside its own commands.
+"""Send a peer the answers to its waits and the events of its watches.
 
-If the peer has too many unread bytes, answers are deferred and watches are ended. A deferred answer
-takes no more memory than a reference.
+If the peer has too many unread bytes, answers are deferred and watches are ended.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _PARKED_S: Final = 0.01  # before an answer that was put off is tried again, if 
 
 
 class Deliveries:
-    """The deliveries to one peer. The object is truthy while any answers are deferred."""
+    """The deliveries to one peer. The object is true if any answers are deferred."""
 
     __slots__ = ("_parked", "_peer")
 
@@ -31,7 +30,7 @@ class Deliveries:
         return bool(self._parked)
 
     def deliver(self, waiter: Waiter, gathered: bytes) -> None:
-        """Answer one of this connection's waiters, which was woken or has failed.
+        """Answer a waiter that was woken or has failed.
 
         Args:
             gathered: the payload that all ranks of a gather share.
@@ -54,7 +53,7 @@ class Deliveries:
             self._peer.read_on_unless_put_off()
 
     def push_event(self, tag: int, event: bytes) -> None:
-        """Send a change to a watched key; if the peer is not reading its events, end the watch."""
+        """Send a change to a watched key, or end the watch if the peer has stopped reading."""
         peer = self._peer
         if self._is_full:
             peer.hub.unwatch(peer, tag)

@@ -1,9 +1,8 @@
-"""Manage what a server's connections share: the state, the members and the housekeeping.
+"""Manage the state that all connections of a server share.
 
-Everything here runs on the server's event loop. The hub delivers wake-ups and pushes changes to
-watches. It asks the kernel about local torch clients, in batches and on a separate thread. Once per
-second, it checks for connections that never became members or that stopped in the middle of a
-command.
+All methods run on the server's event loop. The hub answers waits and pushes changes to watches. A
+separate thread asks the kernel about local torch clients. Once per second, the hub closes
+connections that have exceeded a time limit.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ class Hub:
         limits: the limits for each peer.
         secret: the secret that members must prove they know; None for an open store.
         instance: random bytes that let a client detect a restarted server.
-        executor: executes plain commands in C; None without the C core.
-        turns: shares the loop's time among busy peers.
-        leases: the presences, with their leases.
+        executor: the C executor of plain commands; None without the C core.
+        turns: the schedule of busy peers.
+        leases: the presences.
         connections: all open connections.
-        strangers: the open connections that have not become members.
-        admitted_addresses: numeric addresses whose torch clients are admitted without the secret.
-        num_refused: the number of connections closed for a violation.
+        strangers: the open connections that are not members yet.
+        admitted_addresses: numeric addresses from which torch's clients are admitted.
+        num_refused: the number of connections closed because of a violation.
     """
 
     def __init__(
@@ -96,13 +95,13 @@ class Hub:
         return True
 
     def join_session(self, connection: Peer, session: bytes) -> None:
-        """Record a connection's client, which may already have had other connections."""
+        """Record which client a connection belongs to."""
         if not connection.session:
             connection.session = session
             self._num_in_session[session] += 1
 
     def leave(self, connection: Peer) -> None:
-        """Withdraw everything that belongs to a connection. Calling it twice does no harm."""
+        """Withdraw everything that belongs to a connection. Can be called more than once."""
         if connection not in self.connections:
             return
         self.connections.discard(connection)
@@ -119,7 +118,7 @@ class Hub:
             self.deliver_woken()
 
     def log_refusal(self, connection: Peer, why: str) -> None:
-        """Log in one line which peer was refused and why; in a flood, only count refusals."""
+        """Log which peer was refused and why, but only count refusals if there are too many."""
         self.num_refused += 1
         if self._num_logged < _REFUSALS_LOGGED:
             self._num_logged += 1
@@ -128,7 +127,7 @@ class Hub:
             self._num_unlogged += 1
 
     def _log_unlogged(self) -> None:
-        """Log how many refusals were counted but not logged."""
+        """Log the number of refusals that were not logged individually."""
         self._num_logged = 0
         number, self._num_unlogged = self._num_unlogged, 0
         if number:
@@ -149,7 +148,7 @@ class Hub:
         self.deliver_woken()
 
     def renew(self) -> None:
-        """Drop all members and keys, and choose a new instance, as a restarted server would."""
+        """Drop all members and keys, and choose a new instance."""
         for connection in list(self.connections):
             connection.close()
         self.state = StoreState(self.limits.num_keys)
@@ -162,7 +161,7 @@ class Hub:
     # Deliveries.
 
     def deliver_woken(self) -> None:
-        """Answer the waiters satisfied by the last commands, as many as fit into one slice."""
+        """Answer waiters satisfied by the last commands, for at most one slice of time."""
         woken = self.state.woken
         while woken:
             batch, woken[:_DELIVERED_AT_ONCE] = woken[:_DELIVERED_AT_ONCE], []
@@ -177,7 +176,7 @@ class Hub:
         self._gathered = (None, b"")
 
     def deliver_woken_to(self, connection: Peer) -> None:
-        """Answer those of one connection's waiters that are satisfied but still queued."""
+        """Answer the satisfied waiters of one connection."""
         woken = self.state.woken
         if woken:
             own = [waiter for waiter in woken if waiter.owner is connection]
@@ -231,7 +230,7 @@ class Hub:
     # Admission of torch's clients.
 
     def look_up(self, connection: Peer) -> None:
-        """Find out whether to admit a client that cannot prove the secret, then settle it."""
+        """Find out whether to admit a client that cannot prove that it knows the secret."""
         ends = connection.address
         if ends is None:  # it was reset before it was accepted
             self.loop.call_soon(connection.settle, False)
@@ -247,7 +246,7 @@ class Hub:
                 self._asking = self.loop.create_task(self._ask_kernel())
 
     async def _ask_kernel(self) -> None:
-        """Look up the owners of all waiting loopback peers by reading the kernel's table once."""
+        """Look up the owners of all waiting loopback peers in the kernel's table."""
         try:
             while self._asked:
                 asked, self._asked = self._asked, {}
@@ -285,7 +284,7 @@ class Hub:
             self.deliver_woken()
 
     def statistics(self) -> Generator[None, None, StoreStatistics]:
-        """Collect statistics in slices: the contents, and the number of waiters for each key."""
+        """Collect the server's statistics in slices."""
         state = self.state
         value_bytes = yield from total_bytes(state)
         return StoreStatistics(

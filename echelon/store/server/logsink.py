@@ -1,7 +1,6 @@
-"""Log to standard error from a separate thread.
+"""Log to standard error from a separate thread, so that the server's loop never blocks.
 
-Writing to a pipe that no process reads blocks, but the server's loop must not block on logging.
-When the queue is full, lines are dropped, and the next line that fits reports how many.
+When the queue is full, lines are dropped. A later line reports how many were lost.
 """
 
 from __future__ import annotations

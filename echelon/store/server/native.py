@@ -1,4 +1,4 @@
-"""Wrap the C core, which executes plain commands, if it was built."""
+"""Wrap the optional C core, which executes plain commands."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ Executor = Callable[[bytes, int, bool], tuple[int, bytes]]
 
 
 class Receiver(Protocol):
-    """A peer's `data_received` in C: it executes plain commands and passes all other data on.
+    """A peer's `data_received` in C, which executes plain commands and passes other data on.
 
     Attributes:
-        is_plain: whether the peer is a member, is between two commands, and is reading its replies.
-            The owner sets this; while it is False, all data is passed on.
+        is_plain: whether plain commands may be executed; if False, all data is passed on. Set by
+            the
+            owner.
         is_ours: whether the peer may send tagged queries.
         write: the transport's `write`.
         num_queued: the transport's `get_write_buffer_size`.
-        may_be_queued: whether anything has been written to the transport since its buffer was last
-            found empty. The owner sets this on each of its own writes.
-        descriptor: the socket's file descriptor. While the transport has nothing queued, replies
-            are sent to the socket directly; the transport takes over whatever the kernel does not
-            accept, and handles every error. If this is -1, the transport sends everything.
+        may_be_queued: whether the transport's buffer may contain data. The owner sets this
+            attribute
+            on each write.
+        descriptor: the socket's file descriptor, to which replies may be written directly. With -1,
+            the transport sends all replies.
     """
 
     is_plain: bool
@@ -54,9 +55,9 @@ def available() -> bool:
 def make_executor(state: StoreState, limits: Limits) -> Executor | None:
     """Return an executor of plain commands on `state`, or None without the C core.
 
-    The executor stops before the first command that involves more than plain keys, is incomplete,
-    or exceeds a limit; it never refuses a command itself. It returns early once it has collected
-    256 KiB of replies.
+    The executor stops before the first command that is not plain, is incomplete or exceeds a limit.
+    It
+    also stops once it has collected 256 KiB of replies.
     """
     if _native is None:
         return None
@@ -76,7 +77,7 @@ def make_executor(state: StoreState, limits: Limits) -> Executor | None:
 def make_receiver(
     executor: Executor, state: StoreState, receive: Callable[[bytes], None]
 ) -> Receiver:
-    """Return a native `data_received` that executes plain commands and passes other data on."""
+    """Return a peer's `data_received` in C (see `Receiver`)."""
     promised: dict[Hashable, bytes] = state.promised_to
     receiver: Receiver = _native.Receiver(executor=executor, promised=promised, receive=receive)
     return receiver

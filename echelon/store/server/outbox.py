@@ -1,4 +1,4 @@
-"""Collect the replies to one peer while a packet's commands run, then send them in one write."""
+"""Collect the replies to one packet of commands, then send the replies in one write."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Outbox:
     """The unsent replies of one connection.
 
     Args:
-        most_bytes: the number of buffered bytes above which the transport pauses writing.
+        most_bytes: the buffer size, in bytes, above which writing is paused.
 
     Attributes:
         transport: the transport that sends the replies; None before the connection is made.
-        sealer: on a sealed connection, turns the replies into records.
-        receiver: the C core's receiver, which must be notified of writes that bypass it.
+        sealer: the sealer of the replies; None on an unsealed connection.
+        receiver: the C core's receiver, which is notified of each write.
         num_bytes: the number of bytes that have been added but not flushed.
     """
 
@@ -74,7 +74,7 @@ class Outbox:
         self.num_bytes += length + p.FRAME_HEADER_BYTES
 
     def flush(self) -> None:
-        """Pass the replies to the transport in one write; long sealed ones are written in parts."""
+        """Pass the replies to the transport."""
         pieces, transport = self._pieces, self.transport
         if transport is None:
             self.drop()
@@ -96,11 +96,7 @@ class Outbox:
         pieces.clear()
 
     def _seal_ahead(self, transport: asyncio.Transport, sealer: Sealer) -> None:
-        """Seal and write records until the transport's buffer is full; the rest follows on request.
-
-        Each record needs a copy and a hash, so sealing a long reply at once would block the loop
-        and double its memory.
-        """
+        """Seal and write records until the transport's buffer is full."""
         pieces = self._pieces
         while pieces and transport.get_write_buffer_size() <= self._most_bytes:
             piece = memoryview(pieces.pop(0))

@@ -1,14 +1,12 @@
-"""Handle one of the server's connections; everything runs on the server's loop.
+"""Handle one of the server's connections. All methods run on the server's event loop.
 
-The connection owns its parser, its unsent replies and, while its peer is reading too slowly, the
-messages that have arrived but not been executed. Its waits are kept in the shared `StoreState` with
-the connection as owner, so closing it withdraws all of them.
+The connection owns its parser, its unsent replies and its deferred messages. Its waits are kept in
+the shared `StoreState`, with the connection as their owner. Closing the connection withdraws the
+waits.
 
-The replies to one received packet are sent in one write, unless its commands take longer than a
-slice of the loop's time; the remaining commands then wait for their turn (see `turns.py`). While
-the peer has more than `Limits.unread_bytes` unread bytes, the connection neither executes commands
-nor reads. So a slow reader costs the server at most that amount plus one reply and one packet of
-commands.
+The replies to one packet are sent in one write, unless the packet's commands take longer than one
+slice of the loop's time (see `turns.py`). If the peer has more than `Limits.unread_bytes` unread
+bytes, the connection stops reading and executing commands.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ _LINGER_S = 2.0  # how long a closed connection's last replies may take
 
 
 class Standing(Enum):
-    """The stages in which a peer becomes a member."""
+    """The stages through which a peer passes to become a member."""
 
     NEW = "new"  # must say VALIDATE, then PING
     CHALLENGED = "challenged"  # ours; owes a proof of the secret
@@ -53,16 +51,15 @@ class Peer(asyncio.Protocol):
 
     Attributes:
         peer: "address:port" of the peer.
-        standing: how far the peer has got in becoming a member.
-        since: the loop's time when the connection was accepted, or when the first byte of an
-            incomplete command arrived.
+        standing: the peer's stage on the way to membership.
+        since: when the connection was accepted or an incomplete command began, in the loop's time.
         is_inside_command: whether the peer has sent part of a command but not all of it.
-        transcript: the bytes of the current handshake from which the proofs are computed.
-        partial_bytes: how many bytes of the incomplete command have arrived.
+        transcript: the bytes of the handshake (see `trust.transcript`).
+        partial_bytes: the number of bytes received of an incomplete command.
         session: the bytes that identify the client; b"" for torch's clients.
-        watches: the keys of each watch, keyed by its tag.
+        watches: the keys of each watch, indexed by the watch's tag.
         out: the unsent replies.
-        deliveries: sends answers and events that do not result from the peer's current command.
+        deliveries: the answers to waits and the events of watches.
     """
 
     def __init__(self, hub: Hub) -> None:
@@ -97,7 +94,7 @@ class Peer(asyncio.Protocol):
 
     @property
     def address(self) -> tuple[str, int, str, int] | None:
-        """The remote address and port, then the local address and port; None once disconnected."""
+        """The remote address and port, then the local address and port; None if disconnected."""
         transport = self._transport
         if transport is None:
             return None
@@ -112,7 +109,7 @@ class Peer(asyncio.Protocol):
 
     @property
     def is_deaf(self) -> bool:
-        """Whether the server has stopped reading from the peer and suspended its time limits."""
+        """Whether the server has stopped reading from the peer."""
         return self._is_deaf
 
     @property
@@ -132,12 +129,12 @@ class Peer(asyncio.Protocol):
 
     @property
     def is_executing(self) -> bool:
-        """Whether the peer is a member and its next command may be executed now."""
+        """Whether the peer is a member and may execute commands now."""
         return self.standing is Standing.MEMBER and not self._is_busy
 
     @property
     def is_ours(self) -> bool:
-        """Whether the peer has announced itself as a client of echelon."""
+        """Whether the peer has announced itself as an echelon client."""
         return self._parser.extensions
 
     # asyncio.Protocol.
@@ -167,7 +164,7 @@ class Peer(asyncio.Protocol):
         self.hub.leave(self)
 
     def eof_received(self) -> bool:
-        """Withdraw everything that belongs to a peer that has stopped sending, and close."""
+        """Withdraw everything that belongs to the peer, and close the connection."""
         self.close()
         return False
 
@@ -183,7 +180,7 @@ class Peer(asyncio.Protocol):
         self.stop_reading()
 
     def _leave_plain(self) -> None:
-        """Route received bytes through `data_received` until it allows the fast path again."""
+        """Leave the fast path: route received bytes through `data_received`."""
         if self._receiver is not None:
             self._receiver.is_plain = False
 
@@ -195,18 +192,14 @@ class Peer(asyncio.Protocol):
         self._resume()
 
     def _resume(self) -> None:
-        """Deliver deferred answers, then execute deferred commands if nothing holds them back."""
+        """Deliver deferred answers, then execute deferred commands if allowed."""
         self._is_paused = self._is_choked or self._is_busy
         self.deliveries.deliver_parked()
         if not self.deliveries:
             self._work_off()
 
     def data_received(self, data: bytes) -> None:
-        """Extract commands from the received bytes and execute them.
-
-        While `is_plain` is set, the C core's receiver sees the bytes first and executes plain
-        commands without Python. Only this method sets that flag.
-        """
+        """Extract commands from the received bytes and execute them."""
         self._receive(data)
         receiver = self._receiver
         if receiver is not None:
@@ -231,7 +224,7 @@ class Peer(asyncio.Protocol):
         self._take(num_bytes)
 
     def _take(self, num_bytes: int) -> None:
-        """Extract commands from the received bytes and execute them until the slice is used up.
+        """Execute commands from the received bytes until the slice of time is used up.
 
         Args:
             num_bytes: the number of bytes received since the last call.
@@ -253,10 +246,9 @@ class Peer(asyncio.Protocol):
             self.refuse(self._parser.violation)
 
     def _execute_plain(self, executor: Executor) -> bool:
-        """Execute the plain commands at the start of the remaining bytes without the parser.
+        """Execute the next plain commands without the parser; return whether there were any.
 
-        A command that started in an earlier packet is completed first. Returns whether any command
-        was executed.
+        A command that started in an earlier packet is completed first.
         """
         has_completed, data = False, self._rest
         if self._parser.is_inside_command and len(data) <= _CHUNK_BYTES:
@@ -279,7 +271,7 @@ class Peer(asyncio.Protocol):
 
     @property
     def _must_wait(self) -> bool:
-        """Return whether the execution of commands is currently suspended."""
+        """Return whether commands must not be executed at the moment."""
         return bool(self._backlog) or self._is_paused or self.standing is Standing.CLOSED
 
     @property
@@ -289,12 +281,12 @@ class Peer(asyncio.Protocol):
 
     @property
     def _is_plain(self) -> bool:
-        """Return whether commands that involve only plain keys may be executed as they arrive."""
+        """Return whether the peer may use the fast path for plain commands."""
         promised = self.state.promised_to
         return self._is_flowing and (not promised or self not in promised)
 
     def _note_progress(self, num_bytes: int, has_completed: bool) -> None:
-        """Record how long a command has been incomplete, and how much of it has arrived."""
+        """Record the start and the size of an incomplete command."""
         is_inside = self._parser.is_inside_command or (
             self._opener is not None and self._opener.is_inside_record
         )
@@ -306,7 +298,7 @@ class Peer(asyncio.Protocol):
         self.is_inside_command = is_inside
 
     def stop_reading(self) -> None:
-        """Stop reading; what the peer sends stays in the kernel's buffers."""
+        """Stop reading from the peer."""
         transport = self._transport
         if transport is not None and not self._is_deaf and not transport.is_closing():
             self._is_deaf = True
@@ -328,7 +320,7 @@ class Peer(asyncio.Protocol):
     # Carrying out.
 
     def _carry_out(self, messages: Collection[p.Message]) -> None:
-        """Execute messages in order; if too many replies are unread, defer the remaining ones."""
+        """Execute messages in order, but defer the rest if too many replies are unread."""
         if len(messages) == 1 and self._is_flowing:
             (message,) = messages
             if cast(int, message[0]) < p.RUN:
@@ -363,10 +355,7 @@ class Peer(asyncio.Protocol):
                 return
 
     def _demand_nothing_unsealed(self, rest: Iterator[p.Message]) -> None:
-        """Refuse a peer if its packet contains more bytes after the proof.
-
-        Those bytes might come from another sender.
-        """
+        """Refuse a peer whose packet contains more bytes after the proof."""
         if self.is_sealed and (
             self._rest or next(rest, None) is not None or self._parser.is_inside_command
         ):
@@ -378,14 +367,14 @@ class Peer(asyncio.Protocol):
         return self._opener is not None
 
     def seal(self, to_server: bytes, to_client: bytes) -> None:
-        """From the next byte on, accept only records from the peer, and send only records to it."""
+        """Accept and send only sealed records from now on."""
         self._opener, self.out.sealer = Opener(to_server), Sealer(to_client)
 
     def _has_become(self, standing: Standing) -> bool:
         return self.standing is standing
 
     def _carry_out_one(self, message: Any) -> None:
-        """Execute a single message from a member; does the same as `_carry_out`, but faster."""
+        """Execute a single message from a member; a faster `_carry_out`."""
         state = self.state
         if state.promised_to and self in state.promised_to:
             release_unless_popped(self, message)
@@ -399,11 +388,7 @@ class Peer(asyncio.Protocol):
             self.flush()
 
     def put_off(self) -> None:
-        """Let other peers run before the next command.
-
-        A busy peer is already queued, for its commands or for a long answer. A second place in the
-        queue would let later commands overtake earlier ones.
-        """
+        """Let other peers run before the next command."""
         if self._is_busy:
             return
         self._is_busy = True
@@ -429,10 +414,9 @@ class Peer(asyncio.Protocol):
             self._read_on()
 
     def answer_in_slices(self, steps: Generator[None, None, list[bytes]]) -> None:
-        """Answer with the bytes that `steps` returns, running one step per turn of the loop.
+        """Answer with the bytes that `steps` returns, running one step per turn of the event loop.
 
-        Other peers are served between steps. This peer's later commands wait until the answer is
-        complete.
+        This peer's later commands wait until the answer is complete.
         """
         pieces = self._next_slice(steps)
         if pieces is not None:
@@ -460,7 +444,7 @@ class Peer(asyncio.Protocol):
 
     @staticmethod
     def _next_slice(steps: Generator[None, None, list[bytes]]) -> list[bytes] | None:
-        """Run one step; return the answer if that was the last step, otherwise None."""
+        """Run one step; return the answer after the last step, else None."""
         try:
             next(steps)
         except StopIteration as done:
@@ -491,7 +475,7 @@ class Peer(asyncio.Protocol):
         self.close()
 
     def close(self) -> None:
-        """Close the connection; pending replies are still sent, if the peer is reading them."""
+        """Close the connection after sending any replies that the peer can still receive."""
         if self.out:
             self.flush()
         self.standing = Standing.CLOSED
@@ -512,7 +496,7 @@ class Peer(asyncio.Protocol):
     # Becoming a member.
 
     def _is_admitted(self, message: p.Message) -> bool:
-        """Return whether this message may be executed; if not, defer or refuse it."""
+        """Return whether a message may be executed; if not, defer or refuse the message."""
         query = message[0]
         if self.standing is Standing.CLOSED:
             return False
@@ -538,7 +522,7 @@ class Peer(asyncio.Protocol):
         self._parser.admitted = True
 
     def settle(self, is_allowed: bool) -> None:
-        """Admit or refuse a torch client, now that its owner has been looked up."""
+        """Admit or refuse a torch client, depending on the result of the look-up."""
         if self.standing is not Standing.LOOKED_UP:
             return
         if not is_allowed:

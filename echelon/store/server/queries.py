@@ -1,9 +1,8 @@
 """Implement echelon's queries, with one small function per query byte.
 
-Each function receives the connection, the tag and the fields. It returns the payload of the answer,
-or None if the answer is sent later or its status is not success. If a query cannot be executed, its
-function raises ValueError, and the error's text becomes the answer. A query with tag 0 is answered
-only if it fails.
+Each function receives the connection, the tag and the fields, and returns the payload of the
+answer. If a query cannot be executed, its function raises ValueError, and the answer contains the
+error message. A query with tag 0 is answered only if it fails.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _MAX_LEASE_MS: Final = 600_000
 
 
 def _answering(act: Act) -> Callable[..., None]:
-    """Return a handler that answers with the result of `act`, or with the reason why it failed."""
+    """Return a handler that answers with the result of `act`, or with the error message."""
 
     @wraps(act)
     def handle(peer: Peer, tag: int, *fields: Any) -> None:
@@ -175,7 +174,7 @@ def _demand_tag(peer: Peer, tag: int) -> None:
 
 
 def _wait(peer: Peer, tag: int, wants: Wants, keys: list[bytes]) -> bool:
-    """Return whether all keys exist; if some are missing, start a wait under the tag."""
+    """Return whether all keys exist; start a wait if any are missing."""
     if tag and all(key in peer.state.values for key in keys):
         return True
     _demand_tag(peer, tag)
@@ -225,7 +224,7 @@ def _arrive_as(
 
 
 def _cancel(peer: Peer, tag: int) -> None:
-    """Withdraw a wait or a watch, unless it has already ended and been answered."""
+    """Withdraw a wait or a watch that has not been answered yet."""
     waiter: Waiter | None = peer.waiter_of(tag)
     if waiter is not None:
         world_size, arrived, missing = peer.state.story_of(waiter)

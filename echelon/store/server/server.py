@@ -1,14 +1,12 @@
-"""Run the store's server on an event loop, on a thread of its own or in the foreground.
+"""Run the store's server on an event loop, in a separate thread or in the foreground.
 
-`StoreServer` binds and listens when it is created, so its port is known at once, and a failure to
-bind is raised in the caller. `start()` runs the loop (uvloop's, or asyncio's if uvloop is not
-installed) on a daemon thread; `serve_forever()` runs it on the calling thread. The server binds
-only the address that it was given. Peers are identified by numeric addresses, so the loop never
-resolves names.
+The constructor of `StoreServer` binds and listens, so the port is known immediately. `start()` runs
+the event loop on a daemon thread, and `serve_forever()` runs it on the calling thread. The loop is
+uvloop's if uvloop is installed, else asyncio's.
 
-[Note: the server in a training process] The loop needs the interpreter lock, so a server inside a
-busy rank is slow to answer. A job's own store should be hosted by the launcher or by `echelon
-store`; a rank should host one only in tests, in small jobs and where torch's API requires it.
+[Note: the server in a training process] The event loop needs the interpreter lock, so a server
+inside a busy rank is slow to answer. A job's own store should be hosted by the launcher or by
+`echelon store`. A rank should host a store only in tests and small jobs.
 """
 
 from __future__ import annotations
@@ -51,15 +49,15 @@ class StoreServer:
     """A store server at one address.
 
     Args:
-        host: address or name of this machine to bind; a name is resolved once, by the constructor,
-            and all its addresses are bound. "0.0.0.0" and "::" mean every interface.
-        port: the port, or 0 for any free port; the attribute `port` holds the port that was bound.
-        secret: the secret that echelon's clients must prove they know. With None, the store is
-            open to every client that can reach the address, as torch's server is.
+        host: the local address or host name to bind. The constructor binds all addresses of a host
+            name. "0.0.0.0" and "::" mean every interface.
+        port: the port, or 0 for any free port. The attribute `port` contains the actual port.
+        secret: the secret that echelon's clients must prove they know. If None, the store is open
+            to every client that can reach the address.
         limits: the limits for each peer.
-        listen_fd: descriptor of a socket that is already listening; the server takes it over.
-        bind_all_if_foreign: whether to bind every interface if `host` resolves only to addresses
-            that are not this machine's, such as a service address; requires a secret.
+        listen_fd: the descriptor of a listening socket, which the server takes over.
+        bind_all_if_foreign: whether to bind every interface if `host` resolves only to addresses of
+            other machines; requires a secret.
 
     Raises:
         StoreError: the address cannot be bound.
@@ -134,10 +132,7 @@ class StoreServer:
         return self
 
     def serve_forever(self, *, on_ready: Callable[[], None] | None = None) -> None:
-        """Serve on this thread until another thread calls `close()`, or until SIGTERM or SIGINT.
-
-        A signal that is already being ignored remains ignored.
-        """
+        """Serve on this thread until `close()` is called, or until SIGTERM or SIGINT."""
         with self._lock:
             assert self._thread is None, "start() was called before"
             _raise_descriptor_limit()  # the process serves and does nothing else
@@ -151,7 +146,7 @@ class StoreServer:
         self._run(on_ready or (lambda: None))
 
     def stop_soon(self) -> None:
-        """Make `serve_forever` return, even if it has not started yet; callable from any thread."""
+        """Make `serve_forever` return, now or as soon as it starts. Thread-safe."""
         self._must_stop = True
         loop = self._loop
         if loop is not None and self._is_serving:  # else `_begin` looks at `_must_stop`
@@ -159,7 +154,7 @@ class StoreServer:
                 loop.call_soon_threadsafe(loop.stop)
 
     def close(self) -> None:
-        """Close every connection and free the port; waits at most 5 s for the thread."""
+        """Close every connection and free the port. Blocks for at most 5 s."""
         with self._lock:
             if self._is_closed:
                 return
@@ -184,14 +179,13 @@ class StoreServer:
     def admit(self, address: str) -> None:
         """Admit torch's clients from a numeric address without the secret.
 
-        Only the address vouches for such a client, so this is meant for the addresses of agents
-        that have authenticated themselves.
+        Use this method only for addresses of hosts that have authenticated themselves.
         """
         plain = plain_address(address)
         self._call(lambda hub: hub.admitted_addresses.add(plain))
 
     def publish(self, key: str, value: str) -> None:
-        """Store a value under a key, for an owner of the server that is not a client.
+        """Store a value under a key.
 
         Raises:
             StoreError: the server is not running.
@@ -200,10 +194,9 @@ class StoreServer:
         self._call(lambda hub: hub.publish(wire, value.encode()))
 
     def renew(self) -> None:
-        """Disconnect all clients and drop all keys, so that the store is empty.
+        """Disconnect all clients and drop all keys.
 
-        Earlier members cannot write to the renewed store, because their connections are closed and
-        echelon's clients refuse a restarted server.
+        Earlier clients cannot write to the renewed store.
 
         Raises:
             StoreError: the server is not running.
@@ -211,7 +204,7 @@ class StoreServer:
         self._call(lambda hub: hub.renew())
 
     def statistics(self) -> StoreStatistics:
-        """Return statistics: the server's contents, and the number of waiters for each key.
+        """Return the server's statistics.
 
         Raises:
             StoreError: the server is not running.
@@ -293,7 +286,7 @@ class StoreServer:
                 listener.close()
 
     def _begin(self, on_ready: Callable[[], None]) -> None:
-        """Report that the loop is running; if `stop_soon` has already been called, stop it."""
+        """Report that the loop is running, or stop the loop if `stop_soon` has been called."""
         assert self._loop is not None
         self._is_serving = True
         if self._must_stop:
@@ -303,7 +296,7 @@ class StoreServer:
 
 
 def _finish(loop: asyncio.AbstractEventLoop) -> None:
-    """Send the last replies, then close the loop, even if it is stopped again in between."""
+    """Send the last replies, then close the loop."""
 
     async def wind_down() -> None:
         await asyncio.sleep(_WIND_DOWN_S)
@@ -367,7 +360,7 @@ def _bind(host: str, port: int, may_bind_all: bool) -> list[socket.socket]:
 def _bind_all(
     addresses: Sequence[tuple[int, Any]], port: int
 ) -> tuple[list[socket.socket], OSError | None]:
-    """Bind as many addresses as possible to one port; return the sockets and the last error."""
+    """Bind as many addresses as possible, with one port; return the sockets and the last error."""
     bound: list[socket.socket] = []
     problem: OSError | None = None
     for family, address in addresses:
@@ -397,7 +390,7 @@ def _listen(family: int, address: tuple[Any, ...]) -> socket.socket:
 
 
 def _raise_descriptor_limit() -> None:
-    """Raise the soft limit on open files to the hard limit, because each connection needs one."""
+    """Raise the soft limit on open files to the hard limit."""
     try:
         import resource
     except ImportError:

@@ -1,4 +1,4 @@
-"""Execute a member's messages in order, with fast paths for the most common commands."""
+"""Execute a member's messages in order."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _PACKET_COMMANDS: Final = 131072  # more than one packet can hold
 
 
 def serve(peer: Peer, messages: Iterator[Any]) -> Iterator[Any]:
-    """Execute a member's messages until none is left or the peer must stop; return the rest.
+    """Execute a member's messages; return those that must be deferred.
 
-    The peer must stop if it is closed, has not read enough of its replies, or must let other peers
+    Messages are deferred if the peer is closed, has too many unread replies or must let other peers
     run.
     """
     state, out, turns = peer.state, peer.out, peer.hub.turns
@@ -76,7 +76,7 @@ def release_unless_popped(peer: Peer, message: p.Message) -> None:
 
 
 def _get_run(peer: Peer, run: Any) -> list[p.Message]:
-    """Answer a run of GETs; return the commands left over once too many replies are unread."""
+    """Answer a run of GETs; return the commands that must be deferred."""
     get, out = peer.state.values.get, peer.out
     found = [get(key, b"") for (key,) in run[1].iter_unpack(run[2])]
     lengths = set(map(len, found))

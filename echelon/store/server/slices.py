@@ -1,8 +1,8 @@
-"""Produce answers that cover the whole store in slices, so that the loop can serve other peers.
+"""Produce answers that cover the whole store, in slices of time.
 
-Each function is a generator that yields between slices and returns the answer. It works on a
-snapshot of references, so the answer describes the store at the moment of the query. The snapshot
-takes tens of milliseconds for four million keys, the default limit of a server.
+Each function is a generator that yields between slices and returns the answer. The answer describes
+the store at the moment of the query. Taking the snapshot takes tens of milliseconds for four
+million keys, a server's default limit.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Share the loop's time among peers, in slices.
 
-A packet may contain a quarter of a million commands, and a single command may take a millisecond,
-so a flood from one peer could delay all others by seconds. So each peer executes for at most one
-slice at a time. Its remaining work joins the end of a queue, and the loop reads the other sockets
-in between. Only a single command can take longer than its slice.
+A peer executes commands for at most one slice at a time. Its remaining work joins the end of a
+queue, so a flood of commands from one peer does not delay other peers.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ _TURN_S: Final = 0.005  # of put-off work between two looks at the sockets
 
 
 class Turns:
-    """The deferred work of one server's peers; it runs on the server's loop.
+    """The queue of deferred work on one server.
 
     Args:
         clock: a function that returns monotonic seconds.
@@ -44,7 +42,7 @@ class Turns:
         return self._clock() >= self._slice_ends
 
     def put_off(self, work: Callable[[], None]) -> None:
-        """Queue `work` behind all work deferred earlier; it gets a slice of its own."""
+        """Add `work` to the end of the queue."""
         self._waiting.append(work)
         self._schedule()
 
@@ -54,7 +52,7 @@ class Turns:
             self._loop.call_soon(self._work)
 
     def _work(self) -> None:
-        """Give each waiting peer at most one slice, then return to the sockets."""
+        """Give each waiting peer at most one slice of time."""
         self._is_scheduled = False
         ends = self._clock() + _TURN_S
         try:

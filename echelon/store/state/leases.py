@@ -1,10 +1,9 @@
-"""Manage presences, which are keys with a lease that their session renews.
+"""Manage presences, which are keys with a lease that a session renews.
 
-A connection proves little about a process: a forked child, address translation or a vanished
-machine may keep it open, and a brief network failure may close it. So a presence belongs to a
-session, which is a client that may return over another connection. It ends when it is released or
-its lease expires. When the session's connection closes, its leases are shortened to a grace period,
-within which a live client will have reconnected.
+A connection does not prove that a process is alive. A forked child may keep a connection open, and
+a brief network failure may close it. A presence therefore belongs to a session: a client that may
+reconnect. The presence ends when it is released or its lease expires. When the session's connection
+closes, the session's leases are shortened to a grace period, in which a live client can reconnect.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class _Lease:
 
 
 class Leases:
-    """The presences of one server; used only on its loop, which calls `expire` regularly."""
+    """The presences on one server. Only the server's event loop may use this object."""
 
     def __init__(self, state: StoreState, now: Callable[[], float]) -> None:
         self._state = state
@@ -41,7 +40,7 @@ class Leases:
         return len(self._keys_of.get(session, ()))
 
     def take(self, session: bytes, key: bytes, value: bytes, lease_s: float) -> None:
-        """Store a key that is deleted when its lease ends, unless another value has replaced it.
+        """Store a key that is deleted when the lease ends, unless the value has been replaced.
 
         Raises:
             ValueError: the server has reached its limit on keys.
@@ -68,7 +67,7 @@ class Leases:
             self._end(key, lease)
 
     def has_closed(self, session: bytes) -> None:
-        """Shorten a session's leases to the grace period, now that its connection has closed."""
+        """Shorten a session's leases to the grace period after its connection has closed."""
         ends = self._now() + GRACE_S
         for key in self._keys_of.get(session, ()):
             self._leases[key].ends = min(self._leases[key].ends, ends)

@@ -1,18 +1,15 @@
-"""Keep the contents of a store and its waiters, without I/O, clock or threads.
+"""Keep the contents of a store and its waiters, without I/O, clocks or threads.
 
-`StoreState` answers a member's request immediately or keeps a `Waiter`. Waiters that an event has
-satisfied are collected in `woken`. The driver of the state (the server's loop, or a `MemoryStore`
-holding its lock) drains that list and delivers the answers. All of a member's waits and temporary
-entries belong to its `owner` token, and `forget(owner)` withdraws them, so a death or a
-cancellation leaves nothing behind.
+`StoreState` either answers a request immediately or keeps a `Waiter`. Satisfied waiters are
+collected in `woken`, and the server's loop or the `MemoryStore` delivers the answers. A member's
+waits and temporary entries belong to an `owner` token; `forget(owner)` withdraws all of them.
 
 [Note: items promised to a waiter] torch implements a blocking queue_pop as WAIT followed by
-QUEUE_POP, and the server cannot distinguish that WAIT from the one of a get. If a push woke all
-waiters, all but one would find the queue empty and fail. So a push wakes one such waiter
-(`Wants.CLAIM`) and reserves the item for its owner until the owner's next command. If that command
-is a pop, the owner gets the item. If the owner sends another command, dies, or stays silent for a
-while (the driver calls `release_promise`), the next waiter is woken. So no item is lost, and no
-waiter sleeps while an item is free.
+QUEUE_POP. The server cannot distinguish this WAIT from the WAIT of a get. If a push woke every
+waiter, only one of them would find an item. Therefore a push wakes only one such waiter
+(`Wants.CLAIM`) and reserves the item until the waiter's owner sends its next command. If this
+command is a pop, the owner gets the item. If the owner sends another command, dies or stays silent,
+the item is offered to the next waiter.
 """
 
 from __future__ import annotations
@@ -37,11 +34,11 @@ class StoreState:
     Attributes:
         values: the plain keys.
         queues: the queues that are not empty.
-        promised_to: for each owner for whom an item is reserved, the item's queue.
-        woken: the waiters that were satisfied since the driver last drained this list.
-        waiting: the waiters for each key, longest waiting first.
+        promised_to: the queue of each reserved item, keyed by the item's owner.
+        woken: the satisfied waiters whose answers have not been delivered.
+        waiting: the waiters for each key, in order of arrival.
         rounds: the open barriers and gathers.
-        present_by: the owner of each key that is deleted with its owner.
+        present_by: the owner of each temporary key.
         watched: the keys whose changes are reported.
         on_change: called with (key, value or None) when a watched key changes.
     """
@@ -79,7 +76,7 @@ class StoreState:
         return self.values.get(key)
 
     def add(self, key: bytes, amount: int) -> int:
-        """Add to a decimal counter and return the new value. A missing counter is 0.
+        """Add to a decimal counter and return the new value. A missing counter counts as 0.
 
         Raises:
             ValueError: the old or the new value is not a 64-bit integer.
@@ -108,8 +105,7 @@ class StoreState:
     def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
         """Store `desired` if the key holds `expected`; an empty `expected` matches a missing key.
 
-        Returns the value that the key has afterwards, or `expected` if the key is still missing,
-        because torch's clients rely on that.
+        Returns the value that the key has afterwards, or `expected` if the key is still missing.
         """
         held = self.values.get(key)
         if held is None and expected:
@@ -129,7 +125,7 @@ class StoreState:
         return queue is not None or value is not None
 
     def set_many(self, pairs: Iterable[tuple[bytes, bytes]]) -> None:
-        """Store several values as a single change; waiters are woken only once all are stored."""
+        """Store several values as a single change, then wake the waiters."""
         found = dict(pairs)
         if len(self.values) + len(self.queues) + len(found) > self._max_keys:
             self._demand_room(len(found.keys() - self.values.keys()))
@@ -145,20 +141,21 @@ class StoreState:
             raise ValueError(f"the store cannot hold more than {self._max_keys} keys")
 
     def is_present(self, key: bytes) -> bool:
-        """Return whether the key has a value or is the name of a queue with an item."""
+        """Return whether the key has a value or names a non-empty queue."""
         return key in self.values or key in self.queues
 
     # Queues.
 
     def push(self, key: bytes, item: bytes) -> None:
-        """Append an item to a queue; if callers are waiting, give it to the one waiting longest."""
+        """Append an item to a queue. The caller that has waited longest receives the item first."""
         if key not in self.queues:
             self._demand_room(1)
         self.queues.setdefault(key, deque()).append(item)
         self._serve_queue(key)
 
     def pop(self, key: bytes, owner: Hashable) -> tuple[int, bytes]:
-        """Take the oldest item of a queue; return how many items there were, and the item.
+        """Take the oldest item from a queue; return the number of items before the call, and the
+        item.
 
         Items promised to other owners are skipped (see the module's note).
         """
@@ -198,7 +195,7 @@ class StoreState:
         self._promises[key] = self._promises.get(key, 0) + 1
 
     def _serve_queue(self, key: bytes) -> None:
-        """Wake the waiters of a non-empty queue, then hand out its free items in waiting order."""
+        """Wake the waiters for a non-empty queue, and hand out its unreserved items."""
         waiters = list(self.waiting.get(key, ()))
         for waiter in waiters:
             if waiter.wants is Wants.WAKE and key in self.queues:
@@ -224,8 +221,7 @@ class StoreState:
     def wait(self, owner: Hashable, wants: Wants, keys: list[bytes]) -> Waiter | None:
         """Start waiting until all keys are present; return None if they already are.
 
-        For WAKE and CLAIM, a queue with an item also counts as present; for VALUE and VALUES, only
-        a key with a value does.
+        A non-empty queue also counts as present for WAKE and CLAIM, but not for VALUE and VALUES.
         """
         if all(key in self.values for key in keys):
             return None
@@ -277,11 +273,7 @@ class StoreState:
                     self._look_again(waiter)
 
     def _look_again(self, waiter: Waiter) -> None:
-        """Satisfy the waiter if all its keys exist; otherwise update its list of missing keys.
-
-        A key that existed earlier may have been deleted while the waiter was waiting for another
-        key.
-        """
+        """Satisfy the waiter if all its keys exist; otherwise update its list of missing keys."""
         for key in waiter.missing:
             self._unlist(waiter, key)
         waiter.missing = self._missing(waiter)
@@ -330,11 +322,11 @@ class StoreState:
     ) -> Waiter:
         """Arrive at a barrier or gather. The last arrival wakes all waiters of the round.
 
-        If a rank arrives twice, the new arrival replaces the earlier one, whose wait fails. This
-        happens if the earlier process has exited but its connection is not yet closed.
+        If a rank arrives twice, the new arrival replaces the earlier arrival, and the earlier wait
+        fails.
 
         Raises:
-            ValueError: the arrival is inconsistent in itself or with earlier arrivals.
+            ValueError: the arrival is invalid or contradicts earlier arrivals.
         """
         named = rank >= 0 or wants is Wants.GATHER
         if not 1 <= world_size <= MAX_WORLD_SIZE or (named and not 0 <= rank < world_size):
@@ -395,7 +387,7 @@ class StoreState:
         return len(self._waiters_of.get(owner, ()))
 
     def set_presence(self, owner: Hashable, key: bytes, value: bytes) -> None:
-        """Store a value that is deleted with its owner, unless it has been replaced by then."""
+        """Store a value that is deleted with its owner, unless another value has replaced it."""
         self.set(key, value)
         self.present_by[key] = owner
 
@@ -431,7 +423,7 @@ class StoreState:
 
 
 def show_key(key: bytes) -> str:
-    """Return a key as the user wrote it, without the "/" that its wire form starts with.
+    """Return a key as the user wrote it, without the leading "/" of the wire form.
 
     Terminal control characters are escaped.
     """

@@ -33,7 +33,7 @@ class Waiter:
     """A pending wait, which belongs to one owner.
 
     Attributes:
-        owner: the token of the connection or caller that the waiter belongs to.
+        owner: the token of the connection or caller that is waiting.
         wants: the kind of result that satisfies the waiter.
         keys: the awaited keys; a barrier or gather has one key.
         missing: the keys that did not exist at the last check.
@@ -42,7 +42,7 @@ class Waiter:
         value: in a gather, the rank's own value; after waking, the value or item received.
         values: after a gather, all ranks' values in rank order; after a wait for values, the values
             of the keys.
-        failure: set instead of a result when the wait can never be satisfied.
+        failure: why the wait failed; None if it has not failed.
     """
 
     owner: Hashable
@@ -85,10 +85,9 @@ class Round:
             del self.by_rank[waiter.rank]
 
     def missing_ranks(self, most: int = MAX_MISSING) -> list[int]:
-        """Return the lowest missing ranks, at most `most` of them.
+        """Return up to `most` missing ranks, lowest first.
 
-        The result is empty if some arrival gave no rank, because the missing ranks are then
-        unknown.
+        The result is empty if some arrival gave no rank.
         """
         if len(self.by_rank) < len(self.arrivals):
             return []

@@ -1,1 +1,1 @@
-"""Provide the wire protocol: encoding, limits, authentication, and sealed records."""
+"""The store's wire protocol: encoding, limits, authentication and sealed records."""

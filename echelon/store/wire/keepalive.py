@@ -1,11 +1,10 @@
-"""Detect a peer whose machine has vanished.
+"""Detect peers whose machines have vanished.
 
-The kernel closes the connections of a dead process. But if a machine loses power or its network,
-its connections would stay open, and with them its waits and arrivals. So both ends let the kernel
-probe an idle peer, and consider the peer dead after about half a minute of silence. While data is
-unacknowledged, however, the kernel sends no probes and would retransmit for a quarter of an hour,
-so the age of unacknowledged data is limited too. That limit also disconnects a peer that reads
-nothing for that long, if more data is in flight than its buffers hold.
+The kernel closes the connections of a dead process, but a machine that loses power cannot close its
+connections. Therefore both ends send keepalive probes to an idle peer, and consider the peer dead
+after about half a minute of silence. The kernel sends no probes while data is unacknowledged, so
+the age of unacknowledged data is limited too. The limit may also disconnect a peer that has stopped
+reading.
 """
 
 from __future__ import annotations
@@ -22,7 +21,9 @@ _OPTIONS = {
 
 
 def keep_alive(end: socket.socket) -> None:
-    """Enable keepalive probes on a socket. Sockets accepted by a listening socket inherit them."""
+    """Enable keepalive probes on a socket. Sockets accepted by a listening socket inherit the
+    setting.
+    """
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _OPTIONS.items():
         option = getattr(socket, name, None)

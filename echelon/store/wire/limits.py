@@ -7,28 +7,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits on a peer; the server refuses a peer that exceeds one.
+    """The limits that a peer must not exceed; all lengths and sizes are in bytes.
 
     Attributes:
-        key_bytes: length of the longest key, with its leading "/" and every prefix (torch's limit).
-        value_bytes: length of the longest value (torch's limit).
-        num_command_keys: maximum number of keys in one command (torch's limit).
-        command_bytes: maximum total size of all strings in one command.
-        untrusted_bytes: maximum size of one command before the peer is admitted.
-        num_keys: maximum number of keys and queues on a server.
-        num_connections: maximum number of connections; any further connection is closed at once.
-        num_strangers: maximum number of connections that have not become members.
-        num_waiters: maximum number of open waits of one connection.
-        num_presences: maximum number of presences of one client; each of its heartbeats renews all
-            of them.
-        num_watched_keys: maximum number of keys that one connection may watch, counted once per
-            watch.
-        unread_bytes: maximum number of unread reply bytes before the server stops reading from the
-            connection; one more reply may be added.
-        reply_bytes: length of the longest single reply.
-        handshake_s: time within which a connection must become a member.
-        command_s: time within which a command must be complete once it has started, plus as much
-            again for every 64 KiB of it received.
+        key_bytes: the maximum length of a key, including all prefixes (torch's limit).
+        value_bytes: the maximum length of a value (torch's limit).
+        num_command_keys: the maximum number of keys in one command (torch's limit).
+        command_bytes: the maximum total size of all strings in one command.
+        untrusted_bytes: the maximum size of one command before the peer is admitted.
+        num_keys: the maximum number of keys and queues on a server.
+        num_connections: the maximum number of connections.
+        num_strangers: the maximum number of connections that are not members yet.
+        num_waiters: the maximum number of open waits per connection.
+        num_presences: the maximum number of presences per client.
+        num_watched_keys: the maximum number of watched keys per connection, counted once per watch.
+        unread_bytes: the maximum number of unread reply bytes before the server stops reading from
+            the connection.
+        reply_bytes: the maximum length of one reply.
+        handshake_s: the time within which a connection must become a member.
+        command_s: the time within which a started command must be completed. Every 64 KiB received
+            extends the limit by the same time.
     """
 
     key_bytes: int = 8192

@@ -1,13 +1,11 @@
 """Parse a byte stream into messages, incrementally and regardless of packet boundaries.
 
 A message is a flat tuple: the query byte, then its fields in order (bytes, int, list of bytes). A
-run of SET or GET commands with equal lengths forms one message: the query with `protocol.RUN`, the
-layout of one record, and the records (see `expand_run`). However the stream is split into packets,
-each byte is examined a bounded number of times, and every length is checked against `Limits` before
-anything is stored.
+run of SET or GET commands with equal lengths forms a single message (see `expand_run`). Every
+length is checked against `Limits` before anything is stored.
 
-A violation of the protocol is final: `violation` gives the reason in one line, messages completed
-before it are still delivered, and everything after it is dropped.
+After a violation of the protocol, the parser ignores all further bytes, and `violation` gives the
+reason. Messages completed before the violation are still delivered.
 """
 
 from __future__ import annotations
@@ -107,16 +105,11 @@ _Steps = Generator[int, bytes, p.Message | None]
 class Parser:
     """An incremental parser from a byte stream to messages.
 
-    Complete commands of the common shapes are extracted directly from the received bytes.
-    Everything else (rare commands, and commands split across packets) goes through a generator that
-    asks for the bytes it needs next, so no byte is parsed twice.
-
-    The owner sets `admitted` once the peer is a member; until then, only small commands are
-    allowed.
+    Until the owner sets `admitted`, only small commands are allowed.
 
     Attributes:
         violation: why the peer must be refused; None if it has followed the protocol.
-        extensions: whether the peer has announced itself as a client of echelon.
+        extensions: whether the peer has announced itself as an echelon client.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -133,7 +126,7 @@ class Parser:
 
     @property
     def is_inside_command(self) -> bool:
-        """Whether a command or the handshake has started but is not complete."""
+        """Whether a command or the handshake is incomplete."""
         return self._steps is not None
 
     def feed(self, data: bytes) -> list[p.Message]:
@@ -157,10 +150,7 @@ class Parser:
         return out
 
     def finish(self, data: bytes) -> tuple[list[p.Message], bytes]:
-        """Parse up to the end of the open command; return its message and the remaining bytes.
-
-        Use this if the commands that follow are executed without the parser.
-        """
+        """Parse up to the end of the open command; return its message and the remaining bytes."""
         out: list[p.Message] = []
         if self.violation is not None:
             return out, b""
@@ -175,7 +165,7 @@ class Parser:
         return out, data[position:]
 
     def _after_held(self, data: bytes) -> bytes:
-        """Return the held bytes plus `data`, or b"" if there are still too few."""
+        """Return the held bytes plus `data`, or b"" if more bytes are needed."""
         self._held += data
         if len(self._held) < self._need:
             return b""
@@ -184,7 +174,9 @@ class Parser:
         return data
 
     def _scan(self, data: bytes, position: int, out: list[p.Message]) -> None:
-        """Extract complete commands from `position` on, and start parsing an incomplete one."""
+        """Extract all complete commands, starting at `position`, and open an incomplete last
+        command.
+        """
         size = len(data)
         key_bytes, value_bytes = self.limits.key_bytes, self.limits.value_bytes
         shapes, read_u64 = self._shapes, _U64.unpack_from
@@ -250,7 +242,7 @@ class Parser:
     def _cut_tagged(self, data: bytes, position: int, out: list[p.Message]) -> int:
         """Extract one tagged command of a common shape.
 
-        Returns where it ends, or 0 if it is incomplete.
+        Returns the end of the command, or 0 if the command is incomplete.
         """
         size, query, key_at = len(data), data[position], position + 13
         if key_at > size:
@@ -304,14 +296,14 @@ class Parser:
         self._choose_shapes()
 
     def _choose_shapes(self) -> None:
-        """Record which queries of this peer may take the fast path."""
+        """Record which queries from this peer may take the fast path."""
         if self._is_admitted:
             self._shapes = _OUR_SHAPES if self.extensions else _TORCH_SHAPES
         else:
             self._shapes = _NO_SHAPES
 
     def _first_need(self, out: list[p.Message]) -> int:
-        """Start the open command, and return how many bytes it needs; 0 if it needs none."""
+        """Start the open command; return the number of bytes it needs."""
         assert self._steps is not None
         try:
             return next(self._steps)
@@ -320,10 +312,7 @@ class Parser:
             return 0
 
     def _advance(self, data: bytes, position: int, out: list[p.Message]) -> int:
-        """Feed the open command with data from `position` on.
-
-        Returns the end of the command, or the end of the data.
-        """
+        """Feed the open command from `position` on; return where the used data ends."""
         while self._steps is not None:
             end = position + self._need
             if end > len(data):
@@ -337,7 +326,7 @@ class Parser:
         return position
 
     def _complete(self, message: p.Message | None, out: list[p.Message]) -> None:
-        """Finish the open command, and append its message, if it has one."""
+        """Finish the open command and append its message, if any."""
         self._steps = None
         if message is not None:
             out.append(message)
@@ -355,7 +344,7 @@ class Parser:
         return None
 
     def _command(self, query: int) -> _Steps:
-        """Request the bytes of one command's fields, and return the message."""
+        """Read the fields of one command and return its message."""
         fields = _FIELDS.get(query)
         if fields is None or (query >= p.TAGGED and not self.extensions):
             raise StoreProtocolError(f"unknown query 0x{query:02x}")
@@ -387,7 +376,7 @@ class Parser:
         return tuple(message)
 
     def _note_ping(self, nonce: object) -> None:
-        """If the PING announces an echelon client, accept echelon's queries from now on."""
+        """Accept echelon's queries if a PING comes from an echelon client."""
         if nonce == p.OUR_NONCE:
             self.extensions = True
             self._choose_shapes()
@@ -418,10 +407,7 @@ _run_shapes: dict[tuple[int, int, int], _RunShape] = {}
 
 
 def _run_shape(query: int, key_bytes: int, value_bytes: int) -> _RunShape:
-    """Return the shape of a run; `value_bytes` is -1 if the commands have only a key.
-
-    Peers choose the lengths, so the number of compiled patterns is limited.
-    """
+    """Return the shape of a run; `value_bytes` is -1 if the commands have no values."""
     shape = _run_shapes.get((query, key_bytes, value_bytes))
     if shape is None:
         tail = "" if value_bytes < 0 else f"8x{value_bytes}s"
@@ -439,11 +425,10 @@ def _run_shape(query: int, key_bytes: int, value_bytes: int) -> _RunShape:
 
 
 def _cut_run(data: bytes, position: int, record: int, key_end: int, out: list[p.Message]) -> int:
-    """Extract a run of commands of equal lengths; `key_end` is -1 if they have only a key.
+    """Extract a run of commands of equal lengths, and return where the run ends.
 
-    The command at `position` is `record` bytes long. The run continues as long as the query and the
-    lengths repeat every `record` bytes. Returns where the run ends. A run of SET or GET remains one
-    message.
+    The first command is at `position`; each command is `record` bytes long. `key_end` is -1 if the
+    commands have no values.
     """
     query = data[position]
     key_bytes = record - 9 if key_end < 0 else key_end - position - 9
@@ -464,7 +449,7 @@ def _cut_run(data: bytes, position: int, record: int, key_end: int, out: list[p.
 
 
 def _end_of_run(data: bytes, position: int, record: int, key_end: int) -> int:
-    """Find the end of a run by comparing the columns of the headers."""
+    """Return the end of a run, up to which all headers are equal."""
     count = (len(data) - position) // record
     headers: Iterable[int] = range(position, position + 9)
     if key_end >= 0:

@@ -1,13 +1,9 @@
 """Encode and decode the store's wire protocol, without I/O.
 
 The protocol is that of PyTorch's TCPStore: a raw stream of commands without framing, IDs or error
-replies. Integers are little-endian; a string is a u64 length followed by its bytes. Queries from
-0x80 on are echelon's own. They carry a tag, and are accepted only after the client has sent PING
-with `OUR_NONCE`; echelon's server answers that with the nonce's complement, torch's server with an
-echo.
-
-This module contains the query numbers, the encoders and the readers of replies; `parser` reads
-commands.
+replies. Integers are little-endian. A string is a u64 length followed by its bytes. Queries from
+0x80 on are echelon's own and carry a tag. Before sending such a query, a client sends PING with
+`OUR_NONCE`; echelon's server replies with the nonce's complement.
 """
 
 from __future__ import annotations
@@ -150,7 +146,7 @@ def unpack_strings(data: bytes, position: int = 0) -> list[bytes]:
     """Decode all strings of a payload from `position` to its end.
 
     Raises:
-        StoreProtocolError: the payload does not consist of whole strings.
+        StoreProtocolError: the payload ends in the middle of a string.
     """
     strings: list[bytes] = []
     while position < len(data):
@@ -180,7 +176,7 @@ def frame(status: int, tag: int, payload: bytes = b"") -> bytes:
 
 
 def frame_header(status: int, tag: int, length: int) -> bytes:
-    """Encode only the header of an answer; sending the payload separately avoids a copy."""
+    """Encode only the header of an answer."""
     return _FRAME.pack(status, tag, length)
 
 
@@ -196,9 +192,9 @@ def tagged(query: int, tag: int, *fields: bytes | int | list[bytes]) -> bytes:
 
 
 def encode(query: int, *fields: bytes | int | list[bytes]) -> bytes:
-    """Encode one command: bytes as a string, int as i64, a list as its length and its strings.
+    """Encode one command: bytes as a string, int as i64, a list as a length followed by strings.
 
-    MULTI_SET's list alternates keys and values; PING and VALIDATE take a u32.
+    In a MULTI_SET, keys and values alternate in the list. PING and VALIDATE take a u32.
     """
     pieces = [bytes((query,))]
     for field in fields:

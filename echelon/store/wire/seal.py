@@ -1,13 +1,11 @@
-"""Seal the stream after the handshake, using records that only the two ends can create.
+"""Seal the stream after the handshake in records that only the two ends can create.
 
-[Note: why the stream is sealed] A handshake proves who started a connection, not who continues it.
-A fake server that relays the proofs to the real server could drop the client and take over its
-connection. So both ends derive one key per direction from the secret and both nonces, and every
-byte after the proof is sent in a record: a u32 length, 16 bytes of keyed BLAKE2b over the record's
-number and data, and the data. A relay can then only forward the stream or cut it. Covering the
-addresses in the proof was rejected: this would fail at every NAT, service address and port forward,
-and the network would still have to be trusted afterwards. Nothing is encrypted, so anyone who sees
-the traffic can read it.
+[Note: why the stream is sealed] The handshake does not prove who sends the bytes that follow. A
+fake server could relay the proofs to the real server and then take over the client's connection.
+Therefore both ends derive one key per direction from the secret and the nonces. Every byte after
+the proof is sent in a record: a u32 length, 16 bytes of keyed BLAKE2b over the record's number and
+data, and the data. A relay can then only forward the stream or cut it. Nothing is encrypted, so
+anyone who sees the traffic can read it.
 """
 
 from __future__ import annotations
@@ -28,11 +26,11 @@ _NUMBER = struct.Struct("<Q")
 
 
 def stream_keys(secret: bytes, transcript: bytes) -> tuple[bytes, bytes]:
-    """Return a connection's two keys: one for what the client sends, one for what the server sends.
+    """Return a connection's two keys: client to server, then server to client.
 
     Args:
         secret: the job's secret.
-        transcript: both nonces and everything else that the handshake agreed on.
+        transcript: the bytes of the handshake (see `trust.transcript`).
     """
     to_server = hmac.digest(secret, b"echelon store stream 2 to server" + transcript, "sha256")
     to_client = hmac.digest(secret, b"echelon store stream 2 to client" + transcript, "sha256")
@@ -44,7 +42,7 @@ def _mac(key: bytes, number: int, data: bytes) -> bytes:
 
 
 class Sealer:
-    """Creates the records of one direction."""
+    """The sending end of one direction of a sealed stream."""
 
     __slots__ = ("_key", "_number")
 
@@ -53,10 +51,7 @@ class Sealer:
         self._number = 0
 
     def seal(self, data: bytes) -> bytes:
-        """Return the records that carry `data`.
-
-        Records must be sent in the order in which they were created.
-        """
+        """Return the records that carry `data`; they must be sent in order."""
         if len(data) <= RECORD_BYTES:
             return self._record(data)
         return b"".join(
@@ -70,7 +65,7 @@ class Sealer:
 
 
 class Opener:
-    """Reads the records of one direction, however they are split on arrival."""
+    """The receiving end of one direction of a sealed stream."""
 
     __slots__ = ("_held", "_key", "_number")
 
@@ -81,11 +76,11 @@ class Opener:
 
     @property
     def is_inside_record(self) -> bool:
-        """Whether a record has started but is not complete."""
+        """Whether the last record is incomplete."""
         return bool(self._held)
 
     def open(self, data: bytes) -> bytes:
-        """Process received bytes; return the data of the records that they complete.
+        """Return the data of the records that the received bytes complete.
 
         Raises:
             StoreProtocolError: a record was not created by the other end, or is out of order.

@@ -1,4 +1,4 @@
-"""Define a server's statistics as a frozen record."""
+"""Define the statistics of a store server."""
 
 from __future__ import annotations
 

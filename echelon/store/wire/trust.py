@@ -1,13 +1,14 @@
-"""Authenticate peers by the shared secret, or by what the kernel reports about local peers.
+"""Authenticate peers by a shared secret, or by the user who owns a local peer's process.
 
-Echelon's clients prove that they know the secret with an HMAC-SHA256 over fresh nonces from both
-sides, and the server proves it first. The stream after the handshake is sealed (see `seal`), so an
-attacker gains nothing from a recorded exchange, a fake server or a relay. torch's clients cannot
-prove the secret. For these, the kernel reports which user owns the process at the other end of a
-loopback connection (`host.tcp_table`), and only processes of the server's own user are admitted.
+Server and client prove to each other that they know the secret. Each proof is an HMAC-SHA256 over
+fresh nonces from both sides; the server's proof comes first. The stream after the handshake is
+sealed (see `seal`).
 
-The server sends its proof to any client, and an attacker could use the proof to test guesses of the
-secret offline, so short secrets are refused. Nothing is encrypted here.
+torch's clients cannot prove that they know the secret. They are admitted only over a loopback
+connection from a process of the server's own user (see `host.tcp_table`).
+
+An attacker who receives the server's proof could use it to test guesses of the secret. Therefore
+short secrets are refused.
 """
 
 from __future__ import annotations
@@ -61,8 +62,6 @@ def secret_bytes(secret: str | bytes | None) -> bytes | None:
 def transcript(client_nonce: bytes, server_nonce: bytes, session: bytes, instance: bytes) -> bytes:
     """Return the bytes from which both proofs and the stream's keys are computed.
 
-    Only the last part varies in size.
-
     Raises:
         ValueError: a nonce is not `NONCE_BYTES` long.
     """
@@ -76,12 +75,12 @@ def transcript(client_nonce: bytes, server_nonce: bytes, session: bytes, instanc
 
 
 def server_proof(secret: bytes, transcript: bytes) -> bytes:
-    """Return the server's proof to this client; only a holder of the secret can compute it."""
+    """Return the proof that the server knows the secret."""
     return hmac.digest(secret, _SERVER + transcript, "sha256")
 
 
 def client_proof(secret: bytes, transcript: bytes) -> bytes:
-    """Return the client's proof to this server; only a holder of the secret can compute it."""
+    """Return the proof that the client knows the secret."""
     return hmac.digest(secret, _CLIENT + transcript, "sha256")
 
 
@@ -98,8 +97,9 @@ def is_loopback(host: str) -> bool:
 def own_uid() -> int | None:
     """Return this process's uid, or None if other users could appear under the same uid.
 
-    In a user namespace that does not map all users, the kernel reports every unmapped user as the
-    overflow uid (mostly 65534, "nobody"). A server that runs under that uid cannot trust any uid.
+    In a user namespace, the kernel reports every unmapped user as the overflow uid. A server that
+    runs
+    under this uid cannot trust any uid.
     """
     uid = os.getuid()
     try:
