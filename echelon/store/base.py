@@ -231,8 +231,7 @@ class Store(ABC):
         """Wait until `world_size` callers have joined. The key can be reused immediately.
 
         `rank` must be passed by all callers in a round or by none. If `rank` is given, a timeout
-        error
-        names the missing ranks.
+        error names the missing ranks.
         """
         raw = arguments.key(key)
         arguments.check_place(rank, world_size)

@@ -28,8 +28,9 @@ _owners: weakref.WeakSet[Owner] = weakref.WeakSet()
 
 
 def keep_from_children(owner: Owner) -> None:
-    """Make forked children release the owner's descriptors. Only a weak reference to the owner is
-    kept.
+    """Make forked children release an owner's descriptors.
+
+    Only a weak reference to the owner is kept.
     """
     _owners.add(owner)
 

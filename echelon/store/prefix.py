@@ -21,9 +21,8 @@ class PrefixStore(Store):
     """A view of another store that prepends a prefix to every key.
 
     The view uses the timeout and the observer of the underlying store. Setting either on the view
-    also
-    sets it on the underlying store. `num_keys` counts all keys of the underlying store. `list_keys`
-    returns only the keys that have the prefix, and strips the prefix.
+    also sets it on the underlying store. `num_keys` counts all keys of the underlying store.
+    `list_keys` returns only the keys that have the prefix, and strips the prefix.
 
     Example:
         >>> store = MemoryStore()

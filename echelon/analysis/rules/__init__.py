@@ -1,1 +1,1 @@
-"""Define the rules, by family; each rule is a small pure function from a `Picture` to findings."""
+"""The rules of the diagnosis. Each rule is a pure function from a `Picture` to findings."""

@@ -23,8 +23,7 @@ class Exchanges:
     """The exchanges over the connections of one client.
 
     A call marked `can_repeat` is retried if its connection breaks, unless unanswered writes may
-    have
-    been lost. No request is repeated more than twice.
+    have been lost. No request is repeated more than twice.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -102,8 +101,7 @@ class Exchanges:
         """Run an exchange that may block for a long time, on a separate connection.
 
         `exchange` reads the answer. At the deadline, `exchange` must cancel the request and return
-        or
-        raise.
+        or raise.
         """
         name = show(key)
         pool = self._pool

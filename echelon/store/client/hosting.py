@@ -37,9 +37,7 @@ class Hosted:
         return self
 
     def leave(self) -> None:
-        """Remove one store. When the last store leaves, stop the server and wait until it has
-        stopped.
-        """
+        """Remove one store. When the last store leaves, stop the server and wait for it to stop."""
         if self._is_last():
             self._server.close()
 

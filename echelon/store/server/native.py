@@ -24,14 +24,12 @@ class Receiver(Protocol):
 
     Attributes:
         is_plain: whether plain commands may be executed; if False, all data is passed on. Set by
-            the
-            owner.
+            the owner.
         is_ours: whether the peer may send tagged queries.
         write: the transport's `write`.
         num_queued: the transport's `get_write_buffer_size`.
         may_be_queued: whether the transport's buffer may contain data. The owner sets this
-            attribute
-            on each write.
+            attribute on each write.
         descriptor: the socket's file descriptor, to which replies may be written directly. With -1,
             the transport sends all replies.
     """
@@ -56,8 +54,7 @@ def make_executor(state: StoreState, limits: Limits) -> Executor | None:
     """Return an executor of plain commands on `state`, or None without the C core.
 
     The executor stops before the first command that is not plain, is incomplete or exceeds a limit.
-    It
-    also stops once it has collected 256 KiB of replies.
+    It also stops once it has collected 256 KiB of replies.
     """
     if _native is None:
         return None

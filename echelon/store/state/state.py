@@ -154,8 +154,7 @@ class StoreState:
         self._serve_queue(key)
 
     def pop(self, key: bytes, owner: Hashable) -> tuple[int, bytes]:
-        """Take the oldest item from a queue; return the number of items before the call, and the
-        item.
+        """Take the oldest item from a queue; return the number of available items, and the item.
 
         Items promised to other owners are skipped (see the module's note).
         """

@@ -21,8 +21,9 @@ _OPTIONS = {
 
 
 def keep_alive(end: socket.socket) -> None:
-    """Enable keepalive probes on a socket. Sockets accepted by a listening socket inherit the
-    setting.
+    """Enable keepalive probes on a socket.
+
+    Sockets accepted by a listening socket inherit the setting.
     """
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _OPTIONS.items():

@@ -174,9 +174,7 @@ class Parser:
         return data
 
     def _scan(self, data: bytes, position: int, out: list[p.Message]) -> None:
-        """Extract all complete commands, starting at `position`, and open an incomplete last
-        command.
-        """
+        """Extract the complete commands from `position` on, and open an incomplete last command."""
         size = len(data)
         key_bytes, value_bytes = self.limits.key_bytes, self.limits.value_bytes
         shapes, read_u64 = self._shapes, _U64.unpack_from

@@ -98,8 +98,7 @@ def own_uid() -> int | None:
     """Return this process's uid, or None if other users could appear under the same uid.
 
     In a user namespace, the kernel reports every unmapped user as the overflow uid. A server that
-    runs
-    under this uid cannot trust any uid.
+    runs under this uid cannot trust any uid.
     """
     uid = os.getuid()
     try:

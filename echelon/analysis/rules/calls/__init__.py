@@ -1,1 +1,1 @@
-"""Detect collectives that do not match: signatures, sizes, splits, slipped streams."""
+"""Detect collectives that do not match between ranks."""

@@ -1,9 +1,8 @@
 """Detect ranks that made different calls under the same sequence number of a group.
 
-The members vote with the calls that can be compared. The earliest column in which they differ is
-the root, and anything that follows in that group is fallout. The minority is reported as the odd
-one out; if two sides are equally strong, both are named. `skipped.py` decides whether the
-difference is a wrong argument or a stream that slipped by one operation.
+The members of the group vote on each call. The earliest column in which the calls differ is the
+root, and the minority is reported. If no side has a majority, both sides are named. `skipped.py`
+decides whether a rank passed a wrong argument or slipped by one operation.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _NAMED = re.compile(r"\brank (\d{1,7}) (?:passed|called)\b")
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """The first column of a group in which members made different calls.
+    """The first column of a group in which the members' calls differ.
 
     `sides` holds the member indices of each side, the strongest side first.
     """
@@ -45,7 +44,7 @@ class Divergence:
 
     @property
     def is_tie(self) -> bool:
-        """Whether no side is stronger than all other sides."""
+        """Whether two or more sides are equally strong."""
         return len(self.sides[0]) == len(self.sides[1])
 
     @property
@@ -55,21 +54,21 @@ class Divergence:
 
     @property
     def began_ns(self) -> int:
-        """The time at which the first member made its call."""
+        """The time at which the first member made the differing call."""
         return min(int(self.row(member)["created_ns"]) for side in self.sides for member in side)
 
     def row(self, member: int) -> Any:
-        """Return the row of a member that has voted."""
+        """Return the row of a member. The member must have voted."""
         row = self.lanes.row(member, self.column)
         assert row is not None, (member, self.column)
         return row
 
     def call(self, side: Sequence[int]) -> Call:
-        """Return the exact call that a side made."""
+        """Return the call that a side made."""
         return self.lanes.evidence.call(self.row(side[0]))
 
     def site(self, side: Sequence[int]) -> str:
-        """Return where a side made its call, or "" if this is unknown."""
+        """Return the call site of a side, or "" if unknown."""
         return self.lanes.evidence.site(self.row(side[0]))
 
 
@@ -87,7 +86,7 @@ def divergence(lanes: Lanes) -> Divergence | None:
 
 
 def _was_harmless(lanes: Lanes, column: int) -> bool:
-    """Return whether all members completed the differing call and also a later one."""
+    """Return whether all members completed the differing call and a later call."""
     done = (lanes.state == State.COMPLETED).all(axis=0)
     return bool(done[column] and done[column + 1 :].any())
 
@@ -99,10 +98,10 @@ def _sides(votes: npt.NDArray[Any]) -> tuple[tuple[int, ...], ...]:
 
 
 def culprits(found: Divergence) -> tuple[int, ...]:
-    """Return the members that differ from the rest or, in a tie, the members of both sides.
+    """Return the members that differ from the majority or, in a tie, the members of both sides.
 
-    While some members have not voted, a tie is broken by the text of the error that was raised, or
-    by habit: the side at fault is the one that had never made this call at this line before.
+    If some members have not voted, a tie may be broken by the recorded error or by the ranks'
+    habits.
     """
     if not found.is_tie:
         return tuple(sorted(member for side in found.sides[1:] for member in side))
@@ -116,7 +115,7 @@ def culprits(found: Divergence) -> tuple[int, ...]:
 
 
 def _odd_by_error(found: Divergence) -> tuple[int, ...]:
-    """Return the rank that the recorded mismatch error names, if it names exactly one."""
+    """Return the rank that the recorded mismatch error names, if there is exactly one such rank."""
     evidence = found.lanes.evidence
     texts = {evidence.error(found.row(member)) for side in found.sides for member in side}
     named = {int(rank) for text in texts for rank in _NAMED.findall(text)}
@@ -125,13 +124,13 @@ def _odd_by_error(found: Divergence) -> tuple[int, ...]:
 
 
 def _odd_by_habit(found: Divergence) -> tuple[int, ...]:
-    """If exactly one side's call is new at its call site, return that side; otherwise ()."""
+    """Return the only side whose call is new at its call site, or () if there is no such side."""
     novel = [side for side in found.sides if not _is_habit(found, side)]
     return novel[0] if len(novel) == 1 and len(found.sides) == 2 else ()
 
 
 def _is_habit(found: Divergence, side: Sequence[int]) -> bool:
-    """Return whether this side had already made the same call from the same call site."""
+    """Return whether a side has made the same call at the same call site before."""
     member = side[0]
     row = found.row(member)
     lanes = found.lanes
@@ -172,7 +171,7 @@ def find_mismatch(picture: Picture) -> list[Finding]:
 
 
 def describe(picture: Picture, found: Divergence) -> Finding:
-    """Turn a divergence into a finding that shows what each side passed, and where."""
+    """Turn a divergence into a finding that shows the arguments and the call site of each side."""
     odd = culprits(found)
     ranks = found.lanes.ranks(odd)
     innocent = next((side for side in found.sides if not set(side) & set(odd)), None)
@@ -202,7 +201,7 @@ def describe(picture: Picture, found: Divergence) -> Finding:
 
 
 def _sureness(found: Divergence, *, has_innocent: bool) -> Confidence:
-    """Return the confidence in a vote: lower if ranks without a record could change the result."""
+    """Return the confidence in a vote, given that ranks without a record have not voted."""
     num_missing = len(found.lanes.strangers)
     if found.is_tie:
         return Confidence.LIKELY if has_innocent or not num_missing else Confidence.POSSIBLE

@@ -1,9 +1,7 @@
-"""Detect a rank that diverged from the other ranks running the same program.
+"""Detect a rank that diverged from other ranks running the same program.
 
-A group reveals a missing or an extra call only if signatures differ or a member made fewer calls.
-However, ranks that run the same program make the same calls in the same order across all groups. A
-rank went wrong where its calls first differ from those of its peers, and all waiting ranks are
-fallout.
+Ranks that run the same program make the same calls in the same order across all groups. The first
+call that differs from the calls of all peers shows which rank went wrong.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ _SHIFTS = (1, 2, 3)
 
 
 def find_parted(picture: Picture) -> list[Finding]:
-    """Report the rank that departed from the program of its peers, if there is exactly one."""
+    """Report the one rank whose calls differ from those of its peers, if any."""
     streams = picture.streams
     if streams is None or not picture.graph.waits:
         return []
@@ -68,7 +66,7 @@ def _describe(picture: Picture, seen: Parting) -> Finding | None:
 
 
 def _kind(seen: Parting) -> str:
-    """Classify the later calls as "left out", "extra", "instead" or "swapped"; "" if undecided."""
+    """Classify the difference as "left out", "extra", "instead" or "swapped"; "" if undecided."""
     own, others = seen.later
     if len(own) > 1 and len(others) > 1 and own[0] == others[1] and own[1] == others[0]:
         return "swapped"
@@ -86,7 +84,7 @@ def _agree(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 def _words(kind: str, own: Any, other: Any) -> tuple[Cause, str]:
-    """Return the cause, and a template that describes what the rank did."""
+    """Return the cause, and a message template."""
     if kind == "swapped":
         return Cause.ORDER_DESYNC, "called {called} before {usual}, not after it"
     if kind == "left out":
@@ -115,7 +113,7 @@ def _call(picture: Picture, row: Any) -> str:
 
 
 def slip_cause(picture: Picture, rank: int) -> Cause | None:
-    """If a rank's habit shows a missing or an extra call, return the cause; otherwise None."""
+    """Return the cause if a rank's habit shows a missing or an extra call, or None."""
     slip = None if picture.streams is None else slip_of(picture.streams, rank)
     if slip is None:
         return None

@@ -1,7 +1,7 @@
 """Detect input and output sizes that are inconsistent in the same way on all ranks.
 
 The output of an all_gather holds one input per member, and the input of a reduce_scatter holds one
-output per member. A vote compares only the larger of the two, so it misses this error.
+output per member. Comparing ranks with each other does not reveal this error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SCATTERS = frozenset({"_reduce_scatter_base", "reduce_scatter_tensor"})
 
 
 def find_misfit(picture: Picture) -> list[Finding]:
-    """Report an operation whose input and output sizes do not match, and the ranks calling it."""
+    """Report an operation whose input and output sizes do not match."""
     streams = picture.streams
     if streams is None or not picture.graph.waits:
         return []

@@ -1,9 +1,8 @@
 """Detect a rank whose stream of collectives has slipped by a skipped or an additional call.
 
-Sequence numbers still advance on every rank, but after the slip they refer to different calls:
-one rank's stream equals the other ranks' streams shifted by one. Signatures alone may never show
-this, for example if all buckets have the same shape, so the step number and the call site are
-compared too (`slip.py`).
+After a slip, the same sequence number refers to different calls on different ranks. The signatures
+may still match, for example if all buckets have the same shape. Therefore the step numbers and the
+call sites are compared too (see `slip.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from echelon.analysis.rules.calls.slip import Slip, silent_slip, slip_at
 
 
 def find_skipped(picture: Picture) -> list[Finding]:
-    """Report the earliest slip, even if all signatures match."""
+    """Report the earliest slip."""
     if not picture.in_trouble and earliest(picture) is None:
         return []
     slips = [slip for lanes in picture.lanes_in_use if (slip := silent_slip(lanes)) is not None]

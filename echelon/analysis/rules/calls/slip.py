@@ -1,15 +1,12 @@
-"""Detect a slipped stream of collectives, and by how many calls it slipped.
+"""Detect a slipped stream of collectives, and the number of calls by which it slipped.
 
-The signs of a slip are, strongest first:
+The signs of a slip, strongest first:
 
-- the streams agree again after a shift;
-- the step numbers differ;
-- the rank made the call that usually follows or precedes the expected one;
-- the rank's data loader has ended while those of the other ranks have not;
-- the rank has left the loop for a barrier.
-
-If no signature differs, call, site and step are compared together from the first column in which
-the steps differ.
+- The streams agree again after a shift.
+- The step numbers differ.
+- The rank made the call that usually follows or precedes the expected call.
+- The data loader has ended on this rank but not on the other ranks.
+- The rank has left the loop for a barrier.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ _BARRIERS = frozenset({"barrier", "monitored_barrier"})
 
 @dataclass(frozen=True, kw_only=True)
 class Slip:
-    """A slip: some ranks are ahead of the others (skipped calls) or behind them (extra calls)."""
+    """The ranks that slipped, and by how many calls."""
 
     lanes: Lanes
     column: int
@@ -82,7 +79,7 @@ _Sign = tuple[int, str, bool] | None
 
 
 def _realigns(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """Return the shift that makes the streams agree after the column, if there is one."""
+    """Return the shift after which the streams agree again, or None."""
     odd_votes, usual_votes = lanes.comparable[odd, column:], lanes.comparable[usual, column:]
     later = (odd_votes[1:] != ABSENT) & (usual_votes[1:] != ABSENT)
     if later.any() and (odd_votes[1:][later] == usual_votes[1:][later]).all():
@@ -113,7 +110,7 @@ def _by_step(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
 
 
 def _steps_never_agree(lanes: Lanes, column: int, odd: int, usual: int) -> bool:
-    """Return whether two ranks never had the same step number, which is normal in some programs."""
+    """Return whether two ranks never had the same step number."""
     steps = lanes.column("step")
     a, b = steps[odd, :column], steps[usual, :column]
     both = (a >= 0) & (b >= 0)
@@ -121,7 +118,7 @@ def _steps_never_agree(lanes: Lanes, column: int, odd: int, usual: int) -> bool:
 
 
 def _by_period(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """Detect that a rank made the call that usually follows or precedes the expected one."""
+    """Detect a rank that made the call before or after the expected call."""
     keys = _keys(lanes, usual)
     odd_key, usual_key = _keys(lanes, odd)[column], keys[column]
     if not _has_site(lanes, odd, column):
@@ -149,14 +146,14 @@ def _was_followed(past: Sequence[object], first: object, second: object) -> bool
 
 
 def _by_loader(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """Detect that one side has finished its loop over the batches while the other has not."""
+    """Detect that only one side has finished its loop over the batches."""
     if not _has_left_loader(lanes, odd, column) or _has_left_loader(lanes, usual, column):
         return None
     return 1, _LEFT_LOADER, False
 
 
 def _has_left_loader(lanes: Lanes, member: int, column: int) -> bool:
-    """Return whether a member had finished its data loader before making a call."""
+    """Return whether a member finished its data loader before a call."""
     row = lanes.row(member, column)
     if row is None:
         return False
@@ -169,7 +166,7 @@ def _has_left_loader(lanes: Lanes, member: int, column: int) -> bool:
 
 
 def _by_barrier(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """Detect that one side has left the loop for a barrier elsewhere in the program."""
+    """Detect that one side has left the loop and called a barrier."""
     odd_row, usual_row = lanes.row(odd, column), lanes.row(usual, column)
     if odd_row is None or usual_row is None or odd_row["site"] == usual_row["site"]:
         return None
@@ -191,11 +188,7 @@ def _keys(lanes: Lanes, member: int) -> list[object]:
 
 
 def _decide_tie(found: Divergence, one: Slip | None, other: Slip | None) -> Slip | None:
-    """Decide which of two equally strong sides slipped.
-
-    That is the side that finished its data loader, had a last step of unusual length, or broke its
-    habit.
-    """
+    """Decide which of two equally strong sides slipped."""
     if one is None and other is None:
         return None
     known = one or other
@@ -237,10 +230,9 @@ def _decide_tie(found: Divergence, one: Slip | None, other: Slip | None) -> Slip
 
 
 def _breaks_habit(lanes: Lanes, member: int, column: int) -> bool | None:
-    """Return whether a call departs from what has always followed the preceding calls.
+    """Return whether a call differs from the call that has always followed the preceding calls.
 
-    The decision is based on the longest run of preceding calls that this rank has made before.
-    Returns None if there is no such run.
+    Returns None if the preceding calls are not found earlier in the rank's record.
     """
     keys = _keys(lanes, member)[max(0, column - _LOOK_BACK) : column + 1]
     past, current = keys[:-1], keys[-1]
@@ -259,7 +251,7 @@ def _breaks_habit(lanes: Lanes, member: int, column: int) -> bool | None:
 
 
 def _odd_lengths(lanes: Lanes, member: int, column: int) -> bool:
-    """Return whether the last completed or the current step has an unusual number of calls."""
+    """Return whether the last or the current step has an unusual number of calls."""
     steps = lanes.column("step")[member, : column + 1]
     steps = steps[steps >= 0]
     if not len(steps):
@@ -277,9 +269,10 @@ def _odd_lengths(lanes: Lanes, member: int, column: int) -> bool:
 
 
 def silent_slip(lanes: Lanes) -> Slip | None:
-    """Find a slip that shows only in the calls, sites and steps together, not in the signatures.
+    """Return a slip that changes call sites or steps but no signatures, or None.
 
-    Use it only if something is already wrong, because programs may number their steps as they like.
+    Use this function only if something is already wrong, because programs may number their steps
+    freely.
     """
     if len(lanes.members) < 2 or not lanes.rows.shape[1]:
         return None
@@ -305,7 +298,7 @@ def silent_slip(lanes: Lanes) -> Slip | None:
 
 
 def _first_lasting_difference(steps: npt.NDArray[Any]) -> int | None:
-    """Return the first column in which steps differ, if they agreed in an earlier column."""
+    """Return the first column in which the step numbers differ after having agreed."""
     high = steps.max(axis=0)
     low = np.where(steps < 0, np.iinfo(np.int32).max, steps).min(axis=0)
     shared = (steps >= 0).sum(axis=0) >= 2

@@ -1,8 +1,7 @@
 """Detect inconsistent all_to_all split sizes.
 
-The amount that rank i sends to rank j must equal the amount that rank j receives from rank i, so
-the output splits are the transpose of the input splits. If only the totals are recorded (torch),
-only they can be compared: all ranks together must receive as much as they send.
+The amount that rank i sends to rank j must equal the amount that rank j receives from rank i.
+torch's dumps contain only totals; the total sent must then equal the total received.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def _odd_in_totals(surplus: Sequence[int | None]) -> tuple[int, ...]:
 
 
 def _surplus(shapes: Sequence[Sequence[int]]) -> int | None:
-    """Return how many more elements a member sends than it receives, or None if not recorded."""
+    """Return a member's total sent minus its total received, or None if unknown."""
     return prod(shapes[0]) - prod(shapes[1]) if len(shapes) == 2 else None
 
 

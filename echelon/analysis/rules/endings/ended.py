@@ -1,7 +1,7 @@
-"""Detect ranks that ended on their own: by an exception, a lack of memory, a crash or a kill.
+"""Detect ranks that ended on their own: by an exception, out of memory, by a crash or by a kill.
 
-Echelon's collectives and torch's transports raise errors when a peer is lost. Such an error is
-evidence about that peer and never the root. Ranks that the agent terminated are fallout.
+An error that reports the loss of a peer points to the peer. Ranks that the launcher terminated are
+not at fault.
 """
 
 from __future__ import annotations
@@ -87,9 +87,7 @@ def find_ended(picture: Picture) -> list[Finding]:
 def in_order(picture: Picture, endings: list[Ending]) -> tuple[list[Ending], bool]:
     """Sort endings with the root first, and return whether their order is known.
 
-    The clocks give the order if the ranks ran on one host or their clocks were compared. Otherwise
-    the coordinator does, because it observed every end. If another rank ran out of memory at about
-    the time that a rank was killed, the memory error is placed before the kill.
+    The order comes from the ranks' clocks if these are comparable, otherwise from the coordinator.
     """
     ranks = picture.evidence.ranks
     by_coordinator = {rank: place for place, rank in enumerate(picture.evidence.incident.ended)}
@@ -111,7 +109,7 @@ def in_order(picture: Picture, endings: list[Ending]) -> tuple[list[Ending], boo
 
 
 def _is_killed_for(facts: RankEvidence, first: Ending, memory: Ending, is_timed: bool) -> bool:
-    """Return whether a rank was killed at about the time that another rank ran out of memory."""
+    """Return whether a rank was killed just as another rank ran out of memory."""
     if first.cause is not Cause.DEAD_PROCESS or facts.host.exit_code != -signal.SIGKILL:
         return False
     apart_ns = abs(memory.moment_ns - first.moment_ns)
@@ -124,7 +122,7 @@ def _exit_order(facts: RankEvidence) -> int:
 
 
 def _not_surely_first(root: Finding, ordered: list[Ending]) -> Finding:
-    """Lower the confidence, because the order of endings on different hosts is unknown."""
+    """Lower the confidence in the root, because the order of the endings is unknown."""
     others = rank_list([ending.rank for ending in ordered[1:]])
     return root.changed(
         confidence=Confidence.POSSIBLE,
@@ -151,10 +149,7 @@ def _later(picture: Picture, endings: list[Ending]) -> Finding:
 
 
 def ending_of(picture: Picture, facts: RankEvidence) -> Ending | None:
-    """Describe how a rank ended.
-
-    The result is None if the rank is still running, exited cleanly or was ended by other ranks.
-    """
+    """Describe how a rank ended on its own, or return None if it did not."""
     host = facts.host
     raised = _raised(facts)
     if raised is not None and _was_only_printed(picture, facts, raised):
@@ -190,10 +185,7 @@ def _meaning(facts: RankEvidence, raised: Raised) -> Meaning:
 
 
 def is_victim(picture: Picture, facts: RankEvidence) -> bool:
-    """Return whether a rank was killed by a watchdog or after a long wait for a live rank.
-
-    torch's watchdog aborts a process that has waited too long or has lost a peer.
-    """
+    """Return whether a rank was killed by a watchdog or died after a long wait."""
     host = facts.host
     if host.exit_code not in _ABORTS or host.oom_kill:
         return False
@@ -203,7 +195,7 @@ def is_victim(picture: Picture, facts: RankEvidence) -> bool:
 
 
 def long_wait_s(picture: Picture, facts: RankEvidence) -> float:
-    """Return how long a dead rank had waited for ranks that outlived it; 0 if it had not."""
+    """Return how many seconds a dead rank had waited for ranks that outlived it."""
     if not facts.host.exited_mono_ns:
         return 0.0
     ranks = picture.evidence.ranks
@@ -230,16 +222,12 @@ def own_wait_s(facts: RankEvidence, until_ns: int) -> float:
 
 
 def _was_asked_to_end(picture: Picture) -> bool:
-    """Return whether a user stopped the job; if so, interrupted ranks are not at fault."""
+    """Return whether a user stopped the job."""
     return picture.evidence.incident.kind == "signal"
 
 
 def _raised(facts: RankEvidence) -> Raised | None:
-    """Return the exception that ended a rank, from its own record or the last traceback on stderr.
-
-    An abort is included: after an exception, a library whose threads are still running may abort
-    the process.
-    """
+    """Return the exception that ended a rank, from its own record or from stderr."""
     words = facts.last_words
     if words is not None:
         frame = site_frame(words.site)
@@ -263,14 +251,14 @@ def _raised(facts: RankEvidence) -> Raised | None:
 
 
 def _was_only_printed(picture: Picture, facts: RankEvidence, raised: Raised) -> bool:
-    """Return whether a traceback on stderr comes from a mismatch that the job survived."""
+    """Return whether a traceback on stderr belongs to an error that the job survived."""
     return facts.last_words is None and any(
         one.is_named_by(raised.type, raised.message) for one in picture.survived
     )
 
 
 def _within_loader(raised: Raised) -> Raised:
-    """Replace an error that wraps an exception from a data-loader worker with that exception."""
+    """Return the original exception of a data-loader worker, if this error wraps one."""
     text = f"{raised.message}\n{raised.rest}"
     if _ORIGINAL not in text:
         return raised
@@ -282,7 +270,7 @@ def _within_loader(raised: Raised) -> Raised:
 
 
 def _loader_death(raised: Raised) -> str:
-    """If an error reports a dead data-loader worker, describe its death; otherwise return ""."""
+    """Describe the death of a data-loader worker that an error reports, or return ""."""
     dead = _LOADER_DEATH.search(raised.message)
     if dead is None:
         return ""
@@ -366,7 +354,7 @@ def facts_site(facts: RankEvidence) -> str:
 
 
 def _moment_ns(facts: RankEvidence) -> int:
-    """Return the time of a rank's exception or, failing that, of its exit; 0 if unknown."""
+    """Return when a rank raised its exception or exited; 0 if unknown."""
     words = facts.last_words
     moment = words.mono_ns if words is not None and words.mono_ns else facts.host.exited_mono_ns
     return moment + facts.offset_ns if moment else 0
@@ -424,7 +412,7 @@ def _describe(picture: Picture, ending: Ending) -> Finding:
 
 
 def _reports_of(picture: Picture, rank: int) -> list[str]:
-    """Quote an error in which another rank reports the loss of this rank."""
+    """Quote another rank's error that reports the loss of a given rank."""
     for other, facts in picture.evidence.ranks.items():
         row = last_row(facts)
         text = picture.evidence.error(row) if row is not None else ""

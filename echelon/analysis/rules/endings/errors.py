@@ -1,10 +1,8 @@
 """Classify errors from torch, NCCL and echelon by the party that they blame.
 
-An error may be the rank's own fault, report a failure of a peer, the network or a watchdog, or
-concern memory or the device. An error of the second kind is a consequence and never a cause. Where
-possible, the exception's type decides. `DistBackendError` covers all of these cases, so its text
-decides. A plain `RuntimeError` or `ConnectionError` is a consequence only if it passed through a
-communication library, because a user's own client may lose connections too.
+An error may be the rank's own fault, or the fault of its memory or device. Errors that blame a
+peer, the network or a watchdog are only consequences. The type of the exception decides where
+possible, and its message elsewhere.
 """
 
 from __future__ import annotations
@@ -89,8 +87,8 @@ def meaning_of(
     """Classify an uncaught error.
 
     Args:
-        bases: the base classes of the type, if they were recorded.
-        traceback: the frames of the error's traceback as text; "" if they are unknown.
+        bases: the base classes of the error's type, if recorded.
+        traceback: the frames of the error's traceback; "" if unknown.
     """
     name = type_name.rpartition(".")[2]
     names = {name, *(base.rpartition(".")[2] for base in bases)}
@@ -131,19 +129,19 @@ def _is_torchs_own(name: str, words: str) -> bool:
 
 
 def watchdog_timeout(stderr: str) -> tuple[int, str] | None:
-    """Return the sequence number and type of the operation that torch's watchdog timed out on."""
+    """Return the sequence number and type of the operation that timed out in torch's watchdog."""
     found = _WATCHDOG.findall(stderr)
     return (int(found[0][0]), found[0][1].lower()) if found else None
 
 
 def gloo_timeout_s(stderr: str) -> float:
-    """Return how long a rank had waited when Gloo timed out; 0 if Gloo did not time out."""
+    """Return how many seconds a rank had waited when Gloo timed out; 0 without a timeout."""
     found = _GLOO_TIMEOUT.findall(stderr)
     return int(found[-1]) / 1000 if found else 0.0
 
 
 def was_cut_by_gloo(stderr: str) -> bool:
-    """Return whether a rank's stderr ends with an error from Gloo's transport."""
+    """Return whether the last error on a rank's stderr comes from Gloo's transport."""
     return "gloo/transport/" in stderr[-_MAX_ERROR_CHARS:]
 
 
@@ -154,11 +152,11 @@ def cpp_abort(stderr: str) -> str:
 
 
 def is_gloos_exit(stderr: str) -> bool:
-    """Return whether leftover Gloo threads may have aborted a process while it was exiting."""
+    """Return whether Gloo threads may have aborted an exiting process."""
     line = cpp_abort(stderr)
     return line == _JOINABLE or ("gloo::" in line and was_cut_by_gloo(stderr))
 
 
 def died_by_watchdog(stderr: str) -> bool:
-    """Return whether an aborted process blamed a watchdog or a lost peer on stderr."""
+    """Return whether stderr shows that a watchdog or a lost peer made a process abort."""
     return bool(_DIED_BY_WATCHDOG.search(stderr))

@@ -1,4 +1,4 @@
-"""Report missing records and unexplained trouble when the other rules find nothing."""
+"""Report missing records and incidents that no other rule explains."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def find_missing(picture: Picture) -> list[Finding]:
 
 
 def find_unknown(picture: Picture) -> list[Finding]:
-    """Report an incident that nothing in the records explains."""
+    """Report an incident that the records do not explain."""
     incident = picture.evidence.incident
     if incident.kind not in ("failure", "stall"):
         return []
@@ -70,10 +70,9 @@ def _absent(picture: Picture) -> list[str]:
 
 
 def find_unproven(picture: Picture) -> list[Finding]:
-    """Report ranks in operations that may be in flight or stuck, when nothing points to a fault.
+    """Report ranks that are in operations, if no rank appears to be at fault.
 
-    A single set of torch's dumps cannot distinguish an operation in flight from one that will never
-    complete.
+    The operations may be stuck, or they may simply be in flight.
     """
     waiting = tuple(sorted(picture.graph.waiting))
     if picture.streams is None or not waiting:
@@ -96,7 +95,7 @@ def find_unproven(picture: Picture) -> list[Finding]:
 
 
 def _latest_arrival(picture: Picture) -> Finding | None:
-    """Find the latest arrival; it may explain a stall that was over before the snapshot."""
+    """Describe the latest arrival, which may explain a past stall."""
     worst: tuple[int, int, str, int, str] | None = None
     for lanes in picture.lanes:
         found = arrivals(lanes)

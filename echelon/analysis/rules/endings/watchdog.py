@@ -1,8 +1,7 @@
-"""Detect ranks that were late for an operation that only the other ranks' stderr names.
+"""Detect ranks that were late for an operation, from the other ranks' stderr.
 
 Before torch's watchdog ends a process, it logs the operation that timed out. A rank whose watchdog
-logged nothing was not waiting in that operation; the other ranks were waiting for it. If Gloo times
-out on one rank, it raises an error there and closes its connections, so the other waiting ranks
+logged nothing did not join the operation. If Gloo times out on one rank, the other waiting ranks
 fail immediately afterwards.
 """
 
@@ -19,7 +18,7 @@ _MAX_LINES = 4
 
 
 def find_given_up(picture: Picture) -> list[Finding]:
-    """Report the ranks that kept others waiting until the others' watchdogs timed out."""
+    """Report the ranks for which other ranks waited until a watchdog timed out."""
     gave_up = {
         rank: told
         for rank, facts in picture.evidence.ranks.items()
@@ -54,7 +53,7 @@ def find_given_up(picture: Picture) -> list[Finding]:
 
 
 def _given_up_by_gloo(picture: Picture) -> list[Finding]:
-    """If Gloo timed out on some ranks, report the live ranks that are in no collective."""
+    """Report the live ranks outside any collective, if Gloo timed out on other ranks."""
     ranks = picture.evidence.ranks
     if picture.graph.waits:  # the records are more precise
         return []

@@ -1,1 +1,1 @@
-"""Diagnose jobs that left nothing but their ranks' logs."""
+"""Diagnose jobs for which only the ranks' logs exist."""

@@ -1,9 +1,8 @@
-"""Diagnose a job from its ranks' logs alone, separating root causes from consequences.
+"""Diagnose a job from its ranks' logs alone.
 
-A rank caused its own trouble if its log shows an uncaught exception (unless that blames a peer) or
-a known message that reports a root cause, or if a launcher reports that a signal killed the rank.
-If only consequences are logged, the suspect is the rank that logged none: the others were waiting
-for it. Logs cannot show that nothing is wrong, because a hanging job logs nothing.
+A root cause is an uncaught exception, a known error message, or a launcher's report that a signal
+killed the rank. If ranks logged only consequences, the suspect is the rank that logged nothing.
+Logs cannot show that a job is healthy, because a hanging job logs nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _ASK_EXITS = "how each rank ended: the launcher's or the scheduler's own log"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trouble:
-    """Trouble that one rank caused itself."""
+    """A root cause logged by one rank."""
 
     rank: int  # -1: the log names no rank
     cause: Cause
@@ -63,7 +62,7 @@ class Trouble:
 
 
 def find_in_logs(picture: Picture) -> list[Finding]:
-    """Return a finding that names the root, if the logs show one."""
+    """Return a finding about the root cause, or None if the logs do not show a cause."""
     evidence = picture.evidence
     said = {rank: tuple(messages_in(f.host.stderr_tail)) for rank, f in evidence.ranks.items()}
     job = tuple(messages_in(evidence.job_log))
@@ -87,10 +86,7 @@ def find_in_logs(picture: Picture) -> list[Finding]:
 
 
 def advice_in(text: str) -> str:
-    """Quote a log's last line that is known to report a root cause, with its remedy.
-
-    The result is "" if there is no such line.
-    """
+    """Quote the last line that reports a known root cause, with the remedy; "" if there is none."""
     found = [one for one in messages_in(text) if one.message.role is Role.ROOT]
     return f"{_shown(found[-1].line)} ({found[-1].message.advice})" if found else ""
 
@@ -128,10 +124,10 @@ def _by_message(rank: int, said: Said) -> Trouble:
 
 
 def _by_traceback(rank: int, text: str) -> Trouble | None:
-    """Interpret a rank's last traceback, unless it is a consequence of trouble on other ranks.
+    """Interpret a rank's last traceback, unless it blames other ranks.
 
     Args:
-        rank: -1 if the log does not show which rank wrote it.
+        rank: -1 if unknown.
     """
     raised = last_traceback(text)
     if raised is None or raised.type in ("SystemExit", "KeyboardInterrupt"):
@@ -157,7 +153,7 @@ def _by_traceback(rank: int, text: str) -> Trouble | None:
 
 
 def _died_alone(facts: RankEvidence, said: Sequence[Said]) -> bool:
-    """Return whether a rank exited with an error code that no logged consequence explains."""
+    """Return whether a rank exited with an error code and logged no consequence."""
     code = facts.host.exit_code
     if not code or code in (-15, 143, -2, 130):
         return False
@@ -165,7 +161,7 @@ def _died_alone(facts: RankEvidence, said: Sequence[Said]) -> bool:
 
 
 def _with_killed(picture: Picture, troubles: list[Trouble], job: Sequence[Said]) -> list[Trouble]:
-    """Add the ranks that, according to the kernel's log, were killed for lack of memory."""
+    """Add the ranks that the kernel's log reports as killed because memory ran out."""
     pids = {facts.identity.pid: rank for rank, facts in picture.evidence.ranks.items()}
     for one in job:
         match = _KILLED_PID.search(one.line)
@@ -177,7 +173,7 @@ def _with_killed(picture: Picture, troubles: list[Trouble], job: Sequence[Said])
 
 
 def _root(picture: Picture, troubles: list[Trouble], said: dict[int, tuple[Said, ...]]) -> Finding:
-    """Choose the root from the troubles that ranks caused themselves."""
+    """Choose the root among the ranks' troubles."""
     ranks = picture.evidence.ranks
     first = picture.evidence.incident.ended
     told = [one for one in troubles if one.rank in first]
@@ -222,7 +218,7 @@ def _root(picture: Picture, troubles: list[Trouble], said: dict[int, tuple[Said,
 def _of_the_job(
     picture: Picture, cause: Cause, words: str, advice: str, said: dict[int, tuple[Said, ...]]
 ) -> Finding:
-    """Report trouble that is logged for the job as a whole and not for one rank."""
+    """Report trouble that is logged for the whole job."""
     return Finding(
         cause=cause,
         culprit_ranks=(),
@@ -238,7 +234,7 @@ def _of_the_job(
 def _followed(
     picture: Picture, said: dict[int, tuple[Said, ...]], job: Sequence[Said]
 ) -> Finding | None:
-    """If only consequences are logged, name the ranks that logged nothing or fell behind."""
+    """Suspect the ranks that logged nothing or fell behind."""
     spoke = {rank: found for rank, found in said.items() if found}
     everything = [*job, *(one for found in spoke.values() for one in found)]
     if not everything:
@@ -315,7 +311,7 @@ def _by_barrier(said: Sequence[Said]) -> _Suspects | None:
 
 
 def _behind(picture: Picture) -> _Suspects | None:
-    """Suspect ranks whose watchdogs timed out in a different operation from the majority's."""
+    """Suspect ranks whose watchdogs timed out in another operation than most ranks' watchdogs."""
     gave_up = {
         rank: told
         for rank, facts in picture.evidence.ranks.items()
@@ -351,7 +347,7 @@ def _nothing(picture: Picture) -> Finding:
 
 
 def _consequences(said: dict[int, tuple[Said, ...]], culprits: tuple[int, ...]) -> tuple[str, ...]:
-    """Quote one message of each kind that reports a mere consequence."""
+    """Quote one message of each kind of consequence."""
     lines: dict[str, str] = {}
     for rank, found in said.items():
         for one in found if rank not in culprits else ():

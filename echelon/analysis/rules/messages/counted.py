@@ -1,9 +1,8 @@
 """Compare message counts between ranks that run the same program.
 
-If a ring has wrapped around, it may no longer show where a message was left out, and both sides of
-the pair may be inside batches that seem to match. The number of operations is still known, though.
-Ranks that share a collective and exchange no messages with each other, such as the ranks of one
-stage, have launched the same number of operations when they reach that collective.
+A ring that has wrapped around may no longer show the message that was left out, but the number of
+operations is still known. Ranks of one pipeline stage have launched the same number of operations
+when they reach a common collective.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _LAUNCHES = "p2p_sequence"
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
-    """The differing numbers of messages that two ranks had launched at a collective."""
+    """The number of messages that each of two ranks had launched before a collective."""
 
     short: int
     other: int
@@ -34,7 +33,7 @@ class _Difference:
 
 
 def find_miscounted(picture: Picture, streams: Streams) -> list[Finding]:
-    """Report a rank that has launched fewer or more messages than all of its peers."""
+    """Report a rank that launched fewer or more messages than each of its peers."""
     counts = {rank: _launches(streams, rank) for rank in streams.evidence.ranks}
     pairs = [pair for members in _stages(streams) for pair in pairwise(members)]
     found = [one for pair in pairs if (one := _compare(counts, *pair)) is not None]
@@ -50,7 +49,7 @@ def find_miscounted(picture: Picture, streams: Streams) -> list[Finding]:
 
 
 def _stages(streams: Streams) -> Iterator[list[int]]:
-    """For each group whose members exchange no messages with each other, yield those members."""
+    """Yield the members of each group that has no messages between its members."""
     talks: dict[int, set[int]] = {}
     for rank, facts in streams.evidence.ranks.items():
         is_message = (facts.rows["flags"] & Flag.P2P) > 0
@@ -62,11 +61,7 @@ def _stages(streams: Streams) -> Iterator[list[int]]:
 
 
 def _launches(streams: Streams, rank: int) -> _Counts:
-    """Return how many messages a rank had launched when it called each recorded collective.
-
-    A batch counts as one launch. If the group has no collectives, each operation of a batch is
-    counted, which reveals a batch with a missing operation.
-    """
+    """Return how many messages a rank had launched before each recorded collective."""
     rows = streams.evidence.ranks[rank].rows
     is_message = (rows["flags"] & Flag.P2P) > 0
     groups = np.unique(rows["group"][is_message])
@@ -82,7 +77,7 @@ def _launches(streams: Streams, rank: int) -> _Counts:
 
 
 def _compare(counts: Mapping[int, _Counts], one: int, other: int) -> _Difference | None:
-    """Compare two ranks' counts at the last collective that both recorded."""
+    """Compare two ranks' counts at the last collective recorded by both ranks."""
     common = counts[one].keys() & counts[other].keys()
     if not common:
         return None

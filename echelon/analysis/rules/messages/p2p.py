@@ -1,9 +1,9 @@
 """Detect sends and receives without a counterpart.
 
-If a rank posted an operation for one peer while a different peer posted an operation for that rank,
-the rank chose the wrong peer. If the peer of a receive is itself waiting for the receiver in
-another operation, the receive will never be matched: either it is superfluous, or the send was left
-out. Which of the two it is depends on whether the pair has ever exchanged anything.
+If rank 0 posts an operation for rank 1 while rank 2 posts an operation for rank 0, rank 0 has
+chosen the wrong peer. A receive can never be matched if its peer is itself waiting for the
+receiver. In this case, either the receive is superfluous or a send is missing; the earlier messages
+between the two ranks decide.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class _Pending:
                 self._lonely_for.setdefault((one.peer, one.is_send), []).append(one)
 
     def facing(self, one: Posted) -> list[Posted]:
-        """Return the peer's pending operations between the same two ranks."""
+        """Return the operations that `one`'s peer has posted for `one`'s rank."""
         return self._by_pair.get((one.peer, one.rank), [])
 
     def lonely_for(self, one: Posted) -> list[Posted]:
-        """Return unanswered operations of the opposite kind that were posted for `one`'s rank."""
+        """Return the unmatched operations of other ranks that could have matched `one`."""
         return self._lonely_for.get((one.rank, not one.is_send), [])
 
 
@@ -90,7 +90,7 @@ def _wrong_peer(picture: Picture, pending: _Pending) -> list[Finding]:
 
 
 def _pairs(pending: _Pending) -> Iterator[tuple[Posted, Posted]]:
-    """Yield pairs of pending sends and receives that were meant for each other."""
+    """Yield pairs of pending sends and receives that should match."""
     for one in pending.all:
         if not one.is_send or one.row["p2p_sequence"] < 0:
             continue
@@ -102,7 +102,7 @@ def _pairs(pending: _Pending) -> Iterator[tuple[Posted, Posted]]:
 
 
 def _unequal_pair(picture: Picture, pending: _Pending) -> list[Finding]:
-    """Report a send and a receive that differ in tag, type or size; both sides are named."""
+    """Report a send and a receive that differ in tag, type or size."""
     evidence = picture.evidence
     for one, other in _pairs(pending):
         ranks = tuple(sorted((one.rank, other.rank)))
@@ -122,10 +122,7 @@ def _unequal_pair(picture: Picture, pending: _Pending) -> list[Finding]:
 
 
 def _novel(picture: Picture, pending: _Pending) -> list[Finding]:
-    """Report two ranks that both send to, or both receive from, each other.
-
-    One of them must have no reason to, judging by its past or by messages it has not received.
-    """
+    """Report two ranks that both send to, or both receive from, each other."""
     for one in pending.all:
         for other in pending.facing(one):
             if one.answered or other.answered or one.is_send != other.is_send:
@@ -143,7 +140,7 @@ def _novel(picture: Picture, pending: _Pending) -> list[Finding]:
 
 
 def _without_reason(picture: Picture, one: Posted, other: Posted) -> str:
-    """Return why `one` is unusual and `other` is not, given their pasts and unread messages."""
+    """Explain why `one`, but not `other`, is unusual; "" if neither or both are."""
     evidence, exchanges = picture.evidence, picture.exchanges
     before, others_before = (exchanges.has_done(p.rank, p.row) for p in (one, other))
     if others_before and not before:

@@ -1,10 +1,8 @@
 """Detect sends and receives in torch's dumps that can never be matched.
 
-The n-th pending send of a direction matches the n-th pending receive, because both sides of a pair
-complete together. Two sides with different sizes or dtypes never match. A message whose peer has
-posted nothing is usually fallout of whatever that peer is waiting for. It is a cause only if its
-rank chose the wrong peer, or if the peer is itself waiting, directly or through others, for the
-same rank.
+In each direction, the n-th pending send matches the n-th pending receive. Messages with different
+sizes or dtypes never match. A message without a counterpart is a cause only if its rank chose the
+wrong peer, or if the peer is itself waiting for that rank.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from echelon.recorder.format.schema import Flag, State
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """A pending message, with the fields of its row."""
+    """A pending send or receive."""
 
     message: Message
     row: Any
@@ -43,7 +41,7 @@ class _Side:
 
 
 def find_messages(picture: Picture) -> list[Finding]:
-    """Report messages that can never be matched, trying the most certain kind first."""
+    """Report messages that can never be matched."""
     streams = picture.streams
     if streams is None or not picture.graph.waits:
         return []
@@ -87,7 +85,7 @@ def _numel(call: Call) -> int:
 
 
 def _odd_side(streams: Streams, one: _Side, other: _Side) -> _Side | None:
-    """Return the one side that has never made such a call before; None if both or neither have."""
+    """Return the only side that has never made such a call before, or None."""
     known = [_is_known(streams, side) for side in (one, other)]
     if known[0] == known[1]:
         return None
@@ -130,7 +128,7 @@ def _describe_unequal(picture: Picture, one: _Side, other: _Side, odd: _Side | N
 
 
 def _lonely(streams: Streams) -> Iterator[Message]:
-    """Yield the first pending message of each direction that has no posted counterpart."""
+    """For each direction, yield the first pending message without a counterpart."""
     for line in streams.messages.values():
         for message in line:
             if streams.counterpart(message) is None:
@@ -159,7 +157,7 @@ def _is_unusual(streams: Streams, message: Message) -> bool:
 
 
 def _is_novel_here(streams: Streams, message: Message) -> bool:
-    """Return whether the message's line of code has used several other peers but never this one."""
+    """Return whether a line of code has used several peers, but never this message's peer."""
     rows = streams.evidence.ranks[message.rank].rows
     site = int(rows[message.row]["site"])
     alike = _messages(rows, message.way[0]) & (rows["state"] == State.COMPLETED)
@@ -173,7 +171,7 @@ def _is_head(streams: Streams, message: Message) -> bool:
 
 
 def _is_strange(streams: Streams, message: Message) -> bool:
-    """Return whether a rank is waiting for an unrelated rank after using only other peers."""
+    """Return whether a rank is waiting for a peer that it has never used before."""
     if message.peer not in streams.heads or not _is_head(streams, message):
         return False
     own, theirs = (streams.evidence.ranks[r].rows for r in (message.rank, message.peer))
@@ -188,11 +186,7 @@ def _is_strange(streams: Streams, message: Message) -> bool:
 
 
 def _is_novel(streams: Streams, message: Message) -> bool:
-    """Return whether a rank has never exchanged such messages with this peer, as far as recorded.
-
-    If the rank's own ring has wrapped around, the peer's record must not show any such message
-    either.
-    """
+    """Return whether the records show no earlier message of this kind between the two ranks."""
     if _has_exchanged(streams, message):
         return False
     theirs = streams.evidence.ranks[message.peer].rows
@@ -212,10 +206,10 @@ def _with_peer(rows: Any, group: int, peer: int) -> Any:
 
 
 def _has_exchanged(streams: Streams, message: Message, *, or_nothing: bool = False) -> bool:
-    """Return whether a rank has completed a message of this direction with this peer before.
+    """Return whether a rank has completed a message in this direction with this peer.
 
     Args:
-        or_nothing: the value to return for a rank without any completed message.
+        or_nothing: the value to return if the rank has not completed any message.
     """
     rows = streams.evidence.ranks[message.rank].rows
     done = ((rows["flags"] & Flag.P2P) > 0) & (rows["state"] == State.COMPLETED)
@@ -251,7 +245,7 @@ def _describe_wrong(
 
 
 def _left_out(picture: Picture, streams: Streams) -> list[Finding]:
-    """Report two ranks waiting for each other, one of which has left out a message."""
+    """Report a pair of ranks that wait for each other because one rank omitted a message."""
     ring = set(picture.graph.cycle())
     waits = [
         message

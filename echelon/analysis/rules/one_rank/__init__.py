@@ -1,1 +1,1 @@
-"""Detect signs of trouble in a single rank, both from inside and from outside its process."""
+"""Detect signs of trouble in a single rank."""

@@ -1,8 +1,8 @@
 """Determine what a rank is doing while other ranks are waiting for it.
 
 Each test is a small function that takes one rank's evidence and returns a reading or None. The
-tests run in the order of `_TESTS`, the most specific first, and the first reading is used. A rank
-that matches no test is taken to be executing its own code.
+tests run from the most specific to the least specific, and the first reading is used. A rank that
+matches no test is assumed to be executing its own code.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from echelon.recorder.format.schema import TRACING
 
 
 def read_rank(picture: Picture, rank: int) -> Reading:
-    """Determine from a rank's own signals what it is doing while other ranks are waiting for it."""
+    """Determine what a rank is doing while other ranks are waiting for it."""
     facts = picture.evidence.ranks.get(rank)
     if facts is None:
         return read_absence(picture, rank)
@@ -81,7 +81,7 @@ _TESTS: tuple[Test, ...] = (
 
 
 def _host(picture: Picture, facts: RankEvidence) -> Reading:
-    """Return the default reading: the rank is executing its own code."""
+    """Return the default reading, which says that the rank is executing its own code."""
     host = facts.host
     frame = users_line(facts)
     span = innermost_span(facts)
@@ -123,7 +123,7 @@ def _waits_line(facts: RankEvidence) -> tuple[str, ...]:
 
 
 def _unrecorded(picture: Picture, facts: RankEvidence, lines: list[str]) -> Reading:
-    """Infer what a rank without a ring or a stack is doing from its threads' system calls."""
+    """Infer from its threads' system calls what an unrecorded rank is doing."""
     rank = facts.rank
     stack = missing_stack(facts, f"rank {rank}'s stack")
     if TRACING not in facts.host.not_permitted:

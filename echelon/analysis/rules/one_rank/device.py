@@ -1,4 +1,4 @@
-"""Detect a rank that keeps others waiting because of its device, not its host."""
+"""Detect a rank that keeps other ranks waiting because of its device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from echelon.analysis.rules.one_rank.signals import STALE_HEARTBEAT_S, heartbeat
 
 
 def read_device(picture: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a rank that is stuck in an operation because its device has stopped."""
+    """Detect a rank that is stuck in an operation on a stalled device."""
     if facts.host.alive and heartbeat_age_s(facts) >= STALE_HEARTBEAT_S:
         return None  # Python is not running, and it is what marks operations as completed
     rank = facts.rank
@@ -49,10 +49,9 @@ def read_device(picture: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def never_started(picture: Picture, wait: Wait) -> tuple[int, ...]:
-    """Return the few ranks whose devices have not started an operation that the others are running.
+    """Return the few ranks whose devices have not started an operation that is running elsewhere.
 
-    Only the head of a stream counts, because an operation further back in the queue waits for the
-    one ahead of it.
+    Operations that are still queued behind another operation do not count.
     """
     if wait.absent or wait.completed or wait.is_p2p or 2 * len(wait.created) >= len(wait.waiting):
         return ()

@@ -1,8 +1,8 @@
 """Detect a rank whose stack shows what it is waiting for: its loader, a checkpoint, the store.
 
-Spans would name the same causes, but a program that never imports echelon opens no spans. If the
-rank is waiting for a child process, usually a data-loader worker, that process is reported with the
-line it is executing.
+The stack serves programs that open no spans because they do not import echelon. If the rank is
+waiting for a child process, usually a data-loader worker, the report includes the line that the
+child is executing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def worker_lines(facts: RankEvidence) -> list[str]:
 
 
 def read_arrival(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a rank that has entered a collective by the second snapshot, so it is not stuck."""
+    """Detect a rank that entered a collective between the two snapshots."""
     host = facts.host
     if facts.has_ring or not host.later_stacks:
         return None
@@ -110,7 +110,7 @@ def _words(activity: Activity) -> str:
 
 
 def _is_same_later(facts: RankEvidence, activity: Activity) -> bool:
-    """Return whether both snapshots show the same activity; one seen only once may be transient."""
+    """Return whether both snapshots show the same activity."""
     if not facts.host.later_stacks:
         return False
     later = read_activity(facts.host.later_stacks)

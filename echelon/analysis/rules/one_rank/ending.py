@@ -78,7 +78,7 @@ def _is_closed(facts: RankEvidence) -> bool:
 
 
 def read_silence(picture: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a stale heartbeat when the only evidence is rings that were read on another host."""
+    """Detect a stale heartbeat in rings that were read on another host."""
     if facts.host.alive is not None or picture.evidence.foreign or not facts.has_ring:
         return None
     behind_s = _behind_s(picture, facts)
@@ -95,7 +95,7 @@ def read_silence(picture: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def _behind_s(picture: Picture, facts: RankEvidence) -> float:
-    """Return how much older a rank's heartbeat is than the newest one; 0 without a heartbeat."""
+    """Return how many seconds a rank's heartbeat lags behind the newest heartbeat."""
     if not facts.live[Live.HEARTBEAT_MONO_NS]:
         return 0.0
     return (picture.remembered("youngest", _youngest_ns) - _beat_ns(facts)) / 1e9
@@ -111,7 +111,7 @@ def _youngest_ns(picture: Picture) -> int:
 
 
 def read_loss(picture: Picture, rank: int) -> Reading:
-    """Describe what the launcher knows about a rank whose node is lost or did not answer."""
+    """Describe what the launcher knows about a rank on a lost or silent node."""
     why = picture.evidence.incident.absent.get(rank, "its node is lost")
     return Reading(
         cause=Cause.DEAD_PROCESS,
@@ -127,8 +127,7 @@ def read_loss(picture: Picture, rank: int) -> Reading:
 def read_absence(picture: Picture, rank: int) -> Reading:
     """Detect a rank that left no readable record.
 
-    If no launcher was watching the job, a missing file proves little: it may have been lost when
-    the files were copied.
+    Without a launcher, the confidence is low, because the record may have been lost in copying.
     """
     if picture.evidence.incident.absent.get(rank):
         return read_loss(picture, rank)

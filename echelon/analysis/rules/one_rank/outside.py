@@ -1,12 +1,10 @@
-"""Determine from outside which ranks without a record are waiting for their peers.
+"""Determine which ranks without a record are waiting for their peers.
 
-torch's Gloo backend runs each collective on a thread that waits for its peers with a timeout; the
-threads of an idle backend wait without one. So the kernel shows which ranks are inside a
-collective, and the ranks outside are keeping them waiting. Before a group exists, ranks block in a
-socket call until all ranks have joined the store.
+torch's Gloo backend runs each collective on a thread that waits with a timeout; the threads of an
+idle backend wait without a timeout. The threads' system calls therefore show which ranks are inside
+a collective. Before a group exists, ranks wait for the store in a socket call.
 
-This method shows neither which collective a rank is in nor where in its code it is; only stacks
-show that.
+Only stacks can show which collective a rank is in, and where in its code.
 """
 
 from __future__ import annotations
@@ -42,11 +40,7 @@ def waits_for_peers(facts: RankEvidence) -> bool:
 
 
 def is_in_collective(facts: RankEvidence) -> bool:
-    """Return whether a rank's stack, or one of its Gloo threads, is inside a collective.
-
-    The threads show more than the stack: a backward pass, a functional collective or a pipeline
-    waits in C++, without a Python frame that belongs to a collective.
-    """
+    """Return whether a rank's stack, or any of its Gloo threads, is inside a collective."""
     if facts.host.process_state in ("T", "t"):
         return False
     if num_inside(facts.host.threads, facts.host.native_stacks):
@@ -55,12 +49,12 @@ def is_in_collective(facts: RankEvidence) -> bool:
 
 
 def is_seen_outside(facts: RankEvidence) -> bool:
-    """Return whether a rank's Gloo threads can be seen and none of them is in a collective."""
+    """Return whether a rank has visible Gloo threads, all of which are outside any collective."""
     return any(thread.is_gloos for thread in facts.host.threads) and not is_in_collective(facts)
 
 
 def outside_words(facts: RankEvidence) -> str:
-    """Describe what the main thread is doing, worded to follow "rank R "; "" if unknown."""
+    """Describe what the main thread is doing, as a phrase after "rank R "; "" if unknown."""
     if not facts.host.threads:
         return ""
     call = facts.host.threads[0].call
@@ -86,10 +80,9 @@ def outside_lines(facts: RankEvidence) -> list[str]:
 
 
 def keeps_waiting(picture: Picture) -> tuple[int, ...]:
-    """Return the live ranks without a record that are keeping the other ranks waiting.
+    """Return the live ranks for which other ranks appear to be waiting.
 
-    Returns () if this cannot be decided: some rank has a record, or either no rank or every rank
-    appears to be waiting.
+    Returns () if any rank has a record, if no rank is waiting, or if all ranks are waiting.
     """
     return picture.remembered("keeps_waiting", _keeps_waiting)
 
@@ -105,10 +98,10 @@ def _keeps_waiting(picture: Picture) -> tuple[int, ...]:
 
 
 def sleepers(picture: Picture) -> tuple[int, ...]:
-    """Return the few ranks that sleep, without a record, while the others' main threads wait.
+    """Return the few ranks that are asleep while the main threads of the other ranks wait.
 
-    This covers sends and receives, in which the main thread itself waits and no Gloo thread is in
-    a collective.
+    Returns () if any rank has a record. The result is useful for sends and receives, in which the
+    main thread itself waits.
     """
     return picture.remembered("sleepers", _sleepers)
 
@@ -126,7 +119,7 @@ def _sleepers(picture: Picture) -> tuple[int, ...]:
 
 
 def waits_unrecorded(picture: Picture, rank: int) -> bool:
-    """Return whether a rank without a record can still be seen inside a collective."""
+    """Return whether a rank without a record appears to be inside a collective."""
     facts = picture.evidence.ranks.get(rank)
     if facts is None or facts.has_ring or len(facts.rows):
         return False
@@ -144,7 +137,7 @@ def _waiting_ranks(picture: Picture) -> tuple[int, ...]:
 
 
 def _is_at_rendezvous(facts: RankEvidence) -> bool:
-    """Return whether the main thread is waiting on an open connection and no group exists yet."""
+    """Return whether a rank appears to be waiting at the rendezvous."""
     host = facts.host
     connected = any(one.state == "ESTABLISHED" for one in host.sockets)
     return bool(

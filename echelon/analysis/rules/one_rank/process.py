@@ -62,7 +62,7 @@ def read_freezer(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_motion(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a rank that made progress between the two snapshots, so it is slow but not stuck."""
+    """Detect a rank that made progress between the two snapshots."""
     if not has_moved(facts):
         return None
     host = facts.host
@@ -80,7 +80,7 @@ def read_motion(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_throttling(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a rank that its cgroup's processor limit holds back most of the time."""
+    """Detect a rank that is held back by its cgroup's CPU limit most of the time."""
     share = facts.host.throttled_share
     if share is None or share < THROTTLED_SHARE or facts.host.process_state == "D":
         return None
@@ -95,7 +95,7 @@ def read_throttling(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_heartbeat(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a process that is not running Python because C code holds the interpreter's lock."""
+    """Detect a process in which C code has been holding the interpreter's lock."""
     age = heartbeat_age_s(facts)
     if (
         not facts.host.alive
@@ -130,7 +130,7 @@ def read_heartbeat(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_held_lock(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect C code that waits in the kernel and holds the interpreter's lock in both snapshots."""
+    """Detect C code that holds the interpreter's lock while waiting in the kernel."""
     host = facts.host
     first, later = main_thread(host.stacks), main_thread(host.later_stacks)
     if first is None or later is None or not (first.holds_lock and later.holds_lock):

@@ -1,4 +1,4 @@
-"""Define `Reading`, and the signature of the tests that return one."""
+"""Define `Reading` and the signature of the tests that produce a reading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read the signals of a single rank: its innermost span, source line, heartbeat and process."""
+"""Read the signals of a single rank: span, source line, heartbeat and process."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ STALE_HEARTBEAT_S = 3.0  # six missed beats: a busy machine delays one or two
 def innermost_span(facts: RankEvidence) -> Span | None:
     """Return the innermost open span of the thread that calls the rank's collectives.
 
-    If that thread has no open span, or if there has been no collective yet, return the innermost
-    open span of the thread that opened a span most recently.
+    If that thread has no open span, the thread that last opened a span is used.
     """
     if not facts.open_spans:
         return None
@@ -37,7 +36,7 @@ def innermost_span(facts: RankEvidence) -> Span | None:
 
 
 def heartbeat_age_s(facts: RankEvidence) -> float:
-    """Return how old the Python heartbeat was when last read; 0 if unknown or recent."""
+    """Return the age of the Python heartbeat in seconds; 0 if unknown or recent."""
     beat = facts.live[Live.HEARTBEAT_MONO_NS] if facts.live else 0
     seen = facts.host.snapshot_mono_ns
     if not beat or not seen or facts.host.later_heartbeat_mono_ns > beat:
@@ -58,7 +57,7 @@ def users_line(facts: RankEvidence) -> Frame | None:
 
 
 def process_lines(facts: RankEvidence) -> list[str]:
-    """Describe the process as the host sees it: its state, and whether it is busy."""
+    """Describe the state of the process, as seen by the host."""
     host = facts.host
     lines = []
     if host.process_state:
@@ -71,14 +70,14 @@ def process_lines(facts: RankEvidence) -> list[str]:
 
 
 def native_heartbeat_age_s(facts: RankEvidence) -> float | None:
-    """Return how old the lock-free heartbeat was when last read, or None if unknown."""
+    """Return the age of the lock-free heartbeat in seconds, or None if unknown."""
     beat = facts.live[Live.NATIVE_HEARTBEAT_MONO_NS] if facts.live else 0
     seen = facts.host.snapshot_mono_ns
     return max(0, seen - beat) / 1e9 if beat and seen else None
 
 
 def interrupted_lines(facts: RankEvidence) -> tuple[str, ...]:
-    """Warn if the signal that captured the stacks may have changed what the rank was doing."""
+    """Warn if capturing the stacks may have interrupted what the rank was doing."""
     if facts.host.stacks_from != SIGNAL:
         return ()
     text = (
@@ -118,7 +117,7 @@ def is_busy(facts: RankEvidence) -> bool:
 
 
 def machine_lines(facts: RankEvidence) -> list[str]:
-    """Describe what holds the process back: its cgroup's limits, or pressure on the machine."""
+    """Describe what slows the process down: its cgroup's limits, or pressure on the machine."""
     host = facts.host
     lines = []
     if host.throttled_share is not None and host.throttled_share > 0.1:
@@ -147,7 +146,7 @@ def denied_line(facts: RankEvidence) -> tuple[str, ...]:
 
 
 def missing_stack(facts: RankEvidence, whose: str) -> str:
-    """Name a stack that would settle a verdict, with a remedy if permission to read it was denied.
+    """Name a stack that would settle a verdict, and explain how to obtain permission to read it.
 
     Args:
         whose: the stack and its owner, such as "rank 3's main thread's stack".

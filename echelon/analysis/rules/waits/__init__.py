@@ -1,1 +1,1 @@
-"""Detect ranks that are waiting, and the ranks that keep them waiting."""
+"""Detect ranks that are waiting, and the ranks for which they wait."""

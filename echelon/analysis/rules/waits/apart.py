@@ -1,10 +1,9 @@
-"""Compare the source lines of ranks that recorded nothing and are all waiting in collectives.
+"""Compare the source lines of ranks that left no record and are all waiting in collectives.
 
-No single rank keeps the others waiting. If the ranks are at different lines, they are probably
-inside different calls: with uneven batches, for example, one rank has left the loop and is in the
-barrier after it, or only some ranks have reached a collective. If all ranks are at the same line,
-they are probably inside the same call. Neither is certain, because two lines may make the same
-call, and one line may make several calls.
+Ranks at different lines are probably inside different calls. For example, one rank may have left
+the loop and reached the next barrier. Ranks at the same line are probably inside the same call.
+Source lines are not proof, because two lines may make the same call, and one line may make several
+calls.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _MAX_SHOWN = 4
 
 
 def find_apart(picture: Picture) -> list[Finding]:
-    """Report the ranks that are in a collective at a different line from most of the ranks."""
+    """Report the ranks whose collective is at a different line from that of most ranks."""
     places = _places(picture)
     if not places:
         return []
@@ -72,7 +71,7 @@ def _together(place: Frame, ranks: tuple[int, ...]) -> Finding:
 
 
 def _places(picture: Picture) -> dict[Frame, tuple[int, ...]]:
-    """Return the ranks by the line of their collective, or {} unless every rank is in one."""
+    """Return the ranks grouped by the line of their collective; {} if any rank is not in one."""
     evidence = picture.evidence
     if evidence.incident.kind != "stall" or evidence.missing or picture.graph.waits:
         return {}

@@ -1,4 +1,4 @@
-"""Detect cycles of ranks that wait for each other because their operations differ in order."""
+"""Detect cycles of ranks that wait for each other, caused by a different order of operations."""
 
 from __future__ import annotations
 
@@ -63,11 +63,7 @@ def find_desync(picture: Picture) -> list[Finding]:
 
 
 def _sureness(picture: Picture, ring: tuple[int, ...], waits: list[Wait]) -> Confidence:
-    """Return the confidence that the whole cycle is at fault.
-
-    In a cycle that contains messages or more than two ranks, most of the ranks may be fallout of
-    the one that slipped.
-    """
+    """Return the confidence that the whole cycle is at fault."""
     if picture.streams is None:
         return Confidence.CERTAIN
     has_messages = any(wait.is_p2p for wait in waits)
@@ -75,10 +71,9 @@ def _sureness(picture: Picture, ring: tuple[int, ...], waits: list[Wait]) -> Con
 
 
 def _breaker(waits: list[Wait], ring: set[int], recorded: Collection[int]) -> int | None:
-    """Return the one rank whose removal breaks the cycle, or None if there is not exactly one.
+    """Return the only rank whose removal breaks the cycle, or None if there is no such rank.
 
-    A candidate must be the only rank missing from some wait. Ranks without a record do not count,
-    because they seem to be missing everywhere.
+    A candidate must be the only recorded rank that is missing from some wait.
     """
     seen = [[rank for rank in wait.absent if rank in recorded] for wait in waits]
     alone = {absent[0] for absent in seen if len(absent) == 1} & ring
@@ -104,11 +99,7 @@ def _without(waits: list[Wait], rank: int) -> WaitGraph:
 def _describe_odd(
     picture: Picture, odd: int, ring: tuple[int, ...], waits: list[Wait], *, is_habit: bool
 ) -> Finding:
-    """Name the one rank of a cycle that departed from its usual order of calls.
-
-    An unmatched message alone does not show which side is at fault: the peer may have left out its
-    side or already completed it. The rank's habit decides.
-    """
+    """Name the one rank of a cycle that departed from its usual order of calls."""
     near = [wait for wait in waits if odd in wait.absent or odd in wait.waiting]
     first = next((wait for wait in near if odd in wait.absent), waits[0])
     own = next((wait for wait in near if odd in wait.waiting), first)

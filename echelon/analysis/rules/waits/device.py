@@ -1,8 +1,7 @@
-"""Detect a kernel that has not started although nothing is ahead of it in its rank's queue.
+"""Detect a kernel that has not started although it is at the head of its rank's queue.
 
-If starts are recorded, a rank that is waiting for its peers has already started the operation. If
-the operation at the head of a rank's queue is only scheduled while the other members' kernels are
-running, the rank is waiting for its own device, where some earlier work never finished.
+If the other members' kernels are already running, the rank is waiting for its own device rather
+than for its peers. The rule needs recorded start times.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from echelon.recorder.format.schema import State
 
 
 def find_unstarted(picture: Picture) -> list[Finding]:
-    """Report the ranks whose kernels have not started although those of their peers are running."""
+    """Report the ranks whose kernels have not started while the peers' kernels are running."""
     streams = picture.streams
     if streams is None or not streams.has_starts or not picture.graph.waits:
         return []

@@ -1,9 +1,8 @@
-"""Explain a hang in a pipeline: the missing action, its rank, and what that rank is doing.
+"""Explain a hang in a pipeline by following its waits to the rank that causes them.
 
-A pipeline posts receives ahead of time, so pending messages do not show which rank is waiting for
-which. Open spans do: a waiting rank has a `pipeline` span such as `2F3 waits in RECV_F for 1F3 of
-rank 1`, and a computing rank has a `compute` span with the text of its action. Following the waits
-leads to the rank that all others are waiting for, and that rank's own signals show why.
+Pending messages do not show which rank is waiting for which, because a pipeline posts receives
+ahead of time. Therefore the waits are taken from open spans. A waiting rank has a `pipeline` span
+such as `2F3 waits in RECV_F for 1F3 of rank 1`, and a computing rank has a `compute` span.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class _Wait:
 
 
 def find_pipeline(picture: Picture) -> list[Finding]:
-    """Report the ranks that pipelines are waiting for, longest wait first."""
+    """Report the ranks that pipelines are waiting for. The longest wait comes first."""
     waits = {
         rank: wait
         for rank, facts in picture.evidence.ranks.items()
@@ -113,7 +112,7 @@ def _describe(picture: Picture, root: int, waiting: list[_Wait]) -> Finding:
 
 
 def _is_for(wait: _Wait, facts: RankEvidence | None) -> bool:
-    """Return whether a rank is executing the very action that another rank is waiting for."""
+    """Return whether a rank is executing the action that another rank is waiting for."""
     span = None if facts is None else _computing(facts)
     return span is not None and wait.thing == span.detail.replace("I", "B")
 
@@ -144,7 +143,7 @@ def _fallout(picture: Picture, root: int, waiting: tuple[int, ...]) -> tuple[int
 
 
 def _group(picture: Picture, wait: _Wait) -> str | None:
-    """Return the name of the group of the message that a rank is waiting for."""
+    """Return the group name of the message that a rank is waiting for."""
     rows = picture.evidence.ranks[wait.rank].rows
     pending = (rows["state"] == State.CREATED) | (rows["state"] == State.STARTED)
     mine = rows[((rows["flags"] & Flag.P2P) > 0) & (rows["peer"] == wait.peer) & pending]

@@ -1,12 +1,8 @@
-"""Detect a rank or a host that is repeatedly last although nothing stalls.
+"""Detect a rank or a host that is repeatedly the last to arrive in a running job.
 
-A straggler is a verdict only if it matters: it must be last in at least 80 % of at least 50
-collectives of a group, and at least 20 % of the time must be spent waiting for it. A smaller delay
-is only noted.
-
-Only collectives in which ranks actually waited are counted. Of four buckets in a row, for example,
-the first absorbs the slow rank's delay, and which rank is last in the other three is a matter of
-chance.
+A straggler becomes a verdict if it was last in at least 80 % of at least 50 collectives of a group,
+and if the other ranks spent at least 20 % of the time waiting for it. A smaller delay becomes a
+note. Only collectives in which ranks actually waited are counted.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ NOTED_COST_SHARE = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Laggards:
-    """The members that most often arrived last (a rank, a host or a few ranks), and their cost."""
+    """The members that most often arrived last, and the time that they cost."""
 
     group: str
     ranks: tuple[int, ...]
@@ -54,10 +50,10 @@ class Laggards:
 
 
 def laggards(found: Arrivals, hosts: list[str]) -> Laggards | None:
-    """Return the members that were last most often; None if there are too few collectives.
+    """Return the members that were last most often, or None if there were too few collectives.
 
-    The result is one rank if a single rank is late. Otherwise it is the ranks of a host, or a few
-    ranks that are equally late and take turns at being last.
+    The result is a single rank, the ranks of one host, or a few ranks that take turns at being
+    last.
 
     Args:
         hosts: the host of each member: [num_members].
@@ -77,7 +73,10 @@ def laggards(found: Arrivals, hosts: list[str]) -> Laggards | None:
 
 
 def _sets(lag: npt.NDArray[np.int64], hosts: list[str]) -> Iterator[tuple[int, ...]]:
-    """Yield the sets of members that may be late together, each at most half of all members."""
+    """Yield the sets of members that may be late together.
+
+    Each set contains at most half of the members.
+    """
     size = len(hosts)
     median = np.median(lag, axis=1)
     by_host: dict[str, list[int]] = {}
@@ -98,7 +97,7 @@ def _sets(lag: npt.NDArray[np.int64], hosts: list[str]) -> Iterator[tuple[int, .
 def _judge(
     found: Arrivals, lag: npt.NDArray[np.int64], members: tuple[int, ...], hosts: list[str]
 ) -> Laggards:
-    """Measure the cost of a set of members: how much later they arrived than all others."""
+    """Measure how much time a set of members cost by arriving after all other members."""
     rest = np.delete(lag, members, axis=0)
     if not len(rest):
         rest = np.zeros_like(lag[:1])
@@ -127,7 +126,7 @@ def _judge(
 
 
 def find_straggler(picture: Picture) -> list[Finding]:
-    """Report the ranks that cost the most time, as a verdict or as a note."""
+    """Report the ranks that cost the most time, either as a verdict or as a note."""
     candidates = [
         found
         for lanes in picture.lanes

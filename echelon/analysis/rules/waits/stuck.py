@@ -1,6 +1,7 @@
 """Examine the ranks that other ranks are waiting for and that are not waiting themselves.
 
-Each such sink of the wait-for graph is judged by its own signals (`one_rank/`).
+Such a rank is a sink of the wait-for graph. Its own signals show what it is doing (see
+`one_rank/`).
 """
 
 from __future__ import annotations
@@ -51,8 +52,7 @@ _ACTIONS = {
 def find_stuck(picture: Picture) -> list[Finding]:
     """Report the sinks, earliest wait first.
 
-    Sinks with the same cause share a finding if the same operation is waiting for them; otherwise
-    each gets its own.
+    Sinks share a finding if they have the same cause and keep the same operation waiting.
     """
     sinks = suspects(picture)
     readings = {rank: read_rank(picture, rank) for rank in sinks}
@@ -76,7 +76,7 @@ def find_stuck(picture: Picture) -> list[Finding]:
 
 
 def _bounded(alike: dict[tuple[Cause, int], list[int]]) -> dict[tuple[Cause, int], list[int]]:
-    """If too many sinks would each get their own finding, merge them by cause."""
+    """Merge sinks by cause if there would be too many findings."""
     if len(alike) <= _MAX_FINDINGS:
         return alike
     merged: dict[tuple[Cause, int], list[int]] = {}
@@ -86,9 +86,9 @@ def _bounded(alike: dict[tuple[Cause, int], list[int]]) -> dict[tuple[Cause, int
 
 
 def find_all_busy(picture: Picture) -> list[Finding]:
-    """Report a stall in which all ranks are computing and none is waiting for another.
+    """Report a stall in which all ranks are computing and no rank is waiting.
 
-    A long compilation, evaluation or preprocessing looks the same and is not a fault.
+    A long compilation, evaluation or preprocessing step also looks like this.
     """
     evidence = picture.evidence
     ranks = evidence.ranks
@@ -120,11 +120,7 @@ def find_all_busy(picture: Picture) -> list[Finding]:
 
 
 def find_lost(picture: Picture) -> list[Finding]:
-    """Report the ranks whose node was lost, if that was the first failure.
-
-    The other ranks may still have been making progress when their snapshots were taken, each at a
-    different moment. Anything in those snapshots that looks like a wait or a stall is coincidence.
-    """
+    """Report the ranks whose node was lost, if the loss was the first failure."""
     incident, size = picture.evidence.incident, picture.evidence.world_size
     lost = tuple(rank for rank in incident.lost if rank < size)
     if not lost:
@@ -137,10 +133,8 @@ def find_lost(picture: Picture) -> list[Finding]:
 def suspects(picture: Picture) -> tuple[int, ...]:
     """Return the ranks to examine: the sinks or, in a silent stall, every running rank.
 
-    A rank inside an operation that all members have entered is waiting for the transport; a rank
-    outside any operation takes precedence over it. A rank inside an operation that its peers have
-    completed is waiting for its own device. Before a group exists, ranks meet at the store, where
-    those that have arrived wait for the others.
+    Ranks outside any operation are preferred. If there are none, the suspects are ranks whose peers
+    have completed the operation.
     """
     sinks = picture.graph.sinks
     inside = {rank for wait in picture.graph.waits if not wait.absent for rank in wait.waiting}
@@ -173,10 +167,9 @@ def suspects(picture: Picture) -> tuple[int, ...]:
 
 
 def accused(picture: Picture) -> tuple[int, ...]:
-    """Return the ranks that timeouts on other ranks name as missing, unless they failed themselves.
+    """Return the ranks that other ranks' timeout errors name as missing.
 
-    Before a group exists, no rank is waiting in an operation, and only these errors name the ranks
-    that did not join.
+    Ranks that failed themselves are left out.
     """
     named: set[int] = set()
     for facts in picture.evidence.ranks.values():
@@ -197,12 +190,10 @@ def _is_at_store(facts: RankEvidence) -> bool:
 
 
 def is_left_behind(picture: Picture, wait: Wait) -> bool:
-    """Return whether the waiting ranks' peers completed the operation some time ago.
+    """Return whether peers completed the operation while these ranks remained in it.
 
-    Foreign dumps do not record when they were made, so a few ranks may simply have been dumped
-    earlier. For these, most peers must have completed the operation and be waiting in a later one,
-    or the operation must have timed out. Over a dead link, one side may complete an operation whose
-    data never reaches the other side; then the network is at fault.
+    A difference between dumps that were taken at different times does not count. A dead link does
+    not count either, because one side may then complete an operation that the other side cannot.
     """
     if wait.absent or not wait.completed or picture.is_cut_off(wait):
         return False
@@ -225,7 +216,7 @@ def _began(picture: Picture, ranks: Sequence[int]) -> int:
 def describe_sinks(
     picture: Picture, ranks: tuple[int, ...], reading: Reading, shown: int
 ) -> Finding:
-    """Combine ranks stuck for the same reason into a finding; `shown` is described first."""
+    """Return a finding about ranks stuck for the same reason; describe rank `shown` first."""
     wait = picture.wait_for(ranks)
     who = rank_list(ranks)
     summary = f"rank {shown} {reading.words}"
@@ -282,7 +273,7 @@ def describe_sinks(
 
 
 def _rest_words(reading: Reading, others: Mapping[int, Reading], rest: Sequence[int]) -> str:
-    """Describe the other ranks of a finding: which do the same as the first, and which do not."""
+    """Describe the other ranks of a finding, in relation to the first rank."""
     apart = [r for r, other in others.items() if other.frame != reading.frame and other.frame]
     same = [rank for rank in rest if rank not in apart]
     text = f"; so {'does' if len(same) == 1 else 'do'} {rank_list(same)}" if same else ""
@@ -293,7 +284,7 @@ def _rest_words(reading: Reading, others: Mapping[int, Reading], rest: Sequence[
 
 
 def _has_contrast(picture: Picture, ranks: Sequence[int]) -> bool:
-    """Return whether anything sets the culprits apart from other ranks."""
+    """Return whether the evidence distinguishes the culprits from other ranks."""
     if picture.evidence.world_size == 1 or picture.wait_for(ranks) is not None:
         return True
     return any(rank not in ranks for rank in range(picture.evidence.world_size))
@@ -316,7 +307,7 @@ def waiting_words(picture: Picture, ranks: Sequence[int], wait: Wait) -> str:
 
 
 def wait_line(wait: Wait) -> str:
-    """Describe which ranks are inside an operation and which have not joined it."""
+    """Describe which ranks are inside an operation and which ranks are missing."""
     return (
         f"{rank_list(wait.waiting)} inside {wait} of group '{wait.group}', "
         f"{rank_list(wait.absent)} not"

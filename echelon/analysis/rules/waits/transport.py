@@ -1,6 +1,6 @@
 """Detect operations that every rank has entered but that do not complete.
 
-The cause is the transport or a device, not a missing rank.
+The cause is then the transport or a device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SETTLES = (
 
 
 def find_transport(picture: Picture) -> list[Finding]:
-    """Report lost connections, or an operation that all members entered but not all completed."""
+    """Report lost connections, or an operation that all members entered but that is incomplete."""
     inside = [wait for wait in picture.graph.waits if _is_full(picture, wait)]
     if inside:
         return [_describe(picture, min(inside, key=lambda wait: wait.since_ns))]
@@ -68,7 +68,7 @@ def _describe(picture: Picture, wait: Wait) -> Finding:
 
 
 def _world(picture: Picture) -> tuple[str, ...]:
-    """Mention that a rank may be missing, if no record states the number of ranks."""
+    """Warn that a rank may be missing, if no record states the number of ranks."""
     if not picture.evidence.is_world_inferred:
         return ()
     size = picture.evidence.world_size
@@ -91,9 +91,9 @@ def _whose(links: tuple[BrokenLink, ...], culprits: tuple[int, ...]) -> str:
 
 
 def _broken(picture: Picture) -> list[Finding]:
-    """Report lost connections, provided that no rank has hung or died.
+    """Report lost connections if all ranks are alive and responsive.
 
-    The finding names the rank at the other end of most of these connections.
+    The finding names the rank at the far end of most lost connections.
     """
     texts = {rank: text for rank, text in _errors(picture).items() if text}
     if not texts:
