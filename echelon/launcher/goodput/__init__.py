@@ -1,1 +1,1 @@
-"""Account for a job's time: how each second of each rank was spent."""
+"""Record how the ranks of a job spend their time."""

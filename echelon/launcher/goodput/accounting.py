@@ -1,23 +1,22 @@
 """Classify each second of each rank from the recorded facts, without gaps or overlaps. Pure.
 
-Every rank's time, from the start of the job to its end, is cut into consecutive segments, and each
-segment into parts. The parts of a rank add up to the job's time to the nanosecond.
+Every rank's time is cut into consecutive segments, and each segment is divided among the categories
+below. The times of a rank add up exactly to the job's time.
 
     start-up    until the first step of the first attempt
-    useful      steps that no earlier attempt had finished, minus the next three parts
+    useful      steps that no earlier attempt had finished, minus the next three categories
     waiting     blocked in collectives and messages within those steps
     data        waiting for the next batch within those steps
     checkpoint  saving and loading within or between steps
-    repeated    steps that an earlier attempt had already finished, as a whole
+    repeated    steps that an earlier attempt had already finished
     stall       from the last sign of progress until the stall cleared or the ranks were stopped
     restart     the step that a failure cut short, and the time until the next first step
     idle        the rank had ended, or its world had no place for it
     unmarked    the program ran but marked no steps
 
-[Note: step numbers after a restart] A program that marks steps by number continues from the step at
-which its checkpoint was saved. A program that does not mark steps by number, such as any unmodified
-program, counts from 0 again. If an attempt has loaded a checkpoint and begins at step 0 or 1, it is
-assumed to continue from the step at which the newest earlier checkpoint was saved.
+[Note: step numbers after a restart] After a restart, a program may continue numbering steps where
+its checkpoint was saved, or count from 0 again. If an attempt has loaded a checkpoint and begins at
+step 0 or 1, its steps are assumed to follow the step of the newest earlier checkpoint.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Segment:
     """A period of one rank's time; the `parts` add up to the period's length.
 
     Attributes:
-        blamed: the index of the attempt whose failure cost this time; -1 if no failure did.
+        blamed: the index of the attempt whose failure cost this time; -1 if no failure is to blame.
     """
 
     began_ns: int
@@ -60,9 +59,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class _Numbering:
-    """How to interpret an attempt's step numbers.
+    """The offset that converts an attempt's step numbers to the job's steps.
 
-    Add `base` to a number to get the job's step; steps below `done` are repeated.
+    Job steps below `done` are repeated.
     """
 
     base: int
@@ -162,7 +161,10 @@ class _Cut:
         yield from _whole(self._stopped, self._ended, Category.IDLE)
 
     def _rest(self, at: int, before: Category) -> Iterator[Segment]:
-        """Yield the segments after the rank's last lap, or all of them if it has no laps."""
+        """Yield the segments after the rank's last lap.
+
+        If the rank has no laps, yield all of its segments.
+        """
         run = self._run
         if run.laps:
             step = run.laps[-1].end_step
@@ -192,12 +194,12 @@ class _Cut:
             yield Segment(began, ended, _nonzero(parts), self._index - 1)
 
     def _stalled(self, began: int, ended: int) -> int:
-        """Return how much of a period is covered by the attempt's stalls, which do not overlap."""
+        """Return the total time of the attempt's stalls within a period."""
         return sum(max(0, min(ended, to) - max(began, since)) for since, to in self._stalls)
 
 
 def _parts(lap: Lap, left: int, stalled: int, numbering: _Numbering) -> dict[Category, int]:
-    """Divide a lap's time into categories, leaving out stalls."""
+    """Divide a lap's time, without stalls, into categories."""
     spent = _without(lap.spent, stalled)
     saving = min(spent.checkpoint_ns, left)
     left -= saving
@@ -218,7 +220,7 @@ def _parts(lap: Lap, left: int, stalled: int, numbering: _Numbering) -> dict[Cat
 
 
 def _without(spent: Spent, stalled: int) -> Spent:
-    """Subtract stalled time from the recorded times, starting with the time in collectives."""
+    """Subtract stalled time from the recorded times, first of all from the time in collectives."""
     left = [spent.waited_ns, spent.checkpoint_ns, spent.data_ns]
     for i, ns in enumerate(left):
         left[i] = max(0, ns - stalled)

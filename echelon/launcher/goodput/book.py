@@ -1,8 +1,7 @@
-"""On the hosting node, record how a job spends its time, and keep the record in a file.
+"""Record on the hosting node how a job spends its time, and keep the record in a file.
 
-The file is rewritten while the job runs, so a killed launcher loses only the last few seconds. It
-is also written whenever an attempt ends. The longer a write takes, the less often the file is
-written.
+The file is written every few seconds while the job runs, and at the end of each attempt. If writes
+are slow, the file is written less often.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ class Book:
         return now
 
     def write(self) -> None:
-        """Request that the file be written; print a line the first time a write has failed."""
+        """Request that the file be written. The first failed write is reported in one line."""
         self._writer.put(self.snapshot())
         took_s = max(_EVERY_S, self._writer.took_s / _MAX_SHARE)
         self._due_ns = self.now_ns() + int(took_s * 1e9)
@@ -165,7 +164,7 @@ class Book:
 
 
 def _begin_stall(attempt: Attempt, now: int, lasted_ns: int) -> None:
-    """Record a stall that began at the last sign of progress, at least `lasted_ns` ago."""
+    """Record the beginning of a stall: the last sign of progress, at least `lasted_ns` ago."""
     if attempt.stalls and attempt.stalls[-1][1] < 0:
         return
     seen = [run.progress_ns for run in attempt.runs.values() if run.progress_ns is not None]

@@ -1,8 +1,8 @@
-"""Define the record of a job's time (attempts, laps and stalls), and its file.
+"""Define the record of a job's time, and the file that contains it.
 
-All timestamps are nanoseconds since the job began, on the hosting node's monotonic clock. A *lap*
-is one or more consecutive steps of a rank, with the time that these steps spent on anything other
-than computing. The module `accounting` classifies the time.
+All timestamps are in nanoseconds since the job began, on the hosting node's monotonic clock. A
+*lap* is one or more consecutive steps of a rank. A lap also records how long its steps waited for
+other ranks, for checkpoints and for data.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Spent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lap:
-    """Steps [first_step, end_step) of one rank; if both are equal, no step has ended."""
+    """Steps [first_step, end_step) of one rank. An empty range means that no step has ended."""
 
     first_step: int
     end_step: int
@@ -105,7 +105,7 @@ class Job:
 
     @property
     def ranks(self) -> list[int]:
-        """All ranks that took part in any attempt."""
+        """The ranks of all attempts."""
         return sorted({rank for attempt in self.attempts for rank in attempt.runs})
 
 
@@ -119,10 +119,10 @@ def write_job(job: Job, run_dir: Path) -> None:
 
 
 def read_job(run_dir: Path) -> Job:
-    """Read the record that `write_job` wrote.
+    """Read the record of a job's time from a run directory.
 
     Raises:
-        ValueError: the run has no such file, or the file is damaged or has a newer format.
+        ValueError: the file is missing or damaged, or has a newer format.
     """
     path = run_dir / ACCOUNT
     try:
@@ -193,10 +193,10 @@ def _of_spent(spent: Spent) -> list[int]:
 
 
 def from_json(top: Mapping[str, Any]) -> Job:
-    """Read the JSON form that `to_json` returned.
+    """Read the record from the result of `to_json`.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError: the input does not have that form.
+        KeyError, TypeError, ValueError, AttributeError: the input is malformed.
     """
     return Job(
         job_id=_text(top["job_id"]),

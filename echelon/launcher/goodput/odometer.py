@@ -1,8 +1,7 @@
 """Derive the laps of a rank from successive readings of the live words in its ring. Pure.
 
-The program may store new words while they are being read, so time that belongs to one step may be
-counted in the next. The totals are still right: the words only grow, and each lap counts what was
-added since the previous one.
+If the program updates the words during a reading, some time may be counted in the next step
+instead. The totals are still correct, because each lap counts the increase since the previous lap.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ class Odometer:
     """The laps of one rank, with timestamps from the rank's own host.
 
     Attributes:
-        unfinished: how the unfinished step has spent its time so far, as far as known.
+        unfinished: the known times that the unfinished step has spent so far.
         step: the current step; -1 if there is none.
     """
 

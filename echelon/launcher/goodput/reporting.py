@@ -1,4 +1,4 @@
-"""Report the laps of a node's own ranks to the coordinator, using ages instead of timestamps."""
+"""Report the laps of a node's own ranks to the coordinator."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LapReports:
         self._due_s = 0.0
 
     def look(self) -> m.Laps | None:
-        """Read the rings of the live ranks; return a report if one is due."""
+        """Read the rings of the live ranks; return a report, or None if no report is due."""
         for worker in self._workers:
             if worker.alive:
                 self.read(worker)

@@ -17,9 +17,9 @@ class Loss:
     """The cost of one failed attempt, averaged over all ranks.
 
     Attributes:
-        restart_ns: the time from the failure to the next first step, including the step that the
-            failure cut short.
-        repeated_ns: the time spent on steps that had to be repeated.
+        restart_ns: the time between the failure and the first step of the next attempt, including
+            the step that the failure cut short.
+        repeated_ns: the time spent on repeating steps.
     """
 
     attempt: int
@@ -46,13 +46,13 @@ class Shares:
         }
 
     def share(self, *categories: Category) -> float:
-        """Return the share of all ranks' time in these categories; 0 if no time has passed."""
+        """Return the fraction of all ranks' time that the categories take up."""
         totals = self.totals
         return _ratio(sum(totals[one] for one in categories), self.wall_ns * len(self.ranks))
 
     @property
     def goodput(self) -> float:
-        """The share of all ranks' time spent in useful steps, including the waits in them."""
+        """The fraction of all ranks' time that was spent in useful steps, including waits."""
         return self.share(Category.USEFUL, Category.WAITING)
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Format the account of a job's time as text."""
+"""Format the record of a job's time as text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REASON_CHARS = 60
 
 
 def as_text(job: Job, account: Shares) -> str:
-    """Return two tables and some lines: time by category, the cost of failures, losses survived."""
+    """Return tables of the time by category and the cost of failures, and lines about losses."""
     parts = [*_categories(account), *_losses(account), *_continued(job)]
     return "\n".join([_title(job, account), "", *parts]) + "\n"
 
@@ -77,8 +77,8 @@ def _aligned(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> Iterator[s
 
     Args:
         rows: the cells of each row.
-        widths: the minimum width of each column; negative for a left-aligned column. A column with
-            a longer cell is as wide as that cell plus two spaces.
+        widths: the minimum width of each column; negative for a left-aligned column. A column grows
+            to fit its longest cell.
     """
     longest = [max(len(row[place]) for row in rows) for place in range(len(widths))]
     wide = [max(abs(least), most + 2 * (place > 0))

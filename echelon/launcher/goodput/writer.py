@@ -1,7 +1,6 @@
-"""Write a job's account on a separate thread, so a hung file system does not block the launcher.
+"""Write a job's record on a separate thread, so that a hung file system cannot block the launcher.
 
-Only the newest facts are worth writing, so newer facts replace those that are still waiting to be
-written.
+If several versions of the facts are waiting, only the newest version is written.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Writer:
         self._thread: threading.Thread | None = None
 
     def put(self, job: Job) -> None:
-        """Request that these facts be written soon, without blocking on the disk."""
+        """Request that these facts be written. Never blocks on the disk."""
         with self._changed:
             if self._thread is None:
                 thread = threading.Thread(target=self._serve, name="echelon-account", daemon=True)
@@ -45,7 +44,7 @@ class Writer:
             self._changed.notify_all()
 
     def flush(self, wait_s: float) -> bool:
-        """Wait up to `wait_s` seconds for all facts to be written; return whether they were."""
+        """Wait up to `wait_s` seconds for the facts to be written; return whether all were."""
         with self._changed:
             return self._changed.wait_for(lambda: not (self._next or self._is_busy), wait_s)
 
