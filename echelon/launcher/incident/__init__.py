@@ -1,1 +1,1 @@
-"""Handle an incident: collect it from the nodes, analyse it, and show the root cause's output."""
+"""Collect the dumps of an incident, analyse them, and show the root cause's output."""

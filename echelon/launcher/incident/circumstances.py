@@ -1,7 +1,7 @@
-"""Read what a restart depends on besides the verdict: the error and its place, step and memory.
+"""Read facts about a failure on which the decision to restart depends.
 
-These facts come from one rank's dump. The analysis process reads them together with the verdict. If
-the verdict is late, the launcher reads them itself.
+The facts come from one rank's dump. The analysis process reads them together with the verdict. If
+the verdict is late, the launcher reads the facts itself.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ class Circumstances:
     """The facts about a rank's failure, read from the rank's dump.
 
     Attributes:
-        cause: the cause, according to the error that the rank raised; "" if it raised no error, or
-            an error about another rank.
+        cause: the cause according to the error that the rank raised; "" if the rank raised no
+            error, or an error about another rank.
         site: what was raised and where; "" if no error was raised.
         is_outside: whether the error is about the network or a file system.
         owns_memory: whether the job itself used up the memory; None if unknown.
         last_step: the last step that the rank began; -1 if it recorded no steps.
-        idle_ranks: which of all given ranks used no processor time while they were examined.
+        idle_ranks: the ranks that used no processor time during the examination.
     """
 
     rank: int
@@ -108,12 +108,12 @@ class Circumstances:
 
 
 def circumstances(incident: Path, ranks: Sequence[int]) -> Circumstances | None:
-    """Return the facts about the first rank whose own error caused its failure.
+    """Return the facts about the first rank that failed because of its own error.
 
-    If there is none, return the facts about the first rank that has a dump.
+    If no rank did, return the facts about the first rank that has a dump.
 
     Args:
-        ranks: the culprits or, without a verdict, the ranks in the order in which they ended.
+        ranks: the culprits. If there is no verdict, all ranks in the order in which they ended.
     """
     first = None
     for rank in ranks[:_MAX_LOOKED_AT]:
@@ -128,10 +128,7 @@ def circumstances(incident: Path, ranks: Sequence[int]) -> Circumstances | None:
 
 
 def idle_ranks(incident: Path, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks whose dumps show that their processes used no processor time.
-
-    A rank whose use of the processor is unknown is not among them.
-    """
+    """Return the ranks whose dumps prove that they used no processor time."""
     found = []
     for rank in ranks[:_MAX_IDLE]:
         with contextlib.suppress(DumpFormatError, OSError):
@@ -200,7 +197,7 @@ def _owns_host_memory(record: Record) -> bool | None:
 def _owns_device_memory(text: str) -> bool | None:
     """Return whether the job itself used up a device's memory, according to torch's error.
 
-    The result is None if the error does not say.
+    Return None if the error lacks the figures.
     """
     capacity, own = _CAPACITY.search(text), _OWN_USE.search(text)
     if capacity is None or own is None:

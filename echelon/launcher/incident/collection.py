@@ -13,16 +13,15 @@ from echelon.launcher.job.rundir import RunDirectory, write_json
 
 
 class Collection:
-    """A hidden folder that receives dumps; it is renamed once it is complete.
+    """A hidden folder that receives the dumps of one incident. It is renamed once it is complete.
 
     Args:
         nodes: the nodes that will send dumps.
-        deadline_s: a time of the monotonic clock. A node that has not sent all its dumps by then is
-            left out.
+        deadline_s: a time of the monotonic clock. Nodes that have not sent all their dumps by then
+            are left out.
         is_survived: whether the attempt continues despite the incident.
-        lost_earlier: the losses that were handled before the incident and so do not explain it.
-        continues: the incident of an early examination that this one replaces, now that the full
-            limit has passed; None if there was none.
+        lost_earlier: the losses that were handled before this incident.
+        continues: the earlier incident that this one replaces, if any.
 
     Attributes:
         waiting: the nodes that have not sent all their dumps yet.

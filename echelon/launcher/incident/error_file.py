@@ -1,8 +1,7 @@
 """Read TORCHELASTIC_ERROR_FILE, in which a program describes its own failure.
 
-torch's `record` decorator, and programs that use the variable, write a JSON object with a message.
-The message is a string, or an object that holds a message and perhaps a traceback. The program was
-failing when it wrote the file, so any part of it may be missing or very long.
+The file contains a JSON object with a message, and perhaps a traceback. Torch's `record` decorator
+writes such a file. Any part of the file may be missing or very long.
 """
 
 from __future__ import annotations

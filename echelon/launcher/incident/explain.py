@@ -1,14 +1,14 @@
 """Analyse an incident with `echelon.analysis` in a separate process.
 
-The analysis of thousands of ranks may take a minute and gigabytes of memory, and it may fail. To
-keep the job safe, it runs in a niced child process with its own memory limit. The agent's loop
-continues, and a restart waits a few seconds at most for the result. The child is started when the
-collection of an incident begins, so its imports are done by the time the incident is complete.
+The analysis of thousands of ranks may take a minute and gigabytes of memory, and may fail.
+Therefore it runs in a child process with a low priority and a memory limit. The child process
+starts with the collection of an incident, so that its imports are done when the incident is
+complete. A restart waits only a few seconds for the result.
 
     agent -> child   one line of JSON: {incident, shown, columns}
     child -> agent   one JSON object: {report, story, text, file_text, circumstances}
 
-verdict.json and verdict.txt appear beside the black boxes once the verdict has been shown.
+The launcher writes verdict.json and verdict.txt once the verdict has been shown.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Explanation:
         return found if isinstance(found, dict) else None
 
     def keep(self, incident: Path, line: str = "") -> None:
-        """Write verdict.json and verdict.txt beside the black boxes, with `line` appended.
+        """Write verdict.json and verdict.txt, with `line` appended, to the incident's folder.
 
         Raises:
             OSError: the files cannot be written.
@@ -67,8 +67,8 @@ class Analysis:
     """A child process that waits for its incident, analyses it, and answers once.
 
     Args:
-        gives_way: whether running ranks have priority over the analysis. If the job waits for the
-            verdict, giving way would only make it wait longer.
+        gives_way: whether running ranks have priority over the analysis. Do not set this if the job
+            waits for the verdict.
 
     Raises:
         OSError: no process can be started.
@@ -91,9 +91,9 @@ class Analysis:
         self._deadline_s = float("inf")
 
     def begin(self, incident: Path, shown: Path, columns: int | None) -> None:
-        """Pass an incident to the child process.
+        """Send an incident to the child process.
 
-        `shown` is the incident's path as shown to the user.
+        `shown` is the path of the incident in the form that the user sees.
         """
         self._shown = shown
         self._deadline_s = time.monotonic() + DEADLINE_S
@@ -109,7 +109,10 @@ class Analysis:
         return self._process.stdout.fileno()
 
     def poll(self) -> Explanation | None:
-        """Return the explanation, which may report a failure; None if it is not ready yet."""
+        """Return the explanation, or None if it is not ready yet.
+
+        The explanation may report a failure of the analysis.
+        """
         try:
             while data := os.read(self.fileno(), 1 << 16):
                 self._answer += data
@@ -193,7 +196,7 @@ def _rendered(report: Any, columns: int, *, colour: bool) -> str:
 
 
 def _limit_memory() -> None:
-    """Limit this process to half of the available memory, or 2 GiB if that is more."""
+    """Limit this process's memory to half of the available memory, but to no less than 2 GiB."""
     available = 0
     with contextlib.suppress(OSError, ValueError, IndexError):
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -207,7 +210,7 @@ def _limit_memory() -> None:
 
 
 def _lower_priority() -> None:
-    """Give the ranks priority; keep the job's own niceness if it is already higher."""
+    """Lower this process's priority, so that the ranks go first."""
     with contextlib.suppress(OSError):
         now = os.getpriority(os.PRIO_PROCESS, 0)
         os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, now))

@@ -1,25 +1,23 @@
-"""Collect the black boxes of a node's ranks, and what the host knows about each process.
+"""Collect the black boxes of a node's ranks, and facts about each process from the host.
 
     1. Examine every live process once: its ring and its files in /proc.
     2. Read the stacks from outside, which does not disturb the processes. Also examine their
        descendants, such as loader workers and compilers.
-    3. Send a signal only to processes whose stacks could not be read, and briefly wait for an
+    3. Send a signal only to processes whose stacks could not be read, and wait briefly for an
        answer.
-    4. Examine each process again (the difference shows how much processor time it uses), and read
-       every ring.
+    4. Examine each process again, and read every ring.
     5. For a stall, repeat these steps two seconds later. A rank that has moved is slow, and a rank
        that has not moved is stuck.
 
-Observing a process must not change it. A signal ends the system call in which a thread is waiting,
-and often the hang as well; the verdict would then describe a state that no longer exists. So a
-signal is the last resort, and `HostFacts.stacks_from` records that one was sent.
+A signal interrupts the system call in which a thread is waiting, and may end the hang that is being
+examined. So signals are sent only as a last resort, and `HostFacts.stacks_from` records them.
 
 The collection is a generator that yields how long it needs to wait. The agent's loop runs between
-the steps, so that output keeps flowing and a user can stop the job at once.
+the steps, so output keeps flowing and the user can stop the job at any time.
 
-A rank that never opened a ring still gets a dump, with its exit code, its stderr, its stacks and
-the calls in which its threads are waiting. If the rank is a torch program, torch's own recorder is
-asked for a dump.
+A rank without a ring still gets a dump. It contains the exit code, stderr, the stacks and the calls
+in which threads are waiting. For a torch program, a dump from torch's own recorder is also
+requested.
 """
 
 from __future__ import annotations
@@ -48,9 +46,8 @@ def harvest(
 ) -> list[Record]:
     """Collect the black boxes of this node's workers, in the order of `workers`.
 
-    The collection takes at most about one second, or twelve seconds if torch is asked for dumps. A
-    stall takes two seconds more, because it is examined twice to separate slow ranks from stuck
-    ranks. `idle(seconds)` is called for each wait.
+    The collection takes about one second at most, or twelve seconds if dumps are requested from
+    torch. A stall takes two seconds more. `idle(seconds)` is called for each wait.
     """
     steps = harvest_steps(workers, occasion, lambda: False)
     while True:
@@ -68,11 +65,14 @@ def harvest_steps(
     is_urgent: Callable[[], bool],
     gap_s: float = _SECOND_LOOK_S,
 ) -> Steps:
-    """Do the same as `harvest`, but yield each waiting time in seconds, and return the records.
+    """Collect black boxes like `harvest`, but yield each waiting time, in seconds.
 
     Args:
         is_urgent: a function that returns whether to stop waiting.
         gap_s: the time between the two examinations of a stall, in seconds.
+
+    Returns:
+        The records.
     """
     witnesses = [Witness(worker, occasion) for worker in workers]
     asked_s = time.monotonic()
@@ -101,7 +101,7 @@ def _wait_until(deadline_s: float, is_urgent: Callable[[], bool]) -> Waits:
 
 
 def _read_stacks(witnesses: Sequence[Witness], is_urgent: Callable[[], bool]) -> Waits:
-    """Read all stacks from outside; send a signal to the processes whose stacks cannot be read."""
+    """Read all stacks from outside, or request them with a signal if that fails."""
     yield from _on_threads([witness.spy for witness in witnesses], _SPY_S, is_urgent)
     if is_urgent():
         return
@@ -121,9 +121,9 @@ def _wait_for_answers(witnesses: Sequence[Witness], is_urgent: Callable[[], bool
 def _on_threads(
     looks: Sequence[Callable[[], None]], limit_s: float, is_urgent: Callable[[], bool]
 ) -> Waits:
-    """Run functions on a few threads; give up on those not finished after `limit_s`.
+    """Run functions on a few threads. Wait up to `limit_s` seconds for all of them.
 
-    If no thread can be started, nothing runs; stacks are then requested by signal.
+    If no thread can be started, nothing runs.
     """
     if is_urgent() or not looks:
         return

@@ -1,7 +1,7 @@
 """Read one worker's stacks from outside or, if that fails, request them with a signal.
 
-A signal ends the system call in which a thread is waiting, and often the hang as well. So a signal
-is the last resort, and `HostFacts.stacks_from` records that one was sent.
+A signal interrupts the system call in which a thread is waiting, and may end the hang that is being
+examined. So signals are sent only as a last resort, and `HostFacts.stacks_from` records them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Stacks:
         self._seen = (0, 0.0)
 
     def ask(self) -> None:
-        """If the stacks could not be read from outside, send the signal that requests them."""
+        """Request the stacks with a signal, unless they were read from outside."""
         identity = self._identity
         if self._spied or not identity.stack_signal or not self._can_answer():
             return
@@ -46,8 +46,8 @@ class Stacks:
     def _can_answer(self) -> bool:
         """Return whether the signal handler's descriptor still refers to the stacks file.
 
-        A program that becomes a daemon closes all descriptors. The handler would then write stacks
-        into any file that has since been opened under the same number.
+        A program that becomes a daemon closes all descriptors. The handler could then write into
+        another file with the same descriptor.
         """
         number = self._identity.settings.get("stacks_fd")
         try:
@@ -66,7 +66,7 @@ class Stacks:
         return size > self._from and time.monotonic() - since > _SETTLED_S
 
     def spy(self) -> None:
-        """Read the stacks from outside if possible. This may run on another thread."""
+        """Read the stacks from outside, if possible. May be called on another thread."""
         denied: list[str] = []
         self._spied = spy_stacks(self._pid, denied=denied)
         if self._wants_native:
@@ -74,7 +74,7 @@ class Stacks:
         self.not_permitted = (TRACING,) if denied else ()
 
     def text(self) -> str:
-        """Return the stacks read from outside or, without them, the answer to the signal."""
+        """Return the stacks that were read from outside, or else the answer to the signal."""
         return self._spied or (_text_from(self._path, self._from) if self._asked else "")
 
     def origin(self) -> str:

@@ -1,8 +1,7 @@
 """Collect the root cause's last output, which is shown before the verdict.
 
-The output is the traceback that the program wrote to TORCHELASTIC_ERROR_FILE. If there is none, it
-is the last traceback in the rank's stderr, so user code needs no decorator. If there is no
-traceback, it is the last lines of stderr. A single line lists all victims.
+The first of these that exists is shown: the traceback in TORCHELASTIC_ERROR_FILE, the last
+traceback in the rank's stderr, or the last lines of stderr. A single line lists all victims.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Story:
     def lines(self) -> list[str]:
         """Return the lines for the terminal; [] if the rank's output does not explain how it ended.
 
-        If a rank hung or was killed, its output was written before and is not shown.
+        The output of a rank that hung or was killed is not shown.
         """
         is_silent = self.exit_code is None or self.exit_code == -signal.SIGKILL
         said = self.traceback or (() if is_silent else self.last_lines)
@@ -60,7 +59,7 @@ class Story:
 
 
 def root_cause_story(incident: Path, verdict: Mapping[str, Any] | None) -> Story | None:
-    """Return the first culprit's last output; None if it is unknown or left no record."""
+    """Return the first culprit's last output; None if it is not available."""
     for rank in (verdict or {}).get("culprit_ranks", [])[:1]:
         try:
             record = read(incident / f"rank_{int(rank)}")
@@ -105,7 +104,7 @@ class Victims:
         ended: Mapping[int, Ended],
         lost_earlier: Collection[int] = (),
     ) -> Victims:
-        """Classify how all ranks but the culprits ended. Without culprits, there are no victims."""
+        """Classify how all ranks but the culprits ended. Without culprits, no ranks are victims."""
         culprits = set((verdict or {}).get("culprit_ranks", []))
         apart = {*culprits, *lost_earlier}
         others = [one for rank, one in sorted(ended.items()) if culprits and rank not in apart]

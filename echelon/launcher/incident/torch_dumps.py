@@ -1,9 +1,9 @@
 """Use torch's own flight recorder in the workers of unmodified torch programs.
 
-torch writes a rank's dump to `<prefix><rank>` when its watchdog abandons an operation, and whenever
-data is written to the pipe `<prefix><rank>.pipe`, which the NCCL or XCCL backend serves. Unless the
-user has set the two prefixes, the launcher chooses them, so that it can find and request dumps. The
-Gloo backend also records, but it neither writes dumps on its own nor serves a pipe.
+Torch writes a rank's dump to `<prefix><rank>` when its watchdog abandons an operation. With the
+NCCL or XCCL backend, torch also writes a dump when data arrives on the pipe `<prefix><rank>.pipe`.
+The launcher chooses the two prefixes unless the user has set them. The Gloo backend records
+operations but never writes a dump.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ def installed_torch() -> tuple[int, ...]:
 def torch_environment(
     environ: Mapping[str, str], folder: Path, version: tuple[int, ...] | None = None
 ) -> dict[str, str]:
-    """Return the environment variables to set for a worker. The user's own values are kept.
+    """Return the environment variables to set for a worker, unless the user has set them.
 
-    Variables that a version of torch deprecates are not set for that version, because torch would
-    print a warning.
+    Variables that the installed version of torch has deprecated are left out, to avoid warnings.
 
     Args:
         environ: the worker's environment.
-        folder: the worker's folder, which is to contain the dump.
-        version: torch's major and minor version; None means the installed one, () an unknown one.
+        folder: the worker's folder, in which torch will write the dump.
+        version: torch's major and minor version; None means the installed version, () an unknown
+            version.
     """
     version = installed_torch() if version is None else version
     is_old = bool(version) and version < _SINCE_FR_NAMES
@@ -77,9 +77,8 @@ def torch_environment(
 def dump_path(environ: Mapping[str, str], rank: int) -> Path | None:
     """Return the path of the dump that torch writes for a rank; None if it is unknown.
 
-    With dynamic names, torch uses the variable's value at the time of the dump, which the program
-    may have changed. In that case, a path is returned only if the launcher chose it, or if it ends
-    with this rank.
+    With dynamic names, the program may change the prefix later. In that case, a path is returned
+    only if it ends with this rank's number.
     """
     names = (*_DUMP_NAMES, _COMMS_DUMP)
     prefix = next((environ[name] for name in names if environ.get(name)), "")
@@ -110,7 +109,7 @@ class TorchDump:
         self.num_own = 0  # how many dumps torch wrote without a request
 
     def look(self) -> None:
-        """Count a new dump if its file has not changed since the previous call."""
+        """Count a new dump once its file has stopped changing between two calls."""
         version = self._version()
         if version[1] > 0 and version != self._noted and version == self._growing:
             self._noted = version
@@ -119,7 +118,7 @@ class TorchDump:
         self._growing = version
 
     def ask(self) -> bool:
-        """Request a dump from torch; return whether the request could be sent."""
+        """Request a dump from torch; return whether the request was sent."""
         self._asked = self._noted = self._version()
         self._seen = (self._asked, time.monotonic())
         if self._pipe is None:
@@ -148,7 +147,7 @@ class TorchDump:
         return False
 
     def read(self) -> bytes:
-        """Return this worker's newest dump; b"" if there is none or it is far too large."""
+        """Return this worker's newest dump; b"" if there is none or the file is too large."""
         version = self._version()
         if self._path is None or version == self._first or version[1] > MAX_DUMP_BYTES:
             return b""

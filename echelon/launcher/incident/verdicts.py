@@ -1,8 +1,8 @@
 """Keep track of incidents that are being analysed, and show their verdicts.
 
-The verdict on a stall is shown as soon as it is known. The verdict on a failure is shown once the
-attempt has ended, because only then are all victims known. If ranks make progress before the
-verdict on their stall has been shown, the verdict is withdrawn.
+The verdict on a stall is shown immediately. The verdict on a failure is shown once the attempt has
+ended, because only then are all victims known. If ranks make progress before the verdict on a stall
+is shown, the verdict is dropped.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Verdicts:
             self._why_none = err.strerror or str(err)
 
     def expect_none(self) -> None:
-        """End the analysis process, because no incident was collected after all."""
+        """Stop the analysis process that `expect` started, because there is no incident."""
         if self._next is not None:
             self._next.close()
             self._next = None
@@ -108,7 +108,7 @@ class Verdicts:
             incident.withdrawn = True
 
     def drop(self, incident: Incident) -> None:
-        """Forget an incident that another incident replaces; its verdict will not be shown."""
+        """Forget an incident that has been replaced; its verdict will not be shown."""
         for one in [one for one in self._open if one.incident is incident]:
             self._open.remove(one)
             if one.analysis is not None:
@@ -120,7 +120,7 @@ class Verdicts:
             one.is_due = True
 
     def deadline_s(self) -> float:
-        """Return the time at which to call `poll` again."""
+        """Return the time at which to call `poll` next."""
         return time.monotonic() + _POLL_S if self._open else float("inf")
 
     def poll(self) -> None:

@@ -60,15 +60,15 @@ class Witness:
 
     @property
     def is_seen_from_outside(self) -> bool:
-        """Whether the worker is alive but its ring does not show what it is doing."""
+        """Whether the worker is alive but must be examined without a usable ring."""
         return self.worker.alive and not _tells_all(self.record)
 
     def has_answered(self) -> bool:
-        """Return whether the stacks have arrived, or will never arrive."""
+        """Return whether there is no need to wait for the stacks any longer."""
         return self._stacks is None or self._stacks.have_arrived()
 
     def has_torch_answered(self) -> bool:
-        """Return whether torch's dump has arrived, or will never arrive."""
+        """Return whether there is no need to wait for torch's dump any longer."""
         torch = self.worker.torch
         return not self._waits_for_torch or torch is None or torch.has_come()
 
@@ -86,7 +86,7 @@ class Witness:
         return activity.doing is not Doing.COLLECTIVE
 
     def look_below(self) -> None:
-        """Examine the descendants of the process. This may run on another thread."""
+        """Examine the descendants of the process. May be called on another thread."""
         self._children, self._num_children = look_at_children(self._pid)
 
     def testify(self) -> None:
@@ -119,7 +119,7 @@ class Witness:
         )
 
     def testify_later(self, gap_s: float) -> None:
-        """Add what a second examination shows: whether the rank has moved, and where it is now."""
+        """Add the results of a second examination to the record."""
         if not self.worker.alive:
             return
         now = _read(self.worker)
@@ -169,7 +169,7 @@ class Witness:
         return self._surroundings.add_to(facts)
 
     def _not_traced(self) -> tuple[str, ...]:
-        """Return (TRACING,) if stacks are missing because the process may not be traced."""
+        """Return (TRACING,) if stacks are missing because tracing is not permitted, else ()."""
         if self._stacks is None or self._stacks.text():
             return ()
         return self._stacks.not_permitted
@@ -187,7 +187,7 @@ class Witness:
 
 
 def _process_of(worker: Worker, identity: Identity) -> int:
-    """Return the process to examine: the one that records or, without one, the worker's program."""
+    """Return the process to examine: the recording process, or else the worker's main process."""
     if not worker.alive:
         return identity.pid or worker.pid
     if not identity.pid:
