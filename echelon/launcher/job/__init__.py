@@ -1,1 +1,1 @@
-"""Keep what a job leaves behind: the run directory and the report."""
+"""Manage the files of a job: the run directory and the report."""

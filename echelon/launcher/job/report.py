@@ -18,7 +18,10 @@ _TIMED_OUT = 124
 
 @dataclass(slots=True)
 class Ended:
-    """How a rank ended; `code` is as in `subprocess`, or None if the rank's node was lost."""
+    """How a rank ended.
+
+    `code` is a return code as in `subprocess`; None if the rank's node was lost.
+    """
 
     rank: int
     code: int | None
@@ -49,7 +52,7 @@ class Incident:
 
 @dataclass(kw_only=True, slots=True)
 class Report:
-    """What has happened to the job so far; the coordinator adds to it while the job is running."""
+    """The events of the job so far. The coordinator adds to the report while the job is running."""
 
     job_id: str
     world_size: int
@@ -98,12 +101,12 @@ class Report:
 
 
 def exit_code(ranks: Sequence[Ended], verdict: Mapping[str, Any] | None) -> int:
-    """Return the exit code of a job whose workers failed: the root cause's exit code.
+    """Return the exit code of a job whose workers failed.
 
-    If a signal killed the rank, the exit code is 128 plus the signal's number. It is 1 if the root
-    cause exited with code 0, hung until the end, or was lost with its node. It is also 1 instead of
-    124, which schedulers interpret as a time limit. If the verdict names no rank, the rank that
-    failed first determines the exit code.
+    The exit code is that of the root cause. If the verdict names no rank, the rank that failed
+    first determines the exit code. For a signal, the exit code is 128 plus the signal's number. The
+    exit code is 1 if the root cause exited with code 0, hung, or was lost with its node. An exit
+    code of 124 becomes 1, because schedulers interpret 124 as a time limit.
     """
     by_rank = {ended.rank: ended for ended in ranks}
     culprits = [by_rank[r] for r in (verdict or {}).get("culprit_ranks", []) if r in by_rank]

@@ -4,8 +4,8 @@
     DIR/step_<n>/<version>/commit               Keeper's layout
     DIR/<version>/commit                        a single checkpoint with its versions
 
-A version is valid once it has a commit mark (docs/checkpoints.md). The files are searched for on a
-separate thread, because a hung file system must not stop the launcher.
+A version is valid once it has a commit mark (docs/checkpoints.md). The search runs on a separate
+thread, because the file system may hang.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COMMIT = "commit"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A committed checkpoint; a `step` of -1 means that the step is unknown."""
+    """A committed checkpoint; `step` is -1 if the step is unknown."""
 
     path: str
     step: int = -1
@@ -39,8 +39,7 @@ def newest(run: Path, folder: Path | None) -> Checkpoint | None:
     """Return the job's newest committed checkpoint, or None if there is none.
 
     Args:
-        folder: the value of `--checkpoint-dir`; None means the folder that a rank in this run
-            directory announced last.
+        folder: the value of `--checkpoint-dir`; None selects the last folder that a rank announced.
 
     Raises:
         OSError: a folder that exists cannot be read.

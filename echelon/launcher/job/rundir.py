@@ -1,7 +1,7 @@
 """The run directory, which holds all files of a job.
 
     RUN/job.json                                 the hosting node's endpoint and secret (0600)
-    RUN/job.<node>.json                          the same for another node, until the job ends
+    RUN/job.<node>.json                          another node's copy, until the job ends
     RUN/report.json                              how the job ended, written last
     RUN/goodput.json                             how each second of each rank was spent
     RUN/rank_<r>/attempt_<n>/                    stdout.log, stderr.log, ring, stacks
@@ -9,8 +9,8 @@
     RUN/dump/latest -> incident_<k>              the newest complete incident
 
 An existing directory is reused: attempts and incidents get the next free number, and no file is
-overwritten. An incident is collected under a hidden name and renamed when complete. Several nodes
-may share the directory: each file is written under a unique name and then moved into place.
+overwritten. An incident has a hidden name until it is complete. Several nodes may share the
+directory, so each file is written under a unique name and then moved into place.
 """
 
 from __future__ import annotations
@@ -65,17 +65,17 @@ class RunDirectory:
 
     @property
     def report_file(self) -> Path:
-        """The file that reports how the job ended; it does not exist before then."""
+        """The path of the report on how the job ended."""
         return self.path / "report.json"
 
     def forget_report(self) -> None:
-        """Remove the previous job's report and account, in case this job writes none."""
+        """Remove the report and the time record of the previous job."""
         for path in (self.report_file, self.path / ACCOUNT):
             with contextlib.suppress(OSError):
                 path.unlink()
 
     def forget_secret(self, job: dict[str, Any]) -> None:
-        """Rewrite job.json without the secret: the job is over, and run directories are shared."""
+        """Remove the secret from job.json, now that the job is over."""
         with contextlib.suppress(OSError):
             write_json(self.job_file, {k: v for k, v in job.items() if k != "secret"})
 
@@ -106,7 +106,7 @@ class RunDirectory:
         return _next_number(self.path.glob("rank_*/attempt_*"), _ATTEMPT)
 
     def free_attempt(self, ranks: range, wanted: int) -> int:
-        """Return the first attempt number, at least `wanted`, that none of the ranks has used."""
+        """Return the first attempt number, starting at `wanted`, that no given rank has used."""
         number = wanted
         while any(self.rank_dir(rank, number).exists() for rank in ranks):
             number += 1
@@ -147,7 +147,7 @@ class RunDirectory:
             return number, folder
 
     def complete_incident(self, number: int, folder: Path) -> Path:
-        """Rename a collected incident to its number, or to the next free one.
+        """Move a collected incident to its final folder, under the next free number.
 
         Afterwards, `latest` points to the incident.
 

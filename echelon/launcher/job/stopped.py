@@ -1,7 +1,6 @@
 """Report where a job stopped: rank 0's last step and its last checkpoint.
 
-Preemption, eviction and Ctrl-C look alike to the launcher: each is just a signal. What matters
-afterwards is whether the job, once it is requeued, continues where it stopped.
+The report shows whether the job, once it is requeued, can continue where it stopped.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Stopped:
 
     @property
     def saved_at_step(self) -> int | None:
-        """The step of the last checkpoint; None if there is none or if its step is unknown."""
+        """The step of the last checkpoint; None if it is unknown or there is no checkpoint."""
         return self.saved.step if self.saved is not None and self.saved.step >= 0 else None
 
     def line(self) -> str:
