@@ -1,1 +1,1 @@
-"""Learn limits from the job itself: how long its operations and phases usually take."""
+"""Learn time limits from the usual durations of a job's operations and phases."""

@@ -2,16 +2,15 @@
 
 A history provides two times:
 
-* `limit_s`: how long an operation may be pending before it is examined, even though the stall
-  rule's fixed limit has not passed. A false alarm is worse than a late alarm, so this limit needs
-  many samples over a period at least as long as the fixed limit. It keeps a margin above both the
-  99.9th percentile and the longest sample, and is None if it would save little time. In an uneven
-  job, durations grow by some factor from the 99th percentile to the 99.9th; the limit allows for
-  growth by the cube of that factor.
+* `limit_s`: how long an operation may be pending before it is examined. This limit is shorter than
+the stall rule's fixed limit. To avoid false alarms, it needs many samples and keeps a margin above
+both the 99.9th percentile and the longest sample. In a job with uneven durations, the margin grows
+with the ratio between the 99.9th and the 99th percentile (cubed).
 * `patience_s`: how long an operation or phase may take if earlier ones have exceeded the fixed
-  limit and succeeded. It needs few samples, and is bounded.
+limit and succeeded. This time needs few samples, and is bounded.
 
-The first samples only raise the patience, because compilers, caches and connections are still cold.
+The first samples do not count towards `limit_s`, because compilers, caches and connections are
+still cold.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ MAX_PATIENCE = 5  # times the fixed limit, as for the time before init
 
 
 class History:
-    """The durations of completed operations of one call site, or of completed phases of one name.
+    """The past durations of operations at one call site, or of phases with one name.
 
     Args:
         fixed_s: the stall rule's limit, in seconds.
@@ -83,7 +82,7 @@ class History:
 
     @property
     def patience_s(self) -> float:
-        """How many seconds the stall rule waits for an operation; 0 means no longer than usual."""
+        """How many seconds the stall rule waits for an operation; 0 if the fixed limit applies."""
         if self._num_long > 0:
             return 0.0
         return min(PATIENCE_FACTOR * self._slowest_ns / 1e9, MAX_PATIENCE * self._fixed_s)

@@ -1,4 +1,4 @@
-"""Keep a node's learned limits in `limits.json`, beside the ring of the node's first rank."""
+"""Save a node's learned limits in `limits.json`, next to the ring of the node's first rank."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _NUM_SHOWN = 8
 
 
 class LimitsFile:
-    """A writer that saves a node's rows on a short-lived thread, in case the disk hangs.
+    """A writer that saves a node's rows on a separate thread, because the disk may hang.
 
-    A failed write is ignored, because the file is only informative.
+    Failed writes are ignored.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ def write_limits(folder: Path, rows: Sequence[Row]) -> None:
 
 
 def read_limits(folders: Iterable[Path]) -> list[Row]:
-    """Read and merge the rows that nodes wrote to their ranks' folders; skip unreadable files."""
+    """Read and merge the rows in the folders of all ranks. Unreadable files are skipped."""
     rows: dict[tuple[str, str, bool], Row] = {}
     for folder in folders:
         path = folder / _NAME
@@ -60,7 +60,7 @@ def read_limits(folders: Iterable[Path]) -> list[Row]:
 
 
 def as_lines(rows: Sequence[Row]) -> list[str]:
-    """Return one line per call site or phase with its own limit, and one line for all others."""
+    """Return one line for each row that has its own limit, and a single line for all other rows."""
     watched = [row for row in rows if row.limit_s is not None]
     lines = [
         f"watched at {row.limit_s:.3g} s: {row.site or '?'} in "

@@ -1,8 +1,7 @@
 """Learn limits for this node's ranks, and summarise the ranks for the coordinator.
 
-A rank's ring shows whether the rank is active. If the ring does not change, processor time, output
-and bytes on the rank's connections may show activity. `Activity` collects these signs, but only
-for ranks whose rings have not changed for a while.
+A rank's ring shows whether the rank is active. If the ring has not changed for a while, `Activity`
+looks for other signs: processor time, output and network traffic.
 """
 
 from __future__ import annotations
@@ -85,8 +84,8 @@ class NodeLimits:
         """Examine one rank that has a ring.
 
         Args:
-            age_s: a function that returns a timestamp's age, not counting time during which this
-                process was not running.
+            age_s: a function that returns the age of a timestamp. The age excludes time during
+                which this process was not running.
         """
         rank = self._ranks.get(worker.rank)
         if rank is None:
@@ -127,7 +126,7 @@ class NodeLimits:
         return self._with_late(summary, late) if late else summary
 
     def rest(self, now_ns: int) -> None:
-        """Ignore any activity of the ranks that was caused by collecting an incident."""
+        """Ignore the activity that the collection of an incident has caused in the ranks."""
         for number, rank in self._ranks.items():
             if rank.activity is not None:
                 rank.activity.rest(self._num_printed(number), now_ns)
@@ -177,7 +176,7 @@ def _words(ring: LiveRing, key: Key) -> tuple[str, str]:
 
 
 def joined(one: Row, other: Row) -> Row:
-    """Merge the rows of two ranks: the higher limit applies, or none if either has none."""
+    """Merge the rows of two ranks: the higher limit applies if both rows have a limit."""
     has_limits = one.limit_s is not None and other.limit_s is not None
     return Row(
         name=one.name, site=one.site, is_span=one.is_span,

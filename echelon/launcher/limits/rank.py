@@ -1,9 +1,9 @@
-"""Keep one rank's histories, and compare them with what the rank is doing now. Pure.
+"""Compare one rank's current operations and phases with its history. Pure.
 
-[Note: phases excuse] A rank whose innermost open phase has no limit of its own, or has not exceeded
-its limit, is doing something that may take a long time, such as a checkpoint, a compilation or an
-evaluation. In that case no rank is examined early, because the other ranks may be waiting for this
-one. The rule does not apply to a phase in which collectives are called (an epoch, a step).
+[Note: phases excuse] A checkpoint, a compilation or an evaluation may take a long time, and other
+ranks may be waiting for it. So if a rank is in a phase that has not exceeded its limit, or has no
+limit, no rank is examined early. Phases in which collectives are called, such as an epoch or a
+step, are not considered.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class RankLimits:
 
     Args:
         fixed_s: the stall rule's limit, in seconds.
-        may_be_long: a function that returns whether a phase of this name may take longer than
-            `fixed_s` again after doing so once.
+        may_be_long: a function that returns whether phases with a given name may repeatedly take
+            longer than `fixed_s`.
     """
 
     def __init__(self, fixed_s: float, may_be_long: Callable[[int], bool]) -> None:
@@ -65,7 +65,7 @@ class RankLimits:
         self._histories: dict[Key, History] = {}
 
     def learn(self, news: News, now_ns: int) -> None:
-        """Add the operations and phases that have ended."""
+        """Add the durations of completed operations and phases."""
         if news.is_other_ring:
             self._histories.clear()
         for key, lasted_ns in news.ended:
@@ -107,7 +107,10 @@ class RankLimits:
 
 
 def _open(news: News) -> Iterator[tuple[Open, bool]]:
-    """Yield each pending operation (False) and each phase without calls inside it (True)."""
+    """Yield each pending operation, and each open phase in which no call was made.
+
+    The second value is True for a phase.
+    """
     for one in news.pending:
         yield one, False
     for one in news.spans:

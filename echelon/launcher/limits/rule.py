@@ -1,15 +1,17 @@
-"""Decide, from all nodes' reports, when to examine ranks before the stall rule's limit. Pure.
+"""Decide when to examine ranks before the stall rule's fixed limit has passed. Pure.
 
-An early examination is due if three conditions hold. An operation or phase has taken longer than
-its own history allows. For the duration of that limit, no rank of the job has advanced, computed,
-printed or sent anything. And no rank is in a phase that may take a long time. So a long evaluation,
-a checkpoint that is being written, or a compilation does not trigger an examination: some rank is
-active. Nor is there one before init, while a rank has no ring, or while a node's last report is too
-old; the stall rule with its fixed limit still applies.
+An early examination is due if all three conditions hold:
 
-An early examination does not stop any rank. If the job then continues on its own, it was a false
-alarm. After `MAX_CLEARED` false alarms, the histories are considered poor predictors, and there are
-no more early examinations in that attempt.
+- An operation or phase has taken longer than its learned limit.
+- For the duration of that limit, no rank has advanced, computed, printed or sent anything.
+- No rank is in a phase that may take a long time.
+
+Before init, and while a rank has no ring or a node's last report is too old, only the stall rule
+applies.
+
+An early examination does not stop any rank. If the job then continues on its own, the examination
+was a false alarm. After `MAX_CLEARED` false alarms, there are no more early examinations in that
+attempt.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _SLACK_S = 2.0  # a rank's last activity may be slightly later than the start of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class View:
-    """A node's last report; timestamps are in ns on the coordinator's clock."""
+    """A node's last report, with timestamps in ns on the coordinator's clock."""
 
     seen_ns: int
     worked_ns: int  # when one of its ranks last worked
@@ -48,7 +50,7 @@ class Look:
 
 
 class LimitRule:
-    """The state of the rule for early examinations. Pure: it reads no clock.
+    """The state of the rule for early examinations. Pure: the caller passes all times.
 
     Args:
         report_s: the longest time between two reports of a node, in seconds.
@@ -71,15 +73,15 @@ class LimitRule:
         return self.num_cleared >= MAX_CLEARED
 
     def begin_again(self, now_ns: int) -> None:
-        """Count the reported stall as over, but not as a false alarm.
+        """End the reported stall without counting it as a false alarm.
 
-        Operations that began earlier are not judged again: they may still be about to fail.
+        Operations that began earlier are not judged again.
         """
         self._reported = None
         self._begun_ns = now_ns
 
     def look(self, views: Sequence[View | None], now_ns: int) -> Look | None:
-        """Return the early examination that is now due, or None; each is returned only once.
+        """Return the early examination that is now due, or None. Each examination is returned once.
 
         Args:
             views: one view per node that has not been lost; None for a node that has not reported

@@ -39,8 +39,8 @@ class Sketch:
     def quantile_s(self, share: float) -> float:
         """Return the upper edge, in seconds, of the bucket that contains a quantile.
 
-        The result is 0 if there is no data. Otherwise it is never below the quantile's true value
-        (by nearest rank), and less than 11 % above it.
+        The upper edge exceeds the true value (by nearest rank) by less than 11 %. The result is 0
+        if there is no data.
         """
         if not self.num:
             return 0.0
