@@ -1,1 +1,1 @@
-"""Send messages about a job to the outside: notices to a command or a URL, and metrics."""
+"""Send notices about a job to commands and URLs, and serve its metrics."""

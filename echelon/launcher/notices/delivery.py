@@ -1,7 +1,7 @@
-"""Deliver notices to commands and URLs, in order, with limits, and without delaying the job.
+"""Deliver notices to commands and URLs without delaying the job.
 
-One thread per receiver takes notices from a short queue, so a receiver that hangs delays neither
-other receivers nor the job. A notice that cannot be delivered is reported in one line.
+Each receiver has its own thread and a short queue, so a receiver that hangs does not delay other
+receivers. A notice that cannot be delivered is reported in one line.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ class Delivery:
         self._thread.start()
 
     def send(self, notice: Mapping[str, Any]) -> None:
-        """Queue a notice without blocking; if 64 are already waiting, drop it and say so."""
+        """Queue a notice without blocking; drop the notice if 64 are already waiting."""
         try:
             self._waiting.put_nowait(json.dumps(notice).encode() + b"\n")
         except queue.Full:
             self._say(f"--notify {self.shown}: too slow; a notice ({notice['event']}) was dropped")
 
     def close(self, wait_s: float) -> None:
-        """Deliver waiting notices within `wait_s`; drop the rest, reporting this in one line."""
+        """Deliver the waiting notices within `wait_s` seconds, and drop the rest."""
         with contextlib.suppress(queue.Full):
             self._waiting.put_nowait(None)
         self._thread.join(wait_s)
@@ -101,7 +101,7 @@ class Delivery:
 
     @property
     def shown(self) -> str:
-        """The receiver, without the parts of a URL that may be secret."""
+        """The receiver as shown to the user. Parts of a URL that may be secret are left out."""
         if is_url(self._receiver):
             parts = urlsplit(self._receiver)
             return f"{parts.scheme}://{parts.hostname or ''}"

@@ -40,7 +40,7 @@ class Exporter:
                 self.server_name, self.server_port = address, self.server_address[1]
 
             def handle_error(self, request: object, client_address: object) -> None:
-                """Print nothing, because a disconnected client does not concern the job."""
+                """Print nothing when a client disconnects."""
 
         class _Handler(_Metrics):
             make = staticmethod(text)
@@ -76,4 +76,4 @@ class _Metrics(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Print nothing, because the terminal belongs to the job."""
+        """Print nothing about requests."""

@@ -20,7 +20,7 @@ class Metric:
 
     Attributes:
         name: the name in Prometheus and in OTLP.
-        kind: "gauge", or "counter" if it only grows.
+        kind: "counter" if the metric only grows, else "gauge".
         text: what the metric means.
         samples: pairs of labels and a value.
     """

@@ -1,4 +1,4 @@
-"""Create the notices of a job: one JSON object per incident, restart and end. Pure."""
+"""Create notices about a job's incidents and restarts and about its end, as JSON objects. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FORMAT = 1
 
 
 class Notices:
-    """A converter from one job's events to notices.
+    """A converter that creates notices from the events of one job.
 
     Args:
         run_dir: the run directory, as shown to the user.

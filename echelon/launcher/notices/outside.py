@@ -1,7 +1,6 @@
 """Send notices and metrics from the hosting node, on separate threads.
 
-Lines from these threads are printed on the launcher's thread at the next event, which usually
-occurs within about a second.
+Messages from these threads are printed on the launcher's thread after a short delay.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ class Outside:
     Args:
         notify: the commands and URLs that receive notices.
         metrics: the (address, port) that serves metrics, or None.
-        otlp: the OTLP collector that gets metrics and notices: a URL, "env", or "" for none.
+        otlp: the OTLP collector that receives metrics and notices: a URL, "env", or "" for none.
         run_dir: the run directory, as shown to the user.
-        say: a function that prints a line, called only on the caller's thread.
+        say: a function that prints a line. It is called only on the launcher's thread.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Outside:
         self._print()
 
     def close(self) -> None:
-        """Stop serving metrics, and send what is still queued, which takes at most 10 s."""
+        """Stop serving metrics, and send the queued notices. Takes at most 10 s."""
         deadline_s = time.monotonic() + CLOSE_S
         for delivery in self._deliveries:
             delivery.close(max(0.1, deadline_s - time.monotonic()))

@@ -1,8 +1,8 @@
-"""Export the JSON objects that arrive on stdin, one per line, over OTLP/HTTP until stdin closes.
+"""Export JSON objects from stdin, one per line, over OTLP/HTTP until stdin closes.
 
-`Feed` runs this module as a separate process. Every export is synchronous and takes at most
-OTEL_EXPORTER_OTLP_TIMEOUT, so that nothing queues here: the pipe and the feed's queue are bounded.
-Metrics arrive as totals, so they only need to be converted.
+`Feed` runs this module as a separate process. Each export is synchronous and takes at most
+OTEL_EXPORTER_OTLP_TIMEOUT. So messages wait only in the pipe and in the feed's queue, which are
+both bounded.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _SEVERITIES = {"incident": SeverityNumber.ERROR, "restart": SeverityNumber.WARN}
 
 
 class Failures(logging.Handler):
-    """A counter of failed exports that reports the first at once and the total at the end.
+    """A counter of failed exports. The first failure is reported at once, and the total at the end.
 
-    It also serves as the handler of the SDK's logger, which logs why an export failed.
+    The counter is also a logging handler that receives the SDK's messages about failed exports.
     """
 
     def __init__(self) -> None:
@@ -57,11 +57,11 @@ class Failures(logging.Handler):
         self._num, self._num_failed, self._why = 0, 0, ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the first reason logged since the last export."""
+        """Store the reason for a failure, if it is the first reason since the last export."""
         self._why = self._why or _reason(record.getMessage())
 
     def count(self, succeeded: bool) -> None:
-        """Count an export."""
+        """Record whether an export succeeded."""
         self._num += 1
         if not succeeded:
             self._num_failed += 1
@@ -70,7 +70,7 @@ class Failures(logging.Handler):
         self._why = ""
 
     def conclude(self) -> None:
-        """Print how many exports failed, if more than one did."""
+        """Print the number of failed exports if it is greater than 1."""
         if self._num_failed > 1:
             self.say(f"{self._num_failed} of {self._num} exports failed")
 
@@ -90,11 +90,11 @@ class _LogExporter(OTLPLogExporter):  # type: ignore[misc]
 
 
 class Exporter:
-    """The metrics and logs of one job, in the form that OpenTelemetry's exporters take.
+    """An exporter of one job's metrics and logs.
 
     Args:
         endpoint: the collector's base URL, or "env".
-        resource: attributes of everything that is sent; OTEL_RESOURCE_ATTRIBUTES adds to them.
+        resource: attributes that are sent with all data, in addition to OTEL_RESOURCE_ATTRIBUTES.
     """
 
     def __init__(self, endpoint: str, resource: Mapping[str, str], failures: Failures) -> None:
@@ -148,7 +148,7 @@ def as_metric(metric: Mapping[str, Any], began_ns: int, now_ns: int) -> Metric:
 
 
 def as_log(notice: Mapping[str, Any]) -> LogRecord:
-    """Convert a notice to a log event: a sentence, attributes, and the whole notice as JSON."""
+    """Convert a notice to a log event, which also contains the whole notice as JSON."""
     event = notice["event"]
     severity = _SEVERITIES.get(event, SeverityNumber.INFO)
     if notice.get("withdrawn"):
@@ -195,7 +195,7 @@ def _resource(attributes: Mapping[str, str]) -> Resource:
 
 
 def _reason(text: str) -> str:
-    """Return the reason from a line of the SDK's log, without URLs, which may contain secrets."""
+    """Extract the reason for a failure from a line of the SDK's log. URLs are removed."""
     if found := _ERRNO.search(text):
         return found[1].strip()
     if found := _STATUS.search(text):

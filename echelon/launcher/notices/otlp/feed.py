@@ -1,8 +1,8 @@
-"""Feed the process that sends a job's metrics and notices by OTLP.
+"""Feed the process that exports a job's metrics and notices by OTLP.
 
-OpenTelemetry's SDK runs in a child process, so that its imports, its threads and a collector that
-does not answer cannot affect the launcher. One thread feeds the child from a bounded queue. If the
-child does not keep up, notices are dropped and counted, and metrics are sent less often.
+OpenTelemetry's SDK runs in a child process, so that it cannot affect the launcher. One thread feeds
+the child from a bounded queue. If the child is too slow, notices are dropped and counted, and
+metrics are sent less often.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
 def why_not(endpoint: str, environ: Mapping[str, str]) -> str:
-    """Return a line for the user that says why this process cannot export, or "" if it can."""
+    """Return why this process cannot export, as a line for the user; "" if it can."""
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return "--otlp has no effect: OTEL_SDK_DISABLED is set"
     if not all(map(_is_installed, _PACKAGES)):
@@ -45,8 +45,8 @@ class Feed:
     """A sender of one job's metrics and notices to a collector.
 
     Args:
-        endpoint: the collector's base URL, or "env" for the one that the OTEL_* variables give.
-        resource: attributes of everything that is sent.
+        endpoint: the collector's base URL, or "env" for the endpoint in the OTEL_* variables.
+        resource: attributes that are sent with all data.
         snapshot: a function that returns the job's facts, called on the feed's own thread.
         say: a function that prints a line, called on threads of the feed.
         every_s: the time between two exports of metrics, in seconds.
@@ -91,7 +91,7 @@ class Feed:
             self._num_dropped += 1
 
     def close(self, wait_s: float) -> None:
-        """Send waiting notices and the last metrics within `wait_s` seconds; then end the child."""
+        """Send the waiting notices and the last metrics within `wait_s` seconds; stop the child."""
         deadline_s = time.monotonic() + wait_s
         self._is_closing = True
         with contextlib.suppress(queue.Full):  # then the thread ends once the queue is empty
@@ -151,7 +151,7 @@ class Feed:
         self._child.stdin.flush()
 
     def _read(self) -> None:
-        """Forward what the child prints: one line on its first failure, and one with the total."""
+        """Forward the lines that the child prints about failed exports."""
         assert self._child.stdout is not None
         with self._child.stdout as lines:
             for line in lines:
@@ -159,7 +159,7 @@ class Feed:
 
 
 def _interval_s(environ: Mapping[str, str]) -> float:
-    """Return the export interval that OpenTelemetry's variable sets in milliseconds."""
+    """Return the export interval from OpenTelemetry's environment variable, in seconds."""
     try:
         return max(0.1, float(environ["OTEL_METRIC_EXPORT_INTERVAL"]) / 1000)
     except (KeyError, ValueError):
