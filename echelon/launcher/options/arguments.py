@@ -40,11 +40,10 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}. See {self.prog} --help\n")
 
     def check_defaults(self, args: argparse.Namespace) -> None:
-        """Check the default values of options with choices, which argparse itself does not check.
+        """Check the defaults of options with choices, because argparse does not check them.
 
         Raises:
-            SystemExit: with code 2, after printing one line, if a default is not one of the
-                choices.
+            SystemExit: a default is not one of the choices. The exit code is 2.
         """
         for action in self._actions:
             value = getattr(args, action.dest, None)
@@ -420,7 +419,7 @@ def _add_program_options(program: argparse._ArgumentGroup, default: Defaults) ->
 class Defaults:
     """Default values, taken from `PET_<OPTION>`, the scheduler, or echelon, in that order.
 
-    argparse parses a default that is a string as if the user had typed it.
+    String values are parsed as if they were given on the command line.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -437,7 +436,7 @@ class Defaults:
         return self._environ.get(f"PET_{name.upper()}", "0").lower() in ("1", "true", "yes")
 
     def variable(self, name: str, default: str) -> str:
-        """Return the value of an environment variable that does not belong to echelon."""
+        """Return the value of an environment variable that another program defines."""
         return self._environ.get(name, default)
 
     def __call__(self, name: str, default: str | None) -> str | None:

@@ -1,6 +1,6 @@
-"""Accept torchrun's options that have no effect here, and give the reason for each.
+"""Accept the torchrun options that have no effect in echelon.
 
-If such an option is given, one line reports that it is ignored; the job is never refused.
+If such an option is given, one line reports that it is ignored, and why.
 """
 
 from __future__ import annotations

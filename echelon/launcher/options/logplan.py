@@ -1,7 +1,8 @@
 """Decide where each worker's streams go, based on torchrun's options `-r`, `-t` and filters.
 
-Every stream is kept in a file. It is also shown on the terminal, unless it is redirected (`-r`) and
-not teed (`-t`), or its local rank is not in `--local-ranks-filter`.
+Every stream is written to a file. A stream is also shown on the terminal, except in two cases: it
+is redirected with `-r` but not copied with `-t`, or its local rank is not in
+`--local-ranks-filter`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Std(IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class PerRank:
-    """A choice of streams, for all local ranks or for some."""
+    """A choice of streams for each local rank."""
 
     default: Std = Std.NONE
     ranks: Mapping[int, Std] = field(default_factory=dict)
@@ -53,7 +54,10 @@ class LogPlan:
         return not self.redirects.of(local_rank) & bit or bool(self.tee.of(local_rank) & bit)
 
     def folder(self, rank_dir: Path, job_dir: str, attempt: int, local_rank: int) -> Path:
-        """Return the folder of a worker's logs; `job_dir` is this job's folder below `log_dir`."""
+        """Return the folder of a worker's logs.
+
+        `job_dir` is this job's folder in `log_dir`.
+        """
         if self.log_dir is None:
             return rank_dir
         return self.log_dir / job_dir / f"attempt_{attempt}" / str(local_rank)
@@ -99,7 +103,7 @@ def parse_ranks(text: str) -> frozenset[int]:
 
 
 def parse_filters(text: str) -> tuple[str, ...]:
-    """Parse a list such as `apple,orange`; a doubled comma stands for a literal one."""
+    """Parse a list such as `apple,orange`. A double comma stands for a literal comma."""
     parts = text.replace(",,", "\0").split(",") if text else []
     return tuple(part.replace("\0", ",") for part in parts if part)
 

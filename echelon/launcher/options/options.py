@@ -1,7 +1,7 @@
-"""The options of `echelon run`: torchrun's names, with `-` or `_`, and echelon's own.
+"""The options of `echelon run`, which include torchrun's options.
 
-Every option can also be set by an environment variable `PET_<OPTION>`; the command line wins. A bad
-value is reported in one line, and the command exits with code 2.
+Every option can also be set by an environment variable `PET_<OPTION>`. The command line takes
+precedence. An invalid value is reported in one line, and the exit code is 2.
 """
 
 from __future__ import annotations
@@ -73,8 +73,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     """Parse the command line of `echelon run`.
 
     Raises:
-        SystemExit: with code 2, after printing one line, for bad usage; with 0 for --help and
-            --version.
+        SystemExit: the exit code is 2 for bad usage, and 0 for --help and --version.
     """
     parser = make_parser(environ)
     options, program = _split(argv)
@@ -144,7 +143,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
 
 
 def _witness(args: argparse.Namespace, conf: Conf, meeting: Rendezvous | None) -> str:
-    """Return the witness's endpoint as "host:port", or "" if there is none.
+    """Return the witness's endpoint as "host:port", or "" if the job has no witness.
 
     Raises:
         ValueError: the endpoint is malformed, or failover is off.
@@ -157,7 +156,7 @@ def _witness(args: argparse.Namespace, conf: Conf, meeting: Rendezvous | None) -
 
 
 def _without_effect(args: argparse.Namespace, meeting: Rendezvous | None) -> list[str]:
-    """Return one line for each option that has no effect here."""
+    """Return one line for each option that has no effect in this job."""
     notes = []
     if args.min_ranks != 1 and args.on_loss == "end":
         notes.append("--min-ranks has no effect without --on-loss shrink")
@@ -200,7 +199,7 @@ _FLAGS = frozenset(
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the command line before the script; everything after it belongs to the script."""
+    """Split the command line into the launcher's options and the script with its arguments."""
     at = 0
     while at < len(argv) and argv[at].startswith("-"):
         name = argv[at]

@@ -3,12 +3,12 @@
 Slurm      `srun --ntasks-per-node=1 echelon run train.py`: the number of nodes, this node's rank,
            the endpoint (the first node of the job, and a port derived from the job's number) and
            the job's name
-Kubernetes the JOB_COMPLETION_INDEX of an Indexed Job is this node's rank; the `PET_*` variables
-           that the training operators set are the launcher's own
+Kubernetes the JOB_COMPLETION_INDEX of an Indexed Job is this node's rank; the training operators
+           set `PET_*` variables
 MPI        `mpirun --map-by ppr:1:node echelon run ...`: the number of nodes and this node's rank
 
-Options and `PET_*` variables win over all of these. Each node must have exactly one launcher: if
-the scheduler started one launcher per rank of a multi-node job, the job is refused.
+Options and `PET_*` variables take precedence over these defaults. Each node must have exactly one
+launcher. If the scheduler started one launcher per rank of a multi-node job, the job is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NUM_PORTS = 20000
 
 
 def defaults(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return defaults by option name (`nnodes`, `node_rank`, ...), or {} without a scheduler."""
+    """Return defaults by option name (`nnodes`, `node_rank`, ...); {} if no scheduler is found."""
     if "SLURM_JOB_ID" in environ and "SLURM_PROCID" in environ:
         return _slurm(environ)
     if "OMPI_COMM_WORLD_SIZE" in environ:
@@ -59,10 +59,9 @@ def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def misuse(environ: Mapping[str, str]) -> str:
-    """Return an error message if several launchers run on this node, and "" otherwise.
+    """Return an error message if several launchers run on this node, or "" if only one does.
 
-    Only variables of a job step prove this, because a batch script also has SLURM_NTASKS and
-    SLURM_PROCID.
+    For Slurm, only the variables of a job step count, because a batch script has some of them too.
     """
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     tasks, nodes = environ.get("SLURM_STEP_NUM_TASKS", ""), environ.get("SLURM_STEP_NUM_NODES", "")

@@ -1,4 +1,4 @@
-"""Parse the values of `echelon run`'s options; every error is one line."""
+"""Parse the values of `echelon run`'s options. Every error message is a single line."""
 
 from __future__ import annotations
 
