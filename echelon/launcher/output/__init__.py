@@ -1,1 +1,1 @@
-"""Handle the workers' output: files, the terminal, and the folding of repeated lines."""
+"""Write the workers' output to files and to the terminal."""

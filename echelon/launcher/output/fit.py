@@ -1,4 +1,4 @@
-"""Cut a line to a terminal's width, measured in terminal columns."""
+"""Cut lines to the width of a terminal."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ _RESET = "\x1b[0m"
 def fit(line: str, columns: int) -> str:
     """Return a line cut so that it takes fewer than `columns` columns.
 
-    Escape sequences take no columns and are kept whole; wide characters take two. If a line with
-    escape sequences is cut, a reset is appended, because the line's own reset may have been cut
-    off.
+    Wide characters take two columns. Escape sequences take no columns and are never split. If a
+    line with escape sequences is cut, a reset sequence is appended.
     """
     kept: list[str] = []
     used = position = 0

@@ -1,8 +1,7 @@
 """Fold lines that many ranks print at about the same time into one line, such as `0-7| line`.
 
-A line is held for a fifth of a second after the first rank prints it, and ranks that print the same
-line within that time are added to its label. The lines of one rank keep their order, because a held
-line is shown before a later line of any rank that printed it.
+A line is held for a fifth of a second after the first rank prints it. Ranks that print the same
+line within that time are added to its label. The lines of one rank are always shown in order.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class _Held:
 
 
 class Fold:
-    """The lines that are being held. Pure: each call is given the time."""
+    """The lines that are being held. Pure: the caller passes the time."""
 
     def __init__(self) -> None:
         self._held: dict[bytes, _Held] = {}

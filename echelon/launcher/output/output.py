@@ -1,9 +1,8 @@
 """Write the workers' output unchanged to one file per stream, and line by line to the terminal.
 
-The terminal gets whole lines with the rank in front, however the worker's writes were split. A
-segment that ends in a carriage return, such as a progress bar's, is a live line. A terminal shows a
-live line below all other lines until the next live line replaces it. If the output is not a
-terminal, live lines are not shown.
+The terminal shows only complete lines, each with the rank in front. Text that ends in a carriage
+return, such as a progress bar, is a live line. A live line stays at the bottom of the terminal
+until the next live line replaces it. If the output is not a terminal, live lines are not shown.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Terminal:
 
     @property
     def deadline_s(self) -> float | None:
-        """The time at which `tick` has lines to show; None if no line is held back."""
+        """The time at which to call `tick` again; None if no line is being held."""
         due = [fold.deadline_s for fold in self._folds.values()]
         return min((at for at in due if at is not None), default=None)
 
@@ -87,12 +86,12 @@ class Terminal:
         self.write_error(f"echelon: {text}\n")
 
     def write_error(self, text: str) -> None:
-        """Print complete lines to stderr; a live line is hidden until its next change."""
+        """Print complete lines to stderr. A live line on the terminal is hidden first."""
         self.end_live()
         self.write_lines(2, text.encode("utf-8", "replace"))
 
     def write_lines(self, stream: int, lines: bytes) -> None:
-        """Write complete lines in one call. A failure to write never affects the job."""
+        """Write complete lines in one call. Errors are never raised."""
         if self._live and (stream == 1 or self._stderr_is_shown):
             self._write(1, _ERASE)
             self._write(stream, lines)
@@ -101,7 +100,7 @@ class Terminal:
             self._write(stream, lines)
 
     def _write(self, stream: int, data: bytes) -> None:
-        """Write to a stream; this may take a second if the stream is in non-blocking mode."""
+        """Write to a stream. May block for a second if the stream is in non-blocking mode."""
         fd = self._fds.get(stream)
         deadline_s = time.monotonic() + _SLOW_S
         while fd is not None and data:
@@ -116,7 +115,10 @@ class Terminal:
                 return
 
     def _lose(self, stream: int, err: OSError) -> None:
-        """Stop writing to a stream; unless its reader closed it, report this on the other."""
+        """Stop writing to a stream after an error, and report the error on the other stream.
+
+        If the reader has closed the stream, nothing is reported.
+        """
         del self._fds[stream]
         if not isinstance(err, BrokenPipeError):
             name = _NAMES[stream]
@@ -124,7 +126,7 @@ class Terminal:
             self._write(3 - stream, text.encode())
 
     def _fitted(self, line: bytes) -> bytes:
-        """Return a live line cut to the terminal's width: a wrapped line cannot be erased."""
+        """Return a live line cut to the width of the terminal."""
         columns = self.columns
         if columns is None:
             return b""
@@ -141,7 +143,7 @@ class Terminal:
         self._live = text
 
     def end_live(self) -> None:
-        """Remove the live line, and show the lines that are still held back."""
+        """Remove the live line, and show all lines that are being held."""
         if self._live:
             self._live = b""
             self._write(1, _ERASE)
@@ -168,7 +170,7 @@ class Source:
 
     @property
     def prefix(self) -> bytes:
-        """The label before a line: `3| `, or `1:3| ` with several nodes."""
+        """The label before a line: `3| `, or `1:3| ` if the job has several nodes."""
         return self.node_prefix + b"%d| " % self.rank
 
     def as_json(self, stream: int, line: bytes) -> bytes:
@@ -190,8 +192,8 @@ class Stream:
         terminal: the terminal that shows the stream; None if the stream is not shown.
         filters: the strings that select lines. A line that contains one of these strings is also
             written to `filtered`.
-        on_lost: a function that is called when a file cannot be written. Later output is shown but
-            no longer kept.
+        on_lost: a function that is called when a file cannot be written. After that, the stream is
+            no longer written to the file.
         num_bytes: the number of bytes that have arrived.
     """
 
@@ -273,7 +275,7 @@ class Stream:
 
 
 def _last_state(line: bytes) -> bytes:
-    """Return what a terminal would end up showing for a line with carriage returns."""
+    """Return the final appearance, on a terminal, of a line with carriage returns."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
