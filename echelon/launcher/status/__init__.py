@@ -1,1 +1,1 @@
-"""Show what the ranks of a job are doing, as read from their rings (`echelon status`)."""
+"""Show what the ranks of a running job are doing (`echelon status`)."""

@@ -1,10 +1,11 @@
 """Run `echelon status [ENDPOINT|RUN_DIR]`, which shows a live table of a running job.
 
-With a run directory (by default the newest below runs/), the table shows this node's ranks, read
-from their rings. With an endpoint (HOST:PORT, as in --rdzv-endpoint), the table shows the ranks of
-all nodes, and the command works on any machine. It then needs the job's secret, from
---rdzv-secret-file, ECHELON_SECRET or a job.json below runs/. A single-node job has no endpoint but
-its store's; the command finds the run with that endpoint below runs/.
+With a run directory, the table shows this node's ranks, as read from their rings. The default is
+the newest run directory in runs/.
+
+With an endpoint (HOST:PORT, as in --rdzv-endpoint), the table shows the ranks of all nodes, and the
+command works on any machine. The command then needs the job's secret from --rdzv-secret-file,
+ECHELON_SECRET or a job.json in runs/. The endpoint of a single-node job is that of its store.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the table shows at one moment."""
+    """The contents of the table at one moment."""
 
     title: str
     rows: Sequence[Row]
@@ -171,7 +172,7 @@ def _show_endpoint(args: argparse.Namespace, *, once: bool) -> int:
 
 
 def _run_with(endpoint: str) -> tuple[Path | None, dict[str, str]]:
-    """Return the newest run below runs/ with this endpoint, and the contents of its job.json."""
+    """Return the newest run in runs/ that has this endpoint, and the contents of its job.json."""
     found: tuple[Path | None, dict[str, str]] = (None, {})
     newest_s = 0.0
     for job_file in _RUNS.glob("*/job*.json"):
@@ -195,8 +196,6 @@ def _dial(endpoint: str, secret: bytes, tls: TlsFiles | None) -> GrpcLink:
 
 def _views(link: GrpcLink, endpoint: str) -> Iterator[View]:
     """Request the job's state repeatedly; yield one view per response.
-
-    The greeting that opens the link is the first request.
 
     Raises:
         LaunchError: the job does not answer, or refuses the request.
@@ -230,7 +229,7 @@ def _views(link: GrpcLink, endpoint: str) -> Iterator[View]:
 
 
 def _rows(answers: Sequence[Statuses]) -> list[Row]:
-    """Return one row per rank, the latest if two responses contain the rank."""
+    """Return one row per rank. If two responses contain a rank, the later response counts."""
     rows: dict[int, Row] = {}
     for answer in answers:
         with contextlib.suppress(ValueError):  # a node that runs another version

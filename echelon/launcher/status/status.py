@@ -1,4 +1,4 @@
-"""Read what ranks are doing from their rings, because a hung rank could not be asked."""
+"""Read from the ranks' rings what the ranks are doing. This works even if a rank hangs."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class RankStatus:
 
     @classmethod
     def unpack(cls, numbers: Sequence[int], words: Sequence[str]) -> RankStatus:
-        """Parse the output of `pack`.
+        """Return the status that was encoded by `pack`.
 
         Raises:
-            ValueError: there are more or fewer values than expected.
+            ValueError: the number of values is wrong.
         """
         rank, sequence, lag_ms, step, step_us = numbers
         phase, operation = words
@@ -78,7 +78,10 @@ def ring_paths(run_dir: Path) -> dict[int, Path]:
 
 
 def status_of(record: Record, now_mono_ns: int) -> RankStatus:
-    """Return what a rank is doing, according to its black box, at `now_mono_ns` on this host."""
+    """Return what a rank is doing, according to its black box.
+
+    `now_mono_ns` is the current time on this host's monotonic clock.
+    """
     live = record.live
     operations = record.operations
     operation, sequence, phase = "", None, "compute"
@@ -108,7 +111,7 @@ def status_of(record: Record, now_mono_ns: int) -> RankStatus:
 
 
 def _step_s(record: Record) -> float | None:
-    """Return the mean time between the first operations of the last few steps."""
+    """Return the mean duration of the last few steps, measured between their first operations."""
     known = record.operations[record.operations["step"] >= 0]
     steps, stamps = known["step"].tolist(), known["created_mono_ns"].tolist()
     firsts = [i for i in range(len(steps)) if i == 0 or steps[i] != steps[i - 1]]
@@ -127,7 +130,7 @@ def silent(rank: int, phase: str) -> RankStatus:
 
 
 def read_statuses(run_dir: Path) -> list[RankStatus]:
-    """Return the status of each rank of a run; the phase is "unreadable" without a usable ring."""
+    """Return the status of each rank of a run. Without a usable ring, the phase is "unreadable"."""
     statuses = []
     for rank, path in ring_paths(run_dir).items():
         try:
@@ -138,7 +141,7 @@ def read_statuses(run_dir: Path) -> list[RankStatus]:
 
 
 def _checked(record: Record) -> RankStatus:
-    """Return a rank's status, corrected if its process has ended or was on another machine."""
+    """Return a rank's status, corrected if its process has ended or was running on another host."""
     status = status_of(record, time.monotonic_ns())
     identity = record.identity
     if status.phase == "ended" or not identity.boot_id:

@@ -1,4 +1,4 @@
-"""Show a rank's time as columns, each showing the category that fills most of it. Pure."""
+"""Summarise a rank's time as a row of columns, one letter per column. Pure."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ LETTERS = {
 def columns(segments: Sequence[Segment], wall_ns: int, num: int) -> str:
     """Return one letter for each of `num` equal parts of the time from 0 to `wall_ns`.
 
+    Each letter stands for the category that takes up most of that part.
+
     Args:
-        segments: the segments of one rank, in order and without gaps, as `accounting.segments`
-            returns them.
+        segments: the segments from `accounting.segments` for one rank.
     """
     if wall_ns <= 0:
         return ""

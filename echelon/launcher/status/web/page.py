@@ -1,4 +1,4 @@
-"""Assemble the live page into one file, in the style of the incident page."""
+"""Assemble the live page of a job as a single HTML file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FOLDER = Path(__file__).parent
 
 @cache
 def page() -> str:
-    """Return the page as HTML; once loaded, it requests nothing but the job's state."""
+    """Return the page as HTML. After loading, the page requests only the job's state."""
     whole = (_FOLDER / "live.html").read_text(encoding="utf-8")
     style = part("style.css") + (_FOLDER / "live.css").read_text(encoding="utf-8")
     script = (_FOLDER / "live.js").read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
 """Serve the live page and its state as JSON.
 
-On a loopback address, the server answers only requests whose Host header names a loopback host, so
-no website can read the page by pointing its own name at this machine. On any other address, every
-request needs the token that is part of the printed URL.
+On a loopback address, the server answers only requests whose Host header names a loopback host.
+This check protects the page from websites whose names resolve to this machine. On any other
+address, every request needs the token in the printed URL.
 """
 
 from __future__ import annotations
@@ -36,13 +36,12 @@ _SECURITY = {
 
 
 class PageServer:
-    """A server of the live page; it runs until it is closed.
+    """A server of the live page. It runs until it is closed.
 
     Args:
         address: the address to bind; an IPv6 address has no brackets.
         port: the port; 0 means any free port.
-        state: a function that returns the state; the server's threads call it, but never two at a
-            time.
+        state: a function that returns the state. Only one thread of the server calls it at a time.
 
     Raises:
         OSError: the address cannot be bound.
@@ -62,7 +61,7 @@ class PageServer:
                 self.server_name, self.server_port = address, self.server_address[1]
 
             def handle_error(self, request: object, client_address: object) -> None:
-                """Print nothing, because the client has disconnected."""
+                """Print nothing when a client disconnects."""
 
         def make() -> bytes:
             with lock:
@@ -81,7 +80,10 @@ class PageServer:
         self.url = f"http://{join(shown, self._server.server_address[1])}/{query}"
 
     def serve(self, poll_s: float = 0.2) -> None:
-        """Serve on the calling thread until `close`, which takes effect within `poll_s` seconds."""
+        """Serve on the calling thread until `close` is called.
+
+        The server notices the call within `poll_s` seconds.
+        """
         self._server.serve_forever(poll_s)
 
     def close(self) -> None:
@@ -128,7 +130,7 @@ class _Page(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Print nothing."""
+        """Print nothing about requests."""
 
 
 def _is_loopback(address: str) -> bool:

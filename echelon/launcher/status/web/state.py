@@ -1,4 +1,4 @@
-"""Read the live page's state from the hosting node's run directory."""
+"""Read the state for the live page from the hosting node's run directory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FRESH_S = 30.0  # a running launcher writes its account at least this often
 
 
 def state_of(run_dir: Path) -> dict[str, Any]:
-    """Return the state as JSON, leaving out the parts of the run that cannot be read."""
+    """Return the state as JSON. Files that cannot be read are left out."""
     job, account, age_s = _job(run_dir)
     statuses = {status.rank: status for status in read_statuses(run_dir)}
     ranks = _ranks(job, statuses)
@@ -53,7 +53,7 @@ def state_of(run_dir: Path) -> dict[str, Any]:
 
 
 def _job(run_dir: Path) -> tuple[Job, Shares, float]:
-    """Return the current account, its totals, and the age of its file in seconds."""
+    """Return the time record of the job, the totals, and the age of the file in seconds."""
     try:
         job = read_job(run_dir)
         age_s = max(0.0, time.time() - (run_dir / ACCOUNT).stat().st_mtime)
@@ -141,7 +141,7 @@ def _incident(folder: Path) -> dict[str, Any]:
 
 
 def _is_withdrawn(folder: Path) -> bool:
-    """Return whether the verdict was withdrawn because the ranks had made progress again."""
+    """Return whether a verdict was withdrawn because the ranks had continued."""
     try:
         text = (folder / "verdict.txt").read_text(errors="replace")
     except OSError:
