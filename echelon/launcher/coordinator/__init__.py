@@ -1,1 +1,1 @@
-"""Run the hosting node's part of a job: membership, attempts, decisions, and the store."""
+"""Coordinate a job from its hosting node."""

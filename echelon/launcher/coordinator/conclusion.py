@@ -12,13 +12,13 @@ from echelon.launcher.job.report import EXIT_STALL, Report, exit_code
 def conclude(
     world: World, end: EndAttempt, report: Report, stop_signal: int
 ) -> tuple[EndedBy, int]:
-    """Complete the report after a job's last world; return how the job ended.
+    """Complete the report after a job's last world.
 
     Args:
         stop_signal: the signal that the user sent to end the job; 0 for none.
 
     Returns:
-        What ended the job, and the exit code of its launchers.
+        The event that ended the job, and the exit code of its launchers.
     """
     if not end.failed:
         for incident in report.incidents:

@@ -2,13 +2,12 @@
 
 The coordinator runs on the node that owns the endpoint, in the agent's loop. It communicates with
 all nodes, including its own, only through messages. Pure classes make the decisions, and the
-coordinator carries them out: `Roster` decides which nodes take part, `decide.Attempt` derives the
-actions that follow from a world's events, and `StallRule` defines what counts as a stall. A stop is
-sent at once, even while an incident is being collected, because each node reads the stacks of its
-ranks before it stops them. Only the end of an attempt waits for the incident. Verdicts arrive when
-they are ready (`Verdicts`); `Restarting` decides how long a restart waits for one.
+coordinator carries them out. `Roster` decides which nodes take part, `decide.Attempt` derives
+actions from a world's events, and `StallRule` detects stalls. `Restarting` decides how long a
+restart waits for the verdict.
 
-Failures are ordered by their arrival at the coordinator, never by a clock.
+A stop is sent to the ranks even while an incident is being collected. Only the end of an attempt
+waits for the incident. Failures are ordered by their arrival at the coordinator, never by a clock.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class Coordinator:
     Call `take` for each message, and call `step` after messages and at deadlines.
 
     Args:
-        succession: decides whether a world may begin in a job with failover; None without failover.
+        succession: the host's part in the succession; None for a job without failover.
         observers: the objects that report on the job but make no decisions.
     """
 
@@ -282,7 +281,7 @@ class Coordinator:
         self._tell(present, m.TellStatus(visitor=visitor))
 
     def _stop(self, node: str, number: int) -> None:
-        """Handle a user's stop signal to one launcher: end the job, or let that node leave."""
+        """Handle a user's stop signal: either the job ends, or only the signalled node leaves."""
         world = self._world
         is_host = node == self._options.node_name
         if not is_host and (world is None or node not in world.nodes):
@@ -312,7 +311,7 @@ class Coordinator:
             self._decide(world, decide.LeaveRequested(number))
 
     def _note_ended(self, world: World, ended: Mapping[int, int]) -> None:
-        """Record that several ranks ended together, each with its exit code or LOST."""
+        """Record that several ranks ended at the same time. Each value is an exit code or LOST."""
         self._look_at_losses(world)  # the ranks may have continued after an earlier one
         for rank, code in ended.items():
             world.note_ended(rank, None if code == LOST else code)
@@ -325,7 +324,7 @@ class Coordinator:
             self._note_survived(world)
 
     def _note_survived(self, world: World) -> None:
-        """Let a stall be over, now that ranks continue without one that the stall may be due to."""
+        """End a stall after a loss that may explain it, because the other ranks continue."""
         self._stalls.note_loss()
         if self._hung.is_killing:  # the stall lasts until the last of its ranks has ended
             return
@@ -380,7 +379,7 @@ class Coordinator:
         self._decide(world, decide.WorkerEnded(event.rank, 1, "could not be killed"))
 
     def _lived_ns(self) -> int:
-        """Return the time used to judge ranks. It stops while this process is not running."""
+        """Return the time from a clock that stops while this process is not running."""
         return int(self._lived.at(time.monotonic()) * 1e9)
 
     def _look(self, world: World) -> None:
@@ -397,7 +396,7 @@ class Coordinator:
             self._decide(world, decide.StallSeen(stall.reason))
 
     def _look_early(self, world: World) -> None:
-        """Collect an incident if an operation exceeds its learned limit before the job stalls."""
+        """Collect an incident if an operation has exceeded its learned limit."""
         was_reported = world.limits.is_reported
         early = world.look_early(self._lived_ns())
         if world.rule.is_stalled or world.attempt.phase is not decide.Phase.RUNNING:
@@ -437,7 +436,7 @@ class Coordinator:
         self._explain_waiting(now_s)
 
     def _has_lapsed(self, succession: Succession) -> bool:
-        """Send heartbeats. If this node may no longer host the job, stop it and return True."""
+        """Send heartbeats; stop the job and return True if this node may no longer host it."""
         succession.step()
         world = self._world
         running = world is not None and world.clearing is None
@@ -453,7 +452,7 @@ class Coordinator:
         return True
 
     def _inherit(self, succession: Succession, inherited: Inheritance) -> None:
-        """Take over a job after its host was lost, together with that node's ranks."""
+        """Take over a job whose host and host's ranks were lost."""
         mandate = inherited.mandate
         self._restarts.num_used, self._report.attempts = mandate.restarts, mandate.num_attempts
         self._numbers = max(self._numbers, mandate.attempt + 1)
@@ -479,7 +478,7 @@ class Coordinator:
             self.take(name, event)
 
     def _explain_waiting(self, now_s: float) -> None:
-        """Print what the job is waiting for, once its current state has lasted for a while."""
+        """Print what the job is waiting for, if it has been waiting for a while."""
         why = self._why_waiting()
         if not why:
             self._waits_since_s, self._next_reason_s = now_s, now_s + _EXPLAIN_S
@@ -518,7 +517,7 @@ class Coordinator:
         self._store_died = bool(how)
 
     def _act_all(self, world: World) -> None:
-        """Carry out the pending actions; a new incident has to wait for the current one."""
+        """Carry out the pending actions. A new incident waits until the current one is complete."""
         waiting: deque[decide.Action] = deque()
         while self._todo:
             action = self._todo.popleft()
@@ -556,7 +555,7 @@ class Coordinator:
         self._remember()
 
     def _remember(self) -> None:
-        """Send the other nodes all decisions and findings, so that one of them can take over."""
+        """Send all decisions and findings to the other nodes, for a possible failover."""
         if self._probing.is_over:
             self._restarting.suspected = None
         if self._succession is not None:
@@ -658,7 +657,7 @@ class Coordinator:
             self._say(f"{here} of {low} required nodes connected; waiting for more")
 
     def _note_cleared(self, world: World, end: decide.EndAttempt) -> None:
-        """Report once that a world was cleaned up; the next step may still wait for a verdict."""
+        """Report that a world has been cleaned up. This is reported only once per world."""
         if not world.is_reported:
             world.is_reported = True
             how = end.ended_by.value
@@ -696,7 +695,7 @@ class Coordinator:
         self._finish(ended_by, code)
 
     def _note_stopped(self) -> None:
-        """Report the step at which the last attempt stopped, if there was an attempt."""
+        """Report the step at which the last attempt stopped, if any attempt was made."""
         if self._latest < 0:
             return
         stopped = where_it_stopped(self._run, self._latest)

@@ -5,18 +5,17 @@
        +--a stall that lasts, with `stop`; a signal; a leave---------+          30 s: give up
        +--all succeeded--> over                     all ended in any phase: over <---------+
 
-After the first failure there is a pause, so that the other ranks can report how they ended and the
-black boxes contain both cause and effect. (The other ranks notice a failure within 0.1 s.) A second
-failure does not extend the pause. The pause ends early once all workers have ended, unless the
-first failure was due to a stop signal that the launcher did not send. A scheduler may be signalling
-every process on a node, including the launcher; in that case no rank has failed. If a worker is
-lost and the others continue, the phase does not change, and an incident is collected after a pause
-of the same length.
+After the first failure there is a pause, in which the other ranks can report how they ended. A
+second failure does not extend the pause. The pause ends early once all workers have ended. There is
+one exception: if the first failure was due to a stop signal from outside, a scheduler may be
+signalling every process on a node. In that case the pause runs its full length.
 
-Each node measures the grace period between SIGTERM and SIGKILL from the moment when it signalled
-its workers. The coordinator's backstop is only for a node that does not kill its workers in time. A
-second request to stop changes the outcome but never the grace period; the node that received the
-request handles an impatient user.
+If a worker is lost and the others continue, the phase does not change. An incident is collected
+after a pause of the same length.
+
+Each node measures the grace period between SIGTERM and SIGKILL by itself. The coordinator's
+backstop is only for a node that does not kill its workers in time. A second request to stop may
+change the outcome but not the grace period.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Phase(Enum):
 
 
 class EndedBy(Enum):
-    """What ended the job, as written to `report.json`."""
+    """The kind of event that ended the job, in the form used in `report.json`."""
 
     WORKER = "worker"
     STALL = "stall"
@@ -90,7 +89,7 @@ class SlowSeen:
 class StallExamined:
     """An event: the incident for a stall is complete.
 
-    `lasts` means that no rank has made progress since the incident began.
+    `lasts` is True if no rank has made progress since the incident began.
     """
 
     lasts: bool
@@ -105,7 +104,7 @@ class StopRequested:
 
 @dataclass(frozen=True, slots=True)
 class LeaveRequested:
-    """An event: the user signalled a launcher, and enough nodes remain to continue."""
+    """An event: the user asked a node to leave, and enough nodes remain to continue."""
 
     number: int
 
@@ -125,7 +124,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class CollectIncident:
-    """An action: take a snapshot of all ranks and have it analysed.
+    """An action: collect and analyse an incident.
 
     Attributes:
         is_early: whether a learned limit triggered the incident. Such an incident stops no rank.
@@ -140,10 +139,10 @@ class CollectIncident:
 
 @dataclass(frozen=True, slots=True)
 class StopWorkers:
-    """An action: signal all workers; each node kills its remaining workers after the grace period.
+    """An action: send all workers a stop signal, and kill them after the grace period.
 
     Attributes:
-        urgent: whether to stop without waiting for an incident to be collected.
+        urgent: whether to stop without waiting until an incident has been collected.
     """
 
     number: int
@@ -157,7 +156,7 @@ class KillWorkers:
 
 @dataclass(frozen=True, slots=True)
 class EndAttempt:
-    """An action: end the attempt, because all workers have ended or cannot be killed."""
+    """An action: end the attempt. All workers have ended or cannot be killed."""
 
     ended_by: EndedBy
     failed: bool
@@ -187,7 +186,7 @@ class Attempt:
         return tuple(sorted(self._running))
 
     def on(self, event: Event, now_s: float) -> list[Action]:
-        """Return the actions that follow from an event, in order; `now_s` is a monotonic time."""
+        """Return the actions that follow from an event, in the order in which to carry them out."""
         if self.phase is Phase.OVER:
             return []
         if isinstance(event, WorkerEnded):
@@ -211,10 +210,7 @@ class Attempt:
         return [] if self._running or self._may_be_stopped else self._over()
 
     def _on_worker_lost(self, event: WorkerLost, now_s: float) -> list[Action]:
-        """Record the loss of a worker.
-
-        After a short pause, one incident is collected for this loss and any others.
-        """
+        """Record the loss of a worker. An incident is collected after a short pause."""
         self._running.discard(event.rank)
         if not event.is_explained:
             if not self._losses:
@@ -231,7 +227,7 @@ class Attempt:
 
     @property
     def _may_be_stopped(self) -> bool:
-        """Whether a scheduler that is also stopping the launcher may have caused the failure."""
+        """Whether the failure may be due to a scheduler that is stopping the whole node."""
         first = self._first_failure
         settles = self.phase is Phase.SETTLING
         return settles and first is not None and -first.code in _STOP_SIGNALS

@@ -1,14 +1,16 @@
 """End ranks that hang, so that the other ranks continue without them (`--on-stall replace`).
 
-A rank that was ended for its hang is a loss like any other: `Losses` decides whether the attempt
-survives it, and how. So a rank is ended only if `Losses` would survive its death, if its verdict is
-`certain`, and if its cause is the hang of a process. A verdict of `host_hang` or `gil_hang` only
-says where a rank is while the others wait: a rank that computes there may finish, so it is ended
-only if its process used no processor time. All other stalls are treated as under
-`--on-stall restart`.
+A hung rank is killed only if three conditions hold:
 
-A rank may survive SIGKILL for as long as the kernel waits for a device. Then nothing is known about
-what the rank still holds, and the attempt ends, too.
+- `Losses` would let the attempt continue without the rank.
+- The verdict is `certain`, and its cause is the hang of a process.
+- With the causes `host_hang` and `gil_hang`, the process used no processor time, so it cannot be
+computing.
+
+Any other stall is handled as with `--on-stall restart`.
+
+A rank may survive SIGKILL while the kernel waits for a device. If that takes too long, the attempt
+ends.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ _CAUSES = ("frozen_process", *_MAY_COMPUTE)
 
 
 class HungRanks:
-    """The ranks of the current attempt that are ended because they hang.
+    """The ranks of the current attempt that are killed because they hang.
 
     Args:
-        losses: decides which losses the attempt survives.
-        send: sends a command to a node.
-        say: prints a line.
-        dies_s: how long the end of a killed rank may take to be known, in seconds.
+        losses: the object that decides which losses the attempt survives.
+        send: a function that sends a command to a node.
+        say: a function that prints a line.
+        dies_s: how long to wait for a killed rank to end, in seconds.
     """
 
     def __init__(
@@ -61,11 +63,11 @@ class HungRanks:
 
     @property
     def is_killing(self) -> bool:
-        """Whether a rank that was ordered to be killed has not ended yet."""
+        """Whether a kill has been ordered for a rank that has not ended yet."""
         return bool(self._dying)
 
     def end(self, world: World, failure: Failure, incident: Incident, now_s: float) -> str:
-        """Have the culprits of a stall killed; return why they are not, or "" if they are."""
+        """Kill the culprits of a stall; return "", or the reason why they may not be killed."""
         ranks = failure.culprit_ranks
         why_not = self._why_not(failure) or self._losses.why_not_without(world, ranks)
         if why_not:
@@ -102,13 +104,13 @@ class HungRanks:
         return ""
 
     def cause_of(self, rank: int) -> str:
-        """Return why a rank was ended, or "" if it was not ended for a hang."""
+        """Return why a rank was killed, or "" if this object did not kill it."""
         return self._causes.get(rank, "")
 
     def note_ended(self, rank: int, *, is_survived: bool) -> None:
         """Record that a rank ended.
 
-        Once all ranks of a stall have ended, the stall is over if the others continue.
+        If all ranks of a stall have ended and the others continue, the stall is over.
         """
         self._dying.discard(rank)
         if not self._dying:
@@ -124,7 +126,10 @@ class HungRanks:
         return self._until_s
 
     def undead(self, now_s: float) -> tuple[str, World] | None:
-        """Return a line about ranks that survive SIGKILL for too long, once, with their attempt."""
+        """Return a line about ranks that survive SIGKILL for too long, and their attempt.
+
+        The line is returned only once.
+        """
         if self._world is None or now_s < self._until_s:
             return None
         found = _ranks(sorted(self._dying))
@@ -134,13 +139,13 @@ class HungRanks:
 
 
 def computing(failure: Failure) -> tuple[int, ...]:
-    """Return the culprits of a hang that may be computing, so that the hang may pass."""
+    """Return the culprits of a hang that may still be computing."""
     if failure.cause not in _MAY_COMPUTE:
         return ()
     return tuple(rank for rank in failure.culprit_ranks if rank not in failure.idle_ranks)
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    """Return the ranks as "rank 1", or "ranks 1, 2 and 3"."""
+    """Format rank numbers as "rank 1", or "ranks 1, 2 and 3"."""
     *most, last = map(str, ranks)
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"

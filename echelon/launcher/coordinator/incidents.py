@@ -1,8 +1,8 @@
-"""Collect one job's incidents from the nodes, have them analysed, and show the verdicts.
+"""Collect one job's incidents from the nodes, start their analysis, and show the verdicts.
 
-One incident is collected at a time. An incident that cannot be stored (on a full disk) is reported
-and dropped: ending the job matters more than explaining it. An examined stall is reported to the
-attempt as an event, because it may end the attempt; a failure has already ended it.
+One incident is collected at a time. An incident that cannot be written to disk is reported and
+dropped. A stall that has been examined is reported to the attempt, because the stall may end the
+attempt.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class Incidents:
     """All incidents of a job; at most one of them is being collected.
 
     Args:
-        node_name: this node, which needs no command to show a verdict.
-        tell: sends a command to nodes.
-        examined: receives an examined stall, with its incident if one was kept.
+        node_name: the name of this node.
+        tell: a function that sends a command to nodes.
+        examined: a function that is called with each examined stall, and its incident if one was
+            kept.
         observers: the objects that report on the job.
         stalls_end: whether a lasting stall ends the job's ranks.
     """
@@ -86,11 +87,11 @@ class Incidents:
         return frozenset() if self._collection is None else frozenset(self._collection.waiting)
 
     def deadline_s(self) -> float:
-        """Return when to stop waiting for the nodes."""
+        """Return the time at which to stop waiting for dumps."""
         return float("inf") if self._collection is None else self._collection.deadline_s
 
     def hurry(self) -> None:
-        """Shorten the wait for the nodes, because the user wants the job to stop."""
+        """Shorten the wait for the nodes after the user has asked the job to stop."""
         if self._collection is not None:
             hurried_s = time.monotonic() + _HURRIED_S
             self._collection.deadline_s = min(self._collection.deadline_s, hurried_s)
@@ -106,7 +107,7 @@ class Incidents:
             self._collection.note_harvested(node, event)
 
     def note_progress(self, world: World) -> None:
-        """Record that a stall has cleared: the one being collected, or else the latest one."""
+        """Record that the current or latest stall has cleared."""
         self._observers.tell(StallCleared(attempt=world.number))
         if self._collection is not None:
             self._collection.is_overtaken = True
@@ -119,9 +120,9 @@ class Incidents:
         self._say("stall cleared: ranks are making progress again")
 
     def note_loss(self, world: World) -> None:
-        """Record that a stall ended with the loss of a rank: the one being collected, or the last.
+        """Record that the current or latest stall ended with the loss of a rank.
 
-        Its verdict is shown nevertheless, because it may explain the loss.
+        The verdict on the stall is still shown, because it may explain the loss.
         """
         collection = self._collection
         if collection is not None and collection.kind == "stall":
@@ -132,14 +133,14 @@ class Incidents:
             stall.recovered = stall.is_survived = True
 
     def _last_stall(self, world: World) -> Incident | None:
-        """Return the last stall of an attempt, whether or not it is over."""
+        """Return the last stall of an attempt, even if it is over."""
         stalls = (one for one in reversed(self._report.incidents) if one.kind == "stall")
         return next((one for one in stalls if one.attempt == world.number), None)
 
     def covers_stall(self) -> bool:
         """Return whether a new stall belongs to the incident that is being collected.
 
-        When nodes recover one after another, those still waiting look like a new stall.
+        If nodes recover one after another, the remaining nodes look like a new stall.
         """
         collection = self._collection
         if collection is None or collection.kind != "stall" or collection.is_early:
@@ -148,7 +149,7 @@ class Incidents:
         return True
 
     def _has_running_ranks(self, action: decide.CollectIncident) -> bool:
-        """Return whether ranks may still run during the analysis, so no restart waits for it."""
+        """Return whether ranks may still be running during the analysis."""
         if action.kind == "stall":
             return action.is_early or not self._stalls_end
         return bool(action.lost)
@@ -211,7 +212,7 @@ class Incidents:
         return None if last.recovered else last
 
     def _add(self, incident: Incident, former: Incident | None) -> None:
-        """Add an incident to the report, replacing the early incident that it continues, if any."""
+        """Add an incident to the report, in place of the early incident that it continues."""
         if former is None:
             self._report.incidents.append(incident)
             return
@@ -228,7 +229,7 @@ class Incidents:
             self._give_up(world, err)
 
     def is_complete(self, now_s: float) -> bool:
-        """Return whether the current incident has all its dumps or its deadline has passed."""
+        """Return whether the current incident is complete or its deadline has passed."""
         return self._collection is not None and self._collection.is_complete(now_s)
 
     def finish(self, world: World) -> None:
@@ -276,7 +277,7 @@ class Incidents:
         *,
         is_early: bool,
     ) -> None:
-        """Pass an examined stall to its attempt, which may then end.
+        """Report an examined stall to its attempt.
 
         An early incident never ends an attempt.
         """

@@ -1,16 +1,16 @@
 """Decide which losses of ranks an attempt survives, and let the remaining ranks continue.
 
-With `--on-loss shrink`, a rank that is killed by a signal, or lost with its node, does not end its
-attempt if every other rank holds what it needs to continue. The remaining ranks are then published
-in the job's store, as an epoch. Each of them reports in its folder once it is ready to continue
-training, and its node passes this report on. A loss that cannot be survived is an ordinary failure,
+With `--on-loss shrink`, an attempt may survive the loss of a rank that is killed by a signal or
+lost with its node. Every other rank must hold all the data that it needs to continue. The remaining
+ranks are published in the job's store as an epoch. Each rank then reports once it is ready to
+continue training. If an attempt cannot survive a loss, the loss is handled as an ordinary failure,
 and one line gives the reason.
 
 [Note: one world] Only the launcher that hosts the store publishes epochs, and a world begins only
-once all ranks of an epoch have met in that store. So ranks that are cut off from that store never
-begin another world. Nor can they finish a step of the former world, because its barrier needs all
-of its ranks. With failover, nodes that are cut off may elect another host. Then this host cannot
-know whether it has itself been cut off, so with failover the loss of a node is an ordinary failure.
+once all ranks of an epoch have met in that store. So ranks that are cut off from the store never
+begin another world. They cannot finish a step of the former world either, because its barrier needs
+all of its ranks. With failover, a host cannot know whether it has been cut off and replaced. So
+with failover, the loss of a node is an ordinary failure.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Losses:
     """The losses of the current attempt.
 
     Args:
-        report: receives a record of how each loss was survived.
-        say: prints a line.
+        report: the job's report, to which each survived loss is added.
+        say: a function that prints a line.
         note: a function that is called with an attempt and the line about how it continued.
     """
 
@@ -83,7 +83,7 @@ class Losses:
         self._remote.clear()
 
     def take_standings(self, world: World, event: m.Standings) -> None:
-        """Keep what a node reports about its ranks."""
+        """Store a node's report about its ranks."""
         self._follow(world)
         self._remote.update(of_row(row) for row in event.ranks)
 
@@ -92,7 +92,7 @@ class Losses:
             self._begin(world.number)
 
     def why_not_without(self, world: World, ranks: Sequence[int]) -> str:
-        """Return why the attempt could not continue if these living ranks were killed, or ""."""
+        """Return why the attempt could not continue without some running ranks; "" if it could."""
         if not self._is_on:
             return "--on-loss shrink is not given"
         self._follow(world)
@@ -108,7 +108,7 @@ class Losses:
         self._causes[rank] = cause
 
     def takes(self, world: World, ended: Mapping[int, int]) -> bool:
-        """Return whether the attempt continues without these ranks; if so, publish an epoch.
+        """Return whether the attempt continues without some ranks. If it does, publish an epoch.
 
         Args:
             ended: the exit codes of ranks that ended at the same time, as in `subprocess`, or LOST.
@@ -133,10 +133,9 @@ class Losses:
         return True
 
     def _note_left(self, world: World, ranks: Sequence[int]) -> None:
-        """Publish that ranks ended on their own, so that other ranks stop waiting for an epoch.
+        """Publish that ranks ended on their own, so that other ranks do not wait for another epoch.
 
-        Ranks that are waiting cannot get another epoch. Ranks that are not waiting are not
-        disturbed, because all ranks may be ending after a requested stop.
+        Only waiting ranks are affected. The other ranks may be ending too, after a requested stop.
         """
         known = self._standings(world)
         early = [one for one in ranks if one in known and known[one].state is not State.DONE]
@@ -149,11 +148,10 @@ class Losses:
             self._awaited = None
 
     def look(self, world: World) -> int | None:
-        """When all ranks of the newest epoch are ready to continue training, report it.
+        """Report once all ranks of the newest epoch are ready to continue training.
 
-        A rank may already be past the last barrier when another dies, and may finish without
-        noticing. The others fail in that barrier and would wait for the finished rank indefinitely.
-        An epoch that lists it as done ends their wait with an error.
+        A rank may finish its training without noticing a loss. The other ranks would then wait for
+        it indefinitely, so an epoch that lists this rank as done is published.
 
         Returns:
             The first lost rank whose loss turns out to be a failure; None if there is none.
@@ -207,7 +205,7 @@ class Losses:
         return ""
 
     def _publish(self, world: World, lost: list[int], known: Mapping[int, Standing]) -> str:
-        """Publish the remaining ranks; return "", or the reason why that is impossible."""
+        """Publish the remaining ranks; return "", or the reason if they cannot be published."""
         done = [one for one, standing in known.items() if standing.state is State.DONE]
         gone = {*world.ended, *done}
         epoch = Epoch(
@@ -272,5 +270,5 @@ class Losses:
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Return the ranks as "rank 1, 2"."""
+    """Format rank numbers as "rank 1, 2"."""
     return f"rank {', '.join(map(str, ranks))}"

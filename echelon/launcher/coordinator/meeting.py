@@ -1,13 +1,11 @@
-"""Run the job's store server as a child process that exits together with the agent.
+"""Run the job's store server as a child process of the agent.
 
-The server is a separate process so that a flood of output or an analysis in the agent cannot delay
-a rank's rendezvous. The server's standard input is a pipe from the agent. When the agent ends, for
-any reason, the pipe closes and the server exits. The server ignores SIGTERM: a scheduler that sends
-SIGTERM to every process on a node gives the ranks time to save, and they may need the store to do
-so.
+The server is a separate process, so that work in the agent cannot delay a rank's rendezvous. Its
+standard input is a pipe from the agent. When the agent ends, the pipe closes and the server exits.
+The server ignores SIGTERM, because the ranks may need the store to save their state after a SIGTERM
+to the whole node.
 
-Through the same pipe, the agent sends addresses to admit, values for the ranks to read, and the
-request to drop all keys, so that every attempt starts with an empty store.
+The agent sends requests to the server through the same pipe.
 """
 
 from __future__ import annotations
@@ -35,16 +33,16 @@ class MeetingPlace(Protocol):
     port: int
 
     def admit(self, address: str) -> None:
-        """Admit clients from a numeric address even though they cannot prove their membership."""
+        """Admit clients from an address, although they cannot prove that they are members."""
 
     def publish(self, key: str, value: str) -> None:
-        """Store a value for the ranks to read; key and value are one word each."""
+        """Store a value for the ranks to read. Key and value are one word each."""
 
     def renew(self) -> None:
         """Drop all keys and members of earlier attempts."""
 
     def how_it_died(self) -> str:
-        """Return how the server ended or stopped, or "" while it is serving."""
+        """Return how the server ended; "" while it is serving."""
 
 
 class StoreProcess:
@@ -101,7 +99,7 @@ class StoreProcess:
         self._tell(f"admit {address}")
 
     def publish(self, key: str, value: str) -> None:
-        """Store a value for the ranks to read; key and value are one word each. Never blocks.
+        """Store a value for the ranks to read, without blocking. Key and value are one word each.
 
         Raises:
             LaunchError: the server cannot be reached.
@@ -109,7 +107,7 @@ class StoreProcess:
         self._tell(f"publish {key} {value}")
 
     def how_it_died(self) -> str:
-        """Return how the server ended or stopped, or "" while it is serving."""
+        """Return how the server ended; "" while it is serving."""
         code = self._process.poll()
         if code is None:
             return "is stopped by a signal" if self._is_stopped() else ""
@@ -123,7 +121,7 @@ class StoreProcess:
         return stat.rpartition(b")")[2].split()[0] == b"T"  # but not if it is traced
 
     def renew(self) -> None:
-        """Drop all members and keys; if the server has died, start a new one at another port.
+        """Drop all members and keys. If the server has died, start a new server on another port.
 
         Waits up to 5 s for the server to confirm, or up to 2 min for a new server to start.
 
@@ -158,7 +156,7 @@ class StoreProcess:
             raise LaunchError(f"cannot send {line!r} to the store server: {err}") from err
 
     def close(self) -> None:
-        """End the server, waiting up to 5 s for it. Safe to call twice."""
+        """Stop the server. Waits up to 5 s for the server to end. Safe to call twice."""
         if self._is_stopped():
             self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):

@@ -1,7 +1,7 @@
 """Admit, refuse and dismiss nodes.
 
 `Roster` decides which nodes take part in a world. This module informs each node of the decision,
-and admits the node's address at the store.
+and tells the store which addresses to admit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class Membership:
         self._say = say
 
     def join(self, hello: m.Hello) -> bool:
-        """Admit a node; if it is refused, send the node the reason and return False."""
+        """Admit or refuse a node; return whether it was admitted.
+
+        A refused node is sent the reason.
+        """
         refusal = self._roster.join(self._node_of(hello), time.monotonic())
         if hello.version != m.VERSION:
             refusal = f"it uses protocol version {hello.version}, but this job uses {m.VERSION}"
@@ -52,7 +55,7 @@ class Membership:
         return next((one.host for one in self._roster.nodes if one.name == node), node)
 
     def let_go(self, node: str, number: int) -> None:
-        """End the launcher of a node whose user has sent it a stop signal."""
+        """End the launcher of a node that received a stop signal from its user."""
         self._roster.leave(node)
         self._send(node, m.Over(exit_code=128 + number, ended_by=EndedBy.SIGNAL.value))
 
@@ -67,7 +70,7 @@ class Membership:
         )
 
     def _admit(self, hello: m.Hello) -> None:
-        """Admit a node's torch store clients by address, as they cannot prove their membership."""
+        """Let a node's torch store clients connect from the node's address."""
         if not hello.address:
             return  # this node itself
         try:

@@ -1,7 +1,7 @@
-"""Report a job's events to observers, which account for time, send notices and serve metrics.
+"""Report a job's events to observers, which keep statistics, send notices and serve metrics.
 
 An observer makes no decisions. Observers are called on the coordinator's own thread, so they must
-not block. An observer that raises an exception is removed and never affects the job.
+not block. An observer that raises an exception is removed, and the job continues.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class AttemptBegan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEnded:
-    """A rank has ended; `code` is as in `subprocess`, or None if the rank's node was lost."""
+    """A rank has ended. `code` is a return code as in `subprocess`; None if the node was lost."""
 
     attempt: int
     rank: int
@@ -58,7 +58,7 @@ class VerdictKnown:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Continued:
-    """An attempt has continued without lost ranks; `line` is what was printed about it."""
+    """An attempt has continued without lost ranks. `line` is the message that was printed."""
 
     attempt: int
     line: str
@@ -66,7 +66,7 @@ class Continued:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptEnded:
-    """All ranks of an attempt have ended, along with every process that they started."""
+    """All ranks of an attempt, and all processes that they started, have ended."""
 
     attempt: int
     failed: bool
@@ -75,7 +75,7 @@ class AttemptEnded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restarting:
-    """Another attempt follows; `decision` is the line that was printed about the restart."""
+    """Another attempt follows. `decision` is the message that was printed about it."""
 
     attempt: int  # the one that ended
     decision: str
@@ -83,7 +83,7 @@ class Restarting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LapsReported:
-    """A node reported how its ranks are advancing."""
+    """A node has reported the progress of its ranks."""
 
     node: str
     laps: m.Laps

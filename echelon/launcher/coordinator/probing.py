@@ -1,13 +1,12 @@
-"""Probe suspect nodes between two attempts, before they are used again.
+"""Probe suspect nodes between two attempts.
 
     WAITING --pause over--> ASKED --all answered, or 20 s--> over, if all probes passed
        ^                      |
        +-- back-off ----------+-- a probe failed: excluded if another node can take its place
 
 To measure a link, a partner node is asked to listen, and then the suspect node measures the link to
-the partner. Nothing in this module blocks on a probe: a message requests the probe, and `take` and
-`step` handle the answer or the deadline. The findings are added to the decision in `report.json`,
-and to the incidents of the attempt that follows.
+the partner. Probes are requested by messages, and never block this module. The findings are added
+to `report.json`, and to the incidents of the next attempt.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ class Probing:
 
     @property
     def waits_for(self) -> str:
-        """What the probing is waiting for, in words; "" if it is not waiting."""
+        """A description of what the probing is waiting for; "" if it is not waiting."""
         hosts = ", ".join(self._host_of(name) for name in self._suspects)
         return f"probes of {hosts} ({', '.join(self._probes)})" if hosts else ""
 
@@ -111,7 +110,7 @@ class Probing:
         return self._next_s if self._round is None else self._round.due_s
 
     def begin(self, failure: Failure | None, attempt: int, now_s: float) -> None:
-        """Begin to probe the nodes that a failure casts suspicion on.
+        """Begin to probe the nodes that a failure makes suspect.
 
         Args:
             failure: the failure; None means that no node is suspect.
@@ -144,7 +143,7 @@ class Probing:
                 present.found.append((node, finding))
 
     def step(self, now_s: float) -> None:
-        """Do what is due: send the requests, repeat them, or conclude the probing."""
+        """Carry out the steps that are due."""
         if not self._suspects:
             return
         if self._round is None:
@@ -162,7 +161,7 @@ class Probing:
             self._note()
 
     def _ask(self, now_s: float) -> _Round:
-        """Request each suspect's own probes, and ask the suspect's partner to listen."""
+        """Request all probes of the suspect nodes, and ask their partners to listen."""
         tasks: dict[str, list[Task]] = {}
         links = list(self._links()) if NETWORK in self._probes else []
         token = new_token()
@@ -191,7 +190,7 @@ class Probing:
             yield Task(probe=STORAGE, folder=str(self._options.checkpoint_dir))
 
     def _links(self) -> Iterator[tuple[str, str]]:
-        """Yield each remaining suspect, with a partner for measuring the link between them."""
+        """Yield each remaining suspect, paired with the partner for its link measurement."""
         if self._has_pairs:  # the links between those that the failure names
             pairs = zip(self._named, self._named[1:], strict=False)
             yield from ((a, b) for a, b in pairs if a in self._suspects and self._is_here(b))
@@ -202,11 +201,11 @@ class Probing:
 
     @property
     def _has_pairs(self) -> bool:
-        """Return whether the failure names several nodes, so that a bad link may be the cause."""
+        """Return whether the failure names several nodes."""
         return len(self._named) > 1
 
     def _ask_links(self, present: _Round, now_s: float) -> None:
-        """Ask the suspects to measure the links to their partners, which are listening by now."""
+        """Ask the suspects to measure the links to their partners."""
         present.is_second = True
         present.number, present.due_s = self._new_number(), now_s + _ANSWER_S
         for suspect, partner in present.links:
@@ -232,7 +231,7 @@ class Probing:
             self._send(name, m.Probe(number=present.number, tasks=packed))
 
     def _note_silent(self, present: _Round) -> None:
-        """Count probes as failed if their node has not answered by the deadline."""
+        """Count the probes of nodes that missed the deadline as failed."""
         for name, tasks in present.tasks.items():
             for task in tasks:
                 if task.probe != LISTEN:
@@ -242,7 +241,7 @@ class Probing:
         present.tasks.clear()
 
     def _conclude(self, present: _Round, now_s: float) -> None:
-        """Report the findings; probe a broken node again later, or exclude it."""
+        """Report the findings. A broken node is probed again later or excluded."""
         self._round = None
         rows = [(name, finding) for name, finding in present.found if name in self._suspects]
         self._keep(rows)
@@ -265,7 +264,7 @@ class Probing:
             self._suspects = []
 
     def _exclude(self, name: str, broken: Sequence[Finding]) -> bool:
-        """Exclude a node that failed its probes, if another node can take its place."""
+        """Exclude a node that failed its probes, if another node can replace it."""
         self._failed[name] = self._failed.get(name, 0) + 1
         is_due = any(self._failed[name] >= tries_of(one.probe) for one in broken)
         is_only_a_link = self._has_pairs and all(one.probe == NETWORK for one in broken)
@@ -288,7 +287,7 @@ class Probing:
         self._say(f"probe of {self._host_of(name)} failed: {what}; {after}")
 
     def _keep(self, rows: Sequence[tuple[str, Finding]]) -> None:
-        """Add findings to the decision; of the earlier findings there, keep only the failures."""
+        """Add findings to the decision. Earlier findings are removed unless they are failures."""
         kept = [one for one in self._last().get("probes", []) if one["state"] == State.BROKEN.value]
         for name, finding in rows:
             kept.append({"before": self._attempt, "host": self._host_of(name), **finding.to_json()})

@@ -1,8 +1,7 @@
 """Handle the end of an attempt: wait for the verdict, decide on a restart, report it, and pause.
 
-Under the smart policy, a restart waits a few seconds at most for the verdict. For a small job, the
-verdict is ready within one or two seconds, and without it the job might repeat a failure that no
-restart can fix. A verdict that arrives later is used for later decisions.
+Under the smart policy, a restart waits a few seconds for the verdict, because a restart may not fix
+the failure. A verdict that arrives later is used for later decisions.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ VERDICT_S = 5.0  # how long a restart waits for its verdict after all ranks have
 
 
 class Restarting:
-    """The decisions about what follows each attempt of one job."""
+    """The restart decisions of one job."""
 
     def __init__(
         self,
@@ -111,11 +110,11 @@ class Restarting:
         return decision.action is not Action.STOP
 
     def history(self) -> str:
-        """Return how the earlier attempts ended, as JSON for the workers of the next attempt."""
+        """Return how the earlier attempts ended, as JSON for the workers."""
         return json.dumps({"format": 1, "attempts": self._report.decisions[-_MAX_TOLD:]})
 
     def memory(self) -> str:
-        """Return what another node needs to continue the restart policy of this job."""
+        """Return the memory of this job's restart policy, for a node that takes over the job."""
         known = Memory(
             failures=tuple(self.restarts.failures),
             avoided=self._roster.avoided,
@@ -126,7 +125,7 @@ class Restarting:
         return pack(known)
 
     def inherit(self, memory: str) -> None:
-        """Continue with a former host's memory; print one line if that memory cannot be read."""
+        """Continue with a former host's memory. An unreadable memory is reported in one line."""
         try:
             known = unpack(memory)
         except ValueError as err:
@@ -138,7 +137,7 @@ class Restarting:
         self.over, self.suspected = known.over, known.suspected
 
     def _revise(self) -> None:
-        """Update earlier failures with verdicts that have arrived since."""
+        """Update earlier failures with newly arrived verdicts."""
         late, self._late = self._late, []
         for world, incident in late:
             if self._verdicts.is_open(incident):

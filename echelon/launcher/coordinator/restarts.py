@@ -1,11 +1,10 @@
-"""Decide whether another attempt follows, from how the earlier ones ended. Pure.
+"""Decide whether another attempt follows, from how the earlier attempts ended. Pure.
 
-Losing a node does not use up a restart, because the next world may succeed with a replacement or
-with fewer nodes. But a node that is lost repeatedly just after the start (a pod that runs out of
-memory whenever the model is built) would restart the world indefinitely. So after a few such losses
-in a row, each further loss uses up a restart, as a failure does. The policy (`policy/policy.py`)
-decides what follows a failure, within `--max-restarts`. Leaves, preemptions and stops by the user
-are not failures.
+The policy (`policy/policy.py`) decides what follows a failure, within `--max-restarts`. The loss of
+a node does not use up a restart, because the next world may succeed without the node. After a few
+losses in a row shortly after the start, each further loss does use up a restart. This rule keeps
+the job from restarting indefinitely. A node that leaves, a preemption, or a stop by the user is not
+a failure.
 """
 
 from __future__ import annotations
@@ -55,21 +54,21 @@ class Restarts:
 
     @property
     def is_judged(self) -> bool:
-        """Whether the verdict influences the decision about a restart."""
+        """Whether the restart decision depends on the verdict."""
         return self._policy == "smart"
 
     @property
     def asks_for_verdict(self) -> bool:
-        """Whether the next decision depends on the reason for the failure."""
+        """Whether the next restart decision depends on why the attempt failed."""
         return self._policy == "smart" and self.num_used < self._max
 
     def is_failure(self, end: EndAttempt) -> bool:
-        """Return whether an attempt failed: it neither succeeded nor was stopped from outside."""
+        """Return whether an attempt failed. A stop from outside is not a failure."""
         by = end.ended_by
         return end.failed and (by is EndedBy.WORKER or (by is EndedBy.STALL and self._after_stalls))
 
     def revise(self, attempt: int, failure: Failure) -> None:
-        """Replace the facts about an earlier failure, now that its verdict has arrived."""
+        """Replace the facts about an earlier failure after its verdict has arrived."""
         self.failures = [failure if one.attempt == attempt else one for one in self.failures]
 
     def next(
@@ -93,9 +92,10 @@ class Restarts:
             lasted_s: how long the attempt ran, in seconds.
             num_nodes: how many nodes are connected now.
             low: the minimum number of nodes in a world.
-            explain: a function that returns what is known about the failure, called only if the
-                decision depends on it.
-            others: a function that returns how many nodes could take part besides the given ones.
+            explain: a function that returns the facts about the failure. It is called only if
+                needed.
+            others: a function that returns how many other nodes, besides the given nodes, could
+                take part.
         """
         is_leave = end.failed and end.ended_by is EndedBy.LEAVE
         if not (is_leave or self.is_failure(end)):
@@ -136,7 +136,7 @@ class Restarts:
         )
 
     def _is_free(self, lost: bool, left: bool, lasted_s: float) -> bool:
-        """Return whether lost or departed nodes cost no restart; repeated losses at start-up do."""
+        """Return whether a restart after lost or departed nodes leaves the budget unchanged."""
         if not self._is_elastic or not (lost or left):
             return False
         is_short = lost and lasted_s < SHORT_S

@@ -1,16 +1,18 @@
 """Choose the nodes of the next world from the nodes that join and leave. Pure.
 
-A world begins once one of three conditions is met: `max_nodes` nodes are connected; all nodes of
-the last world are connected, except those that left; or `min_nodes` nodes are connected and the
-last call is over. The last call is an adaptive waiting time for nodes that were started together
-but do not connect at the same moment. It lasts at most 3 s unless the user sets it. Nodes that
-connect later, or beyond `max_nodes`, wait for the next world; at most `spares` nodes may wait.
-Avoided nodes are chosen only if fewer than `min_nodes` other nodes are connected.
+A world begins once one of these conditions holds:
+
+- `max_nodes` nodes are connected.
+- All nodes of the last world are connected, except those that left.
+- `min_nodes` nodes are connected, and the last call is over.
+
+The last call is a short wait for nodes that were started together but connect at different times.
+By default, it takes at most 3 s. Nodes that connect later wait for the next world. At most `spares`
+nodes may wait. Avoided nodes are chosen only if there are too few other nodes.
 
 Ranks are numbered in the order of the nodes. In the first world, nodes with a `--node-rank` come
-first, in that order, then the coordinator's node, then the other nodes by host name in natural
-order. In later worlds, nodes keep their places: a node of the last world is chosen before any
-other, and a node that joins takes the place of a lost node.
+first, in that order. Then come the coordinator's node and the other nodes, by host name in natural
+order. In later worlds, nodes keep their places, and a new node takes the place of a lost node.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class Node:
 
     @property
     def order(self) -> tuple[object, ...]:
-        """The sort key of a node; the module's docstring describes the order."""
+        """The sort key of a node, for the order that the module's docstring describes."""
         rank = self.node_rank if self.node_rank >= 0 else 1 << 30
         parts = re.split(r"(\d+)", self.host)
         natural = tuple((1, int(p), "") if p.isdigit() else (0, 0, p) for p in parts)
@@ -74,17 +76,17 @@ class Roster:
         return tuple(self._nodes.values())
 
     def resume(self, former: Sequence[str]) -> None:
-        """Continue with the nodes of a former host's world; they keep their places."""
+        """Continue with the nodes of a former host's world, in the same places."""
         self._former = tuple(former)
         self._awaited = frozenset(name for name in former if name in self._nodes)
 
     def open(self, now_s: float) -> None:
-        """Begin to gather nodes for a world; those already connected are treated as joining now."""
+        """Begin to gather nodes for a world. Connected nodes are treated as new."""
         self._opened_s = self._latest_join_s = now_s
         self._enough_since_s = now_s if len(self._nodes) >= self._min else None
 
     def join(self, node: Node, now_s: float) -> str:
-        """Add a node; return the reason why it is refused, or "" if it is accepted."""
+        """Add a node; return "", or the reason if the node is refused."""
         if self.count_without(()) >= self._max + self._spares:
             nodes, spares = _count(self._max, "node"), _count(self._spares, "spare")
             return f"the job already has {nodes} and {spares}"
@@ -97,16 +99,16 @@ class Roster:
         return ""
 
     def avoid(self, names: Sequence[str]) -> None:
-        """Keep these nodes out of new worlds, unless too few other nodes are connected."""
+        """Avoid these nodes in new worlds, as long as enough other nodes are connected."""
         self._avoided |= set(names)
 
     @property
     def avoided(self) -> tuple[str, ...]:
-        """The names of the nodes to keep out of new worlds, if there are enough other nodes."""
+        """The names of the nodes that new worlds avoid."""
         return tuple(sorted(self._avoided))
 
     def count_without(self, names: Sequence[str]) -> int:
-        """Return how many nodes are connected besides the given nodes and the avoided ones."""
+        """Return how many nodes are connected, not counting the given nodes and avoided nodes."""
         return len(self._nodes.keys() - self._avoided - set(names))
 
     def _eligible(self) -> dict[str, Node]:
@@ -122,7 +124,7 @@ class Roster:
             self._enough_since_s = None
 
     def world(self, now_s: float) -> Sequence[Node] | None:
-        """Return the next world's nodes in rank order, or None while it is incomplete."""
+        """Return the next world's nodes in rank order, or None if the world is not complete yet."""
         if len(self._nodes) < self._min:
             return None
         nodes = self._eligible()
@@ -160,11 +162,11 @@ class Roster:
         return self._last_call_s()
 
     def has_failed(self, now_s: float) -> bool:
-        """Return whether too few nodes connected in time."""
+        """Return whether too few nodes have connected in time."""
         return self._enough_since_s is None and now_s >= self._opened_s + self._join_timeout_s
 
     def shortage(self) -> str:
-        """Return a sentence on how many nodes have connected, and which."""
+        """Return a sentence about the nodes that have connected, and their number."""
         came = ", ".join(node.host for node in self._nodes.values()) or "none"
         return (
             f"{len(self._nodes)} of {self._min} required nodes connected within "

@@ -1,12 +1,10 @@
 """Decide when a lasting stall ends the attempt under `--on-stall restart` or `replace`.
 
-The decision waits for the verdict. A hung program stays hung. But a slow rank, a cut link, an
-unresponsive disk, or ranks that are still loading on a busy machine may recover, and a restart
-would not help. So a stall with such a cause is given some time to clear. If a restart leads to the
-same stall again, the new stall is given more time.
+The decision waits for the verdict. If the verdict's cause may pass, such as a slow rank or a cut
+link, the stall is given some time to clear. If a restart leads to the same stall again, the new
+stall is given more time.
 
-Under `replace`, the culprits of some verdicts are ended instead (`HungRanks`), and the attempt
-continues without them.
+Under `replace`, hung ranks are killed if the attempt can continue without them (`HungRanks`).
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ class Stalls:
         is_open: a function that returns whether an incident is still waiting for its verdict.
         end: a function that ends the attempt because of a stall.
         say: a function that prints a line.
-        hung: ends the culprits of a stall under `--on-stall replace`.
-        look: a function that applies what ranks have reported so far; it may call `note_progress`.
+        hung: the object that kills the culprits of a stall under `--on-stall replace`.
+        look: a function that processes the latest reports from ranks. It may call `note_progress`.
         begin_again: a function that counts the current stall as over.
     """
 
@@ -71,7 +69,7 @@ class Stalls:
     ) -> None:
         """Handle an examined stall.
 
-        `incident` is the stall's incident, or None if none was kept.
+        `incident` is the stall's incident; None if it could not be kept.
         """
         if not (event.lasts and self._asks):
             self._end(world, event)
@@ -93,9 +91,9 @@ class Stalls:
         self._is_late = False
 
     def note_loss(self) -> None:
-        """Forget the stall, now that ranks continue without another one.
+        """Forget the stall after the loss of a rank, because the remaining ranks continue.
 
-        Its verdict describes the ranks before that loss. If some still hang, they stall again.
+        Ranks that still hang will cause a new stall.
         """
         self._forget()
 
@@ -109,7 +107,7 @@ class Stalls:
         return min(self._until_s, self._hung.deadline_s())
 
     def step(self, now_s: float) -> None:
-        """End the stalled ranks once the verdict or the elapsed time requires it."""
+        """End the stalled ranks once the verdict or the elapsed time requires this."""
         undead = self._hung.undead(now_s)
         if undead is not None and undead[1].attempt.phase is Phase.RUNNING:
             line, world = undead
@@ -164,5 +162,5 @@ class Stalls:
 
     @property
     def _patience_s(self) -> float:
-        """Return how long this stall may last: longer if earlier stalls did not clear in time."""
+        """Return how long this stall may last. The time grows if earlier stalls did not clear."""
         return self._least_patience_s * float(2 ** min(self._num_in_vain, _MAX_DOUBLINGS))

@@ -1,4 +1,4 @@
-"""Prepare the start of a world: which ranks each node runs, and where the ranks meet. Pure."""
+"""Prepare the start of a world by assigning ranks to nodes. Pure."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from echelon.launcher.options.options import Options
 def world_of(
     nodes: Sequence[Node], number: int, options: Options, now_mono_ns: int
 ) -> tuple[World, list[int]]:
-    """Return an attempt on these nodes, given in rank order, and the first rank of each node.
+    """Return a new attempt on these nodes, and the first rank of each node.
 
     Args:
-        now_mono_ns: the current time of the clock by which the ranks will be judged.
+        nodes: the nodes in rank order.
+        now_mono_ns: the current time of the clock that measures the ranks' progress.
     """
     return World.of(
         nodes,
@@ -48,7 +49,7 @@ def starts_of(
     Args:
         firsts: the first rank of each node.
         restart: how many worlds have ended.
-        resume: the job's newest committed checkpoint, "" if there is none.
+        resume: the job's newest committed checkpoint; "" if there is none.
         history: how the earlier attempts ended, as JSON.
     """
     return [

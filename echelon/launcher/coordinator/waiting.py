@@ -1,4 +1,4 @@
-"""Describe what a job is waiting for, for a user who has been waiting unusually long."""
+"""Describe what a job is waiting for."""
 
 from __future__ import annotations
 

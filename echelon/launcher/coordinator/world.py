@@ -1,4 +1,4 @@
-"""Keep the state of one attempt: the ranks of each node, and what is known about each rank."""
+"""Keep the state of one attempt and of its ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from echelon.recorder.stall.watchdog import Sight, Stall, StallRule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LostEarlier:
-    """The ranks that were lost before an event, when the attempt continued without them.
+    """The ranks that an attempt had lost and survived before an event.
 
     Attributes:
         ranks: the first epoch without each lost rank, keyed by rank.
         since_mono_ns: the time at which the current epoch began; 0 if no rank was lost.
-        since_there_ns: the same for ranks on other nodes, each on its own node's clock.
+        since_there_ns: the start of the current epoch on the clocks of other nodes, keyed by rank.
     """
 
     ranks: Mapping[int, int] = field(default_factory=dict)
@@ -37,16 +37,15 @@ class World:
         nodes: each node's ranks.
         hosts: each node's host name.
         lost: the nodes that were lost.
-        leaving: the nodes that were asked to stop while others continue, each with its signal.
+        leaving: the signal with which each leaving node was asked to stop.
         unkillable: the ranks that survived SIGKILL, with the reason.
         end: how the attempt ended, once all workers have ended.
         clearing: the nodes that are not idle yet, once all workers have ended.
-        is_reported: whether the observers were told that all processes of the attempt have ended.
-        epochs: the time at which the first rank of each complete epoch was ready, on the monotonic
-            clock.
-        epochs_there: the times at which ranks on other nodes were ready, each on its own node's
-            clock, keyed by epoch.
-        published: the first epoch without each lost rank, also while its ranks have not met yet.
+        is_reported: whether the end of all processes has been reported to the observers.
+        epochs: when the first rank of each complete epoch was ready, on the monotonic clock.
+        epochs_there: when ranks on other nodes were ready, on their own nodes' clocks, keyed by
+            epoch.
+        published: the first epoch without each lost rank, including epochs that are not complete.
     """
 
     number: int
@@ -83,11 +82,12 @@ class World:
         report_s: float = 0.0,
         now_mono_ns: int | None = None,
     ) -> tuple[World, list[int]]:
-        """Return the attempt on these nodes, given in rank order, with each node's first rank.
+        """Return the attempt on these nodes, and the first rank of each node.
 
         Args:
+            nodes: the nodes in rank order.
             report_s: the longest time between two reports of a node whose ranks are running.
-            now_mono_ns: the current time of the clock by which the ranks will be judged; None means
+            now_mono_ns: the current time of the clock that measures the ranks' progress; None means
                 the monotonic clock.
         """
         now_mono_ns = time.monotonic_ns() if now_mono_ns is None else now_mono_ns
@@ -118,7 +118,7 @@ class World:
 
     @property
     def ranks_lost_first(self) -> list[int]:
-        """The ranks of lost nodes, if the attempt's first failure was the loss of a node."""
+        """The ranks of the lost nodes, if the loss of a node was the attempt's first failure."""
         failed = [ended for ended in self.ended.values() if ended.code != 0]
         first = min(failed, key=lambda ended: ended.order, default=None)
         if first is None or first.code is not None:
@@ -127,7 +127,7 @@ class World:
 
     @property
     def records(self) -> bool:
-        """Whether any rank records its operations, so that its ring shows its progress."""
+        """Whether any rank records its operations."""
         return any(key < 0 for key in self._sights)
 
     def node_of(self, rank: int) -> str:
@@ -161,7 +161,7 @@ class World:
             self.ended[rank].epoch = self.ended[rank].epoch or epoch
 
     def is_survived(self, rank: int) -> bool:
-        """Return whether a rank was lost and the other ranks continue, or will."""
+        """Return whether a rank was lost and the other ranks continue without it."""
         return rank in self.ended and rank in self.published
 
     def lost_earlier(self, own: Collection[int], *, is_stall: bool = False) -> LostEarlier:
@@ -169,8 +169,7 @@ class World:
 
         Args:
             own: the ranks whose loss is the event itself.
-            is_stall: whether the event is a stall. If the ranks of the newest epoch have not met,
-                the stall is not due to the ranks that they lost, but to one of themselves.
+            is_stall: whether the event is a stall.
         """
         ends = [self.ended[rank].epoch for rank in own if self.ended[rank].epoch]
         end = min(ends, default=max(self.epochs, default=0) + 1)
@@ -184,7 +183,7 @@ class World:
         )
 
     def note_sights(self, node: str, event: m.Sights, now_mono_ns: int) -> None:
-        """Replace a node's last report about its ranks with a new one."""
+        """Store a node's new report about its ranks."""
         for rank in self.nodes[node]:
             self._sights.pop(rank, None)
         self._sights.pop(_folded(self.nodes[node].start), None)
@@ -226,19 +225,16 @@ class World:
         )
 
     def look(self, now_mono_ns: int) -> Stall | None:
-        """Return a newly detected stall, or None.
-
-        Call this once per tick: it scans all nodes' reports.
-        """
+        """Return a newly detected stall, or None. Call this once per tick."""
         return self.rule.look(list(self._sights.values()), now_mono_ns)
 
     def begin_again(self, now_mono_ns: int) -> None:
-        """Count a reported stall as over, because the ranks continue without a lost one."""
+        """Count a reported stall as over, because the ranks continue after a loss."""
         self.rule.begin_again(now_mono_ns)
         self.limits.begin_again(now_mono_ns)
 
     def look_early(self, now_mono_ns: int) -> Look | None:
-        """Return the early examination that is due according to the ranks' histories, or None."""
+        """Return the early examination that is due, or None."""
         return self.limits.look([self._views.get(node) for node in self.present], now_mono_ns)
 
     def why_absent(self, rank: int, late: Collection[str]) -> str:
@@ -254,7 +250,7 @@ class World:
 
 
 def _folded(first_rank: int) -> int:
-    """Return the key for a node's combined row, which cannot be a rank number."""
+    """Return the key for a node's combined row. No rank has this number."""
     return -1 - first_rank
 
 

@@ -1,4 +1,4 @@
-"""Define what the restart policy knows about a failed attempt."""
+"""Define the facts about a failed attempt on which the restart policy is based."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Failure:
         is_likely: whether the verdict's confidence is `likely` or `certain`.
         is_certain: whether the verdict's confidence is `certain`.
         said: one clause for users, such as "rank 2 raised ValueError: a corrupt batch".
-        site: what failed and where ("ValueError at train.py:88 in compute"). Repetitions of a
-            failure have the same site.
+        site: what failed and where ("ValueError at train.py:88 in compute"). If a failure is
+            repeated, the site is the same.
         culprit_ranks: the verdict's culprits, or the first rank that failed.
         nodes: the names of the culprits' nodes, in rank order.
         hosts: the host names of these nodes, in the same order.
@@ -29,7 +29,7 @@ class Failure:
         is_killed: whether the culprit was killed by a signal, or lost with its node.
         is_outside: whether the culprit's error is about the network or a file system.
         owns_memory: whether the job itself used up the memory; None if unknown.
-        idle_ranks: the culprits whose processes used no processor time while they were examined.
+        idle_ranks: the culprits whose processes used no processor time during the examination.
     """
 
     attempt: int
@@ -48,7 +48,7 @@ class Failure:
     idle_ranks: tuple[int, ...] = ()
 
     def repeats(self, other: Failure) -> bool:
-        """Return whether this is the same failure as an earlier one."""
+        """Return whether this failure is a repetition of an earlier failure."""
         return self.cause == other.cause and self.site == other.site
 
 

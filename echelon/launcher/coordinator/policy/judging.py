@@ -1,7 +1,7 @@
-"""Collect the facts of a failed attempt from its world, its incident and, if known, the verdict.
+"""Collect the facts about a failed attempt from its world, its incident and its verdict.
 
-If the verdict is late, the facts are the exit code and the error of the first rank that ended. The
-error is read from that rank's black box; at most a few black boxes are read to find it.
+If the verdict is late, the facts come from the first rank that ended: its exit code, and the error
+in its black box.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_SITE = 300
 def incident_of(
     world: World, incidents: list[Incident], ended_by: decide.EndedBy
 ) -> Incident | None:
-    """Return the incident that ended a world; None if no incident could be kept."""
+    """Return the incident that ended a world; None if there is no such incident."""
     kind = "stall" if ended_by is decide.EndedBy.STALL else "failure"
     mine = [one for one in incidents if one.attempt == world.number and one.kind == kind]
     lasting = [one for one in mine if not one.recovered]
@@ -36,7 +36,7 @@ def incident_of(
 
 
 def failure_of(world: World, incident: Incident | None) -> Failure:
-    """Return what is known so far about the failure of a world."""
+    """Return the known facts about the failure of a world."""
     verdict = None if incident is None else incident.verdict
     if verdict is not None:
         assert incident is not None
@@ -105,7 +105,7 @@ def _by_ends(world: World, incident: Incident | None) -> Failure:
 def _last_step(
     world: World, incident: Incident | None, rank: int, around: Circumstances | None
 ) -> int:
-    """Return a rank's last step; if its record is missing, return another rank's last step."""
+    """Return a rank's last step, or another rank's last step if the rank's record is missing."""
     if around is None:
         around = _look(incident, [other for other in range(world.size) if other != rank])
     return -1 if around is None else around.last_step

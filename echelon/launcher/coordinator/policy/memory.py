@@ -1,7 +1,7 @@
-"""Convert the policy's knowledge of a job to text for the nodes that may host the job next.
+"""Encode the restart policy's memory of a job as text, for nodes that may host the job next.
 
-Without this knowledge, each failover would reset the restarts of a repeating error or a repeatedly
-failing node, and suspect nodes would be used without a probe.
+Without this memory, each failover would reset the counts of restarts and failures, and would allow
+suspect nodes to be used without a probe.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ MOST_KEPT = 16  # failures, and decisions: every node gets them
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """What the policy knows about a job, as of the last start or end of an attempt.
+    """The restart policy's memory of a job, as of the last start or end of an attempt.
 
     Attributes:
         failures: the job's failures, oldest first.
         avoided: the names of the nodes that worlds avoid.
         decisions: the entries of report.json about restarts, oldest first.
-        over: the latest attempt that has ended; -1 if none has.
-        suspected: the failure whose nodes are to be probed before the next attempt, if any.
+        over: the latest attempt that has ended; -1 if no attempt has ended.
+        suspected: the failure whose nodes must be probed before the next attempt, if any.
     """
 
     failures: tuple[Failure, ...] = ()
@@ -36,7 +36,7 @@ class Memory:
 
 
 def pack(memory: Memory) -> str:
-    """Return a memory as text that contains only the latest failures and decisions."""
+    """Encode a memory as text, including only the latest failures and decisions."""
     kept = replace(
         memory,
         failures=memory.failures[-MOST_KEPT:],
@@ -46,7 +46,7 @@ def pack(memory: Memory) -> str:
 
 
 def unpack(text: str) -> Memory:
-    """Return the memory that was encoded by `pack`, or an empty memory if the text is "".
+    """Return the memory that was encoded by `pack`; an empty text gives an empty memory.
 
     Raises:
         ValueError: the text is malformed.

@@ -1,10 +1,9 @@
 """Decide what follows a failure, given the earlier failures and the table. Pure.
 
-A failure repeats an earlier failure if both have the same cause and site and the job has completed
-no new step in between. An error at the same line five thousand steps later is not a repetition,
-because a restart got past the first occurrence. An error that repeats at a different step may not
-be deterministic, so the job gets one more attempt. Failures of other kinds in between do not reset
-the count; new steps do.
+A failure repeats an earlier failure if both have the same cause and site, and the job has completed
+no new step since the earlier failure. If the step differs, the error may not be deterministic, so
+the job gets one more attempt. The count of repetitions is reset only by new steps, not by other
+failures.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def decide(
 
     Args:
         history: the job's earlier failures, oldest first.
-        exclude_after: how many failures a node may cause before it is avoided; 0 means any number.
+        exclude_after: how many failures a node may cause before it is avoided; 0 for no limit.
         can_replace: whether enough other nodes are connected to replace the failed ones.
     """
     row = row_for(failure)
@@ -80,7 +79,7 @@ def repeated(failure: Failure, history: Sequence[Failure]) -> list[Failure]:
 def _since_progress(failure: Failure, history: Sequence[Failure]) -> list[Failure]:
     """Return the failures since the job reached its furthest step.
 
-    The list is empty if this failure occurred at a later step than all earlier ones.
+    The list is empty if the current failure occurred at a later step than all earlier failures.
     """
     furthest, stuck = -1, 0
     for place, one in enumerate(history):
@@ -107,7 +106,7 @@ def _pause_s(row: Row, failure: Failure, history: Sequence[Failure]) -> float:
 def _about_nodes(
     failure: Failure, history: Sequence[Failure], exclude_after: int, can_replace: bool
 ) -> tuple[str, tuple[str, ...]]:
-    """Return the reason for a restart, with any failures of nodes, and the nodes to avoid."""
+    """Return the message about a failure, and the names of the nodes to avoid."""
     reason = failure.said or failure.cause
     if not exclude_after or not _blames(failure):
         return reason, ()
@@ -124,5 +123,5 @@ def _about_nodes(
 
 
 def _blames(failure: Failure) -> bool:
-    """Return whether a failure counts against its nodes; a mere guess is not enough."""
+    """Return whether a failure counts against its nodes."""
     return row_for(failure).blames_node and (failure.is_certain or failure.is_killed)

@@ -1,9 +1,9 @@
-"""Define which probes a suspect node must pass before it is used again, for each cause of failure.
+"""Define, for each cause of failure, the probes that a suspect node must pass.
 
-`docs/restarts.md` prints both tables. A cause that is not listed requires no probe: a program that
-hangs or raises an error would do so on any machine. A node with a broken device or too little
-memory is replaced at once. A node with a faulty network or disk is given some time, since the fault
-may also affect the other nodes.
+`docs/restarts.md` contains both tables. A cause that is not listed requires no probe, because it
+does not depend on the machine. A node with a broken device or too little memory is replaced at
+once. A node with a faulty network or disk gets more tries, because other nodes may have the same
+fault.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Asked:
     """The probes that certain causes require.
 
     Attributes:
-        if_outside: whether the probes are required only if the error is about the network or a
-            file system.
+        if_outside: whether to require the probes only for errors about the network or a file
+            system.
     """
 
     causes: tuple[str, ...]
@@ -38,7 +38,7 @@ class Answer:
 
     Attributes:
         tries: the number of failed probes after which the node is replaced, if possible.
-        checks: what the probe checks, in words.
+        checks: a description of what the probe checks.
     """
 
     probe: str
@@ -88,12 +88,12 @@ def probes_for(failure: Failure) -> tuple[str, ...]:
 
 
 def tries_of(probe: str) -> int:
-    """Return the number of failed probes of a kind after which a node is replaced."""
+    """Return how often a probe may fail before the node is replaced."""
     return next(answer.tries for answer in ANSWERS if answer.probe == probe)
 
 
 def wait_s(num_failed: int) -> float:
-    """Return the pause before the next try, in seconds, after `num_failed` failures in a row."""
+    """Return the pause, in seconds, after `num_failed` failed probes in a row."""
     return float(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(num_failed - 1, 30)))
 
 

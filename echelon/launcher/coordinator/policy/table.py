@@ -1,8 +1,8 @@
-"""Define the policy's table, which maps cause and evidence to what follows a failure.
+"""Define the table of the restart policy.
 
-The first row that fits a failure applies. `repeats` limits how often the job is restarted after the
-same failure without having completed a new step: 0 stops the job at once, 1 stops it at the second
-occurrence, and None leaves the limit to `--max-restarts`. `docs/restarts.md` contains the table.
+The first row that fits a failure applies. The column `repeats` limits how often the same failure
+may be repeated without a new step: 0 stops the job at once, and 1 stops it at the second
+occurrence. None means that only `--max-restarts` applies. `docs/restarts.md` contains the table.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PATIENCE = 3  # stall timeouts that a stall has to end by itself, if its cause a
 
 
 class Evidence(Enum):
-    """The evidence that a row requires in addition to the cause."""
+    """The evidence that a row requires, in addition to the cause."""
 
     ANY = "any"
     LIKELY = "the verdict is at least `likely`"
@@ -47,14 +47,14 @@ class Pause(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One row of the table: what follows certain causes.
+    """One row of the table, which covers one or more causes.
 
     Attributes:
         causes: the causes that the row covers; () means any other cause.
         blames_node: whether failures count against the culprit's node (`--exclude-after`).
-        may_pass: whether a stall with this cause may resolve itself; `--on-stall restart` then
+        may_pass: whether a stall with this cause may clear on its own. Then `--on-stall restart`
             waits before it restarts.
-        why: a clause that completes the message "no restart: ...".
+        why: the reason in the message "no restart: ...".
     """
 
     causes: tuple[str, ...]
@@ -163,7 +163,7 @@ def row_for(failure: Failure) -> Row:
 
 
 def may_pass(cause: str) -> bool:
-    """Return whether a stall with this cause may resolve itself."""
+    """Return whether a stall with this cause may clear on its own."""
     return next((row for row in TABLE if cause in row.causes), TABLE[-1]).may_pass
 
 
