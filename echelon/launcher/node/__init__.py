@@ -1,1 +1,1 @@
-"""Run one node's part of a job: workers, guard, environment, processors, cgroups and rings."""
+"""Run one node's part of a job."""

@@ -1,20 +1,16 @@
 """Detect a worker's activity from outside, for programs that record nothing.
 
 The signs of activity are the processor time of the worker and its descendants, the worker's output,
-and the bytes on its connections. Connections to the store are ignored, because a hanging client
-keeps polling the store.
+and traffic on its connections. Connections to the store are ignored, because a hung client keeps
+polling the store. Connections are examined only after the worker has been inactive for a while.
 
-An inactive worker inside a collective of torch's Gloo backend is treated as having a pending
-operation. In a single sample, a Gloo thread that is waiting for the interpreter's lock looks the
-same, because it also waits with a timeout. But such a thread wakes two hundred times per second to
-request the lock.
+An inactive worker inside a collective of torch's Gloo backend counts as having a pending operation.
+A Gloo thread that waits for the interpreter's lock is recognized by how often it wakes up.
 
-Threads that only poll a clock always use some processor time, so less than 1/50 of a core counts as
-inactivity. On a badly overloaded machine, a worker that is computing may get no more than that. The
-kernel counts how long its main thread was ready to run but had no processor, and a large share of
-such time counts as activity. So does such time in the main threads of compilers that the worker has
-started. A hung rank whose main thread polls looks similar on such a machine, so this excuse expires
-after a while. Connections are examined only after a worker has been inactive for a while.
+Less than 1/50 of a core counts as inactivity, because threads that poll a clock always use some
+processor time. On an overloaded machine, a worker that is computing may get no more than that.
+Therefore a worker or compiler that is often ready to run without a processor also counts as active.
+This excuse expires after a while, because a hung rank may look similar.
 """
 
 from __future__ import annotations
@@ -37,10 +33,10 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Activity:
-    """One worker's activity, seen from outside. Timestamps are in ns of the monotonic clock.
+    """The activity of one worker, seen from outside. Timestamps are in ns of the monotonic clock.
 
     Args:
-        quiet_s: after how many seconds without a sign of activity the connections are examined.
+        quiet_s: how long the worker must be inactive before its connections are examined.
         looks_inside: whether to also examine the system calls in which threads are waiting.
     """
 
@@ -70,7 +66,7 @@ class Activity:
         self.is_in_collective = False  # inside one, and otherwise inactive
 
     def look(self, num_printed_bytes: int, now_mono_ns: int) -> None:
-        """Record what the worker has done since the previous call."""
+        """Record the worker's activity since the previous call."""
         ticks = self._cpu_ticks()
         elapsed_s = (now_mono_ns - self._since_ns) / 1e9
         self.is_in_collective = False
@@ -91,7 +87,7 @@ class Activity:
             self.is_in_collective = num_waiting > self._num_polling(pid, now_mono_ns)
 
     def rest(self, num_printed_bytes: int, now_mono_ns: int, ticks: int | None = None) -> None:
-        """Restart the counts: activity so far has been recorded, or was caused by the launcher."""
+        """Ignore all activity so far."""
         self._ticks = self._cpu_ticks() if ticks is None else ticks
         self._waited = self._waited_for_cpu_ns()
         self._since_ns = now_mono_ns
@@ -99,7 +95,7 @@ class Activity:
         self._carried = None
 
     def _starves(self, now_mono_ns: int) -> bool:
-        """Return whether the worker or a descendant is ready to run but gets almost no CPU time."""
+        """Return whether the worker or a descendant is short of processor time."""
         elapsed_ns = now_mono_ns - self._since_ns
         if elapsed_ns < _STARVED_LEAST_NS or now_mono_ns - self._worked_ns > _STARVED_NS:
             return False
@@ -109,7 +105,7 @@ class Activity:
         return sum(_waited_ns(pid) for pid in (self._pid, *descendants(self._pid)))
 
     def _num_polling(self, pid: int, now_mono_ns: int) -> int:
-        """Return the number of Gloo threads that have been polling since the previous call."""
+        """Return how many Gloo threads have been polling since the previous call."""
         before, self._wakes = self._wakes, _gloo_wakes(pid)
         elapsed_s = (now_mono_ns - self._woke_ns) / 1e9
         self._woke_ns = now_mono_ns
@@ -135,7 +131,7 @@ class Activity:
 
 
 def _gloo_wakes(pid: int) -> dict[int, int]:
-    """Return how often each thread of torch's Gloo backend has waited, keyed by thread id."""
+    """Return the number of waits of each Gloo thread, keyed by thread id."""
     found: dict[int, int] = {}
     for thread in numbers(f"/proc/{pid}/task"):
         folder = f"/proc/{pid}/task/{thread}"
@@ -153,6 +149,6 @@ def _cpu_ticks(pid: int) -> int:
 
 
 def _waited_ns(pid: int) -> int:
-    """Return how long a process's main thread has been ready to run without a processor."""
+    """Return how long a process's main thread has been waiting for a processor."""
     fields = read_text(f"/proc/{pid}/schedstat", "schedstat", []).split()
     return int(fields[1]) if len(fields) > 1 else 0

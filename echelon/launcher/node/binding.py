@@ -7,8 +7,8 @@
 
 The worker with local rank r has the r-th visible GPU. If there are no GPUs, or more workers than
 GPUs, workers are spread evenly over the NUMA nodes. Only processors that the launcher itself may
-use are assigned. A machine that does not report its NUMA nodes is treated as a single node; one
-that does not report its caches, as having a single cache.
+use are assigned. If a machine does not report its NUMA nodes or caches, it is assumed to have only
+one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def describe(mode: str, processors: Sequence[frozenset[int]]) -> str:
 
 
 class Topology:
-    """A machine's processors, according to /sys; only those in `allowed` may be used."""
+    """A machine's processors as described in /sys. Only processors in `allowed` are used."""
 
     def __init__(self, sys: Path, allowed: frozenset[int]) -> None:
         self._cpu = sys / "devices/system/cpu"
@@ -53,7 +53,10 @@ class Topology:
         self._allowed = allowed
 
     def bind(self, mode: str, num_workers: int, gpus: Sequence[int]) -> list[frozenset[int]]:
-        """Return the processors of each worker; `gpus` contains the NUMA node of each GPU.
+        """Return the processors of each worker, in the order of local ranks.
+
+        Args:
+            gpus: the NUMA node of each GPU.
 
         Raises:
             LaunchError: there are too few processors for this binding.
@@ -71,7 +74,7 @@ class Topology:
         ]
 
     def _nodes(self) -> dict[int, frozenset[int]]:
-        """Return each NUMA node's usable processors, leaving out nodes that have none."""
+        """Return the usable processors of each NUMA node that has any."""
         found = {}
         for folder in self._node.glob("node[0-9]*"):
             cpus = _numbers(folder / "cpulist") & self._allowed
@@ -98,7 +101,7 @@ class Topology:
     def _part(
         self, mode: str, groups: Sequence[frozenset[int]], index: int, count: int
     ) -> frozenset[int]:
-        """Return a worker's share of the core groups of a NUMA node with `count` workers."""
+        """Return one worker's share of a NUMA node's core groups."""
         if mode == "core-complex":  # if there are too few, workers share them
             return groups[index % len(groups)]
         if len(groups) < count:
@@ -139,7 +142,7 @@ class Topology:
 
 
 def _numbers(path: Path) -> frozenset[int]:
-    """Parse the kernel's list format, such as `0-3,8`; the result is empty if there is no file."""
+    """Parse a file in the kernel's list format, such as `0-3,8`. A missing file counts as empty."""
     try:
         text = path.read_text().strip()
     except OSError:

@@ -1,8 +1,7 @@
 """Create a control group (version 2) for each worker, if the machine delegates control groups.
 
-With a group, a single write ends a worker and all processes that it has started, even if they keep
-forking or may not be signalled individually. Without a group, the guard walks over the worker's
-descendants instead. The groups set no limits; the limits of the launcher's group still apply.
+A worker's group is a reliable way to kill the worker and all its descendants. Without groups, the
+guard searches for the descendants instead. The groups set no limits of their own.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Containment:
         self.folder = _make_folder()
 
     def group(self, name: str) -> str:
-        """Create a group for a worker; return its path, or "" if it cannot be created."""
+        """Create a group for a worker; return the group's path, or "" on failure."""
         if self.folder is None:
             return ""
         group = self.folder / name
@@ -38,7 +37,7 @@ class Containment:
         return str(group)
 
     def close(self) -> None:
-        """Remove the empty groups; the guard removes the others. Safe to call twice."""
+        """Remove all empty groups. Safe to call twice."""
         if self.folder is not None:
             with contextlib.suppress(OSError):
                 for group in self.folder.iterdir():

@@ -46,7 +46,7 @@ _OURS_ALONE = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """What the environments of this node's workers need to know about an attempt."""
+    """The facts about an attempt that appear in the environments of this node's workers."""
 
     number: int  # in the names of its folders: RUN/rank_<r>/attempt_<number>
     restart: int  # within this job

@@ -15,7 +15,7 @@ from echelon.recorder.read.dump import pack_dump, write_dump
 
 
 class Examination:
-    """One incident's examination on this node, until its dumps have been sent.
+    """The examination of this node's ranks for one incident.
 
     Attributes:
         command: the request for the snapshot.
@@ -30,7 +30,7 @@ class Examination:
         self._steps = harvest_steps(workers, occasion, lambda: self._is_urgent)
 
     def hurry(self) -> None:
-        """Skip all further waiting, because the user wants the job to stop."""
+        """Stop waiting in all further steps."""
         self._is_urgent = True
         self.due_s = 0.0
 
@@ -44,7 +44,7 @@ class Examination:
         return None
 
     def send(self, records: Sequence[Record], tell: Callable[[m.Event], None]) -> None:
-        """Send the ranks' dumps in parts, each together with torch's own dump if there is one."""
+        """Send the ranks' dumps and any dumps from torch's own recorder, in parts."""
         for worker, record in zip(self._workers, records, strict=True):
             self._send_dump(worker.rank, pack_dump(record), tell, is_torchs=False)
             if worker.torch is not None:

@@ -1,22 +1,21 @@
-"""Run the guard: the parent of a node's workers, which ends every process that they have started.
+"""Run the guard: the parent of a node's workers, which kills every process that they have started.
 
-The guard is a separate program (`python -I -S guard.py FD`). It has a single thread and imports
-nothing from the package. It does two things that the agent itself cannot do: it forks from a
-process without other threads, and it outlives a killed agent just long enough to end the workers.
+The guard is a separate program (`python -I -S guard.py FD`) with a single thread. It imports
+nothing from the package. The guard can fork safely, because it has no other threads. It outlives a
+killed agent long enough to kill the workers.
 
-* Each worker leads its own session and receives a death signal when the guard ends.
+* Each worker leads its own session and receives a death signal when the guard exits.
 * The guard is the child subreaper. Any process that a worker leaves behind, even after `setsid`,
-  becomes the guard's child and is found by walking the guard's descendants.
-* The guard is the workers' only parent, so the pid of a worker that has not been reaped cannot have
-  been reused. Any other process is addressed by a pidfd, and its parentage is checked again after
-  the pidfd was opened.
-* The guard never waits for the agent to read: reports are kept until the socket accepts them.
-* No error ends the guard before its work is done. A process that may not be signalled is reported,
-  and without /proc the guard still handles its direct children.
+becomes a child of the guard.
+* The guard reaps the workers itself, so the pid of a running worker is never reused. Other
+processes are signalled through a pidfd, after their parentage has been checked.
+* The guard never waits for the agent. Reports are queued until the socket accepts them.
+* No error ends the guard before its work is done. Without /proc, the guard still handles its direct
+children.
 
 The agent and the guard communicate over a Unix stream socket. A message is a u32 length followed by
-JSON; the descriptors of a worker's streams are sent with the request. End of file on that socket
-means that the agent has died, so the guard kills all processes.
+JSON. The descriptors of a worker's streams are sent with the request. If the socket is closed, the
+agent has died, and the guard kills all processes.
 
     agent -> guard   spawn {index, argv, env, cwd, processors, group, waits} + 3 descriptors, or 4
                      take {index, as, env, group} | signal {index, signal, alone}
@@ -24,12 +23,14 @@ means that the agent has died, so the guard kills all processes.
     guard -> agent   started {index, pid} | failed {index, error}
                      exited {index, code, mono_ns} | swept {count, denied}
 
-A process that `waits` is a standby: it is not a worker yet, and has a fourth descriptor of its own.
-`take` makes it the worker `as`. `group` is the worker's own cgroup, or "" if none can be created.
-`alone` spares the worker's children, because forked data loaders have no handler for the user's own
-signals. No worker may run after the time of a `fence` (on the clock that also counts while the
-machine is suspended). At that time the guard kills all workers, even while the agent is stopped. It
-starts no more workers until a later fence is set.
+A process with `waits` is a standby, which has a fourth descriptor of its own. `take` turns the
+standby into the worker `as`. `group` is the worker's own cgroup, or "" if none can be created.
+`alone` excludes the worker's children, because forked data loaders have no handlers for the user's
+signals.
+
+No worker may run after the time of a `fence`, which is on a clock that includes suspended time. At
+that time the guard kills all workers, even if the agent is stopped. It starts no more workers until
+a later fence is set.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Guard:
         self._is_agent_done = False  # whether the agent has announced its end
 
     def run(self) -> None:
-        """Carry out the agent's requests until the agent ends, and then kill all processes."""
+        """Carry out the agent's requests. When the agent ends, kill all processes."""
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         poll = select.poll()  # not select(), which is limited to 1024 descriptors
@@ -160,7 +161,7 @@ class Guard:
             self._say(event="swept", count=count, denied=denied)
 
     def _until_fence_ms(self) -> int | None:
-        """Return how many more ms workers may run, rounded up; None without a fence."""
+        """Return how long workers may still run, in ms; None if there is no limit."""
         if self._is_fenced or self._fence_s == float("inf"):
             return None
         left_s = self._fence_s - time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -224,7 +225,7 @@ class Guard:
             self._rings[str(env["ECHELON_RANK_DIR"])] = str(env["ECHELON_RING_DIR"])
 
     def _fork(self, message: dict[str, object], streams: list[int]) -> tuple[int, str]:
-        """Start a worker. Return its pid and an error message, which is "" if the worker started.
+        """Start a worker; return its pid and an error message ("" on success).
 
         Raises:
             OSError: no further process can be created.
@@ -252,9 +253,9 @@ class Guard:
         fcntl.flock(fd, fcntl.LOCK_SH)  # held by the open descriptor
 
     def _allow_agent(self) -> None:
-        """Let the agent's children read this process's stacks if Yama restricts that to ancestors.
+        """Permit the agent's children to read this process's stacks if Yama restricts such access.
 
-        The permission survives exec but not fork, so it covers only the worker itself.
+        The permission is kept by exec but not by fork.
         """
         try:
             with open(_YAMA) as file:
@@ -302,7 +303,7 @@ class Guard:
             os._exit(127)
 
     def _signal(self, index: int, number: int, alone: bool) -> None:
-        """Send a signal to a worker, and to its process group unless `alone` is set."""
+        """Send a signal to a worker and, unless `alone` is set, to the worker's process group."""
         for pid, known in self._workers.items():
             if known == index:
                 _try(os.kill if alone else os.killpg, pid, number)
@@ -323,10 +324,9 @@ class Guard:
                 self._say(event="exited", index=index, code=code, mono_ns=now)
 
     def _sweep(self, number: int) -> tuple[int, list[int]]:
-        """Signal all descendants except workers; return their number and the pids that were denied.
+        """Signal all descendants except workers; return their number and the pids that were refused.
 
-        Standbys do not belong to an attempt: they, and any processes that their imports have
-        started, are left alone.
+        Standbys and their descendants are left out, because they do not belong to an attempt.
         """
         has_workers = len(self._workers) > len(self._waiting)
         if number == signal.SIGKILL and not has_workers:
@@ -359,11 +359,7 @@ class Guard:
         self._flush()
 
     def _flush(self) -> None:
-        """Send the pending reports that the socket accepts now.
-
-        Waiting for the agent could cause a deadlock, because the agent may be sending to this
-        process.
-        """
+        """Send as many pending reports as the socket accepts without blocking."""
         try:
             sent = self._agent.send(self._output, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -380,7 +376,7 @@ def _print(text: str) -> None:
 
 
 def _where_none_can_start() -> str:
-    """If no process can be started, return a clause that says so; otherwise return ""."""
+    """Return an error clause if no process can be started, or "" if one can."""
     try:
         pid = os.fork()
         if pid == 0:
@@ -392,7 +388,7 @@ def _where_none_can_start() -> str:
 
 
 def _bring_home(rank_dir: str, folder: str) -> None:
-    """Move a ring from memory to its rank's folder, as the agent would have done."""
+    """Move a ring from memory to its rank's folder, on behalf of a killed agent."""
     link = rank_dir + "/ring"
     try:
         away = os.readlink(link)
@@ -409,7 +405,7 @@ def _bring_home(rank_dir: str, folder: str) -> None:
 
 
 def _copy_sparse(source: io.BufferedReader, target: io.BufferedWriter) -> None:
-    """Copy a file, leaving holes for blocks of zeros, which make up most of a ring."""
+    """Copy a file, leaving holes for blocks of zeros."""
     zeros = bytes(_BLOCK_BYTES)
     while block := source.read(_BLOCK_BYTES):
         if block == zeros[: len(block)]:
@@ -470,7 +466,7 @@ def _reap_one() -> bool:
 
 
 def _signal_stray(pid: int, number: int) -> bool:
-    """Signal a descendant of this process, unless its pid has been reused by another process.
+    """Signal a descendant of this process, after checking that its pid has not been reused.
 
     Returns:
         False if this process may not signal the descendant.
@@ -501,7 +497,7 @@ def _is_below(pid: int, root: int) -> bool:
 
 
 def _try(send: Callable[[int, int], None], target: int, number: int) -> bool:
-    """Send a signal; return False if this process is not permitted to."""
+    """Send a signal; return False if permission is denied."""
     try:
         send(target, number)
     except ProcessLookupError:
@@ -542,7 +538,7 @@ def _remove_group(group: str) -> None:
 
 
 def _ignorable() -> list[int]:
-    """Return the signals that could end or stop the guard, except those of its own faults."""
+    """Return the signals that the guard should ignore."""
     keep = {*_UNCATCHABLE, *_OWN_FAULTS, signal.SIGCHLD}
     return [number for number in signal.valid_signals() if number not in keep]
 

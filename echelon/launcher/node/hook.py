@@ -1,9 +1,8 @@
 """Run `--before-restart CMD`: a shell command that this node runs before its workers restart.
 
-The command runs under the guard, as workers do, so none of its processes outlives the job.
-Environment variables give the reason for the restart. The command's time is limited. If the command
-fails or takes too long, one line reports that and the workers start anyway: a cleanup command must
-not be able to end a job.
+The command runs under the guard, as workers do. Environment variables give the reason for the
+restart. If the command fails or takes too long, the failure is reported in one line and the workers
+start anyway.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class Hook:
     def tick(self, now_s: float) -> bool:
         """Kill the command once its time limit has passed.
 
-        Return True if the command has survived the signal.
+        Return True if the command is still running after it was killed.
         """
         if now_s < self.due_s:
             return False
@@ -73,11 +72,11 @@ class Hook:
         return False
 
     def kill(self) -> None:
-        """Kill the command. Its exit is then reported as usual."""
+        """Kill the command. The guard still reports its exit."""
         self._guard.signal(self.index, signal.SIGKILL)
 
     def note_end(self, code: int | None, error: str = "") -> None:
-        """Print the rest of the command's output and, if the command failed, how.
+        """Print the rest of the command's output, and the reason if the command failed.
 
         Args:
             code: the command's exit code; None if the command could not be started.
@@ -120,7 +119,7 @@ class Hook:
 
 
 def environment(base: Mapping[str, str], start: m.Start) -> dict[str, str]:
-    """Return the command's environment: the launcher's own, plus the reason for the restart."""
+    """Return the launcher's environment, extended by the reason for the restart."""
     env = {name: value for name, value in base.items() if name != "ECHELON_SECRET"}
     last = _last_decision(start.history)
     env.update(

@@ -1,9 +1,9 @@
 """Run one node's part of a job: its workers, their output and their rings.
 
-The node agent carries out commands and reports events. It has no knowledge of other nodes and makes
-no decisions, except about how long its own workers may take to stop. Events go to the coordinator
-through `tell`, whether the coordinator runs in this process or elsewhere. No method blocks the
-agent's loop for long: an incident is collected step by step, in `tick`.
+The node agent carries out commands and reports events. It knows nothing about other nodes. Its only
+decision is how long its workers may take to stop. Events are sent to the coordinator through
+`tell`. No method blocks the agent's loop for long, because incidents are collected step by step in
+`tick`.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class NodeAgent:
         return min(due)
 
     def tick(self) -> None:
-        """Show held-back output, continue a snapshot, and kill workers after their grace period."""
+        """Show delayed output, continue a snapshot, and kill workers after their grace period."""
         self._terminal.tick()
         self.probes.tick()
         if self._hook is not None and self._hook.tick(time.monotonic()):
@@ -167,7 +167,7 @@ class NodeAgent:
             self._standbys.start_next()
 
     def _is_steady(self) -> bool:
-        """Return whether all ranks are training steadily, so that a new standby delays none."""
+        """Return whether this node is calm enough to start a standby."""
         if self._examination is not None or self._hook is not None:
             return False
         if not self.has_workers:
@@ -179,11 +179,11 @@ class NodeAgent:
         return all(self._num_steps(worker) >= _STEADY_STEPS for worker in self._workers)
 
     def _has_succeeded(self) -> bool:
-        """Return whether an attempt has run here and all of its ranks on this node succeeded."""
+        """Return whether all of this node's ranks have succeeded."""
         return bool(self._workers) and all(worker.exit_code == 0 for worker in self._workers)
 
     def _prepare_before_start(self) -> None:
-        """Let standbys load before the ranks are known, based on this node's options alone."""
+        """Prepare standbys for the ranks that this node is likely to run in the first attempt."""
         per_node = self._options.nproc_per_node
         likely = m.Start(
             attempt=0,
@@ -216,7 +216,7 @@ class NodeAgent:
         return env
 
     def _num_steps(self, worker: Worker) -> int:
-        """Return how many steps a rank has finished in this attempt; 0 if it records none."""
+        """Return how many steps a rank has finished in this attempt; 0 without a record."""
         words = None if self._sighting is None else self._sighting.words(worker)
         if words is None or not words[Live.FIRST_STEP]:
             return 0
@@ -257,7 +257,7 @@ class NodeAgent:
         self._start_workers(hook.start)
 
     def _give_up_start(self) -> None:
-        """Cancel a start that is waiting for the user's command; report its ranks as ended."""
+        """Cancel a start that is waiting for the user's command, and report the ranks as ended."""
         hook, self._hook = self._hook, None
         if hook is None:
             return
@@ -290,10 +290,10 @@ class NodeAgent:
     def _launch(
         self, command: m.Start, attempt: environment.Attempt, local_rank: int
     ) -> dict[str, str]:
-        """Start one rank, from a standby if one is ready and fits; return the rank's environment.
+        """Start one rank, from a standby if possible; return the rank's environment.
 
-        The rank replaces any earlier rank with the same local rank. It must not have a folder for
-        this attempt yet.
+        The new rank replaces any earlier rank with the same local rank. The rank's folder for this
+        attempt must not exist yet.
         """
         rank = attempt.first_rank + local_rank
         folder = self._directory.make_rank_dir(rank, attempt.number)
@@ -336,13 +336,13 @@ class NodeAgent:
             self._add_stream(number, pipe, source, worker.logs, local_rank)
 
     def _release(self, local_rank: int) -> None:
-        """Let a standby run the program; the guard counts it as a rank from now on."""
+        """Let a standby run the program as a rank."""
         standby, env, _ = self._taken.pop(local_rank)
         has_stdin = self._workers[local_rank].rank == self._options.stdin_rank
         standby.release(env, str(Path.cwd()), has_stdin=has_stdin)
 
     def _replace_standby(self, local_rank: int) -> bool:
-        """Start a rank as usual after its standby has ended; return False if it must not start."""
+        """Start a rank as usual after its standby has ended; return whether the rank was started."""
         standby, env, group = self._taken.pop(local_rank)
         standby.control.close()
         if self._grace.is_running or self._start is None:
@@ -355,7 +355,7 @@ class NodeAgent:
         return True
 
     def stop(self, command: m.Stop) -> None:
-        """Signal all workers, and kill those that are still running after the grace period.
+        """Stop all workers: signal them, and kill them after the grace period.
 
         Stacks are read first, unless the command is urgent. Only the first call in an attempt has
         an effect.
@@ -381,7 +381,7 @@ class NodeAgent:
         self._end_workers(signal.SIGKILL)
 
     def kill_ranks(self, command: m.KillRanks) -> None:
-        """Kill some ranks, and the processes of their groups; the other ranks keep running."""
+        """Kill some ranks and their process groups."""
         if command.attempt != self.attempt:
             return  # an earlier one
         for worker in self._workers:
@@ -389,7 +389,7 @@ class NodeAgent:
                 self._guard.signal(worker.local_rank, signal.SIGKILL)
 
     def _end_workers(self, number: int) -> None:
-        """Send a signal to the running workers, which then count as stopped by the launcher."""
+        """Send a signal to the running workers, and mark them as stopped by the launcher."""
         for worker in self._workers:
             if worker.exit_code is None:
                 worker.stopped_by_agent = True
@@ -421,7 +421,7 @@ class NodeAgent:
 
     @property
     def attempt(self) -> int:
-        """The number of the attempt whose ranks this node runs; -1 if it has run none."""
+        """The number of the attempt whose ranks this node runs; -1 before the first attempt."""
         return -1 if self._start is None else self._start.attempt
 
     @property
@@ -430,13 +430,13 @@ class NodeAgent:
         return self._kept is not None
 
     def keep_snapshot(self) -> None:
-        """Take a snapshot of this node's ranks, to be collected once there is a new coordinator."""
+        """Take a snapshot of this node's ranks, which a new coordinator may collect later."""
         self._examination = self._stop_after_examination = None
         if self._kept is None and self.has_workers:
             self._kept = harvest(self._workers, self._occasion("failure"), self._pump)
 
     def report_again(self) -> None:
-        """Report to a new coordinator which ranks have ended."""
+        """Report to a new coordinator which ranks have already ended."""
         ended = [worker for worker in self._workers if worker.exit_code is not None]
         for worker in sorted(ended, key=lambda worker: worker.exit_order):
             assert worker.exit_code is not None
@@ -474,7 +474,7 @@ class NodeAgent:
             self._examine_on()
 
     def collect_alone(self, reason: str) -> Path:
-        """Write an incident that covers only this node, because no coordinator can be reached.
+        """Write an incident that covers only this node.
 
         Raises:
             OSError: the incident cannot be written.
@@ -565,7 +565,7 @@ class NodeAgent:
         self._keep_limits()
 
     def _keep_limits(self) -> None:
-        """Write the learned limits beside the first worker's ring, for `echelon status`."""
+        """Write the learned limits to the first worker's folder, for `echelon status`."""
         now_s = time.monotonic()
         if self._sighting is None or now_s < self._next_limits_s:
             return
@@ -661,7 +661,7 @@ class NodeAgent:
         self._selector.register(pipe, selectors.EVENT_READ, lambda: self._pass_output(stream))
 
     def _open(self, path: Path, mode: str) -> BinaryIO | None:
-        """Open an output file; if that fails, report the failure and return None."""
+        """Open an output file. A failure is reported, and None is returned."""
         try:
             return cast(BinaryIO, path.open(mode))
         except OSError as err:

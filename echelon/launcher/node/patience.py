@@ -1,13 +1,11 @@
 """Limit how long this node waits for its user, the coordinator and its workers. Pure.
 
-There are two deadlines:
+A user's request to stop is sent to the coordinator. If the coordinator does not respond within a
+few seconds, the node stops on its own. If the user presses Ctrl-C again after at least a second,
+this node's workers are killed at once. A scheduler may repeat its signal without effect.
 
-* A user's request to stop goes to the coordinator. If no command to stop arrives within a few
-  seconds, the node stops on its own. A second Ctrl-C at least a second later means that the user
-  does not want to wait: this node's workers are then killed, but not those of other nodes. If a
-  scheduler repeats its signal, nothing more happens.
-* Workers that were asked to stop are killed at the end of their grace period, which begins with the
-  signal. A rank that survives SIGKILL is reported after a few seconds and abandoned after 30 s.
+Workers that were asked to stop are killed at the end of their grace period. A rank that survives
+SIGKILL is reported after a few seconds and abandoned after 30 s.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ UNKILLABLE_S = 30.0  # from SIGKILL to abandoning them
 
 
 class Asked(Enum):
-    """What a user asks for by sending a stop signal."""
+    """The meanings of a user's stop signal."""
 
     STOP = "stop"
     HURRY = "hurry"
@@ -40,7 +38,7 @@ class UserRequest:
     _hurried: bool = False
 
     def on(self, number: int, now_s: float) -> Asked:
-        """Handle a stop signal; return what the user is asking for."""
+        """Handle a stop signal; return its meaning."""
         if not self.first:
             self.first, self._first_s = number, now_s
             return Asked.STOP
@@ -54,7 +52,7 @@ class UserRequest:
         self._is_answered = True
 
     def deadline_s(self) -> float:
-        """Return the time at which this node stops on its own; infinity if it need not."""
+        """Return the time at which this node stops on its own; infinity if it need not stop."""
         if not self.first or self._is_answered:
             return float("inf")
         return self._first_s + ANSWER_S
@@ -79,11 +77,11 @@ class Grace:
 
     @property
     def is_running(self) -> bool:
-        """Whether workers were asked to stop, or killed."""
+        """Whether workers have been asked to stop or have been killed."""
         return self._kill_s < float("inf") or self._killed_s < float("inf")
 
     def begin(self, grace_s: float, now_s: float) -> None:
-        """Record that workers were signalled; only the first call has an effect."""
+        """Record that workers were signalled. Only the first call has an effect."""
         if not self.is_running:
             self._kill_s = now_s + grace_s
 
@@ -92,7 +90,7 @@ class Grace:
         self._killed_s = min(self._killed_s, now_s)
 
     def due(self, now_s: float) -> Due:
-        """Return the action that is due now; each action is returned once.
+        """Return the action that is due now. Each action is returned only once.
 
         Call this while workers are running.
         """
@@ -107,7 +105,7 @@ class Grace:
         return Due.NOTHING
 
     def deadline_s(self) -> float:
-        """Return when to call `due` next."""
+        """Return the time at which to call `due` next."""
         if self._killed_s == float("inf"):
             return self._kill_s
         if not self._named:

@@ -1,6 +1,7 @@
-"""Run this node's probes between two attempts, each in a process that the agent's loop polls.
+"""Run this node's probes between two attempts, without blocking the agent's loop.
 
-A listener runs until the other node's time for measuring is over. The next attempt ends all probes.
+A listener runs until the other node has had time to measure. All probes end before the next
+attempt.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Probes:
     """The probes that the coordinator has requested from this node.
 
     Args:
-        folder: this node's run directory, for storage probes that name no folder.
+        folder: this node's run directory, which is the default folder for storage probes.
         command: the command that runs a probe.
     """
 
@@ -40,7 +41,7 @@ class Probes:
         self._listeners: list[Child] = []
 
     def begin(self, command: m.Probe) -> None:
-        """Start the requested probes, and drop any earlier request that is still unanswered."""
+        """Start the requested probes, in place of any earlier request."""
         self._end(self._children)
         self._number = command.number
         self._children = [Child(self._placed(text), self._command) for text in command.tasks]
@@ -55,7 +56,7 @@ class Probes:
         return min((child.due_s for child in [*waiting, *self._listeners]), default=float("inf"))
 
     def tick(self) -> None:
-        """Send the findings once all probes have ended; end listeners whose time has run out."""
+        """Send the findings once all probes have ended. Listeners end at their deadlines."""
         late = [one for one in self._listeners if time.monotonic() >= one.due_s]
         self._end(late)
         self._listeners = [one for one in self._listeners if one not in late]

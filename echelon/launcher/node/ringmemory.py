@@ -1,17 +1,14 @@
 """Keep the rings of a running job in memory instead of on a disk.
 
-[Note: why rings are not on the disk] The kernel writes back a file that is mapped from a disk's
-file system, and the next store to such a page waits for the journal. While another program keeps
-the disk busy (a checkpoint is enough), every rank then stops for seconds in a plain store to
-memory. So the launcher gives the rings a folder in /dev/shm. Like the disk, this folder belongs to
-the node and outlives the ranks, but a store to it never waits. Once the workers have ended, each
-ring is moved to its place in the run directory. If the agent is killed, the guard moves the rings,
-so that none is left in memory.
+[Note: why rings are not on the disk] The kernel writes the pages of a mapped file back to the disk.
+If a program stores to such a page during the write, the store may wait for the file system. On a
+busy disk, this wait stops a rank for seconds. So the launcher keeps the rings in a folder in
+/dev/shm, where stores never wait. Once the workers have ended, each ring is moved to its place in
+the run directory. If the agent is killed, the guard moves the rings.
 
 If the agent and the guard are killed together, the next launcher on the node cleans up. The file
-`home` in the folder names the run to which the folder belongs, and the agent and the guard hold a
-lock on that file for as long as they live. If /dev/shm is not a tmpfs, or is too small (containers
-often give it 64 MB), the rings remain where the recorder puts them.
+`home` in the folder names the folder's run. The agent and the guard hold a lock on this file while
+they live. If /dev/shm is not a tmpfs, or is too small, the rings are not kept in memory.
 """
 
 from __future__ import annotations
@@ -35,10 +32,10 @@ _SHARE = 4  # use at most 1/4 of the free space
 
 
 class RingMemory:
-    """A private folder in memory for this node's rings, if there is one.
+    """A private folder in memory for this node's rings.
 
     Attributes:
-        folder: the folder; None if the rings are where the recorder puts them.
+        folder: the folder; None if the rings are not in memory.
     """
 
     def __init__(self, folder: Path | None, lock: int = -1) -> None:
@@ -47,7 +44,7 @@ class RingMemory:
 
     @classmethod
     def for_run(cls, run_dir: Path, options: Options) -> RingMemory:
-        """Create the folder if the run needs one; see [Note: why rings are not on the disk]."""
+        """Create the folder, if it is needed; see [Note: why rings are not on the disk]."""
         if options.recorder_size == 0 or "ECHELON_RING_DIR" in os.environ:
             return cls(None)
         if file_system(_MEMORY) != "tmpfs" or file_system(run_dir) == "tmpfs":
@@ -70,7 +67,7 @@ class RingMemory:
         return "" if self.folder is None else f"; rings in {_MEMORY} while it runs"
 
     def environment(self) -> dict[str, str]:
-        """Return the variable through which a worker's recorder finds the folder."""
+        """Return the environment variable that points a worker's recorder to the folder."""
         return {} if self.folder is None else {"ECHELON_RING_DIR": str(self.folder)}
 
     def bring_home(self, rank_dir: Path) -> None:
@@ -81,7 +78,7 @@ class RingMemory:
             print(f"echelon: {rank_dir / 'ring'} stays in memory: {err}", file=sys.stderr)
 
     def close(self) -> None:
-        """Remove the folder, unless it still holds rings that could not be moved."""
+        """Remove the folder, unless it still contains rings."""
         if self.folder is not None:
             _remove_if_empty(self.folder)
             os.close(self._lock)
@@ -106,7 +103,7 @@ def _bring_all_home(folder: Path) -> None:
     """Move each ring to its run directory; remove rings whose run directory no longer exists.
 
     Raises:
-        OSError: a run directory cannot hold its rings, which therefore stay in memory.
+        OSError: a ring cannot be moved.
     """
     run_dir = Path((folder / _HOME).read_text())
     for link in run_dir.glob("rank_*/attempt_*/ring"):
@@ -118,7 +115,7 @@ def _bring_all_home(folder: Path) -> None:
 
 
 def _lock(folder: Path, how: int) -> int:
-    """Return a descriptor that locks a folder until it is closed.
+    """Lock a folder; return a descriptor that holds the lock while it is open.
 
     Raises:
         OSError: another process holds the lock, or the folder has just been removed.

@@ -1,10 +1,8 @@
-"""Report what this node sees of its live ranks, for the stall rule.
+"""Report the state of this node's live ranks, for the stall rule.
 
-Ranks with rings are combined into one row, so that a coordinator's work grows with the number of
-nodes and not with the number of ranks. One row is enough, because the stall rule needs only the
-oldest pending operation, the latest progress, and whether any rank moved. Ranks that record nothing
-are examined from outside and get a row each, because it matters which of them are waiting for which
-other ranks.
+Ranks with rings are combined into one row, so that the coordinator's work grows only with the
+number of nodes. Ranks that record nothing are examined from outside. Each of these ranks has its
+own row.
 """
 
 from __future__ import annotations
@@ -26,11 +24,11 @@ _STEP_S = 2.0  # between two looks; a longer gap counts as this process's own st
 
 
 class Sighting:
-    """What this node sees of one attempt's workers, for the stall rule.
+    """The state of one attempt's workers on this node.
 
     Args:
-        start: the command that started the attempt. Silence is measured only while this process
-            is running.
+        start: the command that started the attempt. Silence is measured only while this process is
+            running.
         workers: the workers to examine.
         num_printed: a function that returns how many bytes a rank has printed.
     """
@@ -61,7 +59,7 @@ class Sighting:
         self._reports = Reports(start.sights_ms / 1e3, start.stall_timeout_ms)
 
     def report(self, *, at_once: bool = False) -> m.Sights | None:
-        """Examine the ranks; return a report if one must be sent now, otherwise None."""
+        """Examine the ranks; return a report, or None if no report is due."""
         sights = self.look()
         if sights is None or not self._reports.is_due(sights, time.monotonic(), at_once=at_once):
             return None
@@ -103,11 +101,11 @@ class Sighting:
         return self._limits.sum_up(sights, lambda then: self._age_s(now, then))
 
     def watched(self) -> list[Row]:
-        """Return the histories of the ranks, most frequent operations first."""
+        """Return the ranks' learned limits, starting with the most frequent operations."""
         return [] if self._limits is None else self._limits.rows()
 
     def _note_dumps(self, own: dict[int, int]) -> None:
-        """Record which rank has a new dump: the lowest rank if several dumps appeared at once."""
+        """Record which rank has a new dump. If there are several, the lowest rank counts."""
         new = [rank for rank, num in own.items() if num > self._num_dumps.get(rank, 0)]
         if new:
             self._dumped_rank = min(new)
@@ -119,7 +117,7 @@ class Sighting:
         return None if ring is None else ring.words()
 
     def rest(self) -> None:
-        """Ignore any activity of the ranks that was caused by collecting an incident."""
+        """Ignore the activity that the collection of an incident has caused in the ranks."""
         for rank, activity in self._activities.items():
             activity.rest(self._num_printed(rank), time.monotonic_ns())
         if self._limits is not None:
@@ -161,9 +159,7 @@ class Sighting:
     def _sight(self, ring: LiveRing, worker: Worker, now: int) -> Sight:
         """Examine a rank that has a ring.
 
-        A program that is recorded through hooks marks no phases, so a long evaluation is visible in
-        its resource use and its output, but not in its ring. Before initialisation, a rank is
-        importing and loading, which takes a long time on a busy machine.
+        A rank without marked phases, or before initialisation, is also examined from outside.
         """
         sight = ring.sight(worker.rank)
         if ring.is_hooked:
@@ -181,10 +177,9 @@ class Sighting:
         return sight
 
     def _from_outside(self, worker: Worker, now: int) -> list[int]:
-        """Examine a rank without an open ring, which may be starting, exiting, or not recording.
+        """Examine a rank that has no open ring.
 
-        Destructors may take a long time on a busy machine. As long as they use processor time, they
-        do not count as a hang.
+        A rank that is exiting counts as active while its destructors use processor time.
         """
         activity = self._active(worker, now)
         age_ms = self._age_ms(now, activity.last_mono_ns)
@@ -214,10 +209,9 @@ class Sighting:
 class Reports:
     """The rule for when a node reports on its ranks. Pure.
 
-    If thousands of nodes reported every time, they would overload the coordinator. So a node
-    reports rarely while its ranks show nothing unusual. It reports at once if ranks have been
-    waiting for half the limit, if they had been at the last report, or if they begin or end an
-    operation.
+    A node reports rarely while its ranks show nothing unusual, so that the coordinator is not
+    overloaded. A node reports at once if its ranks have been waiting for half the limit, or if
+    ranks begin or end an operation.
     """
 
     def __init__(self, every_s: float, stall_timeout_ms: int) -> None:
@@ -228,7 +222,7 @@ class Reports:
         self._was_unusual = False
 
     def is_due(self, sights: m.Sights, now_s: float, *, at_once: bool = False) -> bool:
-        """Return whether to send this report. If so, the report counts as sent."""
+        """Return whether to send this report. A report that is due counts as sent."""
         folded = sights.folded
         ages = [max(row[2], row[3]) for row in sights.ranks]
         ages += [max(folded[2], folded[3])] if folded else []

@@ -1,6 +1,6 @@
-"""Pass on what this node's ranks report about their part in `resilient.run`.
+"""Forward the reports of this node's ranks about `resilient.run` to the coordinator.
 
-Each rank keeps its report in a file in its own folder, which other nodes may not be able to read.
+Each rank writes its report to a file in its own folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Standings:
 
     Args:
         workers: this node's workers; more may be added later.
-        tell: sends an event to the coordinator.
+        tell: a function that sends an event to the coordinator.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Standings:
 
 
 def to_row(rank: int, standing: Standing) -> list[int]:
-    """Return a standing as an element of `m.Standings`, with its current age."""
+    """Encode a standing as an element of `m.Standings`. Its time is replaced by its age."""
     age_ns = time.monotonic_ns() - standing.ready_mono_ns
     return [
         rank,
@@ -59,7 +59,7 @@ def to_row(rank: int, standing: Standing) -> list[int]:
 
 
 def of_row(row: Sequence[int]) -> tuple[int, Standing]:
-    """Return the rank and the standing in a row, with times on this process's clock."""
+    """Decode the rank and the standing in a row, with times on this process's clock."""
     rank, is_done, epoch, step, repeats, age_ms, there_ns = row
     return rank, Standing(
         state=State.DONE if is_done else State.PROTECTED,

@@ -1,7 +1,6 @@
 """Control the workers through the guard: start them, signal them and receive their exits.
 
-No method blocks for long: `events()` returns what has arrived, and the agent's loop watches
-`fileno()`.
+No method blocks for long. The agent's loop watches `fileno()` and calls `events()`.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """A worker has ended; `code` is as in `subprocess`, so -9 means SIGKILL."""
+    """A worker has ended. `code` is a return code as in `subprocess`: -9 means SIGKILL."""
 
     index: int
     code: int
@@ -56,7 +55,7 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """Processes left behind were signalled; `denied` lists the pids for which this failed."""
+    """Processes left behind were signalled. `denied` lists the pids that could not be signalled."""
 
     count: int
     denied: list[int]
@@ -115,15 +114,16 @@ class Workers:
         has_stdin: bool = False,
         control: int = -1,
     ) -> tuple[int, int]:
-        """Ask the guard to start a worker; return the read ends of its stdout and stderr.
+        """Ask the guard to start a worker; return the read ends of the worker's stdout and stderr.
 
-        The caller must close both.
+        The caller must close both ends.
 
         Args:
-            processors: the processors that the worker may use; None means all that the launcher may
-                use.
+            processors: the processors that the worker may use; None means all processors of the
+                launcher.
             group: the path of the worker's own cgroup; "" means none.
-            has_stdin: whether the worker reads the launcher's stdin; otherwise its stdin is empty.
+            has_stdin: whether the worker reads the launcher's stdin. If not, the worker's stdin is
+                empty.
             control: a descriptor that a standby inherits, as ECHELON_STANDBY_FD; -1 for a worker.
 
         Raises:
@@ -150,11 +150,11 @@ class Workers:
         return ends[0][0], ends[1][0]
 
     def take(self, index: int, as_index: int, env: Mapping[str, str], *, group: str = "") -> None:
-        """Turn a standby into a worker; `Started` follows, or `Failed` if the standby has ended.
+        """Turn a standby into a worker. The next event is `Started`, or `Failed` on failure.
 
         Args:
             index: the standby's index.
-            as_index: the worker's index from now on.
+            as_index: the new index of the worker.
             env: the worker's environment, which names the location of its ring.
             group: the path of the worker's own cgroup; "" means none.
         """
@@ -162,18 +162,21 @@ class Workers:
         self._send({"do": "take", "index": index, "as": as_index, "env": rings, "group": group})
 
     def hold(self, folder: str) -> None:
-        """Have the guard lock a folder of rings, and remove it if the agent is killed."""
+        """Let the guard lock a folder of rings, and remove the folder if the agent is killed."""
         self._send({"do": "hold", "folder": folder})
 
     def signal(self, index: int, number: int, *, alone: bool = False) -> None:
-        """Signal a worker and, unless `alone` is set, its process group.
+        """Signal a worker. Unless `alone` is set, the worker's process group is signalled too.
 
-        Ignore a worker that has ended.
+        A worker that has ended is ignored.
         """
         self._send({"do": "signal", "index": index, "signal": int(number), "alone": alone})
 
     def fence(self, at_s: float) -> None:
-        """Have all workers killed at a time of CLOCK_BOOTTIME; a later call replaces the time."""
+        """Set the time, on CLOCK_BOOTTIME, at which the guard kills all workers.
+
+        A later call replaces the time.
+        """
         self._send({"do": "fence", "at_s": at_s})
 
     def sweep(self, number: int) -> None:
@@ -184,8 +187,7 @@ class Workers:
         """Return the events that have arrived; block if there are none.
 
         Raises:
-            LaunchError: the guard has died, and with it the workers and all processes that they
-                started.
+            LaunchError: the guard has died, and all workers have been killed.
         """
         try:
             data = self._socket.recv(65536)
@@ -206,7 +208,7 @@ class Workers:
         return events
 
     def close(self) -> None:
-        """Kill all remaining processes and end the guard. Waits at most 5 s. Safe to call twice."""
+        """Kill all remaining processes and stop the guard. Waits up to 5 s. Safe to call twice."""
         with contextlib.suppress(OSError):
             self._socket.send(_framed({"do": "end"}), socket.MSG_DONTWAIT)
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -233,17 +235,13 @@ def _framed(message: dict[str, Any]) -> bytes:
 
 
 def _become_subreaper() -> None:
-    """Become the parent of all processes that a killed guard leaves behind."""
+    """Make this process the new parent of all processes whose parent, the guard, is killed."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _kill_descendants() -> None:
-    """Kill all descendants of this process, now that the guard no longer can.
-
-    They include the store and a running analysis. Neither is needed any longer, because the job is
-    over.
-    """
+    """Kill all descendants of this process after the guard has died."""
     deadline_s = time.monotonic() + _CLOSE_S
     while (left := descendants(os.getpid())) and time.monotonic() < deadline_s:
         for pid in left:

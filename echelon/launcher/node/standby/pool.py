@@ -1,15 +1,15 @@
 """Keep `--standby N` processes ready on this node.
 
-The node's agent owns the standbys. Their parent is the guard, which is also the workers' parent. So
-the standbys end when the job, the agent or the guard ends, and leave nothing behind. Standbys load
-one after another, at idle priority, while training is running steadily. An attempt takes the
-standbys that are ready and fit its ranks, and does not wait for the others. All other ranks start
-as usual.
+The node's agent manages the standbys, and the guard is their parent. Standbys load one after
+another, at idle priority, while training is running steadily. When an attempt starts, its ranks
+take the standbys that are ready and fit. All other ranks start as usual.
 
-A standby that ends unexpectedly is reported in one line, and another one is started after a pause,
-up to `_MAX_LOST` times. No standbys are kept in three cases (one line then gives the reason): the
-program's folder hides a library that standbys load; the program sets a variable that such a library
-reads; or the interpreter does not run the hook (hook/sitecustomize.py).
+If a standby ends unexpectedly, another standby is started after a pause, up to `_MAX_LOST` times.
+No standbys are kept in any of these cases, which are reported in one line:
+
+- The program's folder hides a library that standbys load.
+- The program sets a variable that such a library reads.
+- The interpreter does not run the hook (hook/sitecustomize.py).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Standbys:
     Args:
         size: how many standbys to keep.
         program: the command line of a worker.
-        guard: starts the standbys.
-        selector: watches the standbys' control sockets.
-        say: prints a line.
+        guard: the connection to the guard that starts the standbys.
+        selector: the selector that watches the standbys' control sockets.
+        say: a function that prints a line.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Standbys:
 
     @property
     def wants_more(self) -> bool:
-        """Whether to start another standby once training is running steadily."""
+        """Whether another standby should be started."""
         return (
             bool(self._ranks)
             and len(self._waiting) < self._size
@@ -84,7 +84,7 @@ class Standbys:
         )
 
     def prepare_for(self, ranks: Sequence[Identity], modules: Path) -> None:
-        """Set the ranks for which to keep standbys; end the standbys that fit none of them.
+        """Set the ranks that standbys are kept for, and end the standbys that do not fit.
 
         Args:
             ranks: the environment and the processors of each rank of this node.
@@ -96,7 +96,7 @@ class Standbys:
                 self._kill(one)
 
     def start_next(self) -> None:
-        """Start the next standby; before the first one, start a check of the interpreter."""
+        """Start the next standby. The first call starts a check of the interpreter instead."""
         if not self._size:
             return
         try:
@@ -134,7 +134,7 @@ class Standbys:
         self._selector.register(ours, selectors.EVENT_READ, lambda: self._hear(made))
 
     def _num_for(self, rank: Identity) -> int:
-        """Return how many standbys there are for a rank."""
+        """Return the number of standbys for a rank."""
         return sum(one.rank == rank[0].get("RANK") for one in self._waiting.values())
 
     def _take_index(self) -> int:
@@ -142,7 +142,7 @@ class Standbys:
         return self._next_index
 
     def tick(self) -> None:
-        """Raise the priority of a standby that is slow to load; kill it if it takes too long."""
+        """Raise the priority of slow standbys, and kill standbys that take too long to load."""
         now_s = time.monotonic()
         for one in list(self._waiting.values()):
             if one.is_ready or not one.pid:
@@ -158,7 +158,7 @@ class Standbys:
     def take(
         self, environ: Mapping[str, str], processors: Collection[int] | None
     ) -> Waiting | None:
-        """Remove and return a standby that a rank may take, or None."""
+        """Remove and return a standby that fits a rank, or None if no standby fits."""
         fitting = [one for one in self._waiting.values() if one.fits(environ, processors)]
         if not fitting:
             return None
@@ -168,7 +168,7 @@ class Standbys:
         return best
 
     def take_news(self, news: Started | Failed | Exited) -> None:
-        """Handle the guard's report on a standby; ignore standbys that a rank has taken."""
+        """Handle the guard's report on a standby, unless a rank has already taken the standby."""
         if news.index == self._check:
             if not isinstance(news, Started):
                 self._note_check(news)
@@ -213,7 +213,7 @@ class Standbys:
             self._say(f"{self._size} {are} ready; {mib:.0f} MiB of private memory{each}")
 
     def _lose(self, why: str) -> None:
-        """Report a standby that was lost, and plan the next one."""
+        """Report a lost standby, and schedule its replacement."""
         self._num_lost += 1
         if self._num_lost >= _MAX_LOST:
             self._say(f"{why}; no more standbys after {_MAX_LOST} such failures")
@@ -240,7 +240,7 @@ class Standbys:
         one.close()
 
     def close(self) -> None:
-        """Close the standbys' pipes and sockets, so that they exit; the guard kills any left."""
+        """Close the pipes and sockets of all standbys, which then exit."""
         for one in list(self._waiting.values()):
             self._drop(one)
 

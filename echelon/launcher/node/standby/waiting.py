@@ -1,4 +1,4 @@
-"""One standby, from the agent's side: how it was started, and whether a rank may take it."""
+"""Represent one standby in the agent."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Waiting:
     """A process that is loading its libraries, or has loaded them and is waiting for a rank.
 
     Attributes:
-        index: the number by which the guard knows this process.
+        index: the number that the guard uses for this process.
         pipes: the read ends of the process's stdout and stderr. They are not read until a rank
             takes the standby.
         is_ready: whether a rank may take the standby.
-        obstacle: the reason why no rank may take any standby of this program; "" if one may.
+        obstacle: the reason why no standby of this program can be used; "" if there is no obstacle.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Waiting:
 
     @property
     def rank(self) -> str | None:
-        """The rank whose environment the standby was started with."""
+        """The rank for which the standby was started."""
         return self._environ.get("RANK")
 
     def hear(self) -> bool:
@@ -104,7 +104,7 @@ class Waiting:
         return all((name in own) == (name in environ) for name in self._tested)
 
     def release(self, environ: Mapping[str, str], cwd: str, *, has_stdin: bool) -> None:
-        """Let the standby run the program; if it has already ended, the guard reports that."""
+        """Let the standby run the program. If the standby has already ended, nothing happens."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.control.close)
             file = os.memfd_create("echelon-standby", os.MFD_CLOEXEC)
@@ -118,10 +118,9 @@ class Waiting:
                 socket.send_fds(self.control, [b"!"], descriptors, socket.MSG_DONTWAIT)
 
     def _for_rank(self, environ: Mapping[str, str]) -> dict[str, object]:
-        """Return a rank's environment, and how it differs from the one the standby started with.
+        """Return a rank's environment, and its differences from the standby's initial environment.
 
-        Variables that the interpreter or its startup files have added appear in neither
-        environment, so they are kept.
+        Variables that the interpreter has added are not among the differences, so they are kept.
         """
         own = self._environ
         return {
@@ -131,7 +130,7 @@ class Waiting:
         }
 
     def close(self) -> None:
-        """Close the standby's pipes and its control socket; the standby then exits."""
+        """Close the standby's pipes and control socket, so that the standby exits."""
         self.control.close()
         for pipe in self.pipes:
             with contextlib.suppress(OSError):
@@ -146,7 +145,7 @@ class Waiting:
         return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_"))
 
     def raise_priority(self) -> None:
-        """Give all threads the usual priority; repeat this later in case it is lowered again."""
+        """Restore the usual priority of all threads. A library may lower it again."""
         self.raise_at_s += _AGAIN_S
         if os.sched_getscheduler(0) == os.SCHED_IDLE:
             return  # it has inherited that, and has not lowered it
@@ -171,15 +170,15 @@ def environment(environ: Mapping[str, str], modules: Path) -> dict[str, str]:
 
     Args:
         environ: the rank's environment.
-        modules: a file with the names of the modules to load. If it does not exist, the modules
-            that the script imports by name are loaded.
+        modules: a file with the names of the modules to load. If the file does not exist, the
+            standby loads the modules that the script imports.
     """
     given = {"pythonpath": environ.get("PYTHONPATH"), "modules": str(modules)}
     return {**_hooked(environ), "ECHELON_STANDBY": json.dumps(given)}
 
 
 def check_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the process that checks whether the interpreter runs the hook."""
+    """Return the environment of the process that checks whether the hook works."""
     return {**_hooked(environ), "ECHELON_STANDBY": "check"}
 
 

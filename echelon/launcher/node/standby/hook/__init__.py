@@ -1,1 +1,1 @@
-"""The folder at the front of a standby's PYTHONPATH."""
+"""A folder that is placed at the front of a standby's PYTHONPATH."""

@@ -1,20 +1,18 @@
 """Pause a Python process between its start and its script, with the libraries loaded.
 
 [Note: how a standby waits] A standby is started with the rank's own command line, such as `python
--u train.py`, and this folder at the front of PYTHONPATH. The interpreter imports this file at the
-end of its own start-up, before it opens the script. The file loads the libraries, and returns only
-when the agent assigns the process to a rank. From then on the interpreter runs normally. So
-`__main__`, `sys.path[0]`, exit codes, tracebacks and the command line are those of a process that
-was started as usual. If another program ran the script instead (`runpy`), all of these would
-differ.
+-u train.py`. This folder is at the front of its PYTHONPATH, so the interpreter imports this file
+before it opens the script. The file loads the libraries, and returns only when the agent assigns
+the process to a rank. Then the interpreter runs the script as usual. `__main__`, `sys.path[0]`,
+exit codes, tracebacks and the command line are the same as in any other process.
 
-Any error before that must end the process. If an exception left this file, the interpreter would
-run the script, as a rank that the launcher does not know about. For the same reason the agent first
-starts one interpreter with `ECHELON_STANDBY=check`, which exits here.
+Any error before that must end the process, because the interpreter would otherwise run the script
+as an unknown rank. For the same reason, the agent first starts one interpreter with
+`ECHELON_STANDBY=check`, which exits in this file.
 
-Imports read the environment. The variables that they read are noted, because a rank with a
-different value must not take this process. Nothing from the package is imported: the program's
-interpreter may not be the launcher's. The control socket carries JSON and descriptors only.
+The variables that imports read from the environment are noted. A rank with different values of
+these variables cannot use this process. Nothing from the package is imported, because the program
+may use another interpreter than the launcher.
 
     agent -> standby   one byte, with the descriptors of a file and perhaps of stdin; the file is
                        {environ, gone, changed, cwd}: the rank's environment, and the names of the
@@ -108,7 +106,7 @@ def _main() -> None:
 
 
 def _leave_no_trace(pythonpath: str | None) -> None:
-    """Give this process the environment and `sys.path` that it would have without the hook."""
+    """Remove the hook's traces from this process's environment and `sys.path`."""
     for name in _VARIABLES:
         os.environ.pop(name, None)
     if pythonpath is not None:
@@ -119,7 +117,7 @@ def _leave_no_trace(pythonpath: str | None) -> None:
 
 
 def _import_the_real_one() -> None:
-    """Import the `sitecustomize` that this file hides, if there is one."""
+    """Import the user's own `sitecustomize`, if any, which this file hides."""
     from importlib import import_module
 
     own = sys.modules.pop("sitecustomize", None)
@@ -137,7 +135,7 @@ def _import_the_real_one() -> None:
 
 
 def _load(names: list[str]) -> None:
-    """Import modules; ignore any that fail."""
+    """Import modules, ignoring failures."""
     from importlib import import_module
 
     for name in names:
@@ -148,7 +146,7 @@ def _load(names: list[str]) -> None:
 
 
 def _is_read_early(name: str, before: dict[str, str]) -> bool:
-    """Return whether libraries, as they load, read a variable that the program sets."""
+    """Return whether libraries read a variable during import that the program sets later."""
     if name == "PYTHONPATH":  # what a standby was started with differs from what its rank has
         return False
     is_read = name in _Noted.read or name in _Noted.tested or name.startswith(_READ_FROM_C)
@@ -170,7 +168,7 @@ def _listed(path: str) -> tuple[list[str], list[str]] | None:
 
 
 def _named_in_script() -> tuple[list[str], list[str]]:
-    """Return the installed modules that the script's text imports, and the variables it sets."""
+    """Return the installed modules that the script imports, and the variables that it sets."""
     import ast
     from importlib.util import find_spec
 
@@ -210,7 +208,7 @@ def _named_in_script() -> tuple[list[str], list[str]]:
 
 
 def _changes_path(tree: ast.AST) -> bool:
-    """Return whether a script may put a folder in front of the installed modules."""
+    """Return whether a script may change `sys.path` so that other modules are imported."""
     import ast
 
     found = [one for one in ast.walk(tree) if isinstance(one, (ast.Attribute, ast.ImportFrom))]
@@ -249,7 +247,7 @@ def _installed_roots() -> tuple[str, ...]:
 
 
 def _script() -> str | None:
-    """Return the script's path as given on the command line; None for a module."""
+    """Return the script's path as given on the command line; None for `-m` and `-c`."""
     given = sys.orig_argv[1:]
     while given and given[0].startswith("-"):
         if given[0] in ("-m", "-c"):
@@ -259,7 +257,7 @@ def _script() -> str | None:
 
 
 def _hidden(loaded: set[str]) -> str:
-    """Return the file in the script's folder that would replace a loaded module, or ""."""
+    """Return a file in the script's folder that would replace a loaded module; "" if none would."""
     from importlib.machinery import PathFinder
 
     if getattr(sys.flags, "safe_path", False):
@@ -280,7 +278,7 @@ def _hidden(loaded: set[str]) -> str:
 
 
 def _folder_of(script: str) -> str:
-    """Return the folder that the interpreter puts at the front of `sys.path` for a script."""
+    """Return the folder that the interpreter adds to the front of `sys.path` for a script."""
     if os.path.isdir(script):
         return script
     import zipfile
@@ -292,7 +290,7 @@ def _folder_of(script: str) -> str:
 
 
 def _lower_priority() -> bool:
-    """If it can be undone later, restrict this process to idle CPU time; return whether it was."""
+    """Lower this process's priority if that can be undone; return whether it was lowered."""
     try:
         with open("/proc/self/status") as file:
             (mask,) = (line.split()[1] for line in file if line.startswith("CapEff:"))
@@ -330,7 +328,10 @@ def _rename(name: str) -> str:
 
 
 def _wait(control: int, told: dict[str, object]) -> None:
-    """Wait to be given a rank; adopt its environment and folder. Exit if the agent has ended."""
+    """Wait until the agent assigns a rank, and adopt the rank's environment and working directory.
+
+    The process exits if the agent has ended.
+    """
     with socket.socket(fileno=control) as agent:
         agent.sendall(json.dumps(told).encode() + b"\n")
         data, descriptors, _, _ = socket.recv_fds(agent, 1, 2)
@@ -350,10 +351,9 @@ def _wait(control: int, told: dict[str, object]) -> None:
 
 
 def _keep(file: int) -> None:
-    """Keep the rank's environment in an open file for `fr-analyze --attach`.
+    """Store the rank's environment in an open file, for `fr-analyze --attach`.
 
-    /proc shows only the environment at the start. The file gets a high descriptor number, so that
-    the program's own files have their usual numbers.
+    The file has a high descriptor number, to leave the usual numbers to the program.
     """
     import fcntl
 
