@@ -324,7 +324,7 @@ class Guard:
                 self._say(event="exited", index=index, code=code, mono_ns=now)
 
     def _sweep(self, number: int) -> tuple[int, list[int]]:
-        """Signal all descendants except workers; return their number and the pids that were refused.
+        """Signal all descendants except workers; return their number and the pids not permitted.
 
         Standbys and their descendants are left out, because they do not belong to an attempt.
         """

@@ -342,7 +342,7 @@ class NodeAgent:
         standby.release(env, str(Path.cwd()), has_stdin=has_stdin)
 
     def _replace_standby(self, local_rank: int) -> bool:
-        """Start a rank as usual after its standby has ended; return whether the rank was started."""
+        """Start a rank as usual after its standby has ended; return whether it was started."""
         standby, env, group = self._taken.pop(local_rank)
         standby.control.close()
         if self._grace.is_running or self._start is None:
