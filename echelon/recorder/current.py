@@ -1,9 +1,9 @@
 """Provide `current()`, which returns this process's only recorder, if there is one.
 
-The recorder writes a ring file (`write/ring.py`) in a folder that the environment names: either the
-launcher sets ECHELON_RANK_DIR, or the user sets ECHELON_RECORD_DIR. Without such a folder, or with
-ECHELON_RECORDER_SIZE=0, there is no recorder. Every user call is then a cheap no-op, so callers
-need not check.
+The recorder writes a ring file (`write/ring/ring.py`) in a folder that the environment names:
+either the launcher sets ECHELON_RANK_DIR, or the user sets ECHELON_RECORD_DIR. Without such a
+folder, or with ECHELON_RECORDER_SIZE=0, there is no recorder. Every user call is then a cheap
+no-op, so callers need not check.
 
 [Note: who may record] A ring belongs to one process. A fork inherits the mapping, so the recorder
 is switched off in the child (`os.register_at_fork`). A process does not record if multiprocessing
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from echelon.recorder.write.environment import Settings
+from echelon.recorder.write.setup.environment import Settings
 
 if TYPE_CHECKING:
     from echelon.recorder.write.recorder import Recorder
@@ -81,7 +81,7 @@ def _open() -> Recorder | None:
 def _start(settings: Settings) -> None:
     global _recorder, _leave
     try:
-        from echelon.recorder.write.start import start
+        from echelon.recorder.write.setup.start import start
 
         _recorder, _leave = start(settings) or (None, None)
     except Exception as err:  # noqa: BLE001 -- a program trains without its record

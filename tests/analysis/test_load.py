@@ -134,7 +134,7 @@ def test_an_empty_folder(tmp_path: Path) -> None:
 
 def test_final_rings_of_the_newest_attempt(tmp_path: Path) -> None:
     from echelon.recorder.format.schema import Identity
-    from echelon.recorder.write.ring import Ring
+    from echelon.recorder.write.ring.ring import Ring
 
     for attempt in (0, 1):
         for rank in range(2):

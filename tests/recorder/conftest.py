@@ -15,9 +15,10 @@ import pytest
 
 from echelon.recorder.format.schema import Identity, Record
 from echelon.recorder.read import read_ring
-from echelon.recorder.write import native, operations
+from echelon.recorder.write import native
+from echelon.recorder.write.operations import operations
 from echelon.recorder.write.recorder import Recorder
-from echelon.recorder.write.ring import Ring
+from echelon.recorder.write.ring.ring import Ring
 
 NUM_OPERATIONS = 8
 NUM_SPANS = 4

@@ -10,7 +10,7 @@ import sys
 from itertools import count
 from types import ModuleType
 
-from echelon.recorder.write.modules import installed_modules
+from echelon.recorder.write.setup.modules import installed_modules
 
 _PROGRAM = """
 import os, sys

@@ -38,7 +38,7 @@ from echelon.launcher.doctor.pairwise.command import Pairwise, add_pairwise_opti
 from echelon.launcher.doctor.shown import Shown
 from echelon.launcher.options.arguments import Defaults, Parser, add_node_options
 from echelon.launcher.options.options import dashes
-from echelon.recorder.write.place import file_system, is_remote
+from echelon.recorder.write.setup.place import file_system, is_remote
 
 _SHM = Path("/dev/shm")  # noqa: S108 -- only looked at
 _SMALL_SHM_BYTES = 1 << 30

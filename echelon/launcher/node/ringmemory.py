@@ -23,7 +23,7 @@ from pathlib import Path
 from echelon.launcher.options.options import Options
 from echelon.recorder.format.layout import Layout
 from echelon.recorder.format.schema import DEFAULT_NUM_SPANS
-from echelon.recorder.write.place import bring_home, file_system
+from echelon.recorder.write.setup.place import bring_home, file_system
 
 _MEMORY = Path("/dev/shm")  # noqa: S108 -- a private folder is made in it
 _PREFIX = "echelon-"

@@ -38,8 +38,8 @@ from echelon.recorder.torch.groups import Groups
 from echelon.recorder.torch.guarding import quietly, replace
 from echelon.recorder.torch.pending import Pending
 from echelon.recorder.torch.spans import ended_loaders, mark_ended_loaders
+from echelon.recorder.write.operations.signatures import MAX_CALLS
 from echelon.recorder.write.recorder import NOT_RECORDED, Recorder
-from echelon.recorder.write.signatures import MAX_CALLS
 
 _KEY = "BackendSelect"
 _ASYNC, _P2P = int(Flag.ASYNC), int(Flag.P2P)

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 from echelon.recorder.format.layout import OPEN_SPANS_OFFSET
 from echelon.recorder.format.schema import NUM_KEPT
 from echelon.recorder.write import sites
-from echelon.recorder.write.operations import OperationWriter
-from echelon.recorder.write.ring import Ring
-from echelon.recorder.write.signatures import Signatures
+from echelon.recorder.write.operations.operations import OperationWriter
+from echelon.recorder.write.operations.signatures import Signatures
+from echelon.recorder.write.ring.ring import Ring
 from echelon.recorder.write.spans import SpanWriter
 
 try:

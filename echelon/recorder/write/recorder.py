@@ -20,11 +20,11 @@ from echelon.recorder.format.schema import Identity, LastWords, Live, encode_ran
 from echelon.recorder.spent import spent
 from echelon.recorder.write import native, sites
 from echelon.recorder.write.counting import counter
-from echelon.recorder.write.operations import NOT_RECORDED as NOT_RECORDED
-from echelon.recorder.write.operations import OperationWriter, make_operations
-from echelon.recorder.write.ring import Ring
+from echelon.recorder.write.operations.operations import NOT_RECORDED as NOT_RECORDED
+from echelon.recorder.write.operations.operations import OperationWriter, make_operations
+from echelon.recorder.write.ring.ring import Ring
+from echelon.recorder.write.ring.texts import text_of
 from echelon.recorder.write.spans import Spans, SpanWriter
-from echelon.recorder.write.texts import text_of
 
 HEARTBEAT_S = 0.5
 # Looking up a member of an enum costs as much as storing it.

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 from echelon.recorder.format.schema import SITES_BYTES
-from echelon.recorder.write.texts import Texts
+from echelon.recorder.write.ring.texts import Texts
 
 _PACKAGE = str(Path(__file__).resolve().parents[2]) + "/"
 _LIBRARIES = tuple(

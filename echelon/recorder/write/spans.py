@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from echelon.recorder.format.schema import NUM_OPEN_SPANS, Live
 from echelon.recorder.write.counting import counter
-from echelon.recorder.write.ring import SPAN_FIXED_STRUCT, Ring
+from echelon.recorder.write.ring.ring import SPAN_FIXED_STRUCT, Ring
 from echelon.recorder.write.sites import Sites
 
 # Looking up a member of an enum costs as much as storing it.

@@ -16,7 +16,7 @@ from echelon.recorder.format.schema import Identity
 from echelon.recorder.read import LiveRing
 from echelon.recorder.stall.watchdog import Sight
 from echelon.recorder.write.recorder import Recorder
-from echelon.recorder.write.ring import Ring
+from echelon.recorder.write.ring.ring import Ring
 
 S = 1_000_000_000
 

@@ -14,7 +14,7 @@ from echelon.launcher.node.activity import Activity
 from echelon.launcher.node.sighting import Reports, Sighting
 from echelon.recorder.format.schema import Identity, Live
 from echelon.recorder.write.recorder import Recorder
-from echelon.recorder.write.ring import Ring
+from echelon.recorder.write.ring.ring import Ring
 
 
 def test_a_rank_that_has_closed_its_ring_is_seen_from_outside(tmp_path: Path) -> None:

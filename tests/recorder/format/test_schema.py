@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from echelon.recorder.format import schema
-from echelon.recorder.write.calls import TAIL_STRUCT
-from echelon.recorder.write.operations import HEAD_STRUCT, STATE_STRUCT
-from echelon.recorder.write.ring import SPAN_FIXED_STRUCT
+from echelon.recorder.write.operations.calls import TAIL_STRUCT
+from echelon.recorder.write.operations.operations import HEAD_STRUCT, STATE_STRUCT
+from echelon.recorder.write.ring.ring import SPAN_FIXED_STRUCT
 
 # The writer packs an operation's last fields apart, and puts their bytes behind the first ones.
 FIXED_STRUCT = struct.Struct(

@@ -15,7 +15,7 @@ from echelon.recorder.read import LiveRing, read, read_dump, read_ring
 from echelon.recorder.read.dump import write_dump
 from echelon.recorder.read.ring_texts import DAMAGED
 from echelon.recorder.write.recorder import Recorder
-from echelon.recorder.write.ring import Ring
+from echelon.recorder.write.ring.ring import Ring
 from tests.recorder.conftest import NUM_OPERATIONS, NUM_SPANS
 
 NUM_SEEDS = 250

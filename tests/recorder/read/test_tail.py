@@ -8,7 +8,7 @@ from echelon.recorder.format.schema import Identity
 from echelon.recorder.read import LiveRing
 from echelon.recorder.read.tail import MAX_NEW, Tail
 from echelon.recorder.write.recorder import Recorder
-from echelon.recorder.write.ring import Ring
+from echelon.recorder.write.ring.ring import Ring
 
 
 def _ended(news) -> dict[tuple[int, int, bool], int]:

@@ -15,7 +15,7 @@ from echelon.recorder.format.schema import Flag, Identity
 from echelon.recorder.read import read_ring
 from echelon.recorder.read.dump import write_dump
 from echelon.recorder.write.recorder import Recorder
-from echelon.recorder.write.ring import Ring
+from echelon.recorder.write.ring.ring import Ring
 
 
 @pytest.fixture

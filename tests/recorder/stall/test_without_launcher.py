@@ -8,7 +8,7 @@ import os
 from echelon.recorder.format.schema import Identity, Live, State
 from echelon.recorder.read import read
 from echelon.recorder.stall.inside import _can_join
-from echelon.recorder.write.place import claim_attempt
+from echelon.recorder.write.setup.place import claim_attempt
 from tests.recorder.conftest import wait_until
 
 ALONE = {"ECHELON_RANK_DIR": ""}

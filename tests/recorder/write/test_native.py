@@ -15,7 +15,7 @@ from echelon.recorder.format.schema import NUM_KEPT, NUM_OPEN_SPANS, Identity, L
 from echelon.recorder.read import read_ring
 from echelon.recorder.write import native
 from echelon.recorder.write.recorder import Recorder
-from echelon.recorder.write.ring import Ring
+from echelon.recorder.write.ring.ring import Ring
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the C core was not built")
 

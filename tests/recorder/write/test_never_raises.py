@@ -47,7 +47,7 @@ def test_a_stack_signal_that_cannot_be_had_is_refused_in_one_line(program, numbe
 
 BREAK = {
     "thread": "import threading; threading.Thread.start = fail",
-    "excepthook": "import echelon.recorder.write.start as s; s._chain_hooks = fail",
+    "excepthook": "import echelon.recorder.write.setup.start as s; s._chain_hooks = fail",
     "identity": "import echelon.recorder.write.recorder as r; r.Recorder.identify = fail",
 }
 FAIL = """
@@ -190,7 +190,7 @@ import signal, sys
 from pathlib import Path
 from echelon.recorder.format.schema import Identity
 from echelon.recorder.write.recorder import Recorder
-from echelon.recorder.write.ring import Ring
+from echelon.recorder.write.ring.ring import Ring
 
 ring = Ring(Path(sys.argv[0]).with_name("ring"), Identity(rank=0), num_operations=8192, num_spans=8)
 recorder = Recorder(ring, in_c={in_c})

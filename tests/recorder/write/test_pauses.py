@@ -8,8 +8,8 @@ import tracemalloc
 import pytest
 
 from echelon.recorder.format.schema import Live
-from echelon.recorder.write.pauses import KEPT_FROM_NS, GarbagePauses
 from echelon.recorder.write.recorder import Recorder
+from echelon.recorder.write.setup.pauses import KEPT_FROM_NS, GarbagePauses
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from echelon.recorder.read import LiveRing, read_ring
 from echelon.recorder.read.ring_texts import DAMAGED
 from echelon.recorder.write import native
 from echelon.recorder.write.recorder import NOT_RECORDED, Recorder
-from echelon.recorder.write.ring import Ring
+from echelon.recorder.write.ring.ring import Ring
 from tests.recorder.conftest import NUM_OPERATIONS, NUM_SPANS
 
 IN_C = [

@@ -8,8 +8,14 @@ import pytest
 
 from echelon.recorder.format.schema import Live
 from echelon.recorder.read import LiveRing, read_ring
-from echelon.recorder.write import place
-from echelon.recorder.write.place import Place, bring_home, choose_place, claim_attempt, file_system
+from echelon.recorder.write.setup import place
+from echelon.recorder.write.setup.place import (
+    Place,
+    bring_home,
+    choose_place,
+    claim_attempt,
+    file_system,
+)
 
 MOUNTS = """\
 22 1 254:0 / / rw,relatime - ext4 /dev/vda rw

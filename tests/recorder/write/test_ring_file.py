@@ -10,7 +10,7 @@ import pytest
 from echelon.recorder.format.layout import Layout
 from echelon.recorder.format.schema import Identity, Live
 from echelon.recorder.read import LiveRing
-from echelon.recorder.write.ring import Ring
+from echelon.recorder.write.ring.ring import Ring
 from tests.recorder.conftest import NUM_OPERATIONS, NUM_SPANS, wait_until
 
 

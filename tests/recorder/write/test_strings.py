@@ -18,7 +18,7 @@ from echelon.recorder.format.schema import (
 )
 from echelon.recorder.read.ring_texts import OVERWRITTEN
 from echelon.recorder.write.recorder import Recorder
-from echelon.recorder.write.texts import Texts
+from echelon.recorder.write.ring.texts import Texts
 
 
 def test_a_text_is_stored_once(recorder, ring):

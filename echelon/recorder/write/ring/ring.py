@@ -44,8 +44,8 @@ from echelon.recorder.format.schema import (
     LastWords,
 )
 from echelon.recorder.protection import protect, release
-from echelon.recorder.write.kept import Kept
-from echelon.recorder.write.texts import Texts
+from echelon.recorder.write.ring.kept import Kept
+from echelon.recorder.write.ring.texts import Texts
 
 SPAN_FIXED_STRUCT = struct.Struct("<QqqqIIIIII")
 _HEADER_STRUCT = struct.Struct("<8sHHIIIIII")  # and its CRC32

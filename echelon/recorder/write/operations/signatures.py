@@ -6,8 +6,8 @@ import struct
 from zlib import crc32
 
 from echelon.recorder.format.schema import MAX_DIMS, MAX_SPLITS, MAX_TENSORS, Flag
-from echelon.recorder.write.numbers import clamped_i64
-from echelon.recorder.write.ring import Ring
+from echelon.recorder.write.operations.numbers import clamped_i64
+from echelon.recorder.write.ring.ring import Ring
 
 Shapes = tuple[tuple[int, ...], ...]
 Splits = tuple[int, ...]

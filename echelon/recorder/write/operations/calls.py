@@ -12,9 +12,9 @@ import struct
 from types import CodeType, FrameType
 from typing import Any
 
-from echelon.recorder.write.numbers import pack_clamped
-from echelon.recorder.write.ring import Ring
-from echelon.recorder.write.signatures import MAX_CALLS, Signatures
+from echelon.recorder.write.operations.numbers import pack_clamped
+from echelon.recorder.write.operations.signatures import MAX_CALLS, Signatures
+from echelon.recorder.write.ring.ring import Ring
 from echelon.recorder.write.sites import Sites, user_frame
 
 MAX_TIMEOUT_S = 1e9

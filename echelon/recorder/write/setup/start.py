@@ -30,12 +30,18 @@ from echelon.recorder.current import say
 from echelon.recorder.format.schema import Identity
 from echelon.recorder.read import read_ring
 from echelon.recorder.stall.inside import InsideWatch
-from echelon.recorder.write.environment import Settings, claim_ownership
-from echelon.recorder.write.modules import list_modules
-from echelon.recorder.write.pauses import GarbagePauses
-from echelon.recorder.write.place import Place, bring_home, choose_place, claim_attempt, set_aside
 from echelon.recorder.write.recorder import Recorder
-from echelon.recorder.write.ring import Ring
+from echelon.recorder.write.ring.ring import Ring
+from echelon.recorder.write.setup.environment import Settings, claim_ownership
+from echelon.recorder.write.setup.modules import list_modules
+from echelon.recorder.write.setup.pauses import GarbagePauses
+from echelon.recorder.write.setup.place import (
+    Place,
+    bring_home,
+    choose_place,
+    claim_attempt,
+    set_aside,
+)
 
 # These signals end the program or cannot be caught: a handler of echelon would hide the reason.
 _FATAL = frozenset({"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGKILL", "SIGSTOP"})

@@ -24,10 +24,10 @@ from typing import Any, Protocol
 from zlib import crc32
 
 from echelon.recorder.format.schema import OPERATION_FIXED, OPERATION_SLOT, Live, State
-from echelon.recorder.write.calls import TAIL_STRUCT, Calls
-from echelon.recorder.write.numbers import moment, pack_clamped
-from echelon.recorder.write.ring import Ring
-from echelon.recorder.write.signatures import Shapes, Splits
+from echelon.recorder.write.operations.calls import TAIL_STRUCT, Calls
+from echelon.recorder.write.operations.numbers import moment, pack_clamped
+from echelon.recorder.write.operations.signatures import Shapes, Splits
+from echelon.recorder.write.ring.ring import Ring
 from echelon.recorder.write.sites import Sites
 
 NOT_RECORDED = -1

@@ -1,0 +1,1 @@
+"""Write operations: their fields, arguments and states."""
