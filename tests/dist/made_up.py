@@ -12,7 +12,7 @@ import torch
 
 import echelon.dist as dist
 from echelon.dist.backends import registry
-from echelon.dist.backends.device.launcher import Launcher
+from echelon.dist.backends.device.communicators.launcher import Launcher
 from tests.dist import made_up_library
 from tests.dist.made_up_device import DeviceArray, Event, Graph, Stream, accelerator
 from tests.dist.made_up_library import Faults

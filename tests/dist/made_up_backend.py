@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from echelon.dist.backends.device.engines.stream import StreamEngine
 from echelon.dist.backends.device.library import DeviceLibrary
 from echelon.dist.backends.device.own_device import with_own_device
 from echelon.dist.backends.device.runtime import DeviceRuntime
-from echelon.dist.backends.device.stream import StreamEngine
 from tests.dist import made_up_library
 from tests.dist.made_up_device import accelerator
 

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from echelon.dist.backends.device.handle import Handle, HandleEnded
-from echelon.dist.backends.device.launcher import Launcher
+from echelon.dist.backends.device.communicators.handle import Handle, HandleEnded
+from echelon.dist.backends.device.communicators.launcher import Launcher
 
 
 class _Communicator:

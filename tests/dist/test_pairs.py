@@ -240,7 +240,8 @@ def test_a_channel_that_only_one_end_opens_ends_at_its_timeout():
 
 
 def _use_too_many_tags(rank: int, world_size: int) -> None:
-    lanes = __import__("importlib").import_module("echelon.dist.backends.device.lanes")
+    from echelon.dist.backends.device.communicators import lanes
+
     lanes.MAX_LANES = 3
     world, array = made_up.init("made-up", timeout_s=20)
     other, x = 1 - rank, array(torch.ones(2))

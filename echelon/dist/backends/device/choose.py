@@ -2,7 +2,8 @@
 
 The library's engine (NCCL, oneCCL, a plug-in's) is used if it is ready on all ranks and each rank
 has its own device. Otherwise, and in groups created with a host backend, arrays pass through pinned
-host memory (`staged.py`). The ranks exchange their readiness, so they all make the same choice.
+host memory (`engines/staged.py`). The ranks exchange their readiness, so they all make the same
+choice.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import time
 from collections import Counter
 
 from echelon.dist.backends import registry
+from echelon.dist.backends.device.engines.staged import StagedEngine
 from echelon.dist.backends.device.runtime import DeviceRuntime
-from echelon.dist.backends.device.staged import StagedEngine
 from echelon.dist.backends.interface import Engine, Members
 from echelon.dist.membership.meet import exchange
 from echelon.store import PrefixStore

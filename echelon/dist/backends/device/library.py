@@ -2,7 +2,7 @@
 
 `DeviceLibrary` is the base class for NCCL on CUDA, oneCCL on Intel GPUs, and the fake device in the
 tests. A library holds no group state. Its communicators do, and each communicator has one owner
-(`handle.py`).
+(`communicators/handle.py`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Provide the nccl backend, which calls NCCL through nccl4py on CUDA arrays.
 
-`stream.py` explains how the backend works. This module was written against nccl4py 0.6.0, and its
-use of signatures and IDs was checked with the real library (NCCL 2.32). No operation has run yet,
-because no machine with an NVIDIA GPU was available. Everything above the library is tested on the
-tests' fake device; the tests of NCCL itself are marked `gpu`.
+`engines/stream.py` explains how the backend works. This module was written against nccl4py 0.6.0,
+and its use of signatures and IDs was checked with the real library (NCCL 2.32). No operation has
+run yet, because no machine with an NVIDIA GPU was available. Everything above the library is tested
+on the tests' fake device; the tests of NCCL itself are marked `gpu`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import os
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
+from echelon.dist.backends.device.engines.stream import StreamEngine
 from echelon.dist.backends.device.library import DeviceLibrary
 from echelon.dist.backends.device.own_device import with_own_device
-from echelon.dist.backends.device.stream import StreamEngine
 from echelon.dist.backends.interface import Members
 from echelon.store import PrefixStore
 

@@ -1,8 +1,8 @@
 """Run oneCCL on Intel GPUs, with arrays on "xpu" and torch.xpu's streams.
 
-See `device/stream.py` for the execution of operations. This module was written from oneCCL's header
-and has never run on an Intel GPU. The tests use a fake device, and check that each call matches its
-declaration in the header.
+See `device/engines/stream.py` for the execution of operations. This module was written from
+oneCCL's header and has never run on an Intel GPU. The tests use a fake device, and check that each
+call matches its declaration in the header.
 
 oneCCL cannot abort operations. If an operation never completes, its stream and arrays are kept
 until the process exits. The library's destructors, which would wait for the operation, are skipped.
@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+from echelon.dist.backends.device.engines.stream import StreamEngine
 from echelon.dist.backends.device.library import DeviceLibrary
 from echelon.dist.backends.device.own_device import with_own_device
-from echelon.dist.backends.device.stream import StreamEngine
 from echelon.dist.backends.interface import Members
 from echelon.dist.backends.xccl import library
 from echelon.dist.backends.xccl.ending import keep_for_ever

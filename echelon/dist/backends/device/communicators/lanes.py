@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from echelon.dist.backends.device.clock import DeviceClock
+from echelon.dist.backends.device.communicators.pairs import Lane, Way
 from echelon.dist.backends.device.library import DeviceLibrary
-from echelon.dist.backends.device.pairs import Lane, Way
 from echelon.dist.operation.operation import OPEN, Operation
 from echelon.dist.progress.outcome import Outcome
 from echelon.store import PrefixStore

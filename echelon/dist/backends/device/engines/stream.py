@@ -4,10 +4,10 @@ Each operation is queued on one of the engine's streams, behind the work on the 
 `wait` orders the caller's streams behind the operation. So the host never waits for the device: a
 blocking call returns when the operation is *ordered*, as in torch, and `Work.done` queries the
 event recorded after the operation. Calls that may block the host inside the library run on a
-separate thread (`launcher.py`). Every operation is registered before it is launched, so its timeout
+separate thread (`Launcher`). Every operation is registered before it is launched, so its timeout
 applies on that thread too.
 
-Collectives share one communicator and one stream. Messages have lanes (`pairs.py`). While a graph
+Collectives share one communicator and one stream. Messages have lanes (`Lane`). While a graph
 is being captured, an operation is queued directly on the captured stream, and has no event or
 completion of its own.
 
@@ -23,16 +23,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from echelon.dist.backends.device.batch import Call, apart, connection_key
 from echelon.dist.backends.device.clock import DeviceClock
-from echelon.dist.backends.device.collectives import Collectives, refuses
-from echelon.dist.backends.device.handle import Handle
-from echelon.dist.backends.device.lanes import Lanes, Opening
-from echelon.dist.backends.device.launcher import Launcher
+from echelon.dist.backends.device.communicators.collectives import Collectives, refuses
+from echelon.dist.backends.device.communicators.handle import Handle
+from echelon.dist.backends.device.communicators.lanes import Lanes, Opening
+from echelon.dist.backends.device.communicators.launcher import Launcher
+from echelon.dist.backends.device.communicators.pairs import Lane
+from echelon.dist.backends.device.engines.batch import Call, apart, connection_key
+from echelon.dist.backends.device.engines.streams import callers, tensor_of
 from echelon.dist.backends.device.library import DeviceLibrary
-from echelon.dist.backends.device.pairs import Lane
 from echelon.dist.backends.device.pending import DevicePending, DonePending
-from echelon.dist.backends.device.streams import callers, tensor_of
 from echelon.dist.backends.interface import Members, Pending, Watch
 from echelon.dist.errors import build
 from echelon.dist.operation.operation import OPEN, Operation

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from echelon.dist.backends.device.clock import DeviceClock
+from echelon.dist.backends.device.engines.streams import callers, tensor_of
 from echelon.dist.backends.device.pending import DevicePending, DonePending
 from echelon.dist.backends.device.runtime import DeviceRuntime
-from echelon.dist.backends.device.streams import callers, tensor_of
 from echelon.dist.backends.interface import Engine, Members, Pending, Watch
 from echelon.dist.errors import build
 from echelon.dist.operation.arrays import DTYPES, Flat

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from echelon.dist.backends.device.clock import DeviceClock
-from echelon.dist.backends.device.handle import Handle, HandleEnded
-from echelon.dist.backends.device.launcher import Launcher
+from echelon.dist.backends.device.communicators.handle import Handle, HandleEnded
+from echelon.dist.backends.device.communicators.launcher import Launcher
 from echelon.dist.backends.device.library import DeviceLibrary
 from echelon.dist.backends.device.pending import DevicePending
 from echelon.store import PrefixStore

@@ -1,0 +1,1 @@
+"""Own the communicators of a library: their calls, their lanes and their end."""

@@ -1,0 +1,1 @@
+"""Carry out operations on device streams, or with a host engine through pinned memory."""
