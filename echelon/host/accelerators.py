@@ -1,7 +1,6 @@
 """Count the accelerators of this machine, and find their NUMA nodes.
 
-Everything is read from the kernel's files, never through a library, because the launcher starts
-without torch.
+All facts are read from the kernel's files, because the launcher does not load torch.
 """
 
 from __future__ import annotations

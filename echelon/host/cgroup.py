@@ -1,11 +1,7 @@
 """Read the limits of a process's cgroups (versions 1 and 2), and the machine's pressure.
 
-The limits of parent groups (a pod's, a Slurm job's, a systemd slice's) apply as well. The reported
-limit is the one that is closest to being reached, together with that group's usage. In a container
-that does not see the parent groups, the container's own group is the top of the mounted tree.
-
-`usable_cores` returns the size of the affinity mask or, if it is smaller, the CPU quota of this
-process's cgroup or one of its parents.
+The limits of parent groups, such as a pod's or a Slurm job's, apply as well. Only the limit that is
+closest to being reached is reported, together with the usage of its group.
 """
 
 from __future__ import annotations
@@ -34,7 +30,7 @@ def usable_cores(root: Path = Path(_CGROUPS), own: Path = Path("/proc/self/cgrou
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """The limits and usage of a process's cgroups at one moment; None: unknown or unlimited."""
+    """The limits and usage of a process's cgroups at one moment. None means no known limit."""
 
     throttled_ns: int | None = None  # since the cgroup was made
     memory_bytes: int | None = None
@@ -65,7 +61,7 @@ def limits(pid: int, denied: list[str]) -> Limits:
 
 
 def pressure(denied: list[str]) -> dict[str, float]:
-    """Return, per resource, the share of the last 10 s in which some task had to wait for it.
+    """Return the share of the last 10 s in which tasks waited for each resource.
 
     The keys are "cpu", "io" and "memory"; the values are from the "some" lines of /proc/pressure.
     """
@@ -105,7 +101,7 @@ _SOURCES: dict[int, tuple[tuple[str, str, str, int], ...]] = {
 
 
 def _read_group(folder: str, version: int, denied: list[str]) -> dict[str, int]:
-    """Return the values of one group, without those that it lacks or that are unlimited."""
+    """Return the values of one group, leaving out missing and unlimited values."""
     found: dict[str, int] = {}
     for field, file, row, unit in _SOURCES[version]:
         text = read_text(f"{folder}/{file}", "cgroup", denied)
@@ -129,7 +125,7 @@ def _tightest(groups: list[dict[str, int]], used: str, limit: str) -> tuple[int 
 
 
 def _reclaimable(groups: list[dict[str, int]], used: int | None, limit: int | None) -> int:
-    """Return the size of the cached files in the group that has this usage and limit."""
+    """Return the size of the cached files in the group with the given usage and limit."""
     for group in groups:
         if (group.get("memory_bytes"), group.get("memory_limit_bytes")) == (used, limit):
             return group.get("inactive_file", 0) + group.get("active_file", 0)

@@ -1,7 +1,7 @@
 """Examine the descendants of a process: whether they are alive, and what they are waiting for.
 
-If a rank is waiting for a data-loader worker, its stack shows only where the rank itself is. So the
-worker is examined in the same way as the rank: from outside, without disturbing it.
+The stack of a rank that is waiting for a data-loader worker does not show what the worker is doing.
+So the worker is examined too, from outside and without being interrupted.
 """
 
 from __future__ import annotations

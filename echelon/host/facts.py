@@ -34,7 +34,7 @@ GLOO_THREAD = "pt_gloo_runloop"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostThread:
-    """A thread of a rank without a ring, as the host sees it."""
+    """A rank's thread that has no ring, as the host sees it."""
 
     name: str = ""
     call: str = ""  # the kernel call in which it waits; "" if it runs, or if the call is not known
@@ -47,7 +47,7 @@ class HostThread:
 
     @property
     def is_in_collective(self) -> bool:
-        """Whether the thread is inside a collective; only there does it wait with a timeout."""
+        """Whether the thread is inside a collective, where it waits with a timeout."""
         return self.is_gloos and self.call == "futex" and self.timed
 
 

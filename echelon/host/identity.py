@@ -1,8 +1,8 @@
 """Identify this host and this process in a form that other processes can compare.
 
-A pid means nothing in another PID namespace, and may be reused in its own. So a process is
-identified by (inode of its PID namespace, pid, start ticks). Two network namespaces on one machine
-share a boot id but count as two hosts.
+A pid means nothing in another PID namespace, and may be reused in its own namespace. So a process
+is identified by (inode of its PID namespace, pid, start ticks). Two network namespaces on one
+machine share a boot id but count as two hosts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def find_process(own_pid: int, ticks: int) -> int | None:
-    """Find the pid under which this process sees a process that knows itself as `own_pid`.
+    """Find a process by its pid in its own PID namespace; return its pid in this namespace.
 
     The two pids differ if that process runs in a PID namespace nested in this one, such as a
     container seen from its host.
@@ -107,7 +107,7 @@ def host_identity() -> dict[str, Any]:
 
 
 def process_identity() -> dict[str, Any]:
-    """Return this process's identity, including its host's."""
+    """Return this process's identity, including the identity of its host."""
     return host_identity() | {"pid": os.getpid(), "start": start_ticks(os.getpid()) or 0}
 
 

@@ -6,9 +6,8 @@ word that points just past a call instruction may be a return address. Some of t
 over from calls that have already returned, so callers are marked with `?`, as in the kernel's own
 traces.
 
-A debugger would have to stop the process to read its registers. Like a signal, that interrupts some
-system calls (`epoll_wait`), so this module only reads memory. Running threads are left out, and
-only x86-64 is supported.
+This module only reads memory. A debugger would have to stop the process, which interrupts some
+system calls (`epoll_wait`). Running threads are left out, and only x86-64 is supported.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ def _follows_call(memory: int, address: int) -> bool:
 
 
 def _text(address: int, mappings: list[_Mapping]) -> str:
-    """Return `function (file)` or `file+0xoffset` for an address within a file's code, else ""."""
+    """Return `function (file)` or `file+0xoffset` for an address in a file's code, or ""."""
     i = bisect.bisect_right(mappings, address, key=lambda one: one.begin) - 1
     if i < 0 or address >= mappings[i].end:
         return ""

@@ -1,7 +1,7 @@
-"""Read what /proc shows about a process. The agent calls this, never the rank.
+"""Read what /proc shows about a process. Used only by the agent.
 
 A container may deny access to any file. The name of a denied file is added to `not_permitted`, and
-its values are left empty, never guessed.
+the values in that file are left empty.
 """
 
 from __future__ import annotations
@@ -67,9 +67,8 @@ def _ticks_below(pid: int) -> int:
 def send(pid: int, start_ticks: int, number: int) -> bool:
     """Send a signal to exactly this process, if it has a handler; return whether it was sent.
 
-    Where possible, a pidfd pins the process while its start time and signal mask are checked, so
-    the signal cannot reach another process that has reused the pid. Without a handler, the signal
-    would kill the process.
+    Without a handler, the signal would kill the process. Where possible, a pidfd ensures that the
+    signal cannot reach another process that has reused the pid.
     """
     try:
         fd = os.pidfd_open(pid)
@@ -95,9 +94,9 @@ def cpu_share(before: Sample, after: Sample, elapsed_s: float) -> float | None:
 
 
 def oom_kills(pid: int) -> int | None:
-    """Return how many processes in a process's cgroup the kernel has killed for lack of memory.
+    """Return how many processes in a process's cgroup have been killed for lack of memory.
 
-    Returns None if unknown. A rise between two calls means that a process there was killed.
+    None means that the number is unknown.
     """
     return limits(pid, []).oom_kills
 

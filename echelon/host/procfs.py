@@ -1,7 +1,7 @@
 """Read the kernel's files about processes, and distinguish missing files from denied ones.
 
 A container may deny access to any file. The name of a denied file is recorded, and its text is
-empty; no value is guessed.
+empty.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Read the Python stacks of another process from outside, with `py-spy`.
 
 py-spy reads the process's memory without stopping it, so no system call is interrupted. Native
-frames are left out: to read them, py-spy would have to stop the process, and that interrupts
-`epoll_wait`. py-spy needs permission to trace the process, which containers often lack.
+frames are left out, because py-spy would have to stop the process to read them. py-spy needs
+permission to trace the process, which containers often lack.
 """
 
 from __future__ import annotations

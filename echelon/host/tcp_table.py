@@ -1,7 +1,7 @@
 """Read the kernel's tables of TCP sockets, /proc/net/tcp and /proc/net/tcp6.
 
-Rows are kept as text: a busy host may have a hundred thousand rows, of which a caller needs only a
-few. To find a row, convert the address to the table's form and compare the text.
+Rows are kept as text, because a busy host may have a hundred thousand rows. To find a row, convert
+the address to the table's form and compare the text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOOKS = 3  # the kernel may skip a line of a table that changes while it is rea
 
 
 class Row(NamedTuple):
-    """One row of a table, which describes one socket.
+    """One row of a table of TCP sockets.
 
     Attributes:
         local, peer: the socket's two addresses, in the table's form.
@@ -64,7 +64,7 @@ def spellings(host: str, port: int) -> list[str]:
     """Return the forms that an address may take in the tables: hexadecimal words and the port.
 
     The words are in machine byte order. If an IPv6 socket uses an IPv4 address, the IPv6 table
-    shows it as a mapped address.
+    shows the mapped form of the address.
     """
     address = ipaddress.ip_address(plain_address(host))
     packed = [address.packed]
@@ -91,10 +91,9 @@ def _words(raw: bytes) -> str:
 def owner_uids(connections: Iterable[Ends]) -> dict[Ends, int]:
     """Return the uid at the far end of each local connection that is still established.
 
-    The tables are read once for all connections, and again for any that were not found. A
-    connection is left out if the far end has closed it, because its row then shows uid 0, or if it
-    is in neither table. A system without these tables therefore yields nothing. Each read takes a
-    few microseconds per socket on the machine, so do not call this from an event loop.
+    Connections that the far end has closed, and connections that are in neither table, are left
+    out. Reading a table takes a few microseconds per socket on the machine, so do not call this
+    function in an event loop.
     """
     wanted = {
         (left, right): ends

@@ -1,9 +1,7 @@
 """Read the threads of another process: their names, and the system calls in which they are waiting.
 
-If a process records nothing and its stacks cannot be read, these system calls still distinguish a
-rank that is waiting for its peers from one that is sleeping. The kernel shows a blocked thread's
-call and its arguments to every process that may trace it (usually the user's own launcher), and its
-wait channel to more processes than that.
+The system calls distinguish a rank that is waiting for its peers from a sleeping rank, even if the
+rank's stacks cannot be read. Reading system calls requires permission to trace the process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Implement `echelon plan`, which reports the layouts that fit, their speed and its uncertainty."""
+"""Implement `echelon plan`, which reports the layouts that fit into memory and their speed."""
 
 from __future__ import annotations
 

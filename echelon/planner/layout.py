@@ -22,10 +22,9 @@ class Job:
         batch: the number of sequences per step, over all ranks.
         context: the number of tokens in a sequence.
         compute_bytes: the size in bytes of a number in the compute dtype: 2 (bf16) or 4.
-        loss_chunks: the number of chunks in which logits are computed and freed; with 1, they are
-            all computed at once.
-        on_host: whether the ranks compute in host memory; the heap then takes more space than the
-            tensors alone.
+        loss_chunks: the number of chunks in which logits are computed and freed; with 1, all logits
+            are computed at once.
+        on_host: whether the ranks compute in host memory.
     """
 
     ranks: int
@@ -53,10 +52,10 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A mesh for `parallelize`, outermost axis first, and how its steps run.
+    """A mesh for `parallelize`, and the way in which its steps run.
 
     Attributes:
-        pp, replicate, shard, tp: the number of ranks along each axis.
+        pp, replicate, shard, tp: the number of ranks along each axis, outermost axis first.
         schedule, chunks: the pipeline's schedule and its number of chunks per rank; "" and 1
             without a pipeline.
         microbatches: the number of micro-batches into which each data rank divides its share of the

@@ -1,9 +1,9 @@
 """Describe the speed of ranks and links, which is measured, read from a file, or assumed.
 
 A link is described by two numbers (Hockney's model): a message of S bytes takes latency + S /
-bandwidth. The bandwidth is what a rank sends per second while all groups of the same kind are
-active. A ring all_reduce of S bytes over n ranks therefore takes 2 (n - 1) (latency + S / n /
-bandwidth).
+bandwidth. The bandwidth is the number of bytes that a rank sends per second while all groups of the
+same kind are active. A ring all_reduce of S bytes over n ranks therefore takes 2 (n - 1) (latency +
+S / n / bandwidth).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TERA = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A likely value, with a low and a high bound; nine in ten draws lie between the bounds."""
+    """A likely value, with a low and a high bound; nine in ten draws lie within them."""
 
     likely: float
     low: float
@@ -91,7 +91,7 @@ class Machine:
         return min(known, key=lambda link: abs(math.log(link.size / max(size, 1))))
 
     def drawn(self, random: random.Random) -> Machine:
-        """Draw one possible machine from within the bounds."""
+        """Draw a random machine from within the bounds."""
 
         def one(figure: Figure) -> Figure:
             value = figure.draw(random)

@@ -8,7 +8,7 @@ All ranks also compute at the same time. Each figure is the median of repeated m
 by the fastest and the slowest tenth.
 
 Arrays are in host memory, and numpy computes the matrix products in fp32. For accelerators, state
-the rate (`--peak-tflops`), and write the file of links by hand from the vendor's benchmark.
+the rate (`--peak-tflops`), and write the links file by hand from the vendor's benchmark.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(world: ProcessGroup) -> dict[str, Any]:
-    """Measure, and return the content of the file on every rank. Collective."""
+    """Measure links and processors; return the file's content on every rank. Collective."""
     product = _make_product()
     flops = _all(world, [2.0 * _WIDTH**3 / seconds for seconds in _timed(product, _PRODUCTS)])
     memory = _all(world, [_MEMORY_NUMBERS * 12 / s for s in _timed(_make_addition(), 10)])

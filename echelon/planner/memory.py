@@ -1,10 +1,10 @@
 """Estimate the memory that a layout needs on a rank, part by part.
 
-Weights, gradients and AdamW's state are 4 + 4 + 8 bytes per parameter (ZeRO, Rajbhandari et al.
-2020, with fp32 weights kept), divided by the axis "shard". The buffers of `fully_shard` are
-described in docs/sharding.md, "The budget". Activations are counted tensor by tensor as autograd
-keeps them for this repository's blocks, with attention that keeps no scores (Korthikanti et al.
-2022, table 2, without dropout).
+Weights, gradients and AdamW's state take 4 + 4 + 8 bytes per parameter (ZeRO, Rajbhandari et al.
+2020, with fp32 weights kept), divided by the size of axis "shard". The buffers of `fully_shard` are
+described in docs/sharding.md, "The budget". Activations are counted tensor by tensor for this
+repository's blocks, whose attention does not keep scores (Korthikanti et al. 2022, table 2, without
+dropout).
 
 [Note: the heap] In host memory, a rank uses more memory than its tensors do. `echelon.dist.heap`
 makes glibc keep freed blocks, which saves page faults, but blocks of many sizes leave gaps between
@@ -44,7 +44,7 @@ class Memory:
             they are reduced.
         activations: the activations kept for backward, over all micro-batches in progress.
         logits: the logits and the loss's intermediate tensors.
-        heap: the gaps between tensors and the small buffers, in host memory.
+        heap: in host memory, the gaps between tensors, and small buffers.
     """
 
     weights: float

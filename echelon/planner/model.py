@@ -101,7 +101,7 @@ class Model:
 
     @property
     def block_matrices(self) -> int:
-        """The number of weights in a block's matrices, without the few in biases and norms."""
+        """The number of weights in a block's matrices, excluding biases and norms."""
         attention = 2 * self.width * (self.query_width + self.key_width)
         return attention + (3 if self.is_gated else 2) * self.width * self.hidden
 

@@ -33,8 +33,8 @@ class Course:
     Attributes:
         makespan: the duration of a step, in the unit of the costs.
         busiest: the compute time of the rank with the most work.
-        peaks: for each rank, the peak number of micro-batches whose activations it holds, averaged
-            over its stages.
+        peaks: for each rank, the peak number of micro-batches whose activations the rank holds,
+            averaged over its stages.
     """
 
     makespan: float

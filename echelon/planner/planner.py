@@ -1,9 +1,9 @@
-"""Rank the layouts of a job: find those that fit, time them, and quantify the uncertainty.
+"""Rank the layouts of a job: find the layouts that fit, time them, and quantify the uncertainty.
 
 The machine's figures are known only within bounds. Therefore, many possible machines are sampled,
 and every layout is timed on each of them. Factors that all layouts share, such as slow processors,
-do not change their order. In addition, every layout gets a random error of its own, as large as the
-measured error of the model (docs/planner.md).
+do not change the order of the layouts. In addition, every layout gets a random error of its own, as
+large as the measured error of the model (docs/planner.md).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Candidate:
     """A layout that fits into memory.
 
     Attributes:
-        step_s: the low, likely and high estimates of a step's time; nine in ten draws lie between
-            low and high.
+        step_s: the low, likely and high estimates of a step's duration; nine in ten random draws
+            lie between low and high.
         wins: the fraction of draws in which this layout is the fastest.
-        is_tie: whether the figures show no difference between this layout and the first one.
+        is_tie: whether the estimates cannot distinguish this layout from the fastest layout.
     """
 
     layout: Layout
@@ -54,7 +54,7 @@ class Outcome:
             schedule.
         num_layouts: the number of layouts that were examined.
         num_fitting: the number of layouts that fit.
-        smallest: of the layouts that do not fit, the one that needs the least memory; None if all
+        smallest: the layout that needs the least memory among those that do not fit; None if all
             layouts fit.
     """
 
@@ -71,8 +71,8 @@ def plan(model: Model, job: Job, machine: Machine, memory_bytes: float) -> Outco
         memory_bytes: the memory of one rank; a tenth of it is left free.
 
     Raises:
-        ValueError: the context is longer than that of the model, or no layout divides the ranks and
-            the batch evenly.
+        ValueError: the context is longer than the model's context, or no layout divides the ranks
+            and the batch evenly.
     """
     if model.learns_positions and job.context > model.context:
         raise ValueError(f"context {job.context} exceeds the model's {model.context} positions")

@@ -1,6 +1,6 @@
-"""Estimate the time of a layout's step on a given machine, part by part.
+"""Estimate the duration of a layout's step on a given machine, part by part.
 
-Computation takes the number of operations divided by the rate that training reaches. A ring
+The computation time is the number of operations divided by the rate that training reaches. A ring
 collective takes one latency per ring step, plus its bytes divided by the bandwidth. Computation
 hides the communication of `fully_shard` and of replicas as far as the machine permits, but not the
 communication of tensor parallelism. A pipeline's idle time is taken from a simulation of its
@@ -24,12 +24,12 @@ _GRADIENT_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """The time of a step, in seconds.
+    """The duration of a step and its parts, in seconds.
 
     Attributes:
         compute: the computation time of the rank that has the most to compute.
-        tensor: the time of tensor parallelism's collectives.
-        exposed: the time of gathers and reductions that computation does not hide.
+        tensor: the time spent in tensor parallelism's collectives.
+        exposed: the time spent in gathers and reductions that computation does not hide.
         bubble: the time that this rank spends waiting for other stages and for messages between
             stages.
         optimizer: the time to read and write the optimizer's state.
@@ -116,7 +116,7 @@ def _most_parameters(model: Model, layout: Layout) -> float:
 
 
 def _exposed_s(model: Model, layout: Layout, job: Job, machine: Machine, compute_s: float) -> float:
-    """Return the exposed time of gathers for forward and backward and of gradient reductions."""
+    """Return the time spent in gathers and gradient reductions that computation does not hide."""
     if layout.data == 1:
         return 0.0
     parameters = _most_parameters(model, layout)

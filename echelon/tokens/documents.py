@@ -17,9 +17,10 @@ _PIECE_CHARACTERS = 1 << 20  # a text is tokenized in pieces of about this size,
 
 
 def documents_of(path: Path, *, field: str) -> Iterator[Document]:
-    """Yield a file's documents: each line of a `.jsonl` or `.ndjson` file, else the whole file.
+    """Yield a file's documents.
 
-    A `.gz` file is decompressed first.
+    Each line of a `.jsonl` or `.ndjson` file is a document; any other file is a single document. A
+    `.gz` file is decompressed first.
 
     Args:
         path: the path of the file.

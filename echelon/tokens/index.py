@@ -1,4 +1,4 @@
-"""Define and read the index of a folder of token shards: the list of its files.
+"""Define and read the index of a folder of token shards, which lists the folder's files.
 
     FOLDER/index.json           this index; a folder without it is not a folder of token shards
     FOLDER/tokens_00000.bin     tokens, little-endian, of the index's dtype
@@ -45,7 +45,7 @@ class ShardEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """The facts about a folder that are known without reading any token.
+    """A description of a folder of token shards.
 
     Attributes:
         dtype: the dtype of the stored tokens: "uint8", "uint16" or "uint32".
@@ -85,7 +85,7 @@ class Index:
 
 
 def read_index(folder: Path) -> Index:
-    """Read a folder's index, and check it and the sizes of the files that it lists.
+    """Read and check a folder's index, and check the sizes of the listed files.
 
     Raises:
         TokenShardsError: the index is missing or cannot be read, or a file that it lists is missing

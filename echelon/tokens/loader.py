@@ -1,9 +1,9 @@
 """Load batches from a mixture of token shards, with prefetching and an exact, resumable position.
 
 [Note: the position in the data] Samples are numbered over all ranks. A step takes the next `batch`
-numbers, and each rank reads its share of them. The weights alone determine which source a number is
-drawn from, and (seed, source, epoch, number) determines the sample within that source. The position
-is therefore the number of samples taken from each source. It is the same on all ranks and does not
+numbers, and each rank reads its share of them. The weights determine the source of each number, and
+(seed, source, epoch, number) determines the sample within that source. The position is therefore
+the number of samples taken from each source. The position is the same on all ranks and does not
 depend on the number of ranks. Prefetched batches that the caller has not received are not counted.
 """
 
@@ -43,7 +43,7 @@ class Batch:
             and for padding.
         documents: the number of each token's document, counted from 0 within its row: int64 [B, T].
             Tokens attend to each other only where these numbers are equal.
-        sources: the index of the source that each row was drawn from: int64 [B].
+        sources: the index of the source from which each row was drawn: int64 [B].
         first_sample: the number of the first row's sample, counted over all ranks and steps.
 
     Example:
@@ -62,7 +62,7 @@ class Batch:
 
     @property
     def positions(self) -> NDArray[np.int64]:
-        """Each token's position in the part of its document that its row holds: int64 [B, T]."""
+        """Each token's position within its document's part of the row: int64 [B, T]."""
         places = np.broadcast_to(np.arange(self.documents.shape[1]), self.documents.shape)
         starts = np.zeros_like(self.documents)
         begins = self.documents[:, 1:] != self.documents[:, :-1]
@@ -91,10 +91,10 @@ class _Pending:
 class TokenLoader:
     """An endless iterator over batches; each epoch of a source has a different order.
 
-    Either each source is cut into windows of `context` tokens (each read with the token that
-    follows), or its documents are packed into samples of that size. Each sample is drawn once per
-    epoch. Background threads read ahead; the time for which the caller waits for them is recorded
-    as a `data_wait` span. A loader may be used by only one thread at a time.
+    Each source is cut into windows of `context` tokens, or its documents are packed into samples of
+    this size. Each sample is drawn once per epoch. Background threads read ahead; the caller's
+    waiting time is recorded as a `data_wait` span. A loader may be used by only one thread at a
+    time.
 
     Args:
         sources: the sources from which samples are drawn; their names must differ.
@@ -221,9 +221,8 @@ class TokenLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position, on any number of ranks.
 
-        The batch size and the weights may differ from the saved ones, and sources may be new. Every
-        source in the state must be passed to the loader, with weight 0 if no more samples are to be
-        drawn from it.
+        The batch size and the weights may differ from the saved values, and sources may be new.
+        Every source in the state must be passed to the loader, if necessary with weight 0.
 
         Raises:
             ValueError: the state was saved with a different context, seed or tokens, or names a

@@ -1,8 +1,8 @@
 """Create a folder exactly once, even if many processes request it at the same time.
 
-A kernel lock decides which process creates the folder; the kernel releases the lock however that
-process ends. The folder is created under a hidden name and then renamed, so a folder that has its
-final name is complete.
+A kernel lock decides which process creates the folder; the kernel releases the lock no matter how
+that process ends. The folder is created under a hidden name and then renamed, so a folder that has
+its final name is complete.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ A document of n tokens has n - 1 pairs, each of a token and its successor. A doc
 long for a row is cut into pieces. No pair is lost or duplicated, and no pair spans two documents.
 The rest of a row is padding, which counts as a separate document without targets.
 
-First fit among all open rows was rejected because it becomes slower with every document. Here, only
-the last `_NUM_OPEN` rows stay open, so the documents of a row are also close to each other in the
-files.
+Only the last `_NUM_OPEN` rows stay open, because a search of all rows would become slower with
+every document.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ def prepare(
     Args:
         out: the path of the folder to create.
         documents: the documents, which are read one at a time and not kept in memory.
-        validation: the fraction of documents to hold out, selected by document number; with 0, none
-            are held out.
+        validation: the fraction of documents to hold out, selected by document number; with 0, no
+            documents are held out.
         shard_tokens: the number of tokens per shard.
 
     Raises:

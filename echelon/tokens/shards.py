@@ -1,4 +1,4 @@
-"""Read a folder of token shards through memory maps, which load nothing until it is used."""
+"""Read a folder of token shards through memory maps, which load data only when it is used."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class TokenShards:
         """Read every byte of the files, and compare sizes and checksums with the index.
 
         Raises:
-            TokenShardsError: a file differs from what was written; the message names the file.
+            TokenShardsError: a file does not match the index; the message names the file.
         """
         for shard in self.index.shards:
             for name, expected in (

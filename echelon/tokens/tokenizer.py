@@ -1,4 +1,4 @@
-"""Make tokenizers by name: bytes, or one from the package `tiktoken` or `tokenizers`."""
+"""Make tokenizers by name: bytes, or a tokenizer from `tiktoken` or `tokenizers`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Tokenizer:
         name: the name that was passed to `make_tokenizer`.
         vocabulary_size: every token is less than this number.
         end_of_document: the token that follows each document.
-        encode: a function that returns a text's tokens. The spelling of a special token within the
-            text is encoded as ordinary text.
+        encode: a function that converts text to tokens. The name of a special token within the text
+            is encoded as ordinary text.
         decode: a function that converts tokens back to text. End-of-document tokens are left out,
             and bytes that are not UTF-8 are replaced.
     """
@@ -43,8 +43,8 @@ def make_tokenizer(name: str) -> Tokenizer:
             or "tokenizers:FILE", where FILE is a `tokenizer.json`.
 
     Raises:
-        ValueError: the name is unknown, the tokenizer's package is not installed, its file cannot
-            be read, or it has no token that ends a document.
+        ValueError: the name is unknown, the tokenizer's package is not installed, the tokenizer's
+            file cannot be read, or the tokenizer has no end-of-document token.
     """
     kind, _, rest = name.partition(":")
     if name == "bytes":
