@@ -16,7 +16,7 @@ def check_model(model: nn.Module, world: ProcessGroup) -> None:
     """Check that a model can be copied or divided again.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the model can be neither copied nor divided again.
     """
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(
@@ -39,7 +39,7 @@ def check_model(model: nn.Module, world: ProcessGroup) -> None:
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse shards of other modules, which would be neither copied nor divided again."""
+    """Refuse optimizers that contain sharded parameters of other models."""
     own = {member for unit in units_of(model) for member in unit.members}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

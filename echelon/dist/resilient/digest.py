@@ -20,8 +20,8 @@ _NAMED = (type, FunctionType, BuiltinFunctionType)
 def digest(value: Any) -> str:
     """Return a hash of a tree of tensors, arrays and other values.
 
-    Equal values have equal hashes on all ranks, whatever their addresses and the order of sets and
-    dicts. Objects are hashed by what pickle would store of them.
+    Equal values have equal hashes on all ranks. The order of sets and dicts does not matter.
+    Objects are hashed by their pickled state.
 
     Raises:
         ValueError: an object cannot be pickled, or refers to itself.

@@ -1,11 +1,11 @@
 """Read the epochs that the launcher publishes, and bring the ranks of an epoch together.
 
-A rank reads only its own copy of the newest epoch, and never decides which ranks are lost. If a
-rank of the new epoch is lost while the other ranks are waiting for it, the launcher ends their
-wait, so that they can read the newer epoch.
+A rank only reads the newest epoch, and never decides which ranks are lost. If a rank of the new
+epoch is lost while the other ranks are waiting for it, the launcher ends the wait, so that these
+ranks can read a newer epoch.
 
-A rank that is computing, or is waiting for a host that does not answer, does not notice a loss by
-itself. So a thread (`News`) waits for the next epoch, and then ends the groups of the old world.
+A rank that is computing, or is waiting for a host that does not answer, does not notice a loss. So
+a thread (`News`) waits for the next epoch, and then ends the groups of the old world.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Epochs:
 
     Args:
         store: the job's store.
-        rank: this process's number, as given by the launcher.
+        rank: this process's rank, as numbered by the launcher.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
@@ -47,10 +47,10 @@ class Epochs:
         self.number = 0
 
     def next(self, timeout_s: float) -> Epoch:
-        """Return the newest epoch that has not been returned yet; wait until there is one.
+        """Return the newest epoch that has not been returned yet, waiting for it if necessary.
 
         Raises:
-            StoreTimeoutError: no new epoch was published within `timeout_s`.
+            StoreTimeoutError: a new epoch was not published within `timeout_s`.
             StoreError: the store cannot be reached.
         """
         number = self.number + 1
@@ -87,7 +87,7 @@ class Epochs:
 
 
 class News:
-    """Waits for epochs on its own thread, using its own connection.
+    """A thread that waits for new epochs, with its own connection to the store.
 
     Args:
         store: the job's store.

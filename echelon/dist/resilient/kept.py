@@ -1,7 +1,7 @@
 """Keep a copy of a rank's training state at the start of a step, in the rank's own memory.
 
-Tensors are copied into memory that is reused from one step to the next. They are restored in place,
-so the model, the optimizer and the caller keep the same parameter objects.
+Tensors are copied into memory that is reused in every step. Their values are restored in place, so
+the model, the optimizer and the caller keep the same parameter objects.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from echelon.dist.fsdp.parameters.flat import member_of
 
 
 class Stateful(Protocol):
-    """An object with state of its own: a schedule, an average of the weights, a sampler.
+    """An object with its own state, such as a schedule, an average of the weights or a sampler.
 
     Example:
         >>> schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -39,11 +39,11 @@ class Stateful(Protocol):
 class KeptState:
     """The state of a model, its optimizer and the random generators at one point in time.
 
-    The copy needs as much memory as the parameters, the buffers and the optimizer's state. Of a
-    sharded model, shards and their optimizer state are left out; see `sharded.ShardedState`.
+    The copy needs as much memory as the parameters, the buffers and the optimizer's state. The
+    shards of a sharded model and their optimizer state are left out; see `sharded.ShardedState`.
 
     Args:
-        model: the model; what is not sharded is replicated on all ranks.
+        model: the model. Parameters that are not sharded are replicated on all ranks.
         optimizer: the optimizer of the model's parameters.
         also: other objects whose state the steps change.
     """
@@ -63,7 +63,7 @@ class KeptState:
 
     @property
     def num_bytes(self) -> int:
-        """The memory that the copies of tensors take, in bytes."""
+        """The size of the copies of all tensors, in bytes."""
         copies = [kept for _, kept in self._tensors]
         copies += [v for one in self._state.values() for v in one.values() if _is_tensor(v)]
         return sum(one.numel() * one.element_size() for one in copies)
@@ -110,7 +110,7 @@ class KeptState:
         _set_random_state(self._random)
 
     def parts(self) -> dict[str, Any]:
-        """Return what should be equal on all ranks, by what it is: all but the random numbers."""
+        """Return the state that should be equal on all ranks, keyed by description."""
         return {
             "parameters and buffers": [kept for _, kept in self._tensors],
             "the optimizer's state": list(self._state.values()),
@@ -119,7 +119,7 @@ class KeptState:
         }
 
     def drop(self) -> None:
-        """Release the copies, now that there are no other ranks left to lose."""
+        """Release the copies, which are not needed once this rank is the only one left."""
         self._tensors.clear()
         self._owned.clear()
         self._state.clear()
@@ -147,7 +147,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _copied(value: Any, place: Any) -> Any:
-    """Copy a value; copy a tensor into `place` if that has the same shape, dtype and device."""
+    """Copy a value. A tensor is copied into `place` if shape, dtype and device match."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     is_alike = (

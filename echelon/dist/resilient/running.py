@@ -46,13 +46,13 @@ def run(
     (`echelon.train.same_bits.SameBits`), the result is bitwise identical to that of a run without
     losses. Under other launchers or settings, `run` warns and trains without this protection.
 
-    Every rank must call this after `echelon.dist.init`. Each step ends with a barrier. Each rank
-    copies the training state once per step, and the copy takes as much memory as that state.
+    Every rank must call `run` after `echelon.dist.init`. Each step ends with a barrier. Each rank
+    copies the training state once per step, and the copy takes as much memory as the state itself.
 
     Args:
-        prepare: creates whatever belongs to the current ranks (groups, meshes, `SameBits`), and
-            returns a function that computes one step, given the step's number. `prepare` is called
-            at the start, and again after each loss, once all earlier groups are closed. The
+        prepare: creates all objects that depend on the current ranks (groups, meshes, `SameBits`),
+            and returns a function that computes one step, given the step's number. `prepare` is
+            called at the start, and again after each loss, once all earlier groups are closed. The
             function that it returns must change only the model, the optimizer, `also` and random
             numbers. It must not use gradients from an earlier step, and must not catch
             CollectiveError.
@@ -63,12 +63,12 @@ def run(
         total: the number of the last step, plus one.
         first: the number of the first step.
         also: schedules, averages and other objects whose state the steps change.
-        on_commit: called once per step on each rank, with the step's number and result, when the
-            step can no longer be undone by a loss; for a sharded model, one step later. It must not
-            call collectives.
-        from_checkpoint: for a sharded model, used if all copies of a shard are lost: loads the
+        on_commit: called once per step on each rank, with the step's number and result, after the
+            step can no longer be undone by a loss. For a sharded model, the call is one step later.
+            The function must not call collectives.
+        from_checkpoint: called for a sharded model if all copies of a shard are lost. It loads the
             newest checkpoint into `model`, `optimizer` and `also`, and returns the number of the
-            first step to train. Collective. Steps from there on are trained and committed again.
+            first step to train. All later steps are trained and committed again. Collective.
 
     Raises:
         ValueError: there is no world, `model` can be neither copied nor restored, or a protected

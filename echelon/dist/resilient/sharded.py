@@ -1,8 +1,8 @@
-"""Keep the state of a sharded model so that it survives ranks that are lost with their shards.
+"""Keep the state of a sharded model so that the state survives the loss of ranks.
 
-What all ranks hold alike (buffers, parameters that are not sharded, schedules) each rank keeps for
-itself, and its own random numbers. Its shards it copies into memory that outlives it. Both are kept
-for two steps, alternately, so that one of them is complete at any moment.
+Each rank keeps its own copy of the state that is equal on all ranks (buffers, parameters that are
+not sharded, schedules), and of its random numbers. It copies its shards into memory that outlives
+the rank. The last two states are kept, so that one of them is always complete.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class ShardedState:
 
     Args:
         model: the model.
-        optimizer: the optimizer of its parameters.
-        also: other objects whose state is changed by the steps; equal on all ranks.
+        optimizer: the optimizer of the model's parameters.
+        also: other objects whose state the steps change; equal on all ranks.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class ShardedState:
 
     @property
     def num_bytes(self) -> int:
-        """The memory that this rank keeps, in bytes."""
+        """The size of all copies that this rank keeps, in bytes."""
         rest = sum(one.num_bytes for one in self._rest)
         return rest + sum(one.num_bytes for one in self._worlds)
 
     def enter(self, group: ProcessGroup, epoch: int) -> None:
-        """Prepare for copies in a new world; those of earlier worlds stay. Collective."""
+        """Prepare for copies in a new world, and keep the copies of earlier worlds. Collective."""
         self._worlds.append(WorldCopies(group, epoch))
 
     def keep(self, step: int) -> None:
@@ -69,13 +69,13 @@ class ShardedState:
         self._worlds[-1].write(ShardsWriter(self._model, self._optimizer), step)
 
     def release_earlier(self) -> None:
-        """Release the copies of earlier worlds, now that all copies of this one are complete."""
+        """Release the copies of earlier worlds. Call this once this world's copies are complete."""
         for one in self._worlds[:-1]:
             one.close()
         del self._worlds[:-1]
 
     def check_alike(self, group: ProcessGroup) -> None:
-        """Check that everything that is not sharded is equal on all ranks. Collective.
+        """Check that all state that is not sharded is equal on all ranks. Collective.
 
         Raises:
             ValueError: a part differs between ranks, or cannot be compared.
@@ -92,7 +92,7 @@ class ShardedState:
     # ---- after a loss ----
 
     def offers(self, survivors: Sequence[int]) -> dict[str, Any]:
-        """Return what this rank can read, for `choice_of`."""
+        """Return the copies that this rank can read, in the form that `choice_of` expects."""
         offers = [
             (one.version.epoch, one.version.step, one.owner)
             for world in self._worlds
@@ -117,7 +117,7 @@ class ShardedState:
         restore.finish()
 
     def restart(self, group: ProcessGroup) -> None:
-        """Divide the model among a new world's ranks; its values are undefined. Collective."""
+        """Divide the model among a new world's ranks, without restoring its values. Collective."""
         self._rest_steps = [-1, -1]
         self._forget_shards(group)
 
@@ -130,7 +130,7 @@ class ShardedState:
         restore.finish()
 
     def drop(self) -> None:
-        """Release all copies, now that there is no other rank left to lose."""
+        """Release all copies, which are not needed once this rank is the only one left."""
         for one in self._worlds:
             one.close()
         self._worlds.clear()
@@ -147,7 +147,7 @@ def choice_of(rows: Mapping[int, Mapping[str, Any]]) -> Choice:
     """Return the state that the survivors restore.
 
     Args:
-        rows: what each survivor returned from `ShardedState.offers`.
+        rows: the result of `ShardedState.offers` on each survivor.
 
     Raises:
         CopiesLostError: no state is complete.

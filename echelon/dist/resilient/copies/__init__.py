@@ -1,1 +1,1 @@
-"""Copies of a rank's shards that outlive the rank, and how survivors restore a state from them."""
+"""Keep copies of a rank's shards that outlive the rank, and restore a state from such copies."""

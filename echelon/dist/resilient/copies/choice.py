@@ -1,8 +1,8 @@
-"""Decide where copies are kept, and which of them the survivors of a loss restore. Pure functions.
+"""Decide where copies are kept, and which copies are restored after a loss. Pure functions.
 
-Two ranks are at one place if they can map each other's memory: on one host, in one PID namespace.
-What a rank copies into shared memory outlives it as long as any other rank of its place lives. So a
-second copy is needed only against the loss of a whole place, and is kept at another one.
+Two ranks are at the same place if they can map each other's memory, which means that they run on
+one host in one PID namespace. A copy in shared memory exists as long as any rank at that place is
+alive. A second copy, at another place, is needed only in case all ranks of a place are lost.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 
 def partners_of(places: Sequence[Hashable]) -> list[int | None]:
-    """Return for each rank the rank at another place that keeps the second copy of its shards.
+    """Return, for each rank, the rank at another place that keeps the second copy of its shards.
 
-    The ranks of one place copy to the next place in order of first appearance, cyclically, and are
-    divided evenly among the ranks there.
+    The ranks of a place send their copies to the next place, in a ring of places in order of first
+    appearance. The copies are divided evenly among the ranks there.
 
     Args:
         places: the place of each rank.
@@ -45,7 +45,7 @@ def partners_of(places: Sequence[Hashable]) -> list[int | None]:
 
 @dataclass(frozen=True, order=True, slots=True)
 class Version:
-    """One state, as it was divided among the ranks of one epoch.
+    """A state, identified by its step and by the epoch whose ranks it was divided among.
 
     Attributes:
         step: the first step that has not been done in this state.
@@ -61,8 +61,8 @@ class Offer:
     """One copy of one rank's shards that a survivor can read.
 
     Attributes:
-        version: the state that the copy belongs to.
-        owner: the rank whose shards these are, as numbered by the launcher.
+        version: the state to which the copy belongs.
+        owner: the rank whose shards the copy contains, as numbered by the launcher.
     """
 
     version: Version
@@ -74,8 +74,9 @@ class Choice:
     """The state that all survivors restore.
 
     Attributes:
-        version: the newest state of which every shard is held by a survivor.
-        holders: for each rank that the state was divided among, a survivor that can read its copy.
+        version: the newest state for which survivors hold copies of all shards.
+        holders: for each rank of the state's epoch, a survivor that can read a copy of the rank's
+            shards.
     """
 
     version: Version
@@ -83,20 +84,18 @@ class Choice:
 
 
 class CopiesLostError(Exception):
-    """No state is complete: all copies of some rank's shards are gone."""
+    """All copies of some rank's shards have been lost, so no state is complete."""
 
 
 def choose(offers: Mapping[int, Iterable[Offer]], rosters: Mapping[int, Sequence[int]]) -> Choice:
-    """Return the newest state of which every shard is held by some survivor.
-
-    All survivors pass the same values, and so choose the same.
+    """Return the newest state for which survivors hold copies of all shards.
 
     Args:
-        offers: what each survivor can read.
-        rosters: the ranks of each epoch that is offered.
+        offers: the copies that each survivor can read.
+        rosters: the ranks of each epoch from which copies are offered.
 
     Raises:
-        CopiesLostError: no step is left of which every shard has a copy.
+        CopiesLostError: no state has copies of all its shards.
     """
     found: dict[Version, dict[int, int]] = defaultdict(dict)
     for survivor in sorted(offers):

@@ -1,14 +1,14 @@
-"""Anonymous shared memory that holds one state of one rank's shards.
+"""Provide anonymous shared memory that holds one state of one rank's shards.
 
-The memory has no name in any file system, and lives as long as a process has it open. The other
-ranks of the host open it when the world begins, so it outlives the rank that writes it, whatever
-ends that rank, and leaves nothing behind when all ranks have ended.
+The memory does not have a name in any file system, and exists until all processes have closed it.
+The other ranks on the host open it when a world begins. So the memory outlives the rank that writes
+it, and is freed once all ranks have ended.
 
-    token | stamp, with a CRC of its own | padding up to a page | content
+    token | stamp, with its own CRC | padding up to a page | content
 
-A stamp is written when its content is complete, and erased before the content changes. So a copy
-that its rank was writing when it died has no stamp. The CRC of the content is compared when a copy
-is about to be used.
+The stamp is erased before the content changes, and is written once the content is complete. So a
+copy does not have a stamp if its rank died while writing. The CRC of the content is checked before
+a copy is used.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _START = 4096  # of the content
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What a complete copy holds.
+    """The description of a complete copy.
 
     Attributes:
-        version: the state that it is part of.
-        owner: the rank whose shards it has.
+        version: the state to which the copy belongs.
+        owner: the rank whose shards the copy contains.
         num_bytes: the size of the content.
         crc: the CRC-32 of the content.
     """
@@ -50,7 +50,7 @@ class Stamp:
     crc: int
 
     def pack(self) -> bytes:
-        """Return the stamp with a CRC of its own."""
+        """Return the packed stamp, including its own CRC."""
         version = self.version
         body = _STAMP.pack(version.epoch, version.step, self.owner, self.num_bytes, self.crc)
         return body + _CRC.pack(zlib.crc32(body))
@@ -62,7 +62,7 @@ class Stamp:
 
     @classmethod
     def unpack(cls, data: bytes) -> Stamp | None:
-        """Return the stamp that `pack` encoded, or None if there is none."""
+        """Return the stamp that `pack` encoded, or None if the bytes are not a valid stamp."""
         body, crc = data[: _STAMP.size], data[_STAMP.size :]
         if data == _NONE or len(data) != len(_NONE) or _CRC.pack(zlib.crc32(body)) != crc:
             return None
@@ -72,7 +72,7 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where another process of this place finds a memory."""
+    """The information with which another process at this place can open a memory."""
 
     pid: int
     fd: int
@@ -80,10 +80,10 @@ class Address:
 
 
 class CopyMemory:
-    """One memory, in the process that made it or in another one.
+    """One shared memory, in the process that created it or in another process.
 
     Args:
-        fd: the descriptor, which this object closes.
+        fd: the descriptor of the memory, which is closed together with this object.
         token: identifies the memory.
     """
 
@@ -94,10 +94,10 @@ class CopyMemory:
 
     @classmethod
     def create(cls) -> CopyMemory:
-        """Make an empty memory.
+        """Create an empty memory.
 
         Raises:
-            CollectiveError: the host has no memory left for it.
+            CollectiveError: the host has no memory left.
         """
         token = secrets.token_bytes(_TOKEN_BYTES)
         fd = anonymous_file(_START)
@@ -110,7 +110,7 @@ class CopyMemory:
 
         Raises:
             FileNotFoundError: the process has ended, or has closed the memory.
-            ProcessLookupError: it has, and another one has its pid or its descriptor.
+            ProcessLookupError: the pid or the descriptor is now in use for something else.
             OSError: the system does not permit it.
         """
         fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
@@ -122,7 +122,7 @@ class CopyMemory:
 
     @property
     def address(self) -> Address:
-        """Where other processes find this memory."""
+        """The address that other processes need to open this memory."""
         return Address(os.getpid(), self._fd, self._token.hex())
 
     @property
@@ -136,11 +136,11 @@ class CopyMemory:
         return os.fstat(self._fd).st_size
 
     def erase(self) -> None:
-        """Erase the stamp, before the content changes."""
+        """Erase the stamp. Call this method before the content changes."""
         os.pwrite(self._fd, _NONE, _TOKEN_BYTES)
 
     def content(self, num_bytes: int) -> torch.Tensor:
-        """Return the content, [num_bytes] of uint8, and grow the memory if that is necessary.
+        """Return the content, [num_bytes] of uint8, after growing the memory if necessary.
 
         Raises:
             OSError: the host has no memory left.
@@ -154,18 +154,18 @@ class CopyMemory:
         return torch.frombuffer(self._map, dtype=torch.uint8, count=num_bytes, offset=_START)
 
     def commit(self, stamp: Stamp) -> None:
-        """Declare the content complete."""
+        """Write the stamp, which marks the content as complete."""
         os.pwrite(self._fd, stamp.pack(), _TOKEN_BYTES)
 
     def is_intact(self) -> bool:
-        """Return whether there is a complete copy whose content has its CRC."""
+        """Return whether the memory holds a complete copy whose CRC is correct."""
         stamp = self.stamp
         if stamp is None or os.fstat(self._fd).st_size < _START + stamp.num_bytes:
             return False
         return crc_of(self.content(stamp.num_bytes)) == stamp.crc
 
     def close(self) -> None:
-        """Release this process's share of the memory."""
+        """Close this process's access to the memory."""
         self._unmap()
         if self._fd >= 0:
             os.close(self._fd)

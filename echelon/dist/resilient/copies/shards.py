@@ -1,11 +1,10 @@
-"""Write a rank's shards into one vector of bytes, and restore other shards from several of them.
+"""Write a rank's shards into one vector of bytes, and restore other shards from several vectors.
 
-    length of the index, 8 bytes | index | padding | tensors, each from a multiple of 64 bytes
+    length of the index, 8 bytes | index | padding | tensors, each aligned to 64 bytes
 
-The index names a run of elements of each parameter, and of each of the optimizer's tensors that is
-divided like it. So the shards of any number of ranks can be restored from the copies of any other
-number: each takes the elements that it needs from the runs that overlap it. The checkpoint's reader
-would do the same from a manifest and files; here all runs are in memory, and one per parameter.
+The index lists a run of elements for each parameter, and for each tensor of the optimizer that is
+divided in the same way. Each rank restores its elements from the runs that contain them, so the
+shards can be restored on any number of ranks.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ class _Run:
         key: the name within the optimizer's state; "" for the parameter itself.
         start: the index of the first element.
         length: the number of elements.
-        dtype: their dtype.
-        offset: where they begin in the vector, in bytes after the index.
+        dtype: the dtype of the elements.
+        offset: the position of the first element in the vector, in bytes after the index.
     """
 
     name: str
@@ -47,17 +46,17 @@ class _Run:
 
     @property
     def num_bytes(self) -> int:
-        """The size in bytes."""
+        """The size of the run in bytes."""
         return self.length * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class _Index:
-    """What a vector holds.
+    """The index of a vector.
 
     Attributes:
         runs: the runs of elements.
-        values: the optimizer's values that are not divided, by parameter and key.
+        values: the optimizer's values that are not divided, keyed by parameter and key.
         keys: the keys of each parameter's optimizer state, in order.
     """
 
@@ -67,11 +66,11 @@ class _Index:
 
 
 class ShardsWriter:
-    """The shards of a model and its optimizer at one moment, about to be written.
+    """A writer of one model's shards and of the optimizer's state for these shards.
 
     Args:
         model: a sharded model.
-        optimizer: the optimizer of its parameters.
+        optimizer: the optimizer of the model's parameters.
 
     Attributes:
         num_bytes: the size of the vector.
@@ -105,7 +104,7 @@ class ShardsWriter:
 
     @torch.no_grad()
     def write(self, content: torch.Tensor) -> None:
-        """Write into a vector, [num_bytes] of uint8."""
+        """Write the shards into a vector, [num_bytes] of uint8."""
         length = len(self._index).to_bytes(_LENGTH_BYTES, "little")
         head = content[: _LENGTH_BYTES + len(self._index)]
         head.copy_(torch.frombuffer(bytearray(length + self._index), dtype=torch.uint8))
@@ -114,10 +113,10 @@ class ShardsWriter:
 
 
 class ShardsReader:
-    """The runs that one vector holds.
+    """A reader of the runs in one vector.
 
     Args:
-        content: what `ShardsWriter` wrote.
+        content: a vector that `ShardsWriter` wrote.
     """
 
     def __init__(self, content: torch.Tensor) -> None:
@@ -139,11 +138,11 @@ class IncompleteCopiesError(Exception):
 
 
 class ShardsRestore:
-    """Fills this rank's shards and their optimizer state from earlier shards, one vector at a time.
+    """An object that restores this rank's shards and their optimizer state from several vectors.
 
     Args:
-        model: a sharded model; its shards are overwritten.
-        optimizer: the optimizer of its parameters.
+        model: a sharded model, whose shards are overwritten.
+        optimizer: the optimizer of the model's parameters.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -154,7 +153,7 @@ class ShardsRestore:
 
     @torch.no_grad()
     def add(self, vector: torch.Tensor) -> None:
-        """Take what this rank needs from one vector, which is not referred to afterwards."""
+        """Copy the elements that this rank needs from one vector."""
         reader = ShardsReader(vector)
         index = reader.index
         for name, keys in index.keys.items():
@@ -180,10 +179,10 @@ class ShardsRestore:
         return target.view(-1)
 
     def finish(self) -> None:
-        """Hand the state over to the optimizer.
+        """Load the restored state into the optimizer.
 
         Raises:
-            IncompleteCopiesError: an element that this rank needs was in no vector.
+            IncompleteCopiesError: none of the vectors contained an element that this rank needs.
         """
         for name, shard in self._shards.items():
             state = self._states.get(name)

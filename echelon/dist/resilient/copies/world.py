@@ -1,9 +1,9 @@
-"""The copies that the ranks of one world make, and which of them this process can read.
+"""Make the copies of one world, and find the copies that this process can read.
 
-Each rank writes its own shards alternately into two memories, so that one complete copy stays while
-the other one is written. All ranks at its place have both memories open. If there are several
-places, the rank also sends what it wrote to its partner at another place, which keeps it in two
-memories that are open to all ranks there in the same way.
+Each rank writes its shards alternately into two memories, so that one complete copy always exists.
+All ranks at the same place open both memories. If there are several places, each rank also sends
+its copy to a partner at another place. The partner keeps the copy in two memories that are open to
+all ranks there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NUM = 2
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """The memories of one owner that one process keeps."""
+    """The memories that one process keeps for one owner."""
 
     owner: int
     keeper: int
@@ -49,7 +49,7 @@ class WorldCopies:
         own_rank: this rank, as numbered by the launcher.
 
     Raises:
-        CollectiveError: a rank was lost, or the memory of a rank in this place cannot be opened.
+        CollectiveError: a rank was lost, or the memory of a rank at this place cannot be opened.
     """
 
     def __init__(self, group: ProcessGroup, epoch: int) -> None:
@@ -81,7 +81,7 @@ class WorldCopies:
         return self._readable[-1]
 
     def _open(self) -> None:
-        """Open what the other ranks of this place keep; they have theirs open until all have."""
+        """Open the memories that the other ranks at this place keep. Collective."""
         told = [
             (one.owner, [asdict(memory.address) for memory in one.memories])
             for one in self._readable
@@ -157,10 +157,10 @@ class WorldCopies:
     # ---- reading ----
 
     def offers(self, survivors: Sequence[int]) -> Iterator[Offer]:
-        """Yield what this rank is to read for all survivors: its own, and those of lost ranks.
+        """Yield the copies that this rank must read on behalf of all survivors.
 
-        The first survivor of a place reads for the ranks that are lost. Copies whose content does
-        not have its CRC are left out.
+        Each survivor reads its own copy. The first survivor at a place also reads the copies of
+        lost ranks. Damaged copies are left out.
         """
         reads_for_lost = self.own_rank == min(rank for rank in self._here if rank in survivors)
         for held in self._readable:
@@ -188,7 +188,7 @@ class WorldCopies:
         return memory.content(stamp.num_bytes)
 
     def close(self) -> None:
-        """Release all memories; those of other ranks live on with these."""
+        """Close this process's access to all memories."""
         for held in self._readable:
             for memory in held.memories:
                 memory.close()
@@ -200,11 +200,11 @@ def collected(
 ) -> Iterator[torch.Tensor]:
     """Yield the copies of all shards of a state, one at a time. Collective.
 
-    Ranks at one place read each other's memory. Across places each copy is broadcast by the rank
-    that can read it, so all ranks need memory for one copy more.
+    Ranks at the same place read each other's memory. If there are several places, each copy is
+    broadcast, so every rank needs memory for one more copy.
 
     Raises:
-        CollectiveError: a rank was lost, or a copy arrived damaged.
+        CollectiveError: a rank was lost, or a copy was damaged in transit.
     """
     world = next(one for one in worlds if one.epoch == version.epoch)
     is_one_place = len({tuple(one) for one in group.all_gather_object(_place())}) == 1
@@ -239,10 +239,10 @@ def _place() -> list[Any]:
 
 
 def opened(keeper: int, address: Address) -> CopyMemory:
-    """Return a memory that another rank of this place keeps.
+    """Open a memory that another rank at this place keeps.
 
     Raises:
-        PeerLostError: that rank has ended, so the launcher will publish its loss.
+        PeerLostError: the other rank has ended.
         CollectiveError: the system does not permit it.
     """
     try:
@@ -255,7 +255,7 @@ def opened(keeper: int, address: Address) -> CopyMemory:
 
 
 def _has_ended(pid: int) -> bool:
-    """Return whether a process is gone. A zombie, whose memory cannot be opened, counts as gone."""
+    """Return whether a process has ended; a zombie counts as ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:

@@ -1,1 +1,1 @@
-"""Train the steps, and decide what happens to a step when a rank is lost."""
+"""Train step by step, and repeat a step if a rank is lost."""

@@ -1,14 +1,13 @@
 """Train a replicated model; when a rank is lost, the survivors repeat the step.
 
-[Note: kept and finished] Each rank has two numbers. `kept` is a step: the rank copied its state at
-the start of that step. `finished` equals `kept` until the rank has computed that step completely,
-and is then one higher: the live state is now the start of the next step. A barrier ends each step.
-A rank raises `finished` before the barrier, and `kept` only after it, when it copies the state
-again. So a rank that has passed the barrier knows that all ranks have finished the step, and the
-numbers of the survivors differ by at most one step. The survivors exchange `finished` and continue
-from the lowest value, because each of them has that state, either live or as a copy.
+[Note: kept and finished] Each rank has two numbers. `kept` is the step at whose start the rank
+copied its state. `finished` is the first step that the rank has not finished. Each step ends with a
+barrier. A rank increases `finished` before the barrier. After the barrier, the rank copies its
+state and increases `kept`. So the numbers of the survivors differ by at most one step. The
+survivors continue from the lowest value of `finished`. Every survivor has the state for that step,
+either live or as a copy.
 
-The start counts as a step too: a rank has finished it once `prepare` has returned.
+The start counts as a step, which a rank has finished once `prepare` has returned.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ class Training(Generic[_T]):
             self._commit(is_kept=world.group.size > 1)
 
     def _enter(self, world: World) -> None:
-        """Prepare a new world for `prepare`. Collective."""
+        """Do the collective work that must precede `prepare` in a new world."""
 
     def _begin(self, world: World) -> None:
         self._finished = self._first
@@ -118,7 +117,7 @@ class Training(Generic[_T]):
             raise error
 
     def _commit(self, *, is_kept: bool) -> None:
-        """Make the live state the one to restore after a loss; all ranks have or can reach it."""
+        """Make the live state the state that is restored after a loss."""
         self._kept = self._finished
         self._keep_or_drop(is_kept=is_kept)
         if self._kept > self._first and self._on_commit is not None:
@@ -173,7 +172,7 @@ class Training(Generic[_T]):
             raise _unrepeated(err, why) from err
 
     def _join(self, epoch: Epoch) -> World:
-        """Agree on a step with an epoch's ranks, restore its start, and create a world."""
+        """Agree on a step with an epoch's ranks, restore its initial state, and create a world."""
         mine = {"process": process_identity()} | self._row(epoch)
         timeout_s = runtime.world().timeout_s
         rows = self._epochs.meet(epoch, mine, timeout_s)
@@ -184,11 +183,11 @@ class Training(Generic[_T]):
         return World(group, epoch.number, epoch.lost)
 
     def _row(self, epoch: Epoch) -> dict[str, Any]:  # noqa: ARG002 -- of sharded models
-        """Return what this rank brings to the meeting of an epoch."""
+        """Return the values that this rank shares with the other ranks of an epoch."""
         return {"kept": self._kept, "finished": self._finished}
 
     def _agree(self, epoch: Epoch, rows: list[dict[str, Any]]) -> tuple[int, bool]:  # noqa: ARG002 -- of sharded models
-        """Go back to the step where all continue; return its number, and whether it is repeated."""
+        """Go back to the step from which all ranks continue; return it and whether it repeats."""
         target = min(int(row["finished"]) for row in rows)
         repeats = any(row["kept"] == target for row in rows) and target < self._total
         self._settle(target)
@@ -244,12 +243,12 @@ def _why_not(epoch: Epoch) -> str:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Return ranks as they are named in messages."""
+    """Format a list of ranks for a message."""
     return f"rank {', '.join(map(str, ranks))}"
 
 
 def _why_none(err: CollectiveError, waited_s: float) -> str:
-    """Return why the launcher has not published an epoch, as far as this rank knows."""
+    """Return the likely reason why the launcher has not published an epoch."""
     if not isinstance(err, PeerLostError):
         return f"no rank was lost within {waited_s:g} s of this error"
     ranks = ", ".join(map(str, err.ranks))

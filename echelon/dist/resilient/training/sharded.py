@@ -1,9 +1,10 @@
 """Train a sharded model; when a rank is lost, its shards are restored from copies.
 
-[Note: sharded models] There the live state of a lost rank is gone, so the survivors continue from
-the newest step of which every shard was copied, `ShardedState` keeps two steps, and a step is
-committed one step later: a rank that is past the barrier of a step knows that all copies of the
-step's start are complete, since each rank completes its copy before that barrier.
+[Note: sharded models] The live state of a lost rank is gone, so the survivors continue from the
+newest step for which copies of all shards exist. Each rank copies the start of a step before the
+barrier that ends the step. A rank that has passed the barrier knows that all of these copies are
+complete. So a step is committed one step later than for a replicated model, and `ShardedState`
+keeps two steps.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class ShardedTraining(Training[_T]):
         self._note(self._kept, repeats=self._repeats)
 
     def _load(self, world: World) -> None:
-        """Go back to the newest checkpoint, since all copies of a shard are lost."""
+        """Load the newest checkpoint after all copies of a shard have been lost."""
         assert self._from_checkpoint is not None
         self._state.restart(world.group)
         rows = world.group.all_gather_object((self._from_checkpoint(), self._kept))
@@ -88,7 +89,7 @@ class ShardedTraining(Training[_T]):
         self._has_begun = True
 
     def _commit(self, *, is_kept: bool) -> None:
-        """Commit the step before the one that all have just finished, and copy the state."""
+        """Commit the step before the step that all ranks have just finished, and copy the state."""
         self._results[self._kept] = self._result
         self._result = None
         is_last = self._finished == self._total or not (self._may_continue and is_kept)
@@ -97,7 +98,7 @@ class ShardedTraining(Training[_T]):
         self._keep_or_drop(is_kept=is_kept and not is_last)
 
     def _report(self, stop: int) -> None:
-        """Report the steps before `stop`, which no loss can undo any more."""
+        """Pass the results of all steps before `stop` to `on_commit`."""
         for number in sorted(one for one in self._results if one < stop):
             result = self._results.pop(number)
             if self._on_commit is not None:
@@ -130,9 +131,8 @@ def checkpoint_step(found: Sequence[Any], newest: int) -> int:
     """Return the step from which all ranks train again.
 
     Args:
-        found: what `from_checkpoint` returned on each rank.
-        newest: the highest step that any rank had begun; its checkpoint may have been saved at the
-            end of that step, as the start of the next one.
+        found: the result of `from_checkpoint` on each rank.
+        newest: the highest step that any rank had begun.
 
     Raises:
         ValueError: the values differ, or cannot be a step of this run.

@@ -1,4 +1,4 @@
-"""The ranks that train together until the next loss."""
+"""Define the world in which ranks train together until the next loss."""
 
 from __future__ import annotations
 
