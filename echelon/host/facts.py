@@ -34,7 +34,7 @@ GLOO_THREAD = "pt_gloo_runloop"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostThread:
-    """A rank's thread that has no ring, as the host sees it."""
+    """A rank's thread, as the host sees it. The black box has no ring for this thread."""
 
     name: str = ""
     call: str = ""  # the kernel call in which it waits; "" if it runs, or if the call is not known
@@ -66,7 +66,7 @@ class HostChild:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostFacts:
-    """What the agent observed about a rank. None and "" mean unknown or not permitted."""
+    """The agent's observations about a rank. None and "" mean unknown or not permitted."""
 
     alive: bool | None = None
     exit_code: int | None = None  # as in `subprocess`: -9 is SIGKILL

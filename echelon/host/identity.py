@@ -27,8 +27,8 @@ def boot_id() -> str:
 def clock_id() -> str:
     """Return the name of this process's monotonic clock; equal names mean the same clock.
 
-    The name consists of the boot id and, if the kernel has them, the time namespace. It is "" if
-    the boot id cannot be read.
+    The name consists of the boot id and, if the kernel has them, the time namespace. The result is
+    "" if the boot id cannot be read.
     """
     boot, inode = boot_id(), _namespace("time")
     return f"{boot}/{inode}" if boot and inode else boot  # a kernel without time namespaces
@@ -48,8 +48,7 @@ def start_ticks(pid: int) -> int | None:
 def find_process(own_pid: int, ticks: int) -> int | None:
     """Find a process by its pid in its own PID namespace; return its pid in this namespace.
 
-    The two pids differ if that process runs in a PID namespace nested in this one, such as a
-    container seen from its host.
+    The two pids differ if the process runs in a nested PID namespace, such as a container's.
 
     Args:
         own_pid: the pid of the process in its own PID namespace.
@@ -89,7 +88,7 @@ def network_of(pid: int) -> int:
 
 
 def stat_fields(pid: int) -> list[str]:
-    """Return the fields that follow the name in /proc/PID/stat, or [] if there is no such process.
+    """Return the fields after the name in /proc/PID/stat, or [] if the process does not exist.
 
     The name may contain spaces and parentheses, so the fields start after the last closing
     parenthesis.

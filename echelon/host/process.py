@@ -33,7 +33,7 @@ class Sample:
 
 
 def sample(pid: int) -> Sample:
-    """Read the state of a process once; it is empty if the process has ended."""
+    """Read the state of a process once; return an empty sample if the process has ended."""
     denied: list[str] = []
     stat = read_text(f"/proc/{pid}/stat", "stat", denied)
     status = read_text(f"/proc/{pid}/status", "status", denied)

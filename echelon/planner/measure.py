@@ -165,7 +165,7 @@ def _timed(call: Callable[[], object], number: int) -> list[float]:
 
 
 def _all(world: ProcessGroup, own: list[float]) -> list[float]:
-    """Return this rank's figures together with those of all other ranks. Collective."""
+    """Return the figures of all ranks. Collective."""
     out = np.empty((world.size, len(own)))
     world.all_gather(out, np.array([own]))
     return [float(value) for value in out.ravel()]

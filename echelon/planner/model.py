@@ -48,8 +48,8 @@ class Model:
         layers, width, heads, vocabulary, context: as in `echelon.train.models.ModelConfig`.
         kv_heads, head_width, hidden: as in `echelon.train.models.ModelConfig`; 0 means the usual
             value, which is heads, width / heads, and 4 x width (8/3 x width if gated).
-        is_gated: whether blocks are like those of Llama, with a gated feed-forward network (SwiGLU)
-            and RMSNorm.
+        is_gated: whether blocks have a gated feed-forward network (SwiGLU) and RMSNorm, as in
+            Llama.
         is_tied: whether the output head shares its weight with the token embedding.
         learns_positions: whether positions have a learned embedding.
     """
@@ -118,7 +118,7 @@ class Model:
 
     @property
     def last_parameters(self) -> int:
-        """The number of weights after the blocks: the last norm, and the head if it is not tied."""
+        """The number of weights after the blocks: the last norm and, unless tied, the head."""
         return self.width + (0 if self.is_tied else self.vocabulary * self.width)
 
     @property
@@ -143,7 +143,7 @@ def read_model(text: str) -> Model:
     """Read a model from a preset's name, from `layers=12,width=768,...`, or from a config.json.
 
     Raises:
-        ValueError: the text has none of these forms, or gives invalid sizes.
+        ValueError: the text has another form, or gives invalid sizes.
         OSError: the file cannot be read.
     """
     if text in _PRESETS:

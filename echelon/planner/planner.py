@@ -68,7 +68,7 @@ def plan(model: Model, job: Job, machine: Machine, memory_bytes: float) -> Outco
     """Return the layouts of a job that fit into memory, fastest first.
 
     Args:
-        memory_bytes: the memory of one rank; a tenth of it is left free.
+        memory_bytes: the memory of one rank, of which a tenth is left free.
 
     Raises:
         ValueError: the context is longer than the model's context, or no layout divides the ranks

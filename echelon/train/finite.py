@@ -30,8 +30,8 @@ class NonFinite:
     """The location of infinite or NaN gradients; the same on all ranks.
 
     Attributes:
-        rank: the lowest global rank that holds such a gradient, in its shard or its stage. This is
-            the location after the reduction; another rank may have computed the gradient.
+        rank: the lowest global rank that holds such a gradient, in its shard or its stage. Another
+            rank may have computed the gradient, before the reduction.
         parameter: the first parameter on that rank, in the model's order, that has such a gradient.
         ranks: all ranks that hold such a gradient.
 

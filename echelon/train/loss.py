@@ -10,11 +10,11 @@ There are two ways to compute the gradients:
 
     in forward     three products of [N, C] x [C, V], as in plain autograd. The gradient of the
                    weight is in memory from forward to backward.
-    recomputed     four products, because backward computes the logits again. Only `hidden` and one
-                   number per token are kept. float16 requires this: gradients that forward computed
-                   before the loss was scaled would underflow to zero.
+    recomputed four products, because backward computes the logits again. Only `hidden` and one
+                   number per token are kept. float16 requires recomputation: gradients that forward
+                   computed before the loss was scaled would underflow to zero.
 
-Sums over tokens and chunks are in float32 (float64 for float64), whatever the dtype of the
+Sums over tokens and chunks are in float32 (float64 for float64), regardless of the dtype of the
 products.
 """
 
@@ -65,8 +65,8 @@ def chunked_cross_entropy(
 
     Raises:
         ValueError: shapes or dtypes do not match, or an argument is invalid.
-        IndexError: a target is not in the vocabulary. This is detected only on the CPU and outside
-            compiled code; elsewhere, the kernel reports the error.
+        IndexError: a target is not in the vocabulary. Such targets are detected only on the CPU and
+            outside compiled code; elsewhere, the kernel reports the error.
 
     Example:
         >>> loss = chunked_cross_entropy(model.hidden(tokens), model.head.weight, targets)

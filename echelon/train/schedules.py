@@ -163,8 +163,8 @@ def make_schedule(name: str, **settings: Any) -> Schedule:
 def set_learning_rate(optimizer: Any, factor: float) -> float:
     """Set the `lr` of each parameter group to the group's peak rate times `factor`.
 
-    The peak rate is the group's `lr` at the first call. It is stored in the group as `initial_lr`,
-    which torch's schedulers also use and checkpoints save.
+    The peak rate is the group's `lr` at the first call. The peak rate is stored in the group as
+    `initial_lr`, which torch's schedulers also use.
 
     Args:
         optimizer: any `torch.optim.Optimizer`.

@@ -109,7 +109,7 @@ class Agreement:
         return self._is_closed
 
     def unanswered(self) -> str:
-        """Return any rank's request that has not taken effect yet, or "" if there is none.
+        """Return a request that has not taken effect yet, from any rank, or "".
 
         May be called after `close`.
 

@@ -124,8 +124,8 @@ def should_stop() -> bool:
 
     If ranks continue after a loss (`echelon.dist.resilient`), they agree on the stop again.
 
-    Every rank must call this once per step. The first call installs a handler for SIGTERM, unless
-    `stop_on_signals` named other signals. Once a rank has received a signal and called
+    Every rank must call this function once per step. The first call installs a handler for SIGTERM,
+    unless `stop_on_signals` named other signals. Once a rank has received a signal and called
     `should_stop`, the ranks stop at most one step later. Until then, a call does not need
     communication.
 
@@ -156,9 +156,9 @@ def should_stop() -> bool:
 
 
 def request_stop(reason: str = "request_stop") -> None:
-    """Make `should_stop` return True on all ranks soon.
+    """Request a stop of all ranks, so that `should_stop` soon returns True.
 
-    Only one rank needs to call this, on any thread.
+    Only one rank needs to call this function, on any thread.
 
     Raises:
         ValueError: there is no world.

@@ -3,7 +3,7 @@
 Ranks that share rank 0's clock (all ranks, on a single host) do not need an offset. On every other
 host, one rank asks rank 0 for the time several times, through the store's queues, and passes the
 result to the other ranks on its host. Rank 0 knows how many questions to expect, and stops after
-the last one.
+the last question.
 """
 
 from __future__ import annotations

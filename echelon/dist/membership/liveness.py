@@ -146,7 +146,7 @@ class Liveness:
                 time.sleep(_ASK_AGAIN_S)
 
     def explain(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return a more precise error for a failed operation, or `error` if there is none."""
+        """Return a more precise error for a failed operation, or `error` if none is known."""
         if self._is_of_a_part(operation, error):
             return self.find(operation, None, [operation.peer])
         if self._is_late_here(operation, error):

@@ -57,7 +57,7 @@ class EitherPending:
 
     @property
     def error(self) -> BaseException | None:
-        """The error that the receive failed with; None if it succeeded or has not ended."""
+        """The error with which the receive failed; None if it succeeded or has not ended."""
         ended = self._ended()
         return None if ended is None else ended.error
 

@@ -349,7 +349,7 @@ class Protocol:
         self._matcher = Matcher()
 
     def forget(self, transfer: Transfer) -> None:
-        """Cancel a receive whose caller has stopped waiting, if it does not have a message yet."""
+        """Cancel an abandoned receive, unless a message has already been assigned to it."""
         self._matcher.withdraw(transfer)
 
     def pending(self) -> list[Transfer]:

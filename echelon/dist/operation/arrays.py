@@ -97,9 +97,9 @@ class View:
     """A view of an array, in the form that backends use.
 
     Attributes:
-        data: [numel], over the caller's memory. Its dtype is uint16 if `dtype` is "bfloat16". It is
-            uint8 of shape [numel * itemsize] if `dtype` is not one of `DTYPES`. It is a
-            `DeviceFlat` if `device` is not "cpu".
+        data: [numel], over the caller's memory. The data is uint16 if `dtype` is "bfloat16", and
+            uint8 of shape [numel * itemsize] if `dtype` is not one of `DTYPES`. On a device other
+            than "cpu", the data is a `DeviceFlat`.
     """
 
     data: Flat
@@ -118,7 +118,7 @@ class View:
 
 
 def is_floating(dtype: str) -> bool:
-    """Return whether a dtype's name is that of a floating-point dtype."""
+    """Return whether a name is the name of a floating-point dtype."""
     return dtype in _FLOATS
 
 

@@ -65,8 +65,8 @@ class Operation:
         input_splits, output_splits: number of elements sent to and received from each rank; () if
             all parts are equal. all_to_all has both. An uneven all_gather has only `output_splits`
             (the `source` of rank r holds `output_splits[r]` elements), and an uneven reduce_scatter
-            has only `input_splits` (the `target` of rank r holds `input_splits[r]` elements); these
-            are the same on all ranks.
+            has only `input_splits` (the `target` of rank r holds `input_splits[r]` elements); the
+            splits of both operations are the same on all ranks.
         shape: the shape that the caller passed, for messages.
         call: the data that must be equal on all ranks; b"" for a send or receive.
         is_detached: whether the operation is a device send that the caller does not wait for; the

@@ -15,7 +15,7 @@ class Axes:
     """A mesh whose axes have the names that `parallelize` uses.
 
     Attributes:
-        mesh: a mesh with all four axes; those missing from the caller's mesh have size 1.
+        mesh: a mesh with all four axes; an axis that the caller's mesh does not have has size 1.
         stages: the ranks that hold the model's stages.
         tensor: the ranks among which layers are divided.
     """

@@ -16,9 +16,9 @@ def full_state_dict(model: nn.Module, axes: Axes, names: dict[str, str]) -> dict
 
     Args:
         model: this rank's part of the model, with the whole model's names.
-        axes: the mesh axes that the model is divided over.
+        axes: the mesh axes over which the model is divided.
         names: maps every name of a parameter in the whole model to the first of the parameter's
-            names; tied parameters have several.
+            names; tied parameters have several names.
 
     Raises:
         CollectiveError: a rank was lost or did not join.

@@ -65,7 +65,7 @@ class Lane:
         return pending
 
     def run(self, job: Callable[[], None]) -> None:
-        """Run a job: on this thread if the lane is idle, otherwise when its turn comes."""
+        """Run a job, on this thread if the lane is idle; block until the job has ended."""
         with self._changed:
             inline = not self._busy and not self._jobs
             self._busy = self._busy or inline

@@ -7,7 +7,7 @@ on the other ranks.
 
 [Note: the end of a group] A group ends when it fails, is aborted or is closed, whichever happens
 first. An atomic `dict.setdefault` decides which event came first. A lock would not work, because a
-signal handler may call `abort` on a thread that already holds the lock. The winner cuts the
+signal handler may call `abort` on a thread that already holds the lock. The first event cuts the
 engine's connections. The engine is released (`close`) only once no thread is inside it. So `close`
 waits briefly for other threads. If a signal handler calls `shutdown` inside the engine, the
 interrupted call releases the engine on its return.

@@ -1,4 +1,4 @@
-"""Record how an operation ended, for the threads that wait for it."""
+"""Record the outcome of an operation for the threads that are waiting."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Outcome:
 
     @property
     def error(self) -> BaseException | None:
-        """The error that the operation failed with; None if it succeeded or has not ended."""
+        """The error with which the operation failed; None if it succeeded or has not ended."""
         return self._error
 
     @property

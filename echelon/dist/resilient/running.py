@@ -133,7 +133,7 @@ def _end_world(epoch: Epoch) -> None:
 
 
 def _claim() -> None:
-    """Refuse a second protected run, because it would read the first run's epochs and standings."""
+    """Refuse a second protected run in the same process."""
     global _is_claimed
     if _is_claimed:
         raise ValueError(

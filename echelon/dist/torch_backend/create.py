@@ -29,7 +29,7 @@ _world_options = Options()
 
 
 def create(torch_options: Any, group_options: Any) -> TorchGroup:
-    """Create the backend of a torch group; block until all members have called this.
+    """Create the backend of a torch group; block until all members have called this function.
 
     Args:
         torch_options: torch's `_DistributedBackendOptions`.

@@ -1,6 +1,6 @@
 """Sum sparse tensors: each rank collects all non-zeros and adds them in rank order.
 
-DDP uses this for embeddings with sparse gradients. A sum takes three gathers on the host: one for
+DDP sums sparse gradients of embeddings in this way. A sum takes three gathers on the host: one for
 the numbers of non-zeros, one for their indices, and one for their values. The call blocks until the
 sum is complete.
 """

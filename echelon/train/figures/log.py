@@ -252,7 +252,7 @@ class FigureLog:
 
 
 def _shortened(name: str, value: float | None) -> float | int | None:
-    """Round a number for the log: whole numbers to ints, most others to six significant digits."""
+    """Round a number for the log: to an int if it is whole, or else to six significant digits."""
     if value is None or name in _FULL_PRECISION:
         return value
     if value == int(value) and abs(value) < 1e15:

@@ -26,7 +26,7 @@ class Run:
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Return the steps that have a given figure, in order, and the figure's values.
 
-        If a step has several values, the last one is used. A value that was not finite is NaN,
+        If a step has several values, the last value is used. A value that was not finite is NaN,
         which leaves a gap in the plot.
         """
         found: dict[int, float] = {}

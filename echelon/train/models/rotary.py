@@ -39,7 +39,7 @@ def _llama3(plain: Tensor, scaling: RotaryScaling) -> Tensor:
 class RotaryTable(nn.Module):
     """The cosines and sines of every position's angles.
 
-    The table stays float32 whatever dtype the model is converted to, because bfloat16 cannot
+    The table stays float32 even if the model is converted to another dtype, because bfloat16 cannot
     resolve the angles of neighbouring positions. The table is recomputed when a model is moved off
     the meta device.
 

@@ -2,8 +2,7 @@
 
     token -> (+ position) -> blocks -> final_norm -> head
 
-Checkpoints use the names of the model's modules, however the model is divided: by pipeline stages
-(`make_stage`), shards, or tensor parallelism.
+Checkpoints use the names of the model's modules, no matter how the model is divided.
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@
                    rank 0 returns A's, rank 1 B's parts   one all_to_all: parts of the results
     round 1        C, D ...
 
-A rank holds one whole matrix at a time, whatever the size of the model. For each matrix, a rank
-sends its shard and receives the update of that shard; the owner receives the whole matrix and sends
-the parts of the update.
+A rank holds one whole matrix at a time. For each matrix, a rank sends its shard and receives the
+update of that shard; the owner receives the whole matrix and sends the parts of the update.
 
 The replicas of a mesh take turns: replica k computes the rounds k, k + R, ... and broadcasts the
 results. So the work is divided among all ranks, and all replicas get the same results.

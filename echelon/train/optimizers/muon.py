@@ -8,8 +8,8 @@ so that both optimizers can share a learning rate and a decoupled weight decay (
 Muon needs whole matrices, not shards. The momentum is kept in shards, like AdamW's state. In each
 step, each matrix is assembled on one rank, which computes the update for all ranks (`matrices.py`).
 If tensor parallelism divides a matrix, that rank and its neighbours on axis "tp" assemble the
-matrix from its slices. The results equal those of a single process up to the rounding of the
-gradients.
+matrix from its slices. Except for the rounding of the gradients, the results equal those of a
+single process.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class Muon(Optimizer):
     """An optimizer that uses Muon for hidden matrices and AdamW for all other parameters.
 
     Under `fully_shard`, a step is collective among the ranks of each unit: either all of these
-    ranks must take it, or none. `GradScaler` and `FiniteGuard` ensure this. Clip with
-    `clip_grad_norm_` as usual, although the norm of a matrix's gradient does not affect its update.
+    ranks or none of them must take the step. `GradScaler` and `FiniteGuard` meet this condition.
+    Clip with `clip_grad_norm_` as usual, although the norm of a matrix's gradient does not affect
+    its update.
 
     Args:
         params: a module, a pipeline or the result of `parallelize`, which `matrix_groups` then

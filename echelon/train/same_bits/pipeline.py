@@ -130,9 +130,9 @@ class SameBitsPipeline:
         Args:
             step: the number of the optimizer step, which helps to seed the random numbers.
             batch: a function that takes the number of a micro-batch within the step and returns its
-                inputs and targets, each a tensor or a tuple of tensors. It is called on the ranks
-                of the first and the last stage, must depend only on the number, and must not draw
-                from torch's generators.
+                inputs and targets, each a tensor or a tuple of tensors. The function is called on
+                the ranks of the first and the last stage. Its result must depend only on the
+                number, and it must not draw from torch's generators.
 
         Returns:
             The mean of the micro-batches' losses, with the same bits on every rank.

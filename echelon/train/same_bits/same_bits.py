@@ -55,8 +55,8 @@ class SameBits:
         probe: whether to check, at the first step, that a micro-batch gives the same bits twice and
             on all ranks.
         fingerprints: a folder, such as RUN/fingerprints, in which to record a hash of each
-            parameter's gradient in each micro-batch, for `fr-analyze --compare`. This reads every
-            gradient once. With None, nothing is recorded.
+            parameter's gradient in each micro-batch, for `fr-analyze --compare`. Recording reads
+            every gradient once. With None, nothing is recorded.
 
     Attributes:
         run: this rank's micro-batches.
@@ -113,9 +113,8 @@ class SameBits:
         Args:
             step: the number of the optimizer step, which helps to seed the random numbers.
             compute: a function that takes the number of a micro-batch within the step and returns
-                the micro-batch's loss, a tensor without dims. It must depend only on that number,
-                not on how often or on which rank it is called, and must always compute in the same
-                shape.
+                the micro-batch's loss, a tensor without dims. The loss must depend only on the
+                number, and must always be computed in the same shape.
 
         Returns:
             The mean of the micro-batches' losses, with the same bits on every rank.

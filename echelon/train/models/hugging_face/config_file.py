@@ -196,7 +196,7 @@ def check_extra(extra: Mapping[str, Any]) -> None:
     """Check that extra keys do not change what `transformers` computes.
 
     Raises:
-        ValueError: a key would change the computation, or is one that this package writes itself.
+        ValueError: a key would change the computation, or is written by this package itself.
     """
     refused = sorted(set(extra) - (_WITHOUT_EFFECT - _OWN))
     if refused:

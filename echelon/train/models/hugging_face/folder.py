@@ -48,7 +48,7 @@ class HuggingFaceFolder:
         folder: a folder of safetensors files.
         config: the config of the stored model.
         compare: whether to compare a stored head with the embedding that it is tied to; only one
-            rank needs to do so.
+            rank needs to make this comparison.
 
     Attributes:
         path: the folder.

@@ -1,4 +1,4 @@
-"""Map echelon's tensors to those of `transformers`, which differ in names and layout.
+"""Map echelon's tensors to the tensors of `transformers`, which differ in names and layout.
 
 Llama's tensors are the same as echelon's, except for their names. GPT-2 stores its linear layers
 transposed, and stores queries, keys and values as one tensor: theirs = cat([ours.T, ours.T,
@@ -76,7 +76,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Whole:
-    """One tensor of `transformers`, and the echelon tensors that it consists of."""
+    """A tensor of `transformers`, with the echelon tensors from which it is built."""
 
     name: str
     parts: tuple[Part, ...]

@@ -40,7 +40,8 @@ def load_pretrained(
             supported models.
         context: the maximum number of tokens in a sequence; None means the context in the folder's
             config. Only models with rotary positions accept another context.
-        dtype: the dtype of the weights; None means torch's default dtype, whatever dtype is stored.
+        dtype: the dtype of the weights; None means torch's default dtype, regardless of the stored
+            dtype.
         device: the device on which to create the model.
         ignore: keys of config.json that are unknown to echelon and do not affect what the model
             computes.

@@ -2,7 +2,7 @@
 
 A header gives the number of tensors that a stage returned and, for each tensor, its dtype, its dims
 and whether it requires a gradient. The header is read on the host before the tensors are created,
-so it is always a host tensor, even if the payload is on a device.
+so the header is always a host tensor, even if the payload is on a device.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """GPipe: every forward, then every backward.
 
-This is the simplest order and needs the most memory, because all micro-batches are alive at once.
+GPipe is the simplest schedule and needs the most memory, because all micro-batches are alive at
+once.
 """
 
 from __future__ import annotations
