@@ -137,3 +137,18 @@ def test_a_hang_that_nothing_recorded_says_which_ranks_wait():
         )
     job[1].host.update(threads=(HostThread(name="python", call="clock_nanosleep"),))
     assert job.report().verdict.summary.endswith("; ranks 0 and 2 wait for peers")
+
+
+def test_the_end_of_a_traceback_is_given_without_the_lines_that_only_point():
+    job = Job(2).train(1)
+    job[0].all_reduce(inside=True)
+    job[1].raised("builtins.ValueError", "bad")
+    words = job[1].words
+    assert words is not None
+    pointing = (
+        '  File "/job/train.py", line 42, in forward\n    x = y[0]\n        ~^^^\nValueError: bad\n'
+    )
+    job[1].words = replace(words, traceback=f"Traceback (most recent call last):\n{pointing}")
+    (line,) = (one for one in job.report("failure").verdict.evidence if "traceback" in one)
+    expected = 'File "/job/train.py", line 42, in forward | x = y[0] | ValueError: bad'
+    assert line == f"its traceback ends: {expected}"

@@ -294,7 +294,8 @@ def _by_exception(facts: RankEvidence, cause: Cause, raised: Raised) -> Ending:
     if facts.host.exit_code is not None:
         lines.append(f"rank {facts.rank} ended {exit_words(facts.host.exit_code)}")
     if facts.last_words is not None and facts.last_words.traceback:
-        tail = [line for line in facts.last_words.traceback.splitlines() if line.strip()][-3:]
+        told = facts.last_words.traceback.splitlines()
+        tail = [line for line in told if line.strip(" ^~")][-3:]  # without lines that only point
         lines.append("its traceback ends: " + " | ".join(line.strip() for line in tail))
     return Ending(
         rank=facts.rank,
