@@ -1,8 +1,7 @@
-"""Provide channels: ordered connections between two ranks, independent of all other calls.
+"""Provide ordered connections between two ranks, independent of all other calls.
 
-A channel is a negative tag, which user messages cannot have. Its two ends agree on the tag through
-the store, so different names never share a tag, and neither end waits for the other to open the
-channel.
+A channel is a negative tag, which user messages cannot have. The two ends agree on the tag through
+the store, so neither end waits for the other.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class ChannelTags:
     """The tags of one group's channels."""
 
     def __init__(self, store: Store, rank: int) -> None:
-        """Create the tags; `store` is a view that is reserved for all members' channels."""
+        """Create the tags. `store` is a part of the store that only these channels use."""
         self._store = store
         self._rank = rank
         self._known: dict[tuple[int, str], int] = {}
@@ -50,8 +49,8 @@ class ChannelTags:
 class Channel:
     """One end of a channel to another rank. Use `ProcessGroup.channel` to create it.
 
-    In each direction, messages arrive in order, separately for host arrays and device arrays. A
-    channel on which messages are not received does not block collectives, tags or other channels.
+    In each direction, host arrays arrive in order, and so do device arrays. Messages that are not
+    received never block collectives, tags or other channels.
 
     Attributes:
         peer: the rank within the group at the other end.
@@ -70,19 +69,19 @@ class Channel:
     def open(self, like: Array, async_op: bool = False, timeout_s: Timeout = None) -> Work | None:
         """Connect both directions before the first message, for arrays on the device of `like`.
 
-        Blocks, at most for the timeout, until the other end also opens the channel, or has sent and
-        received on it. A rank with several channels should first open all of them with `async_op`,
-        so that the order at the other ends does not matter. For host arrays, the method returns at
-        once. Without `open`, each direction is connected by its first message.
+        Blocks until the other end opens or uses the channel in both directions, or until the
+        timeout. A rank with several channels should open all of them with `async_op` before it
+        waits. For host arrays, the method returns at once. If `open` is not called, the first
+        message connects its direction.
 
         Args:
             like: an array on the device; it is neither read nor written.
-            async_op: return a `Work` at once instead of blocking.
-            timeout_s: timeout for this call; None means the group's timeout.
+            async_op: whether to return a `Work` at once instead of blocking.
+            timeout_s: the timeout for this call; None means the group's timeout.
 
         Raises:
-            ValueError: the group has no engine for the device yet (the first collective on the
-                device creates one), or has too many tags and channels on the device.
+            ValueError: the group has not yet made a collective call on the device, or has too many
+                tags and channels on it.
         """
         data = view(like, "like", writable=False)
         return self._message(
@@ -92,13 +91,13 @@ class Channel:
     def send(self, x: Array, async_op: bool = False, timeout_s: Timeout = None) -> Work | None:
         """Send `x` to the other end, which must receive it with the same dtype and size.
 
-        The call may return before the other end has called `recv`. Once it returns, `x` may be
-        modified.
+        The call may return before the other end has called `recv`. When the call has returned, `x`
+        may be modified.
 
         Args:
-            x: any shape.
-            async_op: return a `Work` at once instead of blocking.
-            timeout_s: timeout for this operation; None means the group's timeout.
+            x: an array of any shape.
+            async_op: whether to return a `Work` at once instead of blocking.
+            timeout_s: the timeout for this operation; None means the group's timeout.
         """
         data = view(x, "x", writable=False)
         return self._message(
@@ -109,9 +108,10 @@ class Channel:
         """Receive the next message from the other end into `x`.
 
         Args:
-            x: any shape; its dtype and number of elements must match the sender's.
-            async_op: return a `Work` at once instead of blocking.
-            timeout_s: timeout for this operation; None means the group's timeout.
+            x: an array of any shape. Its dtype and number of elements must match those of the array
+                sent.
+            async_op: whether to return a `Work` at once instead of blocking.
+            timeout_s: the timeout for this operation; None means the group's timeout.
         """
         data = view(x, "x", writable=True)
         return self._message(

@@ -1,4 +1,4 @@
-"""Define ProcessGroup, the interface of a group; its calls on arrays are in `calls/`."""
+"""Define ProcessGroup; its calls on arrays are in `calls/`."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ MakeGroup = Callable[[Sequence[int], str, str], "ProcessGroup | None"]
 
 
 class ProcessGroup(Collectives, PointToPoint):
-    """A set of ranks that communicate, created by `init`, `new_group` or `split`, never directly.
+    """A set of ranks that communicate. Use `init`, `new_group` or `split` to create a group.
 
     Every call except `send` and `recv` is collective: all members must make the same calls in the
-    same order. Arrays are contiguous NumPy arrays, torch tensors, CuPy arrays or other DLPack
-    arrays; results are written in place. `root`, `to` and `source` are ranks within the group.
-    Calls raise
+    same order. Arrays may be NumPy arrays, torch tensors, CuPy arrays or other DLPack arrays, and
+    must be contiguous. Results are written in place. `root`, `to` and `source` are ranks within the
+    group. Calls raise
 
     * ValueError, before anything is sent, if an argument is not supported;
     * CollectiveMismatchError, on every rank, if members made different calls;
-    * CollectiveTimeoutError, if some members did not make the call within its timeout (`timeout_s`
-      or, if that is None, the group's timeout);
+    * CollectiveTimeoutError, if some members did not make the call within `timeout_s` (None means
+      the group's timeout);
     * PeerLostError, if a member died or left.
 
-    After any of the last three errors, the group can no longer be used: later calls raise an error
-    that mentions the first one. Several threads may make calls at the same time; a group's
-    collectives run in the order of the calls, which must be the same on all ranks. With
-    `async_op=True`, a call returns a `Work` at once, and `Work.wait` raises the errors.
+    After any of the last three errors, the group can no longer be used, and later calls raise an
+    error that mentions the first error. Several threads may make calls at the same time, but the
+    order of the calls must be the same on all ranks. With `async_op=True`, a call returns a `Work`
+    at once, and `Work.wait` raises the errors.
 
     Example:
         >>> world = dist.init()  # on each of 2 ranks
@@ -100,19 +100,19 @@ class ProcessGroup(Collectives, PointToPoint):
 
         Args:
             obj: the object to send on `root`; ignored on other ranks.
-            root: rank within this group.
-            timeout_s: timeout for each of the two collectives; None means the group's timeout.
+            root: a rank within this group.
+            timeout_s: the timeout for each of two collectives; None means the group's timeout.
 
         Raises:
             TypeError: the object holds a value of another type.
-            ValueError: called inside `coalesce()`.
+            ValueError: the method was called inside `coalesce()`.
         """
         root = self._check_object_call("broadcast_object", root)
         data = objects.encode(obj) if self.rank == root else None
         return objects.broadcast(self, data, root, timeout_s)
 
     def all_gather_object(self, obj: Any, timeout_s: Timeout = None) -> list[Any]:
-        """Return every rank's object on every rank, in rank order.
+        """Return all ranks' objects, in rank order, on every rank.
 
         See `broadcast_object` for the supported objects and the errors.
         """
@@ -120,7 +120,7 @@ class ProcessGroup(Collectives, PointToPoint):
         return objects.all_gather(self, objects.encode(obj), timeout_s)
 
     def gather_object(self, obj: Any, root: int, timeout_s: Timeout = None) -> list[Any] | None:
-        """Return every rank's object on `root`, in rank order; None on other ranks.
+        """Return all ranks' objects on `root`, in rank order; return None on other ranks.
 
         See `broadcast_object` for the supported objects and the errors.
         """
@@ -136,8 +136,8 @@ class ProcessGroup(Collectives, PointToPoint):
 
         Args:
             objs: on `root`, one object per rank in rank order; ignored on other ranks.
-            root: rank within this group.
-            timeout_s: timeout for each of the two collectives; None means the group's timeout.
+            root: a rank within this group.
+            timeout_s: the timeout for each of two collectives; None means the group's timeout.
         """
         root = self._check_object_call("scatter_object", root)
         parts = None
@@ -154,13 +154,11 @@ class ProcessGroup(Collectives, PointToPoint):
 
     @contextlib.contextmanager
     def coalesce(self) -> Iterator[None]:
-        """Launch all operations called inside the block together.
+        """Launch all operations called inside the block together, and wait for them at the end.
 
-        All of them have ended when the block exits.
-
-        An exception raised in the block is propagated, and no operations are launched on a device.
-        If the block had already called an operation, the group also ends, because other ranks may
-        have launched their operations.
+        If the block raises an exception, no operations are launched on a device. If an operation
+        was called before the exception, the group also ends, because other ranks may have launched
+        their operations.
         """
         if self._batch() is not None:
             raise ValueError("coalesce() cannot be nested")
@@ -190,10 +188,10 @@ class ProcessGroup(Collectives, PointToPoint):
     def split(
         self, color: int | None, key: int = 0, name: str | None = None
     ) -> ProcessGroup | None:
-        """Divide the group: ranks with equal `color` form a new group, ordered by `key`, then rank.
+        """Divide the group; ranks with equal `color` form a new group, ordered by `key` and rank.
 
-        Every member must call this method, which returns this rank's new ProcessGroup, or None if
-        `color` is None.
+        Every member must call this method. It returns this rank's new group, or None if `color` is
+        None.
 
         Raises:
             TypeError: `color` or `key` is not an integer.
@@ -215,14 +213,13 @@ class ProcessGroup(Collectives, PointToPoint):
     def channel(self, peer: int, name: str) -> Channel:
         """Return an ordered channel to another rank, independent of all other operations.
 
-        Both ends must call this, in any order and at any time; neither end waits for the other. The
-        first use of a name queries the store, within the store's timeout. The same name always
-        gives the same channel. A channel carries both host and device arrays, and keeps each kind
-        in order; `Channel.open` connects a channel for a device before the first message.
+        Both ends must call this method, but neither end waits for the other. The first use of a
+        name accesses the store. The same name always gives the same channel. A channel carries both
+        host and device arrays; `Channel.open` prepares it for a device.
 
         Args:
             peer: the rank within this group at the other end.
-            name: any non-empty string; the other end must use the same name.
+            name: a non-empty string. The other end must use the same name.
 
         Raises:
             ValueError: `peer` is not a rank of the group or is this rank, or the name is empty.
@@ -240,8 +237,8 @@ class ProcessGroup(Collectives, PointToPoint):
     def abort(self) -> None:
         """End the group on all ranks; waiting operations raise CollectiveError.
 
-        Callable from any thread and from a signal handler. Returns within 1 s without contacting
-        other ranks.
+        The method may be called on any thread and in a signal handler. It returns within 1 s,
+        without contacting other ranks.
         """
         if not self._state.is_closed and not self._state.is_foreign:
             self._state.abort()
@@ -249,18 +246,15 @@ class ProcessGroup(Collectives, PointToPoint):
     def close(self) -> None:
         """End the group on this rank and release its resources. Calling this twice is safe.
 
-        This takes at most 1 s and does not contact other ranks. On ranks that still need this rank,
-        calls raise PeerLostError. If a signal handler closes the group during one of the group's
-        calls, the interrupted call ends and then releases the group.
+        The method takes at most 1 s and does not contact other ranks. Calls on ranks that still
+        need this rank raise PeerLostError. A signal handler may close the group during one of the
+        group's calls, which then ends.
         """
         self._state.close()
 
     @property
     def state(self) -> GroupState:
-        """The group's calls, and how the group ended.
-
-        The state outlives a group object that is dropped.
-        """
+        """The state of the group's calls, including how the group ended."""
         return self._state
 
     def _check_object_call(self, call: str, root: int = 0) -> int:

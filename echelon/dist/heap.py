@@ -1,13 +1,11 @@
-"""Make the C library keep its heap between steps instead of releasing it and faulting it in again.
+"""Make the C library keep freed memory between training steps.
 
-Training on the CPU allocates and frees the same few hundred megabytes of activations and gradients
-in every step. By default, glibc maps large blocks individually and returns the top of the heap to
-the system as soon as it is free. Every page is then faulted in and zeroed again; with 85M
-parameters, this took a sixth of the step's processor time (measured alongside FSDP2, see
-docs/benchmarks/sharding.md). So sharding and pipelines on the host ask glibc to keep its memory.
-Blocks of different sizes leave gaps in a heap, so the peak resident memory is up to a third larger
-than the tensors (docs/planner.md, "How far off it was"). If memory matters more than time, set
-MALLOC_MMAP_THRESHOLD_=131072 in the program's environment.
+Training on the CPU allocates and frees hundreds of megabytes in every step. By default, glibc
+returns much of this memory to the system, and every page is then faulted in and zeroed again. With
+85M parameters, this took a sixth of the step's processor time (see docs/benchmarks/sharding.md).
+Sharding and pipelines on the host therefore ask glibc to keep its memory. The peak resident memory
+is up to a third larger than the tensors (docs/planner.md, "How far off it was"). To save memory at
+the expense of time, set MALLOC_MMAP_THRESHOLD_=131072 in the program's environment.
 """
 
 from __future__ import annotations
@@ -25,9 +23,9 @@ _SET_BY_USER = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHO
 
 @functools.lru_cache(maxsize=1)
 def keep() -> bool:
-    """Ask glibc to keep freed memory, at most once per process; return whether glibc keeps it.
+    """Ask glibc to keep freed memory; return whether glibc does so.
 
-    Settings in the program's environment take precedence; other C libraries are not affected.
+    Settings in the program's environment take precedence. Other C libraries are not affected.
     """
     if any(name in os.environ for name in _SET_BY_USER):
         return False

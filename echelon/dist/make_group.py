@@ -31,12 +31,12 @@ Facts = list[dict[str, Any]]
 
 
 class GroupMaker:
-    """Creates the groups of one world.
+    """The factory for the groups of one world.
 
     Args:
         rank: this process's global rank.
         store: the world's view of the store.
-        backend: a backend's name; None chooses one according to the hosts and the arrays' devices.
+        backend: the name of a backend; None chooses a suitable backend.
         options: the options passed to `init`.
     """
 
@@ -53,20 +53,21 @@ class GroupMaker:
         self._may_end = False
 
     def watch_members(self) -> None:
-        """Declare that `end` may be called; from now on, a loss also ends groups being created."""
+        """Declare that `end` may be called."""
         self._may_end = True
 
     def begin(self, epoch: int) -> None:
-        """Allow groups to be created again, in an epoch later than those of all existing groups."""
+        """Allow groups to be created again, in a new epoch."""
         with self._adding:
             self._epoch = epoch
             if self._end is not None and self._end[0] <= epoch:
                 self._end = None
 
     def end(self, error: CollectiveError, epoch: int) -> None:
-        """End all groups with an error, except those of `epoch` or a later epoch.
+        """End all groups of epochs before `epoch` with an error.
 
-        May be called on any thread. Groups that are being created end within about a second.
+        The method may be called on any thread. Groups that are being created end within about a
+        second.
         """
         with self._adding:
             if epoch <= self._epoch:
@@ -97,15 +98,14 @@ class GroupMaker:
         timeout_s: float,
         facts: Facts | None = None,
     ) -> ProcessGroup:
-        """Create a group that contains this rank; block until all members have called this.
+        """Create a group that contains this rank; block until all members have joined.
 
         Args:
             ranks: global ranks, in group order.
-            store: a view of the store reserved for the group.
-            timeout_s: timeout for this call and for the group's operations.
-            facts: the `process_identity` of each member, if known; members' deaths are then noticed
-                from now on. If None, the members first exchange their identities, and deaths during
-                that exchange are not noticed.
+            store: the part of the store that is reserved for the group.
+            timeout_s: the timeout for this call and for the group's operations.
+            facts: the `process_identity` of each member. None makes the members exchange their
+                identities first; a death during the exchange is not detected.
 
         Raises:
             ValueError: the backend cannot run here.
@@ -160,10 +160,9 @@ class GroupMaker:
         return gather(members, store, "members", mine, deadline_s)
 
     def _drop(self, state: GroupState) -> None:
-        """Close a group that was dropped without being closed, later, on the watcher's thread.
+        """Let the watcher's thread close a group that the program dropped without closing it.
 
-        Ranks drop a group at different times. So a group is kept if its library requires all ranks
-        to close it together.
+        The group is kept if its library requires all ranks to close it together.
         """
         if state.is_closed or state.is_foreign:
             return
@@ -173,7 +172,7 @@ class GroupMaker:
             watcher().post(state.close)
 
     def first_error(self) -> CollectiveError | None:
-        """Return the error that has ended one of the groups, or None if none has failed."""
+        """Return the error that ended a group, or None if no group has failed."""
         with self._adding:
             groups = list(self._groups)
         errors = [group.state.error for group in groups if not group.state.is_closed]
@@ -210,12 +209,12 @@ class GroupMaker:
 
 
 def _host_backend(facts: Facts) -> str:
-    """Return the backend for host arrays: shared memory if all ranks are on one host."""
+    """Return the backend for host arrays, which is shared memory if all ranks are on one host."""
     return "shm" if all(is_same_host(facts[0], fact) for fact in facts) else "shm+gloo"
 
 
 def _address(store: Store) -> str:
-    """Return this host's address on its route to the store, where other hosts can reach it."""
+    """Return the address at which other hosts can reach this host."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return address_towards(store.host, store.port) if isinstance(store, TCPStore) else ""

@@ -11,11 +11,10 @@ from echelon.dist.runtime import new_group, world
 
 
 class DeviceMesh:
-    """A grid of the world's ranks in row-major order: ranks along the last axis are consecutive.
+    """A grid of the world's ranks in row-major order.
 
-    Every rank of the world must create the same meshes in the same order. Creating a mesh blocks
-    until all ranks have joined, at most for the world's timeout. Sub-meshes share the groups of
-    their mesh, so creating a sub-mesh is a local operation.
+    Every rank of the world must create the same meshes in the same order. The constructor blocks
+    until all ranks have joined. Creating a sub-mesh is a local operation.
 
         mesh = DeviceMesh((2, 4), ("pp", "dp"))
         mesh["dp"]                  # a sub-mesh: the axis "dp" alone, shape (4,)
@@ -58,7 +57,7 @@ class DeviceMesh:
         return math.prod(self.shape)
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
-        """Return the sub-mesh of one or more axes, in the requested order. A local operation.
+        """Return the sub-mesh of one or more axes, in the requested order. Not collective.
 
         Raises:
             ValueError: an axis is unknown or listed twice, or `names` is empty.
@@ -76,7 +75,7 @@ class DeviceMesh:
         return part
 
     def group(self, name: str | None = None) -> ProcessGroup:
-        """Return this rank's group along an axis. A local operation.
+        """Return this rank's group along an axis. Not collective.
 
         Args:
             name: the name of the axis; None means the only axis of a one-axis mesh.
@@ -95,10 +94,9 @@ class DeviceMesh:
     get_group = group
 
     def completed(self, names: Sequence[str]) -> DeviceMesh:
-        """Return a mesh with the given axes, adding each missing axis with a single rank.
+        """Return a mesh with the given axes; axes that this mesh does not have get the size 1.
 
-        Collective if an axis is missing: every rank of the world must then call this with the same
-        names.
+        If an axis is added, the call is collective for the whole world.
 
         Args:
             names: the axes of the new mesh, in order, including all axes of this mesh.
@@ -165,7 +163,7 @@ def _coordinate(rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _make_axis(shape: tuple[int, ...], axis: int, name: str) -> ProcessGroup:
-    """Create one group for each line of ranks along `axis`; return this rank's group."""
+    """Create the groups of all lines of ranks along `axis`; return this rank's group."""
     own: ProcessGroup | None = None
     others = [range(length) for index, length in enumerate(shape) if index != axis]
     for fixed in itertools.product(*others):

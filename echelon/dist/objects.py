@@ -1,7 +1,7 @@
-"""Exchange objects between ranks as msgpack, so that nothing is ever pickled.
+"""Exchange objects between ranks as msgpack, without pickling.
 
-The ranks first exchange the objects' sizes, then their bytes, padded to the longest object. So each
-call consists of two collectives, the second of which needs the result of the first.
+Each call consists of two collectives: one exchanges the objects' sizes, and one exchanges their
+bytes, padded to the size of the longest object.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def all_gather(group: ProcessGroup, data: bytes, timeout_s: Timeout) -> list[Any
 
 
 def gather(group: ProcessGroup, data: bytes, root: int, timeout_s: Timeout) -> list[Any] | None:
-    """Return every rank's object on the root, in rank order; None on other ranks."""
+    """Return all ranks' objects on the root, in rank order; return None on other ranks."""
     sizes = _sizes(group, data, timeout_s)
     rows = _rows(group.size, sizes) if group.rank == root else None
     group.gather(rows, _row(data, sizes), root, timeout_s=timeout_s)

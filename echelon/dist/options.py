@@ -1,4 +1,4 @@
-"""Hold a group's settings in one object, like torch's `pg_options`."""
+"""Define the settings of a group, which correspond to torch's `pg_options`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Options:
     """The settings of a group.
 
     Attributes:
-        reduction: "fast" leaves the order of summation to the backend; "rank_ordered" sums in rank
-            order, so results are bitwise identical on every backend and in every run.
+        reduction: "fast" leaves the order of summation to the backend. "rank_ordered" sums in rank
+            order, which makes results bitwise identical on all backends.
 
     Example:
         >>> Options(reduction="rank_ordered").reduction

@@ -1,8 +1,8 @@
 """Manage this process's world: `init`, `world`, `new_group`, `shutdown`.
 
-`init` finds the other ranks through the store, which the launcher, torchrun or rank 0 hosts, and
-creates the world group. The black box records waits at the store as `store` spans and, across
-hosts, the offset of this rank's clock from rank 0's clock.
+`init` finds the other ranks through the store and creates the world group. The black box records
+waits for the store as `store` spans. If there are several hosts, it also records the offset of this
+rank's clock from rank 0's clock.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _World:
         return self.world
 
     def make(self, ranks: Sequence[int], name: str, path: str) -> ProcessGroup | None:
-        """Create a group on a path in the store; return None if this rank is not a member."""
+        """Create a group under a path in the store; return None if this rank is not a member."""
         if self.rendezvous.rank not in ranks:
             return None
         store = PrefixStore(path, self.store)
@@ -82,7 +82,7 @@ class _World:
         self.maker.close()
 
     def regroup(self, ranks: Sequence[int], epoch: int, facts: Facts) -> ProcessGroup:
-        """Create another world group; its keys are separate from those of all earlier groups."""
+        """Create a new world group, with keys of its own in the store."""
         self.store = PrefixStore(f"epoch_{epoch}", self._whole_store)
         self.maker.begin(epoch)
         self.num_made = 0
@@ -117,7 +117,7 @@ class _Joining:
         self.pid = os.getpid()
 
     def cancel(self) -> None:
-        """Make the waiting `init` raise an error. Callable on any thread and in signal handlers."""
+        """Make the waiting `init` raise an error. Safe on any thread and in signal handlers."""
         self.is_cancelled = True
         if self.connection is not None:
             self.connection.close()
@@ -144,14 +144,11 @@ def init(
 
     Args:
         backend: "shm", "gloo", "shm+gloo", "xccl", "nccl" or a plug-in's name. None means "shm" if
-            all ranks are on one host, and "shm+gloo" otherwise. With None, "nccl", "xccl" or a
-            plug-in is also created on the first collective whose array is on a device. A device
-            backend such as "nccl" uses the device that the program made current, or else the device
-            given by LOCAL_RANK.
-        timeout_s: timeout for this call and for every operation of the groups created from the
-            world.
-        reduction: "fast", or "rank_ordered" for sums in rank order on every backend ("shm" always
-            sums in rank order).
+            all ranks are on one host, and "shm+gloo" otherwise; a device backend is added at the
+            first collective on a device. A device backend such as "nccl" uses the program's current
+            device or, if none is set, the device given by LOCAL_RANK.
+        timeout_s: the timeout for this call and for every operation of the world's groups.
+        reduction: "fast", or "rank_ordered" for sums in rank order on every backend.
 
     Raises:
         ValueError: an argument or the environment is invalid, or `init` was already called.
@@ -199,9 +196,9 @@ def init(
 
 
 def is_initialized() -> bool:
-    """Return whether there is a world, created by `init` and not yet ended by `shutdown`.
+    """Return whether this process is in a world that `init` created.
 
-    Return False in a forked child of a rank, because the world belongs to the parent.
+    In a forked child of a rank, the result is False, because the world belongs to the parent.
 
     Example:
         >>> _ = dist.init()
@@ -229,12 +226,12 @@ def world() -> ProcessGroup:
 def new_group(ranks: Sequence[int], name: str | None = None) -> ProcessGroup | None:
     """Create a group of some of the world's ranks; block until all its members have joined.
 
-    Every rank of the world must make the same calls to this function in the same order. On ranks
-    outside the group, it returns None.
+    Every rank of the world must make the same calls to this function in the same order. The
+    function returns None on ranks outside the group.
 
     Args:
-        ranks: the members' ranks in the world, in group order.
-        name: the name to show in verdicts; None generates a name.
+        ranks: the world ranks of the members, in group order.
+        name: the group's name in verdicts; None generates a name.
 
     Raises:
         TypeError: `ranks` is not a sequence, or `name` is not a str.
@@ -267,14 +264,14 @@ def leave_groups() -> None:
 
 
 def regroup(ranks: Sequence[int], epoch: int, facts: Facts) -> ProcessGroup:
-    """Create a new world of some of this world's ranks. Messages still show the old rank numbers.
+    """Create a new world of some of this world's ranks. Messages show the old rank numbers.
 
-    Each of these ranks must call this function, which blocks until all of them have joined.
+    Every rank of the new world must call this function. The call blocks until all of these ranks
+    have joined.
 
     Args:
-        ranks: the launcher's numbers of the ranks of the new world, in group order, including this
-            rank.
-        epoch: a number higher than the epoch of every world that these ranks created earlier.
+        ranks: the launcher's ranks of the new world's members, in group order.
+        epoch: a number higher than the epochs of all earlier worlds of these ranks.
         facts: the `process_identity` of each of these ranks.
 
     Raises:
@@ -286,7 +283,7 @@ def regroup(ranks: Sequence[int], epoch: int, facts: Facts) -> ProcessGroup:
 
 
 def expect_epochs() -> None:
-    """Declare that `end_world` may be called from now on. Every rank must call this.
+    """Declare that `end_world` may be called from now on. Every rank must call this function.
 
     Raises:
         ValueError: there is no world.
@@ -297,7 +294,7 @@ def expect_epochs() -> None:
 def end_world(error: CollectiveError, epoch: int) -> None:
     """End all groups with an error, unless this process has already reached `epoch`.
 
-    May be called on any thread. Does nothing if there is no world.
+    The function may be called on any thread. If there is no world, it does nothing.
     """
     state = _current
     if state is not None:
@@ -305,7 +302,7 @@ def end_world(error: CollectiveError, epoch: int) -> None:
 
 
 def is_between_worlds() -> bool:
-    """Return whether this process has left its groups but has not created a new world yet.
+    """Return whether this process has left its groups and not yet joined a new world.
 
     Raises:
         ValueError: there is no world.
@@ -314,7 +311,7 @@ def is_between_worlds() -> bool:
 
 
 def first_error() -> CollectiveError | None:
-    """Return the error that has ended an open group of this world, or None if none has failed.
+    """Return the error that ended a group of this world, or None if no group has failed.
 
     Raises:
         ValueError: there is no world.
@@ -323,7 +320,7 @@ def first_error() -> CollectiveError | None:
 
 
 def own_rank() -> int:
-    """Return this process's original rank from the launcher, even if the world has changed.
+    """Return the rank that the launcher gave to this process.
 
     Raises:
         ValueError: there is no world.
@@ -341,11 +338,11 @@ def job_store() -> TCPStore | MemoryStore:
 
 
 def agree_on_calls(what: str) -> Agreement:
-    """Create an agreement among all ranks. Every rank must call this. Does not block.
+    """Create an agreement among all ranks, without blocking. Every rank must call this function.
 
     Args:
-        what: the subject of the agreement, for errors and spans. On each rank, the n-th call with
-            this text belongs to the same agreement.
+        what: the subject of the agreement, for errors and spans. The n-th calls with a given
+            subject on all ranks create the same agreement.
 
     Raises:
         ValueError: `init` was not called.
@@ -357,7 +354,7 @@ _before_shutdown: list[Callable[[], None]] = []
 
 
 def before_shutdown(action: Callable[[], None]) -> Callable[[], None]:
-    """Make `shutdown` call `action` first; any exception from `action` is raised at the end."""
+    """Make `shutdown` call `action` first, and raise any exception from `action` at its end."""
     _before_shutdown.append(action)
     return action
 
@@ -365,11 +362,11 @@ def before_shutdown(action: Callable[[], None]) -> Callable[[], None]:
 def shutdown() -> None:
     """Leave the world and release its resources. Safe to call if there is no world.
 
-    Call this on every rank after the last operation. It does not wait for other ranks, but it does
-    wait for any checkpoint that this rank is still saving in the background.
+    Every rank should call this function after its last operation. The function does not wait for
+    other ranks, but it waits for a checkpoint that this rank is saving in the background.
 
     Raises:
-        CheckpointError, OSError: the background checkpoint failed; this rank has left the world
+        CheckpointError, OSError: the checkpoint could not be saved. This rank has left the world
             nevertheless.
 
     Example:
@@ -435,7 +432,7 @@ def _join(
 
 
 def _attempt(rendezvous: Rendezvous, connection: TCPStore | MemoryStore) -> PrefixStore:
-    """Return this attempt's part of the store, in which each world has its own keys."""
+    """Return the part of the store that belongs to this attempt."""
     return PrefixStore(rendezvous.namespace or "echelon/solo", connection)
 
 
@@ -444,9 +441,9 @@ def _meet(
 ) -> tuple[TCPStore | MemoryStore, int]:
     """Connect to the store, and agree with all ranks on the new world's number.
 
-    [Note: a store that ends with its world] If rank 0 hosts the store, its `shutdown` ends the
-    store. A rank that left earlier and is rejoining may have connected to that store. It then
-    connects to the next store, which rank 0 opens when rank 0 joins again.
+    [Note: a store that ends with its world] If rank 0 hosts the store, rank 0's `shutdown` ends the
+    store. A rank that is already joining the next world may be connected to the old store. This
+    rank then reconnects to the store that rank 0 opens next.
     """
     members = Members(
         name="world", rank=rendezvous.rank, ranks=range(rendezvous.world_size), options=options
@@ -473,7 +470,7 @@ def _meet(
 
 
 def _clock_offset(state: _World, rendezvous: Rendezvous) -> ClockOffset | None:
-    """Measure this clock's offset from rank 0's; return None on a single host or on failure."""
+    """Return this clock's offset from rank 0's, or None if it could not be measured."""
     if rendezvous.local_world_size >= rendezvous.world_size:
         return None
     try:
@@ -501,7 +498,7 @@ def _connect(rendezvous: Rendezvous, timeout_s: float) -> TCPStore | MemoryStore
 
 
 def _forget_lock() -> None:
-    """Replace the lock in a forked child, where a thread that is gone may hold it."""
+    """Replace the lock in a forked child, because a thread of the parent may have held it."""
     global _lock
     _lock = threading.RLock()
 

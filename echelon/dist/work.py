@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Work:
-    """An operation in progress. `done` is True only once the result is in place.
+    """The handle of an operation that may still be running.
 
     Attributes:
         operation: the operation that was called.
@@ -54,7 +54,7 @@ class Work:
 
     @property
     def error(self) -> BaseException | None:
-        """The operation's error; None if it succeeded or has not ended.
+        """The operation's error, or None if the operation has not failed.
 
         Reading the error may take up to 2 s, to determine the rank at fault.
         """
@@ -73,27 +73,28 @@ class Work:
         return self.done
 
     def exception(self) -> BaseException | None:
-        """Return the operation's error; None if it succeeded or has not ended.
+        """Return the operation's error, or None if the operation has not failed.
 
-        Like `error`, this may take up to 2 s.
+        The call may take up to 2 s.
         """
         return self.error
 
     @property
     def source(self) -> int:
-        """The group rank that sent the received message; -1 until then."""
+        """The group rank that sent the received message, or -1 if no message has been received."""
         return int(getattr(self.pending, "source", -1))
 
     def wait(self, timeout_s: float | timedelta | None = None) -> None:
         """Block until the operation has ended.
 
         Args:
-            timeout_s: how long to wait; 0 does not block; None means the operation's own timeout.
+            timeout_s: how long to wait. None means the operation's own timeout, and 0 does not
+                block.
 
         Raises:
             ValueError: `timeout_s` is negative or not a duration.
-            CollectiveTimeoutError: the operation did not end within `timeout_s`; it continues, and
-                `wait` may be called again.
+            CollectiveTimeoutError: the operation did not end within `timeout_s`. If it is still
+                running, `wait` may be called again.
             CollectiveError: the operation itself failed.
         """
         wait_s = check_wait(timeout_s)

@@ -2,25 +2,22 @@
 
 [Note: the tensors in play]
 
-    full     [group_size * chunk_numel]   the whole vector, in the dtype of the computation. Its
-                                          memory exists only while the unit is gathered.
-    chunk    [chunk_numel]                this rank's part, in the dtype of the shards. Always in
-                                          memory, separate from `full`, so that `full` can use huge
-                                          pages; the gather itself copies the chunk into `full`.
+    full     [group_size * chunk_numel]   the whole vector, in the dtype of the computation; its
+                                          memory is allocated while the unit is gathered
+    chunk    [chunk_numel]                this rank's part, in the dtype of the shards; always in
+                                          memory, and not a view of `full`
     leaf     the parameter's shape        an nn.Parameter that views `full`; used by forward and
-                                          backward, and given gradients by autograd.
+                                          backward
     shard    [length, 1, ...]             an nn.Parameter that views `chunk`: this rank's part of
-                                          the parameter. It is the same object that the module had
-                                          before sharding, so that an optimizer created earlier
-                                          continues to work. It has as many dims as the parameter
-                                          had, because programs group parameters by `p.dim()`.
-    aside    the parameter's shape        unreduced gradients of earlier micro-batches. Used only
-                                          if gradients are summed in a dtype other than the leaf's;
-                                          if the dtypes agree, `leaf.grad` holds them.
+                                          the parameter, with as many dims. It is the object that
+                                          the module had before sharding, so optimizers created
+                                          earlier continue to work
+    aside    the parameter's shape        unreduced gradients of earlier micro-batches, if they
+                                          are summed in a dtype other than the leaf's
     sums     [chunk_numel]                this rank's part of the reduced gradients, which
-                                          `shard.grad` views.
+                                          `shard.grad` views
 
-The module's attribute is the leaf while the unit is gathered and the shard otherwise.
+The module's attribute is the leaf while the unit is gathered. At all other times it is the shard.
 """
 
 from __future__ import annotations
@@ -59,7 +56,7 @@ NO_HOOKS = (
 
 @dataclass(eq=False)
 class Source:
-    """A parameter to be sharded, with every place in the modules that uses it."""
+    """A parameter to be sharded, and all the places in the modules where it is used."""
 
     parameter: nn.Parameter
     name: str
@@ -69,9 +66,8 @@ class Source:
 class Member:
     """One parameter of a `Flat`.
 
-    A member has only weak references to the modules. A module may store one of its outputs, and
-    with it autograd's graph. The graph refers to the member, and the garbage collector does not
-    traverse graphs.
+    A member has only weak references to the modules, because autograd's graph may refer to the
+    member and the garbage collector does not traverse graphs.
     """
 
     def __init__(self, flat: Flat, source: Source, piece: Piece, part: Part) -> None:
@@ -93,7 +89,7 @@ class Member:
 
     @property
     def slots(self) -> list[Slot]:
-        """The places in existing modules where the parameter is used."""
+        """The places in the modules where the parameter is used."""
         found = ((ref(), name) for ref, name in self._slots)
         return [(module, name) for module, name in found if module is not None]
 
@@ -121,7 +117,7 @@ class Member:
             _put(module, name, self.leaf)
 
     def show_shard(self) -> None:
-        """Make the modules use the shard, except in places that the program has changed."""
+        """Make the modules use the shard, except where the program has replaced the parameter."""
         if self.leaf.requires_grad != self._leaf_trains:  # set while the leaf existed
             self._leaf_trains = self.leaf.requires_grad
             self.shard.requires_grad_(self._leaf_trains)
@@ -155,7 +151,8 @@ class Member:
         """Record whether the shard has changed since the last gather.
 
         Raises:
-            ValueError: the shard was converted or moved, or has a hook that would never be called.
+            ValueError: the shard was converted or moved, or has a hook that sharding does not
+                support.
         """
         if self.shard._backward_hooks:
             raise ValueError(f"shard {self.name!r} {NO_HOOKS}")
@@ -165,7 +162,7 @@ class Member:
         self._gathered_version = version
 
     def take_move(self) -> int:
-        """Return 1 if the shard changed between the last two gathers, else 0; clear the record."""
+        """Return 1 if the shard changed between the last two gathers, else 0; reset the record."""
         moved, self._has_moved = self._has_moved, False
         return int(moved)
 
@@ -205,11 +202,11 @@ class Member:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether autograd left a gradient that has not been reduced."""
+        """Whether the parameter has a gradient that has not been reduced."""
         return self.leaf.grad is not None or self.aside is not None
 
     def set_aside(self) -> None:
-        """Add an unreduced gradient to those set aside earlier, in the dtype of the sums."""
+        """Add an unreduced gradient to `aside`, in the dtype of the sums."""
         gradient, dtype = self.leaf.grad, self.flat.reduce_dtype
         if gradient is None or gradient.dtype == dtype:
             return
@@ -231,18 +228,18 @@ class Member:
         self.leaf.grad = self.aside = None
 
     def of(self, chunk: torch.Tensor) -> torch.Tensor:
-        """Return a view of this parameter's part of a chunk-sized tensor."""
+        """Return the part of a chunk-sized tensor that belongs to this parameter, as a view."""
         part = self.part
         dims = (1,) * max(0, len(self.piece.shape) - 1)
         return chunk[part.offset : part.offset + part.length].view(part.length, *dims)
 
     def within(self, full: torch.Tensor) -> torch.Tensor:
-        """Return a view of this parameter's part of a tensor as large as the whole vector."""
+        """Return the part of a full-sized tensor that belongs to this parameter, as a view."""
         piece = self.piece
         return full[piece.start : piece.start + piece.numel].view(piece.shape)
 
     def move(self, piece: Piece, part: Part) -> None:
-        """Take another part of the parameter, in the vectors that the flat has made again."""
+        """Take this rank's new part of the parameter, after the flat has been moved."""
         self.piece, self.part = piece, part
         self.drop_gradient()
         self.leaf.data = self.within(self.flat.full.tensor).data
@@ -284,7 +281,7 @@ def member_of(parameter: Any) -> Member | None:
 
 
 def mark(gradient: torch.Tensor) -> torch.Tensor:
-    """Mark a tensor as the gradient of a shard, for functions that receive only gradients."""
+    """Mark a tensor as the gradient of a shard."""
     attach(gradient, True)
     return gradient
 
@@ -295,14 +292,14 @@ def is_of_shard(tensor: torch.Tensor) -> bool:
 
 
 class Flat:
-    """A flat vector of parameters. The driver decides when the vector is gathered.
+    """A flat vector of parameters, which is divided among ranks.
 
     Args:
         sources: the parameters, all of one dtype and on one device.
         group: the ranks among which the vector is divided.
         number: the number of this flat within its group, for `tagged_shape`.
-        compute_dtype: dtype of the computation; None means the dtype of the shards.
-        reduce_dtype: dtype of the reduction; None means the dtype of the computation.
+        compute_dtype: the dtype of the computation; None means the dtype of the shards.
+        reduce_dtype: the dtype of the reduction; None means the dtype of the computation.
         offload: whether to keep the chunk in host memory.
         replicas: the ranks that keep a copy of this rank's chunk, or None.
         memory: the memory that all flats of the group share.
@@ -388,7 +385,7 @@ class Flat:
             self.full.tensor.copy_(mine)
 
     def start_regather(self, near: ProcessGroup) -> None:
-        """Start filling `full` from the parts that the `near` ranks have kept (see `release`)."""
+        """Start filling `full` from the parts that the neighbouring ranks have kept."""
         self.full.take()
         mine = self._part_of_full(near.rank, near.size)
         if self._kept is not None:
@@ -405,7 +402,7 @@ class Flat:
             self._works.pop(0).wait()
 
     def show_leaves(self) -> None:
-        """Make the modules use whole parameters, with `requires_grad` copied from the shards.
+        """Make the modules use whole parameters, which take `requires_grad` from the shards.
 
         Raises:
             ValueError: the program replaced a parameter.
@@ -419,7 +416,7 @@ class Flat:
             member.show_leaf()
 
     def show_shards(self) -> None:
-        """Make the modules use the shards; copy any change of `requires_grad` from the leaves."""
+        """Make the modules use the shards, which take `requires_grad` from the leaves."""
         for member in self.members:
             member.show_shard()
 
@@ -433,9 +430,9 @@ class Flat:
             member.adopt()
 
     def release(self, near: ProcessGroup | None = None) -> None:
-        """Release the memory of `full`, except for the part that this rank keeps for `near`.
+        """Release the memory of `full`, except for the part kept for neighbouring ranks.
 
-        Values that the program wrote in place into whole parameters are first copied to the shards.
+        If the program changed whole parameters in place, the shards receive the new values first.
         """
         if self._versions is None:
             self._versions = tuple(member.leaf._version for member in self.members)
@@ -463,12 +460,12 @@ class Flat:
     # ---- making ----
 
     def move(self, group: ProcessGroup, number: int, memory: Memory) -> None:
-        """Divide the vector among another group's ranks; its values are undefined afterwards.
+        """Divide the vector among the ranks of another group. All values become undefined.
 
         Args:
             group: the ranks to divide the vector among.
-            number: the number of this flat within that group.
-            memory: the memory that all flats of that group share.
+            number: the number of this flat within the new group.
+            memory: the memory that all flats of the new group share.
         """
         assert self.replicas is None, "a flat with replicas cannot be moved"
         self._works.clear()
@@ -498,7 +495,7 @@ class Flat:
         return torch.zeros(numel, dtype=self.dtype, device=self.device)
 
     def _fill(self, sources: Sequence[Source], replicas: ProcessGroup | None) -> None:
-        """Fill this rank's chunk from rank 0's parameters, so that all ranks start equal."""
+        """Fill this rank's chunk from the parameters of rank 0."""
         whole = None
         if self.group.rank == 0:
             whole = self.full.tensor if self.compute_dtype == self.dtype else make_whole(self)
@@ -530,7 +527,7 @@ def _set_versions(members: Sequence[Member], versions: Sequence[int]) -> None:
 
 
 def make_whole(flat: Flat) -> torch.Tensor:
-    """Return a tensor for the whole vector in the shards' dtype, without allocating pages yet."""
+    """Return a tensor for the whole vector in the shards' dtype, without allocating any pages."""
     if flat.device.type == "cpu":
         return HostStorage(flat.layout.numel, flat.dtype).tensor
     return torch.zeros(flat.layout.numel, dtype=flat.dtype, device=flat.device)

@@ -3,10 +3,8 @@
     flat vector   |p0   .|p1          .|p2 .|p3             .|  padding |
     chunks        |   rank 0     |   rank 1     |   rank 2     | ...
 
-Every parameter starts on a boundary that suits vector instructions. Except in small units, chunks
-are whole numbers of pages, so that other ranks' parts can be returned to the system page by page;
-in a small unit, whole pages would leave most ranks without data. This module is pure arithmetic,
-without tensors.
+Every parameter is aligned for vector instructions. Chunks are aligned to pages, except in small
+units. This module does not use tensors.
 """
 
 from __future__ import annotations
@@ -75,11 +73,10 @@ def plan_layout(
 
     Args:
         shapes: the shape of each parameter.
-        itemsize: size in bytes of the smallest element that the vector will hold. A unit may be
-            gathered in a dtype other than the shards' dtype, and chunks of both dtypes must be
-            aligned to pages.
-        group_size: number of ranks.
-        page_bytes: size of a page; chunks are whole pages unless the unit is small.
+        itemsize: the size in bytes of an element, in the smaller of the shards' dtype and the dtype
+            of the gathered parameters.
+        group_size: the number of ranks.
+        page_bytes: the size of a page.
     """
     step = max(1, _START_BYTES // itemsize)
     pieces, end = [], 0
@@ -98,10 +95,8 @@ def plan_layout(
 def tagged_shape(numel: int, tag: int) -> tuple[int, ...]:
     """Return a shape with `numel` elements that encodes a tag of `TAG_BITS` bits.
 
-    Groups compare the shapes of every collective before any result is written. Units of equal size
-    would look alike in that comparison. Because the shape encodes the unit, the comparison fails if
-    a rank gathers a different unit from the other ranks. The error names that rank, at no
-    additional cost.
+    Groups compare the shapes that ranks pass to a collective. A tag makes this comparison fail if a
+    rank gathers a different unit, even if the units have equal sizes.
     """
     bits = [1 + (tag >> bit & 1) for bit in range(TAG_BITS)]
     rest, odd = divmod(numel, math.prod(bits))

@@ -4,8 +4,8 @@
     a parameter of a unit, shard or leaf      its member
     the gradient of a shard                   True, for functions that see only gradients
 
-The mark is an attribute so that `copy.deepcopy` of a model reaches the unit, which refuses to be
-copied. With a separate table, the copy would share the original's memory.
+Because the mark is an attribute, `copy.deepcopy` of a model reaches the unit, which refuses to be
+copied.
 """
 
 from __future__ import annotations

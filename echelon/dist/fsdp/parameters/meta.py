@@ -15,20 +15,20 @@ def make_real(
     device: torch.device | str | None,
     init: Callable[[nn.Module], Any] | None,
 ) -> None:
-    """Allocate and initialise a unit's parameters and buffers that are on the meta device.
+    """Allocate and initialize a unit's parameters and buffers that are on the meta device.
 
-    Each parameter remains the same Python object. So ties to modules of other units, optimizers
-    created earlier, and the parameter's attributes remain valid.
+    Each parameter remains the same Python object, so tied parameters and existing optimizers remain
+    valid.
 
     Args:
-        parts: the unit's modules with their paths; modules of inner units are already allocated.
+        parts: the unit's modules with their paths.
         ignored: the `id()` of each parameter to leave unchanged.
         device: where to allocate the parameters and buffers; None means the CPU.
-        init: called with each module that has meta parameters, after the module's own
-            `reset_parameters()`, if any.
+        init: a function that is called with each module that has meta parameters, after the
+            module's own `reset_parameters()`.
 
     Raises:
-        ValueError: a module cannot initialise its parameters or buffers.
+        ValueError: a module cannot initialize its parameters or buffers.
     """
     target = torch.device("cpu") if device is None else torch.device(device)
     touched = [(path, module) for path, module in parts if _is_on_meta(module, ignored)]

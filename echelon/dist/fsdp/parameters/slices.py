@@ -1,9 +1,7 @@
 """Mark a parameter as a slice if tensor parallelism has divided it along one dim.
 
-A rank's parameter is then an equal part of the whole parameter. Code that depends on whole shapes
-and positions (checkpoints, whole state dicts) reads the part's position from its mark. The mark is
-an attribute of the parameter, like the marks in `marks.py`, and is copied from a parameter to its
-leaf.
+A slice is one of several equal parts of a whole parameter. Code that needs whole shapes, such as
+checkpoints, reads the position of a slice from its mark. The mark is an attribute of the parameter.
 """
 
 from __future__ import annotations
@@ -22,10 +20,10 @@ class Slice:
     """One of several equal parts of a tensor.
 
     Attributes:
-        shape: shape of the whole tensor.
+        shape: the shape of the whole tensor.
         dim: the dim along which the tensor is divided.
-        index: index of this part.
-        count: number of parts.
+        index: the index of this part.
+        count: the number of parts.
     """
 
     shape: tuple[int, ...]
@@ -41,7 +39,7 @@ class Slice:
         return tuple(shape)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this part of the whole tensor, as a view."""
+        """Return a view of this part of a whole tensor."""
         length = self.shape[self.dim] // self.count
         return whole.narrow(self.dim, self.index * length, length)
 

@@ -20,17 +20,16 @@ _owners: weakref.WeakKeyDictionary[Flat, weakref.ref[Unit]] = weakref.WeakKeyDic
 
 
 class Unit:
-    """Modules whose parameters are gathered and released together, as the order decides.
+    """A set of modules whose parameters are gathered and released together.
 
     Args:
         number: the unit's number within its group.
-        near: the ranks among which the unit is gathered again for the backward; None means all
-            ranks.
+        near: the neighbouring ranks that gather the unit again for backward; None means all ranks.
         reshard: whether the unit is released after forward.
-        depth: how many units ahead of this one are gathered while it computes.
+        depth: how many units are gathered ahead while this unit computes.
 
     Attributes:
-        entry: the order's record of the unit: its state, its calls, and whether it is held.
+        entry: the order's record of the unit.
         borrowed: units that own parameters that this unit also uses.
     """
 
@@ -78,12 +77,12 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """The module's path, for messages; known once an outer module is sharded too."""
+        """The module's path in the outermost sharded module, for messages."""
         return self.entry.name
 
     @property
     def state(self) -> State:
-        """The state of the unit: which parameters are in memory."""
+        """Which of the unit's parameters are in memory."""
         return self.entry.state
 
     def borrow(self, owners: Sequence[Unit]) -> None:
@@ -96,13 +95,13 @@ class Unit:
     def move(
         self, group: ProcessGroup, number: int, flat_numbers: Sequence[int], memory: Memory
     ) -> None:
-        """Divide the unit among another group's ranks; its values are undefined afterwards.
+        """Divide the unit among the ranks of another group. All values become undefined.
 
         Args:
             group: the ranks to divide the unit among.
-            number: the unit's number within that group.
-            flat_numbers: the numbers of its flats within that group.
-            memory: the memory that all flats of that group share.
+            number: the unit's number within the new group.
+            flat_numbers: the numbers of the unit's flats within the new group.
+            memory: the memory that all flats of the new group share.
         """
         assert self.near is None, self
         for flat, its_number in zip(self.flats, flat_numbers, strict=True):
@@ -113,12 +112,12 @@ class Unit:
         self.entry.outer, self.entry.sync = old.outer, old.sync
 
     def borrow_again(self) -> None:
-        """Record the borrowed parameters in the entries of units that have all been moved."""
+        """Record the borrowed parameters again, after all units have been moved."""
         owners, self.borrowed = self.borrowed, []
         self.borrow(owners)
 
     def __deepcopy__(self, memo: object) -> Unit:
-        """Refuse to copy, because a copy would share the original's collectives and memory."""
+        """Raise an error, because a copy would share the original's memory."""
         raise ValueError(
             "a sharded model cannot be copied. Copy the model before fully_shard and shard the "
             "copy too; for a moving average, keep clones of model.parameters(), which are the "
@@ -127,7 +126,7 @@ class Unit:
 
     @property
     def device(self) -> torch.device:
-        """The device on which the unit is gathered; the host if it has no parameters."""
+        """The device on which the unit is gathered; the CPU for a unit without parameters."""
         return self.flats[0].device if self.flats else torch.device("cpu")
 
     @property
@@ -152,7 +151,7 @@ class Unit:
     # ---- parameters ----
 
     def start_gather(self, near: ProcessGroup | None = None) -> None:
-        """Start gathering the unit; if the `near` ranks kept a part, gather only among those ranks.
+        """Start gathering the unit, among neighbouring ranks if they have kept parts of it.
 
         Raises:
             ValueError: a shard was converted or moved.
@@ -192,7 +191,7 @@ class Unit:
         )
 
     def release(self, near: ProcessGroup | None = None) -> None:
-        """Release the gathered parameters' memory, except the part that is kept for `near`."""
+        """Release the gathered parameters, except for the part kept for neighbouring ranks."""
         for flat in self.flats:
             flat.release(near)
             flat.show_shards()
@@ -208,7 +207,7 @@ class Unit:
         return any(flat.number % (1 << TAG_BITS) == tag for flat in self.flats)
 
     def has_gradients(self) -> bool:
-        """Return whether autograd left gradients that have not been reduced."""
+        """Return whether the unit has gradients that have not been reduced."""
         return any(member.has_gradient for member in self.members)
 
     def check_step(self) -> None:

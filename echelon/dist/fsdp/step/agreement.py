@@ -1,8 +1,8 @@
 """Make the ranks agree on a new unit's settings and on the existing units.
 
-The order of collectives follows from the units' settings, so the settings must be equal on all
-ranks. The default budget follows from the existing units. The garbage collector runs at different
-times on different ranks, so a unit is counted until all ranks have deleted it.
+The units' settings determine the order of collectives, so they must be equal on all ranks. A unit
+counts as existing until all ranks have deleted it, because the garbage collector runs at different
+times on different ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from echelon.dist.group import ProcessGroup
 
 
 def check_settings(driver: Driver, title: str, settings: dict[str, Any]) -> None:
-    """Check that all ranks create the next unit with the same settings. Collective; blocks.
+    """Check that all ranks create the next unit with the same settings. Collective.
 
     Args:
         driver: the unit's driver.

@@ -1,12 +1,10 @@
 """Carry out the order's decisions for the units of one group.
 
 Each group over which units are sharded has one driver. The driver reports events to `order.Order`
-and carries out the returned actions: it starts collectives, waits for them, and allocates and
-releases the units' memory. Gradients are reduced in a separate group, so that gathers and
-reductions never wait for each other.
+and carries out the actions that the order returns. Gradients are reduced in a separate group, so
+that gathers and reductions never wait for each other.
 
-The driver exists as long as its group. It has only weak references to units and to the memory that
-they share, so deleting a model frees both.
+The driver has only weak references to the units and their memory, so deleting a model frees them.
 """
 
 from __future__ import annotations
@@ -45,10 +43,9 @@ def driver_of(unit: Unit) -> Driver:
 
 
 class _Run:
-    """An object held only by the callback in autograd's engine, so it lives as long as the run.
+    """An object that lives as long as an autograd run.
 
-    If an exception stops the engine, the callback and this object are dropped, and the driver
-    detects the failed step.
+    If an exception ends the run, deleting this object reports the failure to the driver.
     """
 
     def __init__(self, ends: Callable[[], None]) -> None:
@@ -60,18 +57,16 @@ class _Run:
 
 
 class Driver:
-    """The driver of one group's units. Not thread-safe: only one thread at a time may run a step.
+    """The driver of one group's units. Only one thread at a time may run a step.
 
     Attributes:
         group: the group for gathers.
         reducing: a group of the same ranks, for reductions.
         replicas: the ranks that hold the same chunk as this rank, or None.
-        order: decides what to gather, release and reduce, and when.
+        order: the order, which decides what to gather, release and reduce.
         units: the units, keyed by number.
-        sizes: the sizes of the units, keyed by number, including some deleted units.
-        hashes: two running hashes, one of the gathers and one of the reductions, each in the order
-            in which they were issued. The hashes are separate because the interleaving of gathers
-            and reductions may depend on which parameters a rank used.
+        sizes: the sizes of the units, keyed by number. Some of these units may be deleted.
+        hashes: a running hash of the gathers, and a running hash of the reductions.
     """
 
     def __init__(self, group: ProcessGroup, replicas: ProcessGroup | None) -> None:
@@ -102,7 +97,7 @@ class Driver:
         _drivers[unit] = weakref.ref(self)
 
     def measure(self, unit: Unit) -> None:
-        """Include a unit in the budget, now that its contents are known."""
+        """Include a unit in the budget."""
         entry = unit.entry
         self.sizes[unit.number] = Size(
             entry.num_bytes, entry.gradient_bytes, entry.depth, entry.outer
@@ -117,7 +112,7 @@ class Driver:
 
     @property
     def memory(self) -> Memory:
-        """The memory that the units share; it exists as long as any unit exists."""
+        """The memory that the units share, which exists as long as any unit does."""
         memory = None if self._memory is None else self._memory()
         if memory is None:
             memory = Memory(lambda: self.order.budget.third)
@@ -134,7 +129,7 @@ class Driver:
         return self._num_flats - 1
 
     def near(self, size: int) -> ProcessGroup:
-        """Return this rank's group of `size` neighbouring ranks. Collective if the group is new."""
+        """Return this rank's group of `size` neighbouring ranks. Collective at the first call."""
         if size not in self._near:
             color = self.group.rank // size
             name = f"{self.group.name}/near{size}"
@@ -144,9 +139,8 @@ class Driver:
     def prepare(self, device: torch.device) -> None:
         """Make every group create its device communicators now. Collective.
 
-        A group creates its communicator at its first operation on a device. In the middle of a
-        step, this would allocate memory and could wait for kernels that are themselves waiting for
-        a late peer.
+        Without this call, a group would create its communicator in the middle of a step, which
+        could block.
         """
         for group in self.groups():
             if device.type != "cpu" and group.size > 1 and (group, device) not in self._prepared:
@@ -207,7 +201,7 @@ class Driver:
             self._do(self.order.gradient_arrives(unit.entry, member))
 
     def inputs_have_gradients(self, unit: Unit, call: int) -> None:
-        """Release and reduce a unit if the inputs of its last call have their gradients."""
+        """Release and reduce a unit once the inputs of its last call have gradients."""
         with self._failing():
             self._enter_backward()
             self._do(self.order.inputs_have_gradients(unit.entry, call))
@@ -272,7 +266,7 @@ class Driver:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """If the block raises an exception, report the failure to the order."""
+        """Report any exception in the block to the order, and re-raise it."""
         try:
             yield
         except BaseException:
@@ -346,14 +340,14 @@ class Driver:
         return self._reducer
 
     def _note(self, what: str, number: int) -> None:
-        """Add a gather to the hash of the gathers, or a reduction to the hash of the reductions."""
+        """Add a gather or a reduction to its running hash."""
         self.hashes[what] = zlib.crc32(f"{what} {number}".encode(), self.hashes[what])
 
     # ---- errors ----
 
     @contextlib.contextmanager
     def _explaining(self, doing: str) -> Iterator[None]:
-        """Replace shapes in an error message with the names of the units that they identify."""
+        """Replace tagged shapes in an error message with the names of units."""
         try:
             yield
         except CollectiveError as err:

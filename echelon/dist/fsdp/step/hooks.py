@@ -1,7 +1,6 @@
 """Connect a unit's modules and autograd to the unit's driver with hooks.
 
-The hooks run outside compiled code, so that a compiled block sees gathered parameters as plain
-tensors.
+The hooks run outside compiled code. A compiled block sees gathered parameters as plain tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _hooks: weakref.WeakKeyDictionary[Unit, weakref.ref[_ModuleHooks]] = weakref.Wea
 
 
 def install(unit: Unit, modules: Sequence[nn.Module]) -> None:
-    """Install hooks on a unit's modules and parameters; the unit must have a driver."""
+    """Install hooks on a unit's modules and parameters."""
     hooks = _ModuleHooks(unit)
     _hooks[unit] = weakref.ref(hooks)  # the modules' hooks own it
     before = uncompiled(hooks.before)
@@ -43,7 +42,7 @@ def install(unit: Unit, modules: Sequence[nn.Module]) -> None:
 
 
 def follow_move(unit: Unit) -> None:
-    """Make a unit's hooks report to the driver to which the unit has been moved."""
+    """Make a unit's hooks report to the unit's new driver."""
     hooks = _hooks[unit]()
     assert hooks is not None, unit
     hooks.follow_move()
@@ -133,7 +132,7 @@ class _ModuleHooks:
         self._inputs: list[weakref.ref[torch.Tensor]] = []  # those that are watched
 
     def follow_move(self) -> None:
-        """Report to the unit's new driver, and forget the forward that the move interrupted."""
+        """Report to the unit's new driver, and forget any unfinished forward."""
         self._driver = driver_of(self._unit)
         self._ran.clear()
         self._call, self._inputs = None, []
@@ -162,12 +161,11 @@ class _ModuleHooks:
         return output
 
     def _detached_from_unit(self, output: Any) -> Any:
-        """Return outputs that are not inputs and do not share memory with parameters.
+        """Return new tensors for outputs that are inputs or share memory with parameters.
 
-        A unit may return an input unchanged (a dropped layer). The gradient of an output shows that
-        the unit's backward is beginning, and the gradient of an input shows that it is over, so the
-        two must be different tensors. In addition, an output that views a parameter would be read
-        after the parameter's memory is released.
+        If an input were returned unchanged, its gradient could mark the beginning or the end of the
+        unit's backward. If an output shared a parameter's memory, that memory could be released too
+        early.
         """
         inputs = {id(tensor) for ref in self._inputs if (tensor := ref()) is not None}
 
@@ -211,17 +209,14 @@ class _ModuleHooks:
 
 
 def _trains(args: Any, kwargs: Any) -> bool:
-    """Return whether a backward may follow.
-
-    In a reentrant checkpoint, a backward may follow even without a graph.
-    """
+    """Return whether a backward may follow, with or without a graph."""
     return torch.is_grad_enabled() or any(
         tensor.requires_grad for tensor in tensors_in((args, kwargs))
     )
 
 
 def _watch(value: Any, told: Callable[[], None]) -> bool:
-    """Call `told` when any tensor in a value gets its gradient; return whether that can happen."""
+    """Call `told` when any tensor in a value gets a gradient; return False if none can get one."""
 
     def hook(gradient: torch.Tensor) -> None:  # noqa: ARG001
         told()
@@ -235,7 +230,7 @@ def _watch(value: Any, told: Callable[[], None]) -> bool:
 
 
 class _Told:
-    """A callback that reports once per backward that the inputs of a call have their gradients."""
+    """A callback that runs once per backward, when the inputs of a call have gradients."""
 
     def __init__(self, tell: Callable[[], None]) -> None:
         self._tell = tell
@@ -252,10 +247,9 @@ class _Told:
 
 
 def _watch_all(tensors: Iterable[torch.Tensor], told: Callable[[], None]) -> bool:
-    """Call `told` when all of these tensors have gradients; return whether any can get a gradient.
+    """Call `told` when all tensors have gradients; return False if none can get a gradient.
 
-    Some tensors may get their gradients long before the others; the gradient of a skip connection,
-    for example, is available at once. Tensors that the unit does not use are ignored.
+    Tensors that the unit does not use are ignored.
     """
     watched = [tensor for tensor in tensors if tensor.requires_grad]
 
@@ -270,11 +264,10 @@ def _watch_all(tensors: Iterable[torch.Tensor], told: Callable[[], None]) -> boo
 
 
 def _inner(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view whose gradient holds only this unit's contribution to the tensor's gradient.
+    """Return a view of a tensor; the view's gradient comes from this unit alone.
 
     The view's gradient is complete when the unit's backward is complete. The tensor's own gradient
-    would not show this, because it also has contributions from other units, and because the
-    gradient of a leaf is processed as soon as it is ready.
+    may include contributions from other units.
     """
     return tensor.view_as(tensor) if tensor.requires_grad else tensor
 

@@ -1,7 +1,4 @@
-"""Find the tensors in a module's arguments and results.
-
-They may be nested in tuples, lists, dicts and dataclasses.
-"""
+"""Find the tensors in nested tuples, lists, dicts and dataclasses."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply a function to every tensor in a nested value, and return the resulting value."""
+    """Return a copy of a nested value in which a function has been applied to every tensor."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if not any(True for _ in tensors_in(value)):

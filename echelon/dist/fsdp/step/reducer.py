@@ -1,9 +1,8 @@
-"""Run all reductions of one backward concurrently, followed by an exchange among the ranks.
+"""Run all reductions of one backward concurrently.
 
-At the end of the backward, every rank publishes a hash of the order in which it gathered and
-reduced units, and the parameters for which it had gradients. If a rank's order differs, an error
-names that rank. A parameter that has no gradient on any rank keeps its `.grad`, so the optimizer
-skips it.
+At the end of the backward, the ranks compare hashes of the order in which they gathered and reduced
+units, and an error names a rank that differs. The ranks also exchange which parameters have
+gradients. If no rank has a gradient for a parameter, the parameter's `.grad` is left unchanged.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from echelon.errors import CollectiveMismatchError
 
 
 class Reducer:
-    """The reductions of units; all ranks must call `start` in the same order.
+    """The reductions of one backward. All ranks must call `start` in the same order.
 
     Args:
         pool: the source of buffers.
         group: the group that reduces.
         replicas: the ranks that hold the same chunk as this rank, or None.
-        note: called with "reduce" and a flat's number for each reduction that begins.
+        note: a function that is called as `note("reduce", flat_number)` when a reduction begins.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Reducer:
             self._all.append(reduction)
 
     def finish_first(self, unit: Unit) -> None:
-        """Block until the reductions of a unit and all earlier reductions are complete.
+        """Block until a unit's reductions and all earlier reductions are complete.
 
         Raises:
             CollectiveError: a rank was lost or did not join.
@@ -82,7 +81,7 @@ class Reducer:
         """Wait for all reductions and set the shards' gradients.
 
         Args:
-            hashes: the hashes of the order in which this rank gathered and reduced units.
+            hashes: this rank's running hashes of gathers and reductions.
 
         Raises:
             CollectiveMismatchError: a rank gathered or reduced units in a different order.

@@ -4,10 +4,8 @@
               (pooled, in the dtype of the reduction)        --all_reduce over the replicas-->
               --> shard.grad
 
-The buffer always has its full size, with zeros for gradients that this rank does not have, so ranks
-that did not use a parameter stay in step with the others. The exchange at the end of the backward
-(`reducer.py`) determines which parameters received a gradient on any rank; the `.grad` of all other
-parameters is unchanged, as in a single-process program.
+The buffer always has its full size. Gradients that this rank does not have are zeros in the buffer,
+so that all ranks reduce the same amount of data.
 """
 
 from __future__ import annotations
@@ -49,9 +47,8 @@ class Reduction:
     def collect(self, member: Member) -> None:
         """Copy a gradient into the buffer and free it.
 
-        A small gradient that arrives first stays in `.grad`. Otherwise the buffer might be held for
-        a long time: the gradient of a normalization layer, for example, can arrive long before the
-        others.
+        If the first gradient is small, it stays in `.grad` for the time being, and no buffer is
+        taken.
         """
         gradient = member.leaf.grad
         assert gradient is not None, member.name
@@ -64,7 +61,7 @@ class Reduction:
         self._copy(member, gradient)
 
     def start(self) -> None:
-        """Collect gradients left in `.grad`, fill in zeros for missing ones, and start reducing."""
+        """Collect the remaining gradients, set missing gradients to zero, and start reducing."""
         for member in self.flat.members:
             if member.aside is not None:
                 member.set_aside()
@@ -87,11 +84,11 @@ class Reduction:
         )
 
     def cross(self) -> None:
-        """Block until the sum over this group is complete, then start the sum over the replicas.
+        """Wait for the sum over this group, and then start the sum over the replicas.
 
-        [Note: launches of two levels] The second sum starts at a point that depends only on the
-        order of reductions, never on whether the first sum happens to be complete. Device libraries
-        require all ranks to launch the collectives of several communicators in the same order.
+        [Note: launches of two levels] Device libraries require all ranks to launch the collectives
+        of several communicators in the same order. The start of the second sum therefore depends
+        only on the order of reductions, not on timing.
         """
         if self._replicas is None or self._is_across or self._work is None:
             return
@@ -101,7 +98,7 @@ class Reduction:
         self._work = self._replicas.all_reduce(self._sums, op="sum", async_op=True)
 
     def advance(self, *, block: bool) -> bool:
-        """Advance as far as possible without blocking; if `block` is set, complete the reduction.
+        """Advance as far as possible, or complete the reduction if `block` is set.
 
         Return whether the reduction is complete.
         """
@@ -125,7 +122,7 @@ class Reduction:
             self._buffer = None
 
     def settle(self, present: set[Member]) -> None:
-        """Set the `.grad` of the shards whose gradients arrived on any rank."""
+        """Set the `.grad` of each shard for which any rank has a gradient."""
         if self._sums is None:
             return  # done already
         sums, self._sums = self._sums, None
