@@ -110,7 +110,7 @@ def owner_uids(connections: Iterable[Ends]) -> dict[Ends, int]:
 
 
 def _owners(table: Path, wanted: Mapping[tuple[str, str], Ends]) -> dict[Ends, int]:
-    """Return the uids of those wanted connections that one table lists as established."""
+    """Return the uids of the wanted connections that one table lists as established."""
     try:
         text = table.read_text(encoding="ascii")
     except OSError:

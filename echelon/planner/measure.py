@@ -37,7 +37,7 @@ _MEMORY_NUMBERS = 1 << 23
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure on all ranks; rank 0 writes the result to a file. Return 0."""
+    """Measure on all ranks, and write the result to a file on rank 0. Return 0."""
     parser = argparse.ArgumentParser(prog="python -m echelon.planner.measure")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     args = parser.parse_args(argv)

@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def measure(world: ProcessGroup, rounds: Sequence[Sequence[Pair]]) -> dict[str, Any]:
-    """Measure, and return all ranks' results; each pair is [rank, rank, s, bytes/s]. Collective."""
+    """Measure the links; return all ranks' results, with [rank, rank, s, bytes/s] per pair."""
     if world.size == 1:
         return {"error": "a single rank has no links: start more ranks with --nproc-per-node"}
     latency_s, bytes_per_s = _middles(world, world)

@@ -89,7 +89,7 @@ def override(values: dict[str, Any], name: str, value: Any) -> None:
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested dicts in which the values of `above` replace those of `below`.
+    """Return nested dicts in which the values of `above` replace the values of `below`.
 
     Example:
         >>> merged({"training": {"lr": 0.1, "steps": 9}}, {"training": {"lr": 0.2}})

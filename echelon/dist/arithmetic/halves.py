@@ -20,7 +20,7 @@ _BFLOAT16_NAN = 0x7FC0
 
 
 def widen(out: Float32s, part: Flat, dtype: str) -> None:
-    """Convert 16-bit floats to float32 and write them into `out`, which has the same length."""
+    """Convert 16-bit floats to float32, and store the result in `out` of the same length."""
     torch = _torch(part)
     if torch is None:
         np.copyto(out, widen_slowly(part, dtype))
@@ -29,7 +29,7 @@ def widen(out: Float32s, part: Flat, dtype: str) -> None:
 
 
 def narrow(out: Flat, total: Float32s, dtype: str) -> None:
-    """Round float32 values to 16-bit floats; write them into `out`, which has the same length."""
+    """Round float32 values to 16-bit floats, and store the result in `out` of the same length."""
     torch = _torch(total)
     if torch is None:
         narrow_slowly(out, total, dtype)
@@ -47,7 +47,7 @@ def widen_slowly(part: Flat, dtype: str) -> Float32s:
 
 
 def narrow_slowly(out: Flat, total: Float32s, dtype: str) -> None:
-    """Round float32 values to 16-bit floats and write them into `out`, using NumPy."""
+    """Round float32 values to 16-bit floats, and store the result in `out`, using NumPy."""
     if dtype == "float16":
         with np.errstate(over="ignore"):
             np.copyto(out, total, casting="same_kind")

@@ -52,8 +52,8 @@ def tree_total(sums: torch.Tensor) -> torch.Tensor:
 class PartialBlocks:
     """Block sums of one parameter that is split across ranks.
 
-    Each rank's message is zero where other ranks have values. So the sum of all ranks' messages, in
-    any order, contains every value exactly.
+    Each rank writes its values into a message that is zero elsewhere. The sum of all messages
+    therefore contains every value exactly.
 
     Args:
         numel: number of elements of the whole parameter.

@@ -46,7 +46,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One rank's numbers, from `start` to `stop` - 1, out of 0 to `total` - 1. May be empty.
+    """A rank's run of numbers, from `start` to `stop` - 1, which may be empty.
 
     Raises:
         ValueError: the numbers are not in order.

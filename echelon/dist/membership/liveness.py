@@ -160,7 +160,7 @@ class Liveness:
         return self._heard_or(operation, error, _HEARSAY_S)
 
     def hear(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return another rank's verdict if its failure ended the operation, or else `error`."""
+        """Return the verdict of another rank whose failure ended the operation, or else `error`."""
         wait_s = _HEARSAY_S if self._board is None else _VERDICT_S
         return self._heard_or(operation, error, wait_s)
 

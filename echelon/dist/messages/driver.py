@@ -72,7 +72,7 @@ class Streams(Interface):
         """Interrupt another thread's current or next `wait`."""
 
     def close(self) -> None:
-        """Release all resources. Called by the driver's thread or by the thread that closes it."""
+        """Release all resources. Called by the driver, or by the thread that closes the driver."""
 
 
 Lost = Callable[[int, str], BaseException]

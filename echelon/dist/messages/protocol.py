@@ -37,7 +37,7 @@ Mismatch = Callable[[Transfer, str], BaseException]
 
 @dataclass(slots=True)
 class _Frame:
-    """An outgoing frame; `ends` is called once the frame is written."""
+    """An outgoing frame; `ends` is called once the frame has been written."""
 
     views: list[memoryview]
     ends: Transfer | None = None
@@ -72,7 +72,7 @@ class Protocol:
     """
 
     def __init__(self, size: int, mismatch: Mismatch) -> None:
-        """Create the state; `mismatch(receive, sent)` creates the error if they differ."""
+        """Create the state; `mismatch(receive, sent)` creates the error for a mismatch."""
         self._num_peers = size - 1
         self._mismatch = mismatch
         self._matcher = Matcher()

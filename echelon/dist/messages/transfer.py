@@ -117,7 +117,7 @@ class Transfer(Outcome):
             self.check_with(self.watch)
 
     def check_with(self, watch: Watch) -> None:
-        """Check a watch, allowing for a rank that has exited but whose message is unread."""
+        """Check a watch, but ignore the death of a rank whose message has not been read yet."""
         if self.operation.peer == ANY_SOURCE:
             watch.check(None)
         else:

@@ -132,7 +132,7 @@ def view(array: Any, name: str, *, writable: bool) -> View:
 
     Args:
         array: the caller's array, of any shape.
-        name: the name of the argument, for the error.
+        name: the name of the argument, for error messages.
         writable: whether the result of an operation is stored in the array.
 
     Raises:

@@ -29,8 +29,8 @@ def check_reduce_op(op: str, dtype: str) -> str:
     """Check that a reduction is defined on a dtype.
 
     Returns:
-        The reduction that engines carry out: for bool, "max" for sum, max and bor, and "min" for
-        prod, min and band; otherwise `op` itself.
+        The reduction that engines carry out. For bool, sum, max and bor become "max", and prod, min
+        and band become "min". For other dtypes, the reduction is `op`.
 
     Raises:
         ValueError: the reduction is unknown, or is not defined on the dtype.
@@ -113,7 +113,7 @@ def check_overlap(
 
 
 def _shared_starts(a: View, b: View) -> tuple[int, int] | None:
-    """Return the start addresses of both arrays if they share memory, and otherwise None."""
+    """Return the start addresses of both arrays if they share memory, or None."""
     if a.device == "cpu" and not np.may_share_memory(a.data, b.data):  # bounds only: it is fast
         return None
     starts = [_address(a), _address(b)]
@@ -133,8 +133,8 @@ def check_splits(name: str, splits: Sequence[int] | None, data: View, size: int)
     """Check the splits of an array; return the number of elements for each rank.
 
     Args:
-        name: the name of the argument, for the error.
-        splits: number of rows (dim 0) for each rank; None means equal parts.
+        name: the name of the argument, for error messages. splits: number of rows (dim 0) for each
+        rank; None means equal parts.
 
     Raises:
         ValueError: `splits` is not one integer >= 0 per rank, or does not add up to the number of

@@ -97,7 +97,7 @@ class Operation:
 
     @property
     def head(self) -> bytes:
-        """The bytes that the ranks of a collective compare: its number (8 bytes) and its call."""
+        """The bytes that the ranks of a collective compare: the number (8 bytes) and the call."""
         return self.sequence.to_bytes(8, "little") + self.call
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ class Operation:
 def encode_dtype(dtype: str, num_bytes: int) -> bytes:
     """Encode a dtype's name in at most `num_bytes` bytes.
 
-    A longer name is truncated and ends in a checksum, so that different names remain different.
+    A longer name is shortened and ends in a checksum, so that different names remain different.
     """
     name = dtype.encode()
     if len(name) <= num_bytes:

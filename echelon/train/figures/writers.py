@@ -37,7 +37,7 @@ class Writer(Protocol):
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         """Write the finite figures of a step.
 
-        If this fails, the error is reported once and the writer is dropped.
+        If the method fails, the error is reported once and the writer is dropped.
         """
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Compute the gradient norm with the same bits on any number of ranks, replicated or sharded."""
+"""Compute the same gradient norm, bit for bit, on any number of ranks."""
 
 from __future__ import annotations
 

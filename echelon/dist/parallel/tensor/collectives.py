@@ -1,8 +1,8 @@
 """Provide differentiable collectives to enter and leave the divided part of a model.
 
 Outside the divided part, every rank has the same features or, with `sequence`, an equal part of
-each sequence. Each function runs one collective in forward. In backward, it runs the collective
-that gives every rank the gradient of its input:
+each sequence. Each function runs one collective in forward. In backward, the function runs the
+collective that gives every rank the gradient of its input:
 
     enter               identity                    backward: all_reduce
     enter, sequence     all_gather of positions     backward: reduce_scatter
@@ -51,7 +51,7 @@ def leave(x: Tensor, group: ProcessGroup, *, sequence: bool) -> Tensor:
 
 @uncompiled_call
 def gather(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """Concatenate all ranks' parts along a dim. All ranks then have the same values."""
+    """Concatenate all ranks' parts along a dim. All ranks receive the same values."""
     return cast(Tensor, _Gather.apply(x, group, dim))  # type: ignore[no-untyped-call]
 
 

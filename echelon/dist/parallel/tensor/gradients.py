@@ -18,7 +18,7 @@ class SharedGradients:
 
     Args:
         undivided: the undivided parameters of the whole model.
-        held: the tensors whose `.grad` this rank's optimizer uses: shards, if there are any.
+        held: the parameters or shards whose `.grad` this rank's optimizer uses.
         group: the ranks that hold the same parameters.
     """
 
@@ -42,7 +42,7 @@ class SharedGradients:
                     parameter.grad = None
 
     def drop(self) -> None:
-        """Discard the gradients of a failed step, and restore those that were set aside."""
+        """Discard the gradients of a failed step, and restore the gradients set aside."""
         if self._group.size > 1:
             for parameter in self.parameters:
                 parameter.grad = self._kept.pop(id(parameter), None)

@@ -98,7 +98,7 @@ def shared_with(stage: nn.Module) -> Sequence[Sequence[str]]:
     """Return the parameters that a stage shares with other stages of its `split`.
 
     Returns:
-        For each such parameter, every place that uses it, as `stage:name`.
+        For each shared parameter, all places where it is used, as `stage:name`.
     """
     return _shared.get(stage, ())
 

@@ -172,7 +172,7 @@ class _Clock:
 
 
 def _peaks(slots: list[Slot], costs: Costs) -> tuple[int, float]:
-    """Return the maximum number of activations, and of their bytes, that a rank holds at once."""
+    """Return the maximum numbers of activations and of bytes that a rank holds at once."""
     count = most = 0
     held = most_held = 0.0
     for slot in slots:

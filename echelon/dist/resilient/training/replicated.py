@@ -187,7 +187,7 @@ class Training(Generic[_T]):
         return {"kept": self._kept, "finished": self._finished}
 
     def _agree(self, epoch: Epoch, rows: list[dict[str, Any]]) -> tuple[int, bool]:  # noqa: ARG002 -- of sharded models
-        """Go back to the step from which all ranks continue; return it and whether it repeats."""
+        """Go back to the common step; return its number and whether the step is repeated."""
         target = min(int(row["finished"]) for row in rows)
         repeats = any(row["kept"] == target for row in rows) and target < self._total
         self._settle(target)

@@ -66,7 +66,7 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
 
 
 class _Reader:
-    """The keys of a config.json, with a record of which of them have been read."""
+    """The keys of a config.json, with a record of the keys that have been read."""
 
     def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
         self.path = path
@@ -120,7 +120,7 @@ class _Reader:
             )
 
     def notes(self) -> list[str]:
-        """Return the notes about the config that the caller should show."""
+        """Return notes about the config, which the caller should show to the user."""
         dropouts = [key for key in sorted(_DROPOUTS) if self._content.get(key, 0) != 0]
         if not dropouts:
             return []

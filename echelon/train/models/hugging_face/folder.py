@@ -120,7 +120,7 @@ class HuggingFaceFolder:
     # ---- contents ----
 
     def _open(self) -> dict[str, SafetensorsFile]:
-        """Open all files, and return the file that holds each of the folder's tensors."""
+        """Open all files; return the file of each tensor in the folder."""
         listed = {} if (self.path / SINGLE).exists() else self._read_index()
         places: dict[str, SafetensorsFile] = {}
         for name in sorted(set(listed.values())) or [SINGLE]:

@@ -195,7 +195,7 @@ def _stored(tensor: Tensor) -> StoredTensor:
 
 
 class _Writer:
-    """A converter from echelon's tensors to those of `transformers`, one at a time."""
+    """A converter that produces the tensors of `transformers` one at a time."""
 
     def __init__(
         self,

@@ -70,7 +70,7 @@ class Routes:
 
 
 class Exchange:
-    """The exchange of one step; a new one is created for each step.
+    """The exchange between stages in one step.
 
     Args:
         group: the pipeline's ranks.

@@ -54,7 +54,7 @@ class Incoming:
 
     Args:
         link: the link to the peer.
-        order: the things that the peer sends in this step, in the order in which it sends them.
+        order: the things that the peer sends in this step, in sending order.
         device: the device of the data.
     """
 
@@ -72,7 +72,7 @@ class Incoming:
         self._expected: dict[Thing, Tensors] = {}
 
     def want(self, thing: Thing) -> None:
-        """Allow receives up to the given result, and post those that can already be posted."""
+        """Allow receives up to the given result, and post all receives that are possible now."""
         if self._place[thing] >= self._num_wanted:
             self._num_wanted = self._place[thing] + 1
             self.advance()

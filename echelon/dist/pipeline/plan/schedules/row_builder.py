@@ -55,7 +55,7 @@ class RowBuilder:
         self.actions.append(input_grad(stage, microbatch))
 
     def weights(self, stage: int | None = None) -> None:
-        """Append the oldest deferred weight gradients, either of a given stage or of any stage."""
+        """Append the oldest deferred weight gradients, from a given stage or from any stage."""
         owed = next(pair for pair in self._owed if stage in (None, pair[0]))
         self._owed.remove(owed)
         self.actions.append(weight_grad(*owed))
