@@ -1,10 +1,10 @@
 """Run the event loop of one node.
 
 Every node runs one agent. The node that owns the endpoint also hosts the coordinator and the store.
-Most jobs have only this node.
+Most jobs run on a single node.
 
 The agent runs on one thread, except for the gRPC links of multi-node jobs. The guard and the store
-exit with the agent, even if the agent is killed: each of them holds one end of a pipe to the agent.
+exit when the agent exits, even if the agent is killed.
 """
 
 from __future__ import annotations

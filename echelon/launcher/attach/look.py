@@ -42,7 +42,7 @@ class Sighting:
         went_on: the waiting ranks that made progress between the two examinations.
         changed: the ranks whose main thread had moved by the second examination.
         left: the waiting ranks that have left a loop while another rank is still inside it.
-        ended: how each rank that ended between the two examinations ended; "" if unknown.
+        ended: how ranks ended between the two examinations, keyed by rank; "" if unknown.
     """
 
     records: tuple[Record, ...]
@@ -234,8 +234,8 @@ def _went_on(
 ) -> bool:
     """Return whether a rank inside a collective made progress.
 
-    The rank's ring decides if it can. Without a usable ring, the wake-ups of the main thread
-    decide.
+    The answer comes from the rank's ring. Without a usable ring, the main thread's wake-ups are
+    counted.
     """
     host, rank = record.host, record.identity.rank
     if record.has_ring and not record.identity.misses_operations and host.later_recorded >= 0:

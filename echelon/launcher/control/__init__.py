@@ -1,1 +1,1 @@
-"""Connect the agents of a job's nodes: the endpoint, the messages, and the links."""
+"""Connect the agents of a job's nodes to the coordinator."""

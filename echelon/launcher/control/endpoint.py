@@ -28,7 +28,7 @@ _LITERAL_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendezvous:
-    """How the nodes of a job meet."""
+    """The meeting point of a job's nodes."""
 
     host: str  # as others dial it
     port: int

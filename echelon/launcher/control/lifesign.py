@@ -64,7 +64,7 @@ async def is_gone(address: str, port: int) -> bool:
 
 
 def _own_addresses(endpoint: str) -> set[str]:
-    """Find, without sending data, the local addresses from which this machine reaches an endpoint.
+    """Return the local addresses from which this machine reaches an endpoint, without sending data.
 
     Raises:
         OSError: the endpoint's name cannot be resolved.

@@ -414,7 +414,7 @@ class TellStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobShown:
-    """The state of the job for a status client. The next messages are one `Statuses` per node."""
+    """The state of the job for a status client. One `Statuses` message per node follows."""
 
     job_id: str
     phase: str

@@ -1,8 +1,7 @@
 """Provide TLS for the control plane, with the user's own certificates.
 
-TLS keeps messages secret and lets a node authenticate its host before it sends anything. The host
-needs a certificate. If the host also has the CA's certificate, every node must present a
-certificate too.
+TLS keeps messages secret and lets a node authenticate the host. The host needs a certificate. If
+the host also has the CA's certificate, every node must present a certificate too.
 """
 
 from __future__ import annotations

@@ -311,7 +311,11 @@ class Coordinator:
             self._decide(world, decide.LeaveRequested(number))
 
     def _note_ended(self, world: World, ended: Mapping[int, int]) -> None:
-        """Record that several ranks ended at the same time. Each value is an exit code or LOST."""
+        """Record that several ranks ended at the same time.
+
+        Args:
+            ended: the exit code of each rank, or LOST.
+        """
         self._look_at_losses(world)  # the ranks may have continued after an earlier one
         for rank, code in ended.items():
             world.note_ended(rank, None if code == LOST else code)
@@ -324,7 +328,7 @@ class Coordinator:
             self._note_survived(world)
 
     def _note_survived(self, world: World) -> None:
-        """End a stall after a loss that may explain it, because the other ranks continue."""
+        """Treat a stall as over after a rank was lost and the other ranks continue."""
         self._stalls.note_loss()
         if self._hung.is_killing:  # the stall lasts until the last of its ranks has ended
             return
@@ -452,7 +456,7 @@ class Coordinator:
         return True
 
     def _inherit(self, succession: Succession, inherited: Inheritance) -> None:
-        """Take over a job whose host and host's ranks were lost."""
+        """Take over a job after its host was lost."""
         mandate = inherited.mandate
         self._restarts.num_used, self._report.attempts = mandate.restarts, mandate.num_attempts
         self._numbers = max(self._numbers, mandate.attempt + 1)

@@ -6,9 +6,9 @@
        +--all succeeded--> over                     all ended in any phase: over <---------+
 
 After the first failure there is a pause, in which the other ranks can report how they ended. A
-second failure does not extend the pause. The pause ends early once all workers have ended. There is
-one exception: if the first failure was due to a stop signal from outside, a scheduler may be
-signalling every process on a node. In that case the pause runs its full length.
+second failure does not extend the pause. The pause ends early once all workers have ended. It does
+not end early if the first failure was due to a stop signal from outside, because a scheduler may be
+stopping every process on a node.
 
 If a worker is lost and the others continue, the phase does not change. An incident is collected
 after a pause of the same length.

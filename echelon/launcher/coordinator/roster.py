@@ -11,8 +11,9 @@ By default, it takes at most 3 s. Nodes that connect later wait for the next wor
 nodes may wait. Avoided nodes are chosen only if there are too few other nodes.
 
 Ranks are numbered in the order of the nodes. In the first world, nodes with a `--node-rank` come
-first, in that order. Then come the coordinator's node and the other nodes, by host name in natural
-order. In later worlds, nodes keep their places, and a new node takes the place of a lost node.
+first, sorted by that rank. The coordinator's node comes next, followed by the other nodes in the
+natural order of their host names. In later worlds, nodes keep their places, and a new node takes
+the place of a lost node.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ class Roster:
         return self._enough_since_s is None and now_s >= self._opened_s + self._join_timeout_s
 
     def shortage(self) -> str:
-        """Return a sentence about the nodes that have connected, and their number."""
+        """Return a sentence with the number and the names of the connected nodes."""
         came = ", ".join(node.host for node in self._nodes.values()) or "none"
         return (
             f"{len(self._nodes)} of {self._min} required nodes connected within "

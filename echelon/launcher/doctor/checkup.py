@@ -189,7 +189,7 @@ class Host:
         return None
 
     def _compare_clocks(self, node: Member) -> None:
-        """Measure a node's clock offset. The fastest of several exchanges counts.
+        """Measure a node's clock offset in several exchanges, of which only the fastest is used.
 
         The node is assumed to have read its clock in the middle of that exchange.
         """

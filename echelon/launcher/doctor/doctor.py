@@ -51,7 +51,10 @@ _NODES_S = 60.0  # for the other nodes to start their doctors
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0, 1 if something needs attention, or 2 for bad usage."""
+    """Run the command; return the exit code.
+
+    The exit code is 1 if something needs attention, and 2 for bad usage.
+    """
     parser = Parser(prog="echelon doctor", description="Check this machine before a job.")
     parser.add_argument("--version", action="version", version=f"echelon {__version__}")
     parser.add_argument(
@@ -85,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _across(args: argparse.Namespace, pairwise: Pairwise | None) -> Iterator[Check]:
-    """Prepare the checks across nodes. Without an endpoint, there are no such checks.
+    """Prepare the checks across nodes. Without an endpoint, nothing is checked.
 
     Raises:
         ValueError: the options are invalid or incomplete.

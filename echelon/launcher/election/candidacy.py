@@ -20,9 +20,8 @@ class Candidacy:
     """A node's search for a host after the loss of the former host.
 
     Args:
-        lost_term: the lost host's term. A host of an earlier term is not accepted. A host of the
-            same term is accepted only after a while, because some electors notice the loss later
-            and still name the lost host.
+        lost_term: the lost host's term. A host of an earlier term is not accepted, and a host of
+            the same term is accepted only after a delay.
 
     Attributes:
         found: the endpoint and name of the host that was found; None until then.

@@ -3,8 +3,8 @@
 With every heartbeat, an elector promises the host not to vote for another node for a while. This
 promise ends early only if the host's machine shows that the launcher is gone.
 
-An elector votes for only one candidate per term. It rejects a candidate that lacks a change which
-the elector has. Every change in effect is held by a majority, so the winner has all of them.
+An elector votes for only one candidate per term, and rejects a candidate whose mandate is older
+than its own. So an elected host knows every change that took effect.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class _Cut:
         ]
 
     def segments(self) -> Iterator[Segment]:
-        """Yield the segments in order: those before the laps, the laps, and those after them."""
+        """Yield the rank's segments in order."""
         at, run = self._began, self._run
         before = Category.RESTART if self._index else Category.START_UP
         if run.laps:
@@ -220,7 +220,7 @@ def _parts(lap: Lap, left: int, stalled: int, numbering: _Numbering) -> dict[Cat
 
 
 def _without(spent: Spent, stalled: int) -> Spent:
-    """Subtract stalled time from the recorded times, first of all from the time in collectives."""
+    """Subtract stalled time from the recorded times, starting with the time in collectives."""
     left = [spent.waited_ns, spent.checkpoint_ns, spent.data_ns]
     for i, ns in enumerate(left):
         left[i] = max(0, ns - stalled)

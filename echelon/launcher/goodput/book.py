@@ -164,7 +164,10 @@ class Book:
 
 
 def _begin_stall(attempt: Attempt, now: int, lasted_ns: int) -> None:
-    """Record the beginning of a stall: the last sign of progress, at least `lasted_ns` ago."""
+    """Record a stall that began at the last sign of progress.
+
+    The stall has already lasted at least `lasted_ns`.
+    """
     if attempt.stalls and attempt.stalls[-1][1] < 0:
         return
     seen = [run.progress_ns for run in attempt.runs.values() if run.progress_ns is not None]

@@ -16,7 +16,7 @@ class Odometer:
     """The laps of one rank, with timestamps from the rank's own host.
 
     Attributes:
-        unfinished: the known times that the unfinished step has spent so far.
+        unfinished: the times recorded so far for the unfinished step.
         step: the current step; -1 if there is none.
     """
 

@@ -44,7 +44,7 @@ class Writer:
             self._changed.notify_all()
 
     def flush(self, wait_s: float) -> bool:
-        """Wait up to `wait_s` seconds for the facts to be written; return whether all were."""
+        """Wait up to `wait_s` seconds for all facts to be written; return False on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: not (self._next or self._is_busy), wait_s)
 

@@ -110,10 +110,10 @@ class Circumstances:
 def circumstances(incident: Path, ranks: Sequence[int]) -> Circumstances | None:
     """Return the facts about the first rank that failed because of its own error.
 
-    If no rank did, return the facts about the first rank that has a dump.
+    If there is no such rank, return the facts about the first rank that has a dump.
 
     Args:
-        ranks: the culprits. If there is no verdict, all ranks in the order in which they ended.
+        ranks: the culprits or, if there is no verdict, all ranks in the order in which they ended.
     """
     first = None
     for rank in ranks[:_MAX_LOOKED_AT]:

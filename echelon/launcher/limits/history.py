@@ -3,11 +3,11 @@
 A history provides two times:
 
 * `limit_s`: how long an operation may be pending before it is examined. This limit is shorter than
-the stall rule's fixed limit. To avoid false alarms, it needs many samples and keeps a margin above
-both the 99.9th percentile and the longest sample. In a job with uneven durations, the margin grows
-with the ratio between the 99.9th and the 99th percentile (cubed).
+  the stall rule's fixed limit. To avoid false alarms, it needs many samples and keeps a margin
+  above both the 99.9th percentile and the longest sample. The margin is larger if durations are
+  uneven.
 * `patience_s`: how long an operation or phase may take if earlier ones have exceeded the fixed
-limit and succeeded. This time needs few samples, and is bounded.
+  limit and succeeded. This time needs few samples, and is bounded.
 
 The first samples do not count towards `limit_s`, because compilers, caches and connections are
 still cold.

@@ -8,9 +8,9 @@ An inactive worker inside a collective of torch's Gloo backend counts as having 
 A Gloo thread that waits for the interpreter's lock is recognized by how often it wakes up.
 
 Less than 1/50 of a core counts as inactivity, because threads that poll a clock always use some
-processor time. On an overloaded machine, a worker that is computing may get no more than that.
-Therefore a worker or compiler that is often ready to run without a processor also counts as active.
-This excuse expires after a while, because a hung rank may look similar.
+processor time. On an overloaded machine, a worker that is computing may get no more than that. So a
+worker that is often ready to run but has no processor also counts as active, as do the compilers
+that it has started. This excuse expires after a while, because a hung rank may look similar.
 """
 
 from __future__ import annotations
@@ -126,7 +126,10 @@ class Activity:
         return before is not None and carried != before
 
     def _cpu_ticks(self) -> int:
-        """Return the processor time of the worker and its descendants, dead or alive, in ticks."""
+        """Return the processor time of the worker and its descendants, in ticks.
+
+        Descendants that have ended are included.
+        """
         return sum(_cpu_ticks(pid) for pid in (self._pid, *descendants(self._pid)))
 
 

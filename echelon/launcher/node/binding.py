@@ -7,8 +7,8 @@
 
 The worker with local rank r has the r-th visible GPU. If there are no GPUs, or more workers than
 GPUs, workers are spread evenly over the NUMA nodes. Only processors that the launcher itself may
-use are assigned. If a machine does not report its NUMA nodes or caches, it is assumed to have only
-one.
+use are assigned. A machine that does not report its NUMA nodes or caches is treated as if it had a
+single node or cache.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ class Topology:
         ]
 
     def _nodes(self) -> dict[int, frozenset[int]]:
-        """Return the usable processors of each NUMA node that has any."""
+        """Return the usable processors of each NUMA node.
+
+        Nodes without usable processors are left out.
+        """
         found = {}
         for folder in self._node.glob("node[0-9]*"):
             cpus = _numbers(folder / "cpulist") & self._allowed

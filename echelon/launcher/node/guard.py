@@ -6,12 +6,12 @@ killed agent long enough to kill the workers.
 
 * Each worker leads its own session and receives a death signal when the guard exits.
 * The guard is the child subreaper. Any process that a worker leaves behind, even after `setsid`,
-becomes a child of the guard.
+  becomes a child of the guard.
 * The guard reaps the workers itself, so the pid of a running worker is never reused. Other
-processes are signalled through a pidfd, after their parentage has been checked.
+  processes are signalled through a pidfd, after their parentage has been checked.
 * The guard never waits for the agent. Reports are queued until the socket accepts them.
 * No error ends the guard before its work is done. Without /proc, the guard still handles its direct
-children.
+  children.
 
 The agent and the guard communicate over a Unix stream socket. A message is a u32 length followed by
 JSON. The descriptors of a worker's streams are sent with the request. If the socket is closed, the
@@ -268,7 +268,7 @@ class Guard:
     def _become_worker(
         self, message: dict[str, object], streams: list[int], write_end: int
     ) -> None:
-        """Become the worker, in the child process; never returns."""
+        """Run the worker's program in the child process; never returns."""
         try:
             guard = os.getppid()
             os.setsid()
@@ -324,9 +324,12 @@ class Guard:
                 self._say(event="exited", index=index, code=code, mono_ns=now)
 
     def _sweep(self, number: int) -> tuple[int, list[int]]:
-        """Signal all descendants except workers; return their number and the pids not permitted.
+        """Signal all descendants except workers.
 
         Standbys and their descendants are left out, because they do not belong to an attempt.
+
+        Returns:
+            The number of descendants, and the pids that could not be signalled.
         """
         has_workers = len(self._workers) > len(self._waiting)
         if number == signal.SIGKILL and not has_workers:
@@ -376,7 +379,7 @@ def _print(text: str) -> None:
 
 
 def _where_none_can_start() -> str:
-    """Return an error clause if no process can be started, or "" if one can."""
+    """Return an error clause if no process can be started, and "" otherwise."""
     try:
         pid = os.fork()
         if pid == 0:

@@ -216,7 +216,7 @@ class NodeAgent:
         return env
 
     def _num_steps(self, worker: Worker) -> int:
-        """Return how many steps a rank has finished in this attempt; 0 without a record."""
+        """Return how many steps a rank has finished in this attempt; 0 if unknown."""
         words = None if self._sighting is None else self._sighting.words(worker)
         if words is None or not words[Live.FIRST_STEP]:
             return 0

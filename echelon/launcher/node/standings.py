@@ -45,7 +45,7 @@ class Standings:
 
 
 def to_row(rank: int, standing: Standing) -> list[int]:
-    """Encode a standing as an element of `m.Standings`. Its time is replaced by its age."""
+    """Encode a standing as an element of `m.Standings`, with an age instead of a time."""
     age_ns = time.monotonic_ns() - standing.ready_mono_ns
     return [
         rank,

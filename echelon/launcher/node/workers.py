@@ -150,7 +150,7 @@ class Workers:
         return ends[0][0], ends[1][0]
 
     def take(self, index: int, as_index: int, env: Mapping[str, str], *, group: str = "") -> None:
-        """Turn a standby into a worker. The next event is `Started`, or `Failed` on failure.
+        """Turn a standby into a worker. The next event is `Started` or `Failed`.
 
         Args:
             index: the standby's index.
@@ -235,7 +235,7 @@ def _framed(message: dict[str, Any]) -> bytes:
 
 
 def _become_subreaper() -> None:
-    """Make this process the new parent of all processes whose parent, the guard, is killed."""
+    """Make this process adopt the processes that a killed guard leaves behind."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 

@@ -42,7 +42,7 @@ _opener = urllib.request.build_opener(_Stay)
 
 
 class DeliveryError(Exception):
-    """A notice was not delivered; `may_retry` means that another attempt may succeed."""
+    """A notice was not delivered. `may_retry` is True if another attempt may succeed."""
 
     def __init__(self, why: str, *, may_retry: bool = False) -> None:
         super().__init__(why)

@@ -1,1 +1,1 @@
-"""The options of `echelon run`: how they are parsed, and the defaults that a scheduler provides."""
+"""The options of `echelon run`, and their defaults."""

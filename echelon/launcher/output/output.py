@@ -275,7 +275,7 @@ class Stream:
 
 
 def _last_state(line: bytes) -> bytes:
-    """Return the final appearance, on a terminal, of a line with carriage returns."""
+    """Return the text that a terminal finally shows for a line with carriage returns."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 

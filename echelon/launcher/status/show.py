@@ -63,7 +63,10 @@ class View:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0, 1 if the job does not answer, or 2 if no such run exists."""
+    """Run the command; return the exit code.
+
+    The exit code is 1 if the job does not answer, and 2 if no such run exists.
+    """
     parser = argparse.ArgumentParser(
         prog="echelon status", description="Show what the ranks of a running job are doing."
     )

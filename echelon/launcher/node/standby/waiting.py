@@ -1,4 +1,4 @@
-"""Represent one standby in the agent."""
+"""The agent's view of one standby."""
 
 from __future__ import annotations
 

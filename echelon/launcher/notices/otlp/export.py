@@ -124,7 +124,7 @@ class Exporter:
 
 
 def as_metric(metric: Mapping[str, Any], began_ns: int, now_ns: int) -> Metric:
-    """Convert a metric; a counter is a cumulative sum since the job began.
+    """Convert a metric to OpenTelemetry's form. Counters begin with the job.
 
     Args:
         metric: the fields of `echelon.launcher.notices.metrics.Metric`.

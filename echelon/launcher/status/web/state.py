@@ -141,7 +141,7 @@ def _incident(folder: Path) -> dict[str, Any]:
 
 
 def _is_withdrawn(folder: Path) -> bool:
-    """Return whether a verdict was withdrawn because the ranks had continued."""
+    """Return whether a verdict was withdrawn because the ranks had made progress."""
     try:
         text = (folder / "verdict.txt").read_text(errors="replace")
     except OSError:

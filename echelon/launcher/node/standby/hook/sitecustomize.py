@@ -6,13 +6,13 @@ before it opens the script. The file loads the libraries, and returns only when 
 the process to a rank. Then the interpreter runs the script as usual. `__main__`, `sys.path[0]`,
 exit codes, tracebacks and the command line are the same as in any other process.
 
-Any error before that must end the process, because the interpreter would otherwise run the script
+An error in this file must end the process, because the interpreter would otherwise run the script
 as an unknown rank. For the same reason, the agent first starts one interpreter with
 `ECHELON_STANDBY=check`, which exits in this file.
 
 The variables that imports read from the environment are noted. A rank with different values of
 these variables cannot use this process. Nothing from the package is imported, because the program
-may use another interpreter than the launcher.
+and the launcher may use different interpreters.
 
     agent -> standby   one byte, with the descriptors of a file and perhaps of stdin; the file is
                        {environ, gone, changed, cwd}: the rank's environment, and the names of the
@@ -146,7 +146,7 @@ def _load(names: list[str]) -> None:
 
 
 def _is_read_early(name: str, before: dict[str, str]) -> bool:
-    """Return whether libraries read a variable during import that the program sets later."""
+    """Return whether an import reads a variable that the program sets later."""
     if name == "PYTHONPATH":  # what a standby was started with differs from what its rank has
         return False
     is_read = name in _Noted.read or name in _Noted.tested or name.startswith(_READ_FROM_C)
