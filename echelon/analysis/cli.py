@@ -1,7 +1,6 @@
 """`fr-analyze`: read a folder of black boxes and report what happened.
 
 The exit code is 0 if nothing is wrong, 1 if there is a finding, and 2 if the input cannot be read.
-Only the standard library is imported before the arguments are parsed, so that `--help` is fast.
 """
 
 from __future__ import annotations

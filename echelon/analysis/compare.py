@@ -1,7 +1,7 @@
-"""Find where two runs diverge: the first step, micro-batch, parameter and rank with different bits.
+"""Find where two runs diverge, and name the first step, micro-batch, parameter and rank.
 
-The input is what `SameBits(..., fingerprints=FOLDER)` recorded. Each line describes a micro-batch
-rather than a rank, so the two runs may have different numbers of ranks.
+The input is the output of `SameBits(..., fingerprints=FOLDER)`. The two runs may have different
+numbers of ranks.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _FOLDER = "fingerprints"
 
 @dataclass
 class MicroBatch:
-    """The records of one micro-batch, with the bits as text.
+    """The recorded fingerprints of one micro-batch.
 
     Attributes:
         rank: the rank that computed the loss.
-        loss: the loss; empty if its line is missing.
-        stages: the gradients of each stage of a pipeline, keyed by stage index; an undivided model
-            is stage 0.
+        loss: the loss; empty if it was not recorded.
+        stages: the gradients of each stage of a pipeline, keyed by stage index. An undivided model
+            has one stage, 0.
         ranks: the rank that recorded each stage.
     """
 
@@ -38,7 +38,7 @@ class MicroBatch:
         return {name: one for _, some in sorted(self.stages.items()) for name, one in some.items()}
 
     def rank_of(self, name: str) -> int:
-        """Return the rank that recorded a gradient or, for other names, computed the loss."""
+        """Return the rank that recorded a gradient, or the rank that computed the loss."""
         for stage, gradients in self.stages.items():
             if name in gradients:
                 return self.ranks[stage]
@@ -50,8 +50,8 @@ class Bits:
     """The fingerprints that one run recorded.
 
     Attributes:
-        micro_batches: the records of micro-batches, keyed by step and number; if a step was
-            repeated, those of the last repetition.
+        micro_batches: the records of micro-batches, keyed by step and number. For a repeated step,
+            the last repetition counts.
         norms: the norms of the reduced gradients, keyed by step and then by rank.
         num_torn: the number of lines that could not be read.
     """
@@ -63,10 +63,10 @@ class Bits:
 
 @dataclass(frozen=True)
 class Parting:
-    """The point at which two runs diverge; `step` is None if the runs do not diverge.
+    """The point at which two runs diverge.
 
     Attributes:
-        step: the first step with differing bits.
+        step: the first step with differing bits; None if the runs do not diverge.
         text: a description for the user, in one to three lines.
     """
 

@@ -1,7 +1,6 @@
 """Turn a picture into a report: run the rules, choose the root, and order the findings.
 
-The root comes first, then any further roots for ranks that it does not explain, and then the
-endings that followed.
+The report lists the root first, then any further roots, then other endings.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ def merged_stacks(evidence: Evidence) -> tuple[Branch, ...]:
 
 
 def _with_survived(picture: Picture, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Add to the verdict which errors the job had survived earlier."""
+    """Add the errors that the job survived earlier to the verdict."""
     root = next((place for place, finding in enumerate(findings) if not finding.info), None)
     if root is None or not picture.survived:
         return findings
@@ -144,7 +143,7 @@ def _survived_line(one: Survived) -> str:
 
 
 def _with_losses(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Add the ranks that the job had already lost to the verdict's evidence."""
+    """Add the ranks that the job had lost earlier to the evidence."""
     lost = sorted(evidence.incident.lost_earlier)
     root = next((place for place, finding in enumerate(findings) if not finding.info), None)
     if root is None or not lost:
@@ -156,7 +155,7 @@ def _with_losses(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Fin
 
 
 def _with_probes(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Add to the verdict what probes of suspect nodes measured before this attempt."""
+    """Add measurements of suspect nodes, taken before this attempt, to the verdict."""
     root = next((place for place, finding in enumerate(findings) if not finding.info), None)
     if root is None or not evidence.incident.probes:
         return findings
@@ -167,7 +166,7 @@ def _with_probes(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Fin
 
 
 def _cautious(evidence: Evidence, finding: Finding) -> Finding:
-    """Lower `certain` after an early snapshot, unless the finding singles out some ranks."""
+    """Lower the confidence in a finding from an early snapshot, unless it names specific ranks."""
     differs = 0 < len(finding.culprit_ranks) < evidence.world_size
     if not evidence.incident.is_early or differs or finding.confidence is not Confidence.CERTAIN:
         return finding
@@ -175,7 +174,7 @@ def _cautious(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _advised(evidence: Evidence, finding: Finding) -> Finding:
-    """If a culprit's output ends with a known message, quote it as evidence, with its remedy."""
+    """Quote the known message at the end of a culprit's output, with a remedy."""
     if evidence.foreign == LOGS or finding.cause not in _ENDINGS:
         return finding
     for rank in finding.culprit_ranks[:_MAX_NAMED]:
@@ -187,7 +186,7 @@ def _advised(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _with_threads(evidence: Evidence, finding: Finding) -> Finding:
-    """Add exceptions that ended a thread of a culprit but not its process."""
+    """Add exceptions that ended a culprit's thread but not its process."""
     if finding.info:
         return finding
     lines = []
@@ -202,7 +201,7 @@ def _with_threads(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _named(finding: Finding) -> Finding:
-    """Ensure that the evidence names every culprit as `rank R`, unless there are too many."""
+    """Ensure that the evidence names the culprits as `rank R`."""
     text = " ".join(finding.evidence) + " "
     if len(finding.culprit_ranks) > _MAX_NAMED:
         return finding

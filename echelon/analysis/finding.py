@@ -1,7 +1,7 @@
 """Define the result of an analysis: findings with causes, culprits and evidence, and the report.
 
-The terms are those of `docs/verdicts.md`. A `Finding` is plain data and does not depend on how it
-was found. Only `Report.to_json` defines the output format of `fr-analyze --json`.
+`docs/verdicts.md` explains the terms. `Report.to_json` defines the output format of `fr-analyze
+--json`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REPORT_FORMAT = 1
 
 
 class Cause(str, Enum):
-    """The reason why a job stopped, in the terms of `docs/verdicts.md`.
+    """The reason why a job stopped (see `docs/verdicts.md`).
 
     Example:
         >>> Cause("host_hang") is Cause.HOST_HANG
@@ -53,7 +53,7 @@ class Cause(str, Enum):
 
 
 class Confidence(str, Enum):
-    """How certain a finding is: seen directly, the best explanation, or one of several.
+    """The certainty of a finding.
 
     Example:
         >>> [confidence.value for confidence in Confidence]
@@ -66,7 +66,7 @@ class Confidence(str, Enum):
 
 
 class Scope(Enum):
-    """Which ranks' trouble a finding explains."""
+    """The set of ranks that a finding explains."""
 
     CULPRITS = "those who wait for its culprits"
     GROUP = "those inside its operation or a later one of its group"
@@ -76,7 +76,7 @@ class Scope(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alternative:
-    """Another root that was proposed, with the arguments against it."""
+    """A rejected root, with the arguments against it."""
 
     cause: Cause
     culprit_ranks: tuple[int, ...]
@@ -99,9 +99,8 @@ class Alternative:
 class Finding:
     """A fault, with the ranks that caused it and the evidence for it.
 
-    `operation` and `sequence` identify the operation in which other ranks are waiting for the
-    culprits, or on which the calls differ. Both are None if no operation is involved. A finding
-    marked `info` is worth knowing but is never the verdict.
+    `operation` and `sequence` identify the operation that the other ranks are waiting in, or on
+    which the ranks disagree; both may be None. A finding marked `info` is never the verdict.
 
     Example:
         >>> finding = analyze(incident).verdict
@@ -153,7 +152,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """The outcome of one analysis. The root is first in `findings` and is returned by `verdict`.
+    """The outcome of one analysis. The first of the `findings` is the root.
 
     Example:
         >>> report = analyze(incident)
@@ -182,7 +181,7 @@ class Report:
 
     @property
     def undecided(self) -> bool:
-        """Whether ranks are in operations that may be stuck, though nothing points to a fault."""
+        """Whether ranks are in operations that may be stuck, without evidence of a fault."""
         return self.healthy and any(one.cause is Cause.UNKNOWN for one in self.findings)
 
     @property
@@ -197,7 +196,7 @@ class Report:
         return 0 if self.healthy else 1
 
     def to_json(self) -> dict[str, Any]:
-        """Return exactly what `fr-analyze --json` prints."""
+        """Return the JSON object that `fr-analyze --json` prints."""
         verdict = self.verdict
         return {
             "format": REPORT_FORMAT,

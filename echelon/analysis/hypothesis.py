@@ -1,17 +1,15 @@
 """Collect hypotheses about the root, and choose among them.
 
-Every rule proposes what it detects, and no rule wins automatically. A proposal explains the
-disturbed ranks that its culprits hold up, directly or through other ranks. It may itself be
-explained by another proposal, because ranks also end as a consequence of a death, a timeout or a
-mismatch elsewhere. The root is the proposal that explains the most without being contradicted. If
-two explain equally many ranks, the rule closer to a cause wins: a slip explains a mismatch, and a
-mismatch explains endings. Disturbed ranks that the root leaves unexplained need a root of their
-own, which becomes another finding.
+Each rule proposes what it detects. A proposal explains the disturbed ranks that directly or
+indirectly wait for its culprits, and may itself be explained by another proposal. The root is the
+unexplained proposal that explains the most ranks. In a tie, the rule that is closer to a cause
+wins: a slip explains a mismatch, and a mismatch explains endings. If the root leaves disturbed
+ranks unexplained, further roots are chosen for them.
 
-[Note: certainty of an observation, certainty of a choice] It may be certain that rank 3 was killed,
-even if the kill was the consequence of another failure. A rule states how certain its observation
-is. This module then lowers the confidence if another proposal explains as much and is not itself
-explained by the root.
+[Note: certainty of an observation, certainty of a choice] An observation may be certain although
+the choice of the root is not. For example, a rank was certainly killed, but the kill may be the
+consequence of another failure. A rule states the certainty of its observation. This module lowers
+the confidence if a rival proposal explains as much.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ _MAX_MERGED = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hypothesis:
-    """A proposed finding, the disturbed ranks that it explains, and the priority of its rule."""
+    """A proposed finding, with the ranks that it explains and the priority of its rule."""
 
     finding: Finding
     explains: frozenset[int]
@@ -51,13 +49,13 @@ class Hypothesis:
 
     @property
     def score(self) -> float:
-        """The number of explained ranks, discounted if the hypothesis rests on missing records."""
+        """The number of explained ranks, reduced if the hypothesis is based on missing records."""
         return len(self.explains) * (_WEAK if self.is_weak else 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """The chosen root and the additional findings. `roots` is empty if there is no hypothesis."""
+    """The chosen root and the additional findings."""
 
     roots: tuple[Finding, ...]
     rest: tuple[Hypothesis, ...]
@@ -80,7 +78,7 @@ def propose(picture: Picture, rules: Sequence[Rule]) -> list[Hypothesis]:
 
 
 def explained(picture: Picture, finding: Finding) -> frozenset[int]:
-    """Return the disturbed ranks whose trouble a finding explains."""
+    """Return the disturbed ranks that a finding explains."""
     start = set(finding.culprit_ranks)
     if finding.scope is Scope.GROUP:
         start.update(_members_in(picture, finding))
@@ -95,7 +93,7 @@ def explained(picture: Picture, finding: Finding) -> frozenset[int]:
 
 
 def _members_in(picture: Picture, finding: Finding) -> Iterable[int]:
-    """Return the ranks waiting in the finding's operation or in a later one of the same group."""
+    """Return the ranks waiting in the finding's operation or in a later operation of its group."""
     number = finding.sequence
     for wait in picture.graph.waits:
         if wait.group == finding.group and (number is None or wait.sequence >= number):
@@ -108,9 +106,9 @@ def _is_weak(picture: Picture, finding: Finding) -> bool:
 
 
 def choose(picture: Picture, hypotheses: Sequence[Hypothesis]) -> Choice:
-    """Choose the root, and further roots for ranks that it leaves unexplained.
+    """Choose the root, and further roots for ranks that the first root does not explain.
 
-    The root's confidence is lowered if rival hypotheses explain as much.
+    The confidence in the root is lowered if rival hypotheses explain equally many ranks.
     """
     if not hypotheses:
         return Choice(roots=(), rest=())
@@ -132,14 +130,14 @@ def choose(picture: Picture, hypotheses: Sequence[Hypothesis]) -> Choice:
 
 
 def _is_alike(root: Hypothesis, other: Hypothesis) -> bool:
-    """Return whether two roots can share a finding. Endings cannot, because their order matters."""
+    """Return whether two roots can share a finding."""
     if root.finding.scope is not Scope.CULPRITS:
         return False
     return other.place == root.place and other.finding.cause is root.finding.cause
 
 
 def _merged(root: Hypothesis, taken: Sequence[Hypothesis]) -> Hypothesis:
-    """Merge roots that have the same cause if neither explains the other.
+    """Merge roots that have the same cause and do not explain each other.
 
     Each root keeps its own summary and evidence.
     """
@@ -170,7 +168,7 @@ def _is_same(one: Hypothesis, taken: Sequence[Hypothesis]) -> bool:
 
 
 def _judged(picture: Picture, root: Hypothesis, rivals: Sequence[Hypothesis]) -> Finding:
-    """Lower the root's confidence according to the rival hypotheses, and list the rivals."""
+    """List the rival hypotheses, and lower the root's confidence accordingly."""
     finding = _as_sure_as_seen(picture, root.finding)
     alternatives: list[Alternative] = []
     for rival in rivals:
@@ -192,10 +190,7 @@ def _judged(picture: Picture, root: Hypothesis, rivals: Sequence[Hypothesis]) ->
 
 
 def _as_sure_as_seen(picture: Picture, finding: Finding) -> Finding:
-    """Lower a confidence of `certain` if some ranks left no record and may have failed earlier.
-
-    A mismatch is exempt, because its vote has already taken the missing ranks into account.
-    """
+    """Lower a confidence of `certain` if ranks without a record may have failed earlier."""
     if finding.confidence is not Confidence.CERTAIN or finding.cause in _SELF_EVIDENT:
         return finding
     unseen = sorted(picture.unseen - set(finding.culprit_ranks))
@@ -225,12 +220,12 @@ def _against(picture: Picture, root: Hypothesis, rival: Hypothesis) -> str:
 
 
 def is_joint(picture: Picture, one: Finding, other: Finding) -> bool:
-    """Return whether the same operation is waiting for both findings' culprits."""
+    """Return whether the culprits of both findings hold up the same operation."""
     return picture.graph.is_joint(one.culprit_ranks, other.culprit_ranks)
 
 
 def _capped(finding: Finding, rival: Finding) -> Finding:
-    """Lower the confidence if a rival that is more than `possible` explains as much."""
+    """Lower the confidence if a plausible rival explains equally many ranks."""
     if rival.confidence is Confidence.POSSIBLE:
         return finding
     highest = Confidence.LIKELY if finding.confidence is Confidence.CERTAIN else Confidence.POSSIBLE

@@ -1,8 +1,7 @@
-"""Implement `fr-analyze --watch`, which observes a running job and reports what changed.
+"""Implement `fr-analyze --watch`, which observes a running job and reports changes.
 
-The job's rings are read while it runs. Once the launcher writes an incident, that incident is shown
-instead, until the rings show that the job has moved on: a later attempt, or new records on every
-rank. Only changes are reported, so a terminal left open shows the history of the job.
+The job's rings are read while it runs. Once the launcher writes an incident, the incident is shown
+until every rank has new records or a later attempt begins.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Say = Callable[[str], None]
 
 
 class Watch:
-    """Remembers what was last seen in a folder, and shows only what is new."""
+    """An observer of a folder that shows only changes."""
 
     def __init__(self, path: Path, show: Show, say: Say) -> None:
         self.exit_code = 0
@@ -35,7 +34,7 @@ class Watch:
         self._last = ""
 
     def look(self) -> None:
-        """Read the folder once and show what is new; if it cannot be read yet, say so."""
+        """Read the folder once and show what is new."""
         try:
             report = report_of(take_picture(current(self._path)))
         except (DumpFormatError, ValueError) as err:
@@ -80,7 +79,7 @@ def current(path: Path) -> Evidence:
 
 
 def has_overtaken(evidence: Evidence, live: Evidence) -> bool:
-    """Return whether every rank of a snapshot has recorded more since it was taken."""
+    """Return whether every rank of a snapshot has made new records since then."""
     return bool(evidence.ranks) and all(
         rank in live.ranks and _recorded(live.ranks[rank]) > _recorded(facts)
         for rank, facts in evidence.ranks.items()

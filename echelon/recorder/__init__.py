@@ -1,7 +1,4 @@
-"""Record a rank's black box with `span`, `step` and `watch`, and read and dump its ring.
-
-`export_torch` is imported on first use, so that recording can start without waiting for the import.
-"""
+"""Record a rank's black box with `span`, `step` and `watch`, and read and dump its ring."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,8 +1,7 @@
-"""Share facts about checkpoints and attempts between a rank and its launcher, in two files.
+"""Exchange information about checkpoints and attempts between a rank and its launcher.
 
-`RANK_DIR/checkpoint.json` is written when a checkpoint is committed. It tells the launcher where
-the job's newest checkpoint is. ECHELON_ATTEMPTS names a file in which the launcher lists, before
-each attempt, how the earlier ones ended.
+`RANK_DIR/checkpoint.json` names the newest checkpoint; the rank writes it after a commit.
+ECHELON_ATTEMPTS names a file in which the launcher records how earlier attempts ended.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ def note_checkpoint(path: Path, step: int | None) -> None:
 
     Args:
         path: the folder in which the checkpoint was saved.
-        step: the step at which the checkpoint was saved; None if it is not known. The step in a
-            folder name `step_<n>` takes precedence.
+        step: the step at which the checkpoint was saved, or None if unknown. For a folder
+            `step_<n>`, the name takes precedence.
     """
     folder = os.environ.get("ECHELON_RANK_DIR", "")
     if not folder:
@@ -40,7 +39,7 @@ def note_checkpoint(path: Path, step: int | None) -> None:
 
 
 def last_step() -> int | None:
-    """Return the last step begun by this rank or, before its first step, by an earlier attempt.
+    """Return the last step that this rank or an earlier attempt began.
 
     Returns:
         The step; None if nothing is being recorded or no attempt has begun a step.
@@ -58,7 +57,7 @@ def last_step() -> int | None:
 
 
 def _attempts() -> list[dict[str, Any]]:
-    """Return what the launcher has recorded about how the earlier attempts ended."""
+    """Return the launcher's records about earlier attempts."""
     name = os.environ.get("ECHELON_ATTEMPTS", "")
     if not name:
         return []

@@ -1,19 +1,15 @@
-"""Measure the offset between this host's monotonic clock and rank 0's, to align ranks in time.
+"""Measure the offset between this host's monotonic clock and rank 0's.
 
-Ranks on the same host share the kernel's clock, so their offset is exactly 0. Between hosts, the
-offset is measured by round trips, as in NTP. Rank 0 read its clock at some moment between the
-request and the arrival of the response, so the midpoint is the best estimate, and half of the round
-trip bounds the error. The shortest of several round trips is used.
+Ranks on the same host share the kernel's clock, so their offset is 0. Between hosts, the offset is
+measured by round trips, as in NTP. Rank 0 reads its clock during the round trip, so the midpoint is
+the best estimate, and half of the round trip bounds the error. The shortest round trip is used.
 
 Between hosts, the offset is measured once, when the world is created. Monotonic clocks drift apart
-by some microseconds per second, so after an hour the actual error exceeds the measured error by
-milliseconds. The record itself provides a second measurement, because no rank leaves an all_reduce
-before the last rank has entered it. If the stamps of two hosts contradict that, the analysis does
-not compare them (`analysis/evidence/timing.py`).
+by some microseconds per second, so the offset becomes inaccurate over time. The analysis detects
+contradictory stamps and then does not compare them (`analysis/evidence/timing.py`).
 
-On its own host, a rank measures continuously. `HostClocks` detects when the wall clock is set or
-slewed, so that a record's stamps still line up with logs and torch's dumps. It also detects when
-the host is suspended. After a suspension, the offset to another host's clock is no longer known.
+`HostClocks` detects changes in the host's own clocks: an adjustment of the wall clock, or a
+suspension of the host. After a suspension, the offset to other hosts is unknown.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ NOT_MEASURED = -1  # as `Identity.clock_error_ns`
 class ClockOffset:
     """The offset to rank 0's clock.
 
-    Rank 0's reading is the local reading plus `offset_ns`, to within `error_ns`.
+    Rank 0's time is the local time plus `offset_ns`, with an error of at most `error_ns`.
     """
 
     offset_ns: int
@@ -49,7 +45,7 @@ def measure_offset(
 
     Args:
         ask: a function that makes one round trip to rank 0 and returns rank 0's monotonic clock in
-            ns. Its exceptions propagate.
+            ns.
         num_rounds: the number of round trips, at least 1.
         now: a function that returns this host's monotonic clock in ns.
     """
@@ -67,7 +63,7 @@ def measure_offset(
 
 @dataclass(frozen=True, slots=True)
 class HostTime:
-    """One moment on three clocks of a host. `boot_ns` keeps running while the host is suspended."""
+    """One moment, as shown by three clocks of a host. `boot_ns` includes suspended time."""
 
     mono_ns: int
     wall_ns: int
@@ -75,7 +71,7 @@ class HostTime:
 
     @classmethod
     def read(cls) -> HostTime | None:
-        """Read the clocks together, or return None if the thread was preempted in between."""
+        """Read all three clocks, or return None if the readings are too far apart."""
         began = time.monotonic_ns()
         wall = time.time_ns()
         boot = _boot_ns()
@@ -89,12 +85,12 @@ class HostClocks:
     """A detector of changes in a host's clocks between observations. Not thread-safe."""
 
     def __init__(self, mono_ns: int, wall_ns: int) -> None:
-        """Start from one moment, read on the monotonic clock and on the wall clock."""
+        """Start observing at a given moment."""
         self._wall_offset_ns = wall_ns - mono_ns
         self._boot_offset_ns: int | None = None
 
     def look(self, now: HostTime) -> tuple[bool, bool]:
-        """Return (wall clock changed, host suspended), both since the last call."""
+        """Return (wall clock changed, host suspended) for the time since the last call."""
         wall = now.wall_ns - now.mono_ns
         has_moved = abs(wall - self._wall_offset_ns) > MOVED_NS
         if has_moved:
@@ -105,6 +101,6 @@ class HostClocks:
 
 
 def _boot_ns() -> int | None:
-    """Return the clock that includes suspended time, or None if the system has no such clock."""
+    """Return the clock that includes suspended time, or None if it is not available."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     return None if clock is None else time.clock_gettime_ns(clock)

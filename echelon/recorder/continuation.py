@@ -21,14 +21,14 @@ SHRINK = "shrink"  # of ECHELON_ON_LOSS: the launcher publishes epochs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Epoch:
-    """The ranks of an attempt from one loss to the next. A newer epoch replaces all earlier ones.
+    """The ranks of an attempt from one loss to the next. A newer epoch replaces all earlier epochs.
 
     Attributes:
         number: from 1; the attempt begins in epoch 0, which is not published.
         roster: the ranks that continue, ascending.
         lost: the ranks that the attempt has lost so far, ascending.
-        done: ranks that have finished all steps and take part in no further epoch.
-        left: ranks that exited on their own before their last step; no rank can then continue.
+        done: the ranks that have finished all steps.
+        left: the ranks that exited before their last step. If there are any, no rank can continue.
     """
 
     number: int
@@ -65,8 +65,7 @@ def epoch_key(number: int) -> str:
 def meeting_key(number: int) -> str:
     """Return the key below which the ranks of an epoch meet at a gate in the store.
 
-    The last rank to arrive opens the gate. So does the launcher once a newer epoch replaces this
-    one, so that no rank waits for a lost one.
+    The gate is opened by the last rank to arrive, or by the launcher when a newer epoch begins.
     """
     return f"continuation/{number}/meeting"
 
@@ -80,14 +79,13 @@ class State(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """One rank's report about its own state.
+    """A rank's report about its own state.
 
     Attributes:
-        epoch: the number of the epoch that the rank is in.
+        epoch: the number of the rank's epoch.
         step: the first step of this epoch.
-        repeats: how many steps, from this one on, a rank had begun before: one, unless the ranks
-            went back to a checkpoint.
-        ready_mono_ns: the time at which the rank was ready to compute this step.
+        repeats: the number of steps that must be repeated in this epoch; usually 1.
+        ready_mono_ns: the time at which the rank was ready to compute the step.
         ready_there_ns: the same time on the clock of the rank's node, if the report came from
             another node; 0 otherwise.
     """
@@ -101,10 +99,7 @@ class Standing:
 
 
 def note_standing(standing: Standing) -> None:
-    """Report this rank's standing; do nothing if there is no launcher.
-
-    If the file cannot be written, the launcher treats the loss of a rank as a failure.
-    """
+    """Report this rank's standing; do nothing if there is no launcher."""
     folder = os.environ.get("ECHELON_RANK_DIR", "")
     if not folder:
         return

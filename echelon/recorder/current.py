@@ -1,16 +1,13 @@
-"""Provide `current()`, which returns this process's only recorder, if there is one.
+"""Provide `current()`, which returns this process's recorder, if there is one.
 
-The recorder writes a ring file (`write/ring/ring.py`) in a folder that the environment names:
-either the launcher sets ECHELON_RANK_DIR, or the user sets ECHELON_RECORD_DIR. Without such a
-folder, or with ECHELON_RECORDER_SIZE=0, there is no recorder. Every user call is then a cheap
-no-op, so callers need not check.
+The recorder writes a ring file (`write/ring/ring.py`) into the folder that ECHELON_RANK_DIR or
+ECHELON_RECORD_DIR names. Without such a folder, or with ECHELON_RECORDER_SIZE=0, there is no
+recorder, and user calls do nothing.
 
-[Note: who may record] A ring belongs to one process. A fork inherits the mapping, so the recorder
-is switched off in the child (`os.register_at_fork`). A process does not record if multiprocessing
-started it or if it finds the ring file of a live process; otherwise, the workers of a DataLoader
-would write into their parent's record. If a process that multiprocessing started joins a world, it
-is itself a rank (`torch.multiprocessing.spawn`); from then on, it records in a folder below its
-parent's.
+[Note: who may record] A ring belongs to one process. After a fork, the recorder is switched off in
+the child. A process does not record if it finds the ring file of a live process. A process that was
+started by multiprocessing, such as a DataLoader's worker, does not record unless it joins a world
+as a rank. It then records in a subfolder of its parent's folder.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ def current() -> Recorder | None:
 
 
 def if_opened() -> Recorder | None:
-    """Return this process's recorder if `current` has already opened it, or None otherwise."""
+    """Return this process's recorder if it is already open, or None."""
     return _recorder
 
 
@@ -95,7 +92,7 @@ def say(text: str) -> None:
 
 
 def _was_spawned() -> bool:
-    """Return whether multiprocessing started this process, by any start method."""
+    """Return whether multiprocessing started this process."""
     multiprocessing = sys.modules.get("multiprocessing.process")
     return multiprocessing is not None and multiprocessing.parent_process() is not None
 

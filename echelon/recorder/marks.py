@@ -17,8 +17,8 @@ by_hand: set[str] = set()  # spans, and "step", that the program marks itself: h
 class span:  # noqa: N801 -- reads as a statement: `with span("data_wait"):`
     """Mark a phase of the step: `with span("data_wait"): batch = next(batches)`.
 
-    Verdicts interpret the names data_wait, compute, checkpoint, compile and store. Any other name
-    may be used freely.
+    The analysis interprets the names data_wait, compute, checkpoint, compile and store. Any other
+    name may be used freely.
 
     Example:
         >>> batches = iter([1, 2, 3])
@@ -58,7 +58,7 @@ class span:  # noqa: N801 -- reads as a statement: `with span("data_wait"):`
 
 
 def step(number: int | None = None) -> None:
-    """Mark the start of training step `number`, which by default is one more than the last.
+    """Mark the start of training step `number`, by default the next step.
 
     Example:
         >>> for batch in range(3):

@@ -1,7 +1,7 @@
 """Protect mapped rings against truncation of their files.
 
-Reading a page that the file no longer has raises SIGBUS. The C core's handler then replaces the
-mapping with empty memory. Without the core, the process dies as it would without this module.
+Reading a page beyond the end of the file raises SIGBUS. The C core's handler then replaces the
+mapping with empty memory. Without the C core, the process dies.
 """
 
 from __future__ import annotations

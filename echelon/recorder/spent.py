@@ -1,9 +1,7 @@
-"""Track the time that a thread has spent in its spans, by name, and in collectives.
+"""Track how much time each thread has spent in its spans and in collectives.
 
-A ring holds only the newest operations and spans, and exists only if the process records. A program
-that logs its own figures needs totals that neither wrap around nor depend on recording, so the
-totals are kept here. Each thread has its own totals, because the waits of a thread that saves a
-checkpoint must not count towards the training thread's figures.
+The totals are available without recording and do not wrap around, unlike the contents of a ring.
+Each thread has its own totals, so that waits on a checkpoint thread do not count as training time.
 """
 
 from __future__ import annotations
@@ -17,12 +15,10 @@ class Spent(threading.local):
     """The totals of the calling thread.
 
     Attributes:
-        spans_ns: the total duration of ended spans in nanoseconds, keyed by name. Of nested spans
-            with the same name, only the outermost counts.
-        collectives_s: the seconds for which the thread was blocked in a collective or a message of
-            echelon's groups, or was waiting for a torch `Work` while hooks recorded the program. An
-            asynchronous operation counts while the thread waits for it, so time hidden by
-            computation is excluded. On a device, only the time that blocks the host counts.
+        spans_ns: the total duration of ended spans in nanoseconds, keyed by name. A span inside
+            another span of the same name does not count.
+        collectives_s: the seconds for which the thread was blocked by collectives and messages.
+            Time hidden by computation does not count.
     """
 
     def __init__(self) -> None:

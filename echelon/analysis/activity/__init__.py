@@ -1,4 +1,4 @@
-"""Determine what a thread is doing from its stack, with pure functions over tables of frames."""
+"""Determine from a thread's stack what the thread is doing."""
 
 from echelon.analysis.activity.c_stack import num_inside
 from echelon.analysis.activity.doing import Activity, Doing

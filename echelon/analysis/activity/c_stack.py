@@ -1,9 +1,8 @@
-"""Determine what a thread is waiting for from its C frames when its Python frames do not show it.
+"""Determine from a thread's C frames what the thread is waiting for.
 
-The innermost function, in which the thread is waiting, is certain. Its callers, marked with `?`,
-come from a scan of the stack's memory and may be left over from calls that have already returned
-(`host/native_stacks.py`). So only the frames next to the innermost one are used, and the line to
-report is never taken from C frames.
+The innermost function is certain. Its callers, marked with `?`, come from a scan of the stack's
+memory and may be left over from earlier calls (see `host/native_stacks.py`). Therefore only the
+frames next to the innermost function are used.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def main_frames(native: str) -> tuple[str, ...]:
 
 
 def read_c_stack(frames: tuple[str, ...]) -> tuple[Doing, str] | None:
-    """Return what a thread is waiting for and the C function that shows it, or None if unknown."""
+    """Return what a thread is waiting for and the C function that proves it, or None if unknown."""
     near = frames[:_NEAR]
     waits_in_torch = any(map(C_CONDITION.search, near[:2])) and any(map(C_TORCH.search, near))
     if waits_in_torch:
@@ -61,11 +60,7 @@ def waits_in_torch(native: str) -> bool:
 
 
 def num_inside(threads: Iterable[HostThread], native: str) -> int:
-    """Count the Gloo threads that are waiting for peers in a collective.
-
-    Gloo threads wait with a timeout only in a collective. The one exception is a thread that drops
-    a Python object: it waits for the interpreter's lock, 5 ms at a time.
-    """
+    """Count the Gloo threads that are waiting for peers in a collective."""
     waiting = sum(thread.is_in_collective for thread in threads)
     return max(0, waiting - _num_taking_lock(native)) if waiting else 0
 

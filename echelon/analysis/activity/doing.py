@@ -9,7 +9,7 @@ from echelon.analysis.evidence.stacks.frames import Frame
 
 
 class Doing(Enum):
-    """What a thread is doing, worded to follow "rank R "."""
+    """What a thread is doing, as a phrase after "rank R "."""
 
     COLLECTIVE = "waits for its peers in a collective"
     BACKWARD = "is in a backward pass"
@@ -33,11 +33,10 @@ class Activity:
     """What one thread is doing, with the frames that show it.
 
     Attributes:
-        line: the line to report: the user's innermost line or, if there is none, the innermost
-            frame with a file.
+        line: the line to report, which is the innermost line of user code if possible.
         by: the frame or C function that shows the activity.
-        is_nested: whether the user's code is running inside the phase, such as a data set's
-            `__getitem__` called in the rank itself, or a backend function called by the compiler.
+        is_nested: whether user code is running inside the phase, such as a data set's
+            `__getitem__`.
     """
 
     doing: Doing

@@ -1,9 +1,9 @@
 """Classify what a thread is doing from its stack.
 
-Frames are read from the innermost outwards. Those up to the user's innermost line show what that
-line called. Further out, only frames of phases that may call the user's code are considered:
-loading, a checkpoint, the compiler. C frames fill the gap when the user's line calls C++ code
-directly, as with `work.wait()` or a store's `get`.
+The frames inside the innermost line of user code show what that line called. Outside that line,
+only the frames of phases that may call user code are considered: loading, a checkpoint, the
+compiler. C frames are used if user code calls C++ directly, as with `work.wait()` or a store's
+`get`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _phase(frames: tuple[Frame, ...]) -> tuple[Doing, Frame] | None:
 def _first(
     frames: Sequence[Frame], tables: Sequence[tuple[Doing, tuple[Row, ...]]]
 ) -> tuple[Doing, Frame] | None:
-    """Return the innermost frame that matches one of the tables, and what it means."""
+    """Return the innermost frame that matches a table, and the activity that it shows."""
     for frame in frames:
         path = frame.file[-1024:].replace("\\", "/")
         for doing, rows in tables:

@@ -1,10 +1,8 @@
-"""Tables of regular expressions that map a frame to what its thread is doing.
+"""Tables of regular expressions that map a stack frame to an activity.
 
-Each row is a pair `(path, function)`: a frame matches if both patterns are found in its file's path
-and its function's name. An empty function pattern matches any function. Paths are written with `/`;
-backslashes in stacks from other systems are converted first. The rows were taken from the stacks of
-real programs, which are kept in `tests/data/stacks` together with the script that recorded them.
-Rows for libraries that were not available follow the layout of their packages.
+Each row is a pair `(path, function)` of patterns. An empty function pattern matches any function.
+Paths are written with `/`. The rows are based on recorded stacks of real programs (see
+`tests/data/stacks`) and on the folder layout of libraries.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Classify what a rank's child process is doing: data loading, compiling, checkpointing.
 
-The stack of a forked worker begins with the frames of its parent. The worker's own frames start
-inside the loop that it runs.
+The stack of a forked worker begins with its parent's frames. The worker's own frames follow them.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class WorkerState:
 
     @property
     def trouble(self) -> int:
-        """The severity of the process's state: dead is highest, then stopped, then running."""
+        """The severity of the process's state, which is highest for a dead process."""
         if self.child.state in ("Z", "X"):
             return 5
         if self.child.state in ("T", "t", "D"):
@@ -57,7 +56,7 @@ class WorkerState:
         return 3 if self.activity.doing in (Doing.USER, Doing.LOCK, Doing.NETWORK) else 2
 
     def words(self) -> str:
-        """Describe the process and what it is doing, worded to follow "waits for "."""
+        """Describe the process and its activity, as a phrase after "waits for "."""
         child = self.child
         name = f"its {self.role.value} (pid {child.pid})"
         if self.role is Role.PROGRAM:

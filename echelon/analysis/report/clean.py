@@ -1,8 +1,8 @@
-"""Make recorded strings safe to show.
+"""Make recorded strings safe to display.
 
-The strings in a dump were written by other processes, which may try to move the cursor, set a title
-or forge a line. Control characters, bidirectional overrides and line breaks are replaced before a
-string reaches a terminal or a page. Markup is escaped when the string is inserted.
+The strings in a dump are untrusted, and may contain terminal escape sequences or markup. Control
+characters, bidirectional overrides and line breaks are replaced before a string is displayed.
+Markup is escaped when the string is inserted into a page.
 """
 
 from __future__ import annotations
@@ -23,5 +23,5 @@ def clean(text: str, limit: int = _MAX_CHARS) -> str:
 
 
 def safe(text: str) -> str:
-    """Return `text` cleaned and escaped, for use between tags or in a quoted attribute."""
+    """Clean and escape `text` for use between tags or in a quoted attribute."""
     return escape(clean(text))

@@ -1,4 +1,4 @@
-"""Render the report for a terminal: the verdict first, and no longer than one screen."""
+"""Render the report for a terminal, in at most one screen."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _MAX_FRAMES = 4  # innermost frames shown of a run that ranks share
 
 
 def render_text(report: Report, console: Console, timing: Timing | None = None) -> None:
-    """Print a report on a rich console, or one line per sentence if the output is not a terminal.
+    """Print a report to a rich console, or as plain lines if the output is not a terminal.
 
     Args:
-        timing: how the job spent its time; shown below a healthy report.
+        timing: how the job spent its time; printed after a healthy report.
 
     Example:
         >>> from rich.console import Console
@@ -63,7 +63,7 @@ def render_text(report: Report, console: Console, timing: Timing | None = None) 
 
 
 def plain_lines(report: Report, timing: Timing | None = None) -> list[str]:
-    """Return the report as lines that are neither wrapped nor padded, for logs and grep."""
+    """Return the report as lines without wrapping or padding."""
     verdict = report.verdict
     lines = [_headline(report, verdict).plain.strip()]
     if verdict is not None:
@@ -129,10 +129,9 @@ def _sections(finding: Finding, report: Report) -> list[tuple[str, list[str]]]:
 
 
 def stack_lines(branches: Sequence[Branch], culprits: Sequence[int]) -> list[str]:
-    """Show where the ranks are, with one line per place; the culprits come first.
+    """Describe where the ranks are, with one line per place and the culprits first.
 
-    Where stacks fork, one line shows the frames that the ranks share, and the lines for the
-    branches are indented below it.
+    Shared frames have one line; the lines for diverging stacks are indented below it.
     """
     lines: list[tuple[str, Branch]] = []
     _add_places(lines, branches, set(culprits), 0)
@@ -166,7 +165,7 @@ def counted(ranks: Sequence[int]) -> str:
 
 
 def alternative_line(other: Alternative) -> str:
-    """Format another root that was considered, and what distinguishes it from the verdict."""
+    """Format a rejected root and the argument against it."""
     who = f" · {rank_list(other.culprit_ranks)}" if other.culprit_ranks else ""
     return f"{other.cause.value}{who}: {other.summary} ({other.against})"
 

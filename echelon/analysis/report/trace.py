@@ -1,8 +1,7 @@
 """Export operations and spans as a Chrome trace, for chrome://tracing and ui.perfetto.dev.
 
-The trace has one process per rank, with one track for operations and one for spans. Operations that
-are still pending extend to the end of the trace and are marked as pending. Times are microseconds
-since the first event, on rank 0's clock.
+Each rank is a process with two tracks, one for operations and one for spans. Pending operations
+extend to the end of the trace. Times are microseconds since the first event, on rank 0's clock.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _STATES = {int(state): state.name.lower() for state in State}
 
 
 def write_trace(evidence: Evidence, path: Path) -> None:
-    """Write the trace, one event per line, without holding the whole trace in memory.
+    """Write the trace to a file, one event per line.
 
     Raises:
         OSError: the file cannot be written.

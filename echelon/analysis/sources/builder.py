@@ -1,8 +1,7 @@
-"""Build evidence from echelon's own black boxes, turning records into rows over shared tables.
+"""Build evidence from echelon's own black boxes.
 
-A record's wide columns are dropped as soon as its rows exist, so a world of 16,384 ranks fits into
-memory. An impossible record (a forged rank, an out-of-range clock) is left out with a warning. No
-value in a record determines how much memory is allocated.
+Records become rows that refer to shared tables. An impossible record, such as one with a forged
+rank, is left out with a warning. No value in a record determines how much memory is allocated.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _MAX_WORLD = 1 << 18
 
 
 class EvidenceBuilder:
-    """Collects records one by one into an `Evidence`."""
+    """A builder that turns records into an `Evidence`."""
 
     def __init__(self) -> None:
         self.tables = Tables()
@@ -37,10 +36,7 @@ class EvidenceBuilder:
         self._group_index: dict[tuple[object, ...], list[int]] = {}
 
     def group(self, group: Group) -> int:
-        """Return the number of a group, which is identified by its name and members.
-
-        Every rank lists all members of the world, so the index avoids hashing such long tuples.
-        """
+        """Return the number of a group, which is identified by its name and members."""
         key = (group.name, len(group.ranks), group.ranks[:1], group.ranks[-1:])
         alike = self._group_index.setdefault(key, [])
         for number in alike:
@@ -51,7 +47,7 @@ class EvidenceBuilder:
         return alike[-1]
 
     def add(self, record: Record) -> None:
-        """Add one of echelon's black boxes; leave out a second black box of the same rank."""
+        """Add one of echelon's black boxes. A second black box of the same rank is ignored."""
         rank = record.identity.rank
         if not 0 <= rank < _MAX_WORLD:
             self.warnings.append(f"{record.path}: claims to be rank {rank}, left out")
@@ -108,10 +104,7 @@ class EvidenceBuilder:
         return rows
 
     def _calls(self, record: Record) -> npt.NDArray[Any]:
-        """Return the numbers of a record's calls.
-
-        Four columns are packed into one integer, and each distinct integer is looked up only once.
-        """
+        """Return the call numbers of a record's operations."""
         columns = [record.operations[name] for name in ("operation", "signature", "reduce_op")]
         columns.append(record.operations["root"].astype(np.int64) + 1)
         packed = np.zeros(len(record.operations), np.int64)
@@ -175,11 +168,7 @@ class EvidenceBuilder:
 def _of_present_epoch(
     ranks: Mapping[int, RankEvidence], groups: Sequence[Group], incident: Incident
 ) -> dict[int, RankEvidence]:
-    """Leave out ranks that were lost earlier, and all operations of worlds that included them.
-
-    When a rank was lost, the operations in progress on other ranks failed, so they show nothing
-    about the present.
-    """
+    """Leave out lost ranks, and all operations of worlds that included a lost rank."""
     lost = incident.lost_earlier.keys()
     old = [number for number, group in enumerate(groups) if not lost.isdisjoint(group.ranks)]
     since, there = incident.epoch_since_ns, incident.epoch_since_there_ns

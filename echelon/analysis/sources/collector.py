@@ -1,7 +1,6 @@
 """Disable cyclic garbage collection while thousands of files are being read.
 
-A loaded dump consists of millions of plain objects that form no cycles. The collector would scan
-them again and again without finding anything.
+Loaded dumps contain millions of objects but no cycles, so collection would only cost time.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Disable cyclic garbage collection within the `with` block, if it was enabled."""
+    """Disable cyclic garbage collection within the `with` block."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,9 +1,8 @@
 """Find and read the contents of a folder: an incident, a `dump/`, a run directory or foreign dumps.
 
-A folder is recognised by its contents, and a file by its first bytes; only the rank is taken from
-the file's name. An unreadable file among readable ones causes a warning and makes its rank a
-suspect; if no file is readable, that is an error. A folder that is still being written
-(`.incident_<k>.partial`) is ignored.
+A folder is recognised by its contents, and a file by its first bytes. The rank is taken from the
+file name. An unreadable file causes a warning, and its rank becomes a suspect. A folder that is
+still being written (`.incident_<k>.partial`) is ignored.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ _MAX_INCIDENT_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The input that was chosen: echelon's files by rank, their incident, and a description.
+    """The chosen input: echelon's files by rank, the incident, and a description.
 
-    The folder may also hold dumps that torch's own recorder wrote on the same ranks.
+    The folder may also contain dumps from torch's own recorder.
     """
 
     files: tuple[tuple[int, Path], ...]
@@ -112,7 +111,7 @@ def load_place(place: Place) -> Evidence:
 
 
 def _ended_well_after_a_stall(run_dir: Path) -> bool:
-    """Return whether report.json records that the job succeeded after its last stall ended."""
+    """Return whether report.json shows that the job recovered from its last stall and succeeded."""
     told = _plain(run_dir / "report.json")
     incidents = told.get("incidents")
     if not isinstance(incidents, list) or not incidents or told.get("exit_code") != 0:
@@ -163,9 +162,9 @@ def find_rings(folder: Path) -> Place | None:
 
 
 def read_incident(path: Path) -> Incident:
-    """Read `incident.json`, using defaults for fields that are missing or of the wrong type.
+    """Read `incident.json`, using defaults for missing or malformed fields.
 
-    A snapshot is useful without this file, so a missing or broken file is not an error.
+    A missing or broken file is not an error.
     """
     values = _plain(path)
     return Incident(
@@ -233,7 +232,7 @@ def _count(value: Any) -> int:
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[int, Path]]:
-    """Yield the entries of a folder whose names match, each with the number in its name."""
+    """Yield the matching entries of a folder, with the numbers in their names."""
     try:
         entries = list(folder.iterdir()) if folder.is_dir() else []
     except OSError:
@@ -245,7 +244,7 @@ def _numbered(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[int, Pat
 
 
 def _looks_foreign(path: Path) -> bool:
-    """Return whether a file begins like torch's pickles or like JSON, unlike echelon's files."""
+    """Return whether a file begins like a torch pickle or like JSON."""
     try:
         with path.open("rb") as file:
             head = file.read(2)

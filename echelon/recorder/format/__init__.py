@@ -1,1 +1,1 @@
-"""Define the contents of a black box and their layout in the file."""
+"""Define the contents and the file layout of a black box."""

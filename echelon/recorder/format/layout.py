@@ -51,7 +51,7 @@ STRINGS_OFFSET = OPEN_SPANS_OFFSET + _pages(NUM_OPEN_SPANS * SPAN_SLOT.itemsize)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The byte offsets of the parts of a ring with given capacities."""
+    """The byte offsets of a ring's parts, computed from the ring's capacities."""
 
     num_operations: int
     num_spans: int
@@ -68,16 +68,12 @@ class Layout:
 
     @property
     def kept_offset(self) -> int:
-        """The offset of the first place for operations that outlived their slots.
-
-        The places follow the slots. An operation moves to a place before its slot is reused, so a
-        copy of the file made from front to back contains the operation at least once.
-        """
+        """The offset of the first place for operations that outlived their slots."""
         return self.operations_offset + _pages(self.num_operations * OPERATION_SLOT.itemsize)
 
     @property
     def recent_offset(self) -> int:
-        """The offset of `recent`, which follows all data that refers to it (see `kept_offset`)."""
+        """The offset of `recent`."""
         return self.kept_offset + _pages(NUM_KEPT * KEPT_OPERATION.itemsize)
 
     @property

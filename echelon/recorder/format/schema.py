@@ -1,23 +1,21 @@
 """Define the contents of a black box: fields, dtypes, units, and the version of the format.
 
-The writer (`write/`), the readers (`read/`) and `echelon.analysis` share only this module, which
-contains declarations and opens no files. Everything is little-endian. Every stamp is a reading of
-the monotonic clock in nanoseconds, where 0 means that the event has not happened. Every rank is a
-global rank.
+The writer, the readers and `echelon.analysis` share this module, which contains only declarations.
+Everything is little-endian. Every stamp is a reading of the monotonic clock in nanoseconds; 0 means
+that the event has not happened. Every rank is a global rank.
 
 A new field raises `FORMAT_MINOR`; a changed or removed field raises `FORMAT_MAJOR`. Readers accept
 any minor version of their own major version. `docs/dump-format.md` describes the format in prose.
 
 [Note: what makes a slot readable] A slot is `stamp, length, crc, payload, stamp`. The writer fills
-it from front to back. A reader accepts it only if both stamps agree and belong to this slot, and
-the CRC32 of the payload matches. Python offers no memory fences, so on weakly ordered machines the
-stamps alone could mislead a reader; the CRC cannot.
+a slot from front to back. A reader accepts a slot only if both stamps agree and belong to the slot,
+and if the CRC32 of the payload matches. The CRC is needed on weakly ordered machines, because
+Python has no memory fences.
 
 [Note: two kinds of texts] Texts that a program uses repeatedly (groups, call sites, operations,
-names of spans) are stored once in the string table and are kept. Texts that may differ at every
-call (shapes and splits, details of spans, errors) go into `recent`, a log that wraps around, so
-that a long job cannot fill it up. Each entry repeats its own position, so that a reader can detect
-an overwritten entry.
+names of spans) are stored once, in the string table. Texts that may differ at every call (shapes
+and splits, details of spans, errors) go into `recent`, a log that wraps around. Each entry of
+`recent` contains its own position, so that a reader can detect an overwritten entry.
 """
 
 from __future__ import annotations
@@ -83,7 +81,7 @@ class Flag(IntEnum):
 
 
 class Live(IntEnum):
-    """The indices of the u64 words of the live page. Each word is written by one aligned store."""
+    """The indices of the u64 words of the live page."""
 
     HEARTBEAT_MONO_NS = 0  # from a Python thread: late while other code holds the lock
     PROGRESS_MONO_NS = 1  # last operation, span or step that began or ended
@@ -291,10 +289,9 @@ SPAN = np.dtype(
 class Identity:
     """The process that wrote a black box, and the time and settings of its recording.
 
-    `mono_ns` and `wall_ns` are read together, and are read again whenever the wall clock is
-    changed. On rank 0's clock, a stamp of this rank is `stamp + clock_offset_ns`; when the offset
-    was measured, its error was at most `clock_error_ns`. An error of -1 means that the offset was
-    never measured, or that the host was suspended after the measurement.
+    `mono_ns` and `wall_ns` are read at the same moment. A stamp of this rank is converted to rank
+    0's clock by adding `clock_offset_ns`. The error of that offset was at most `clock_error_ns`
+    when it was measured; -1 means that the offset is unknown.
     """
 
     rank: int
@@ -315,7 +312,7 @@ class Identity:
 
     @property
     def misses_operations(self) -> bool:
-        """Whether the rank called device operations, which the hooks do not record."""
+        """Whether the rank called device operations, which are not recorded."""
         return bool(self.settings.get("device_operations"))
 
     def changed(self, **changes: Any) -> Identity:
@@ -333,10 +330,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The arguments of an operation, equal on all ranks of a well-matched collective.
+    """The arguments of an operation, which are equal on all ranks of a well-matched collective.
 
-    `summary` is set if the full lists did not fit into the slot. It then holds (number of tensors,
-    number of elements, CRC32 of the full lists), and `shapes` and the splits are empty.
+    If the full lists did not fit into the slot, `shapes` and the splits are empty, and `summary`
+    contains (number of tensors, number of elements, CRC32 of the full lists).
     """
 
     dtype: str
@@ -367,7 +364,7 @@ class LastWords:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """The signal that ended a rank, written by the rank itself as its process died."""
+    """The signal that ended a rank, as recorded by the dying process."""
 
     signal: int
     code: int = 0  # si_code: above 0, the thread's own instruction caused it
@@ -379,11 +376,10 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One rank's black box after reading: columns of operations and spans, and further facts.
+    """The contents of one rank's black box.
 
-    `operations` [num_operations] has dtype `OPERATION` and is sorted oldest first. `spans` (the
-    spans that have ended) and `open_spans` have dtype `SPAN`; the open spans of a thread are sorted
-    outermost first.
+    `operations` [num_operations] has dtype `OPERATION` and is sorted oldest first. `spans` (ended
+    spans) and `open_spans` have dtype `SPAN`. A thread's open spans are sorted outermost first.
     """
 
     path: str
@@ -404,7 +400,7 @@ class Record:
 
 
 def encode_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks as runs `first-last:stride`, which keeps even a large regular group short."""
+    """Format ranks as runs `first-last:stride`."""
     runs: list[str] = []
     i = 0
     while i < len(ranks):
@@ -425,7 +421,7 @@ def decode_ranks(text: str, limit: int = MAX_RANKS) -> tuple[int, ...]:
     """Parse the text that `encode_ranks` returned.
 
     Raises:
-        ValueError: the text does not have this form, or names more than `limit` ranks.
+        ValueError: the text is malformed or names more than `limit` ranks.
     """
     if not isinstance(text, str):
         raise ValueError("the field ranks is not a string")

@@ -1,4 +1,4 @@
-"""Count the torn and damaged parts that a reader finds, and report each kind once."""
+"""Count the torn and damaged parts of a ring, and report each kind once."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class Damage:
         self._warnings[text] += 1
 
     def note_torn(self, count: int, what: str) -> None:
-        """Record that `count` items, possibly 0, were being written or are damaged."""
+        """Record that `count` items were incomplete or damaged."""
         if count:
             self.num_torn += count
             self.warn(f"{count} {what}")
 
     def note_unreadable(self, text: str) -> None:
-        """Record an unreadable item, which is damaged or newer than this copy of the ring."""
+        """Record an item that cannot be read in this copy of the ring."""
         self.num_torn += 1
         self.warn(text)
 
     def warnings(self) -> list[str]:
-        """Return each distinct warning with the number of times that it occurred."""
+        """Return each distinct warning with its number of occurrences."""
         return [
             text if count == 1 else f"{text} ({count} times)"
             for text, count in self._warnings.items()

@@ -1,8 +1,7 @@
-"""Write dump files: the copies of the ranks' black boxes that an incident folder keeps.
+"""Write dump files, which are copies of black boxes in an incident folder.
 
-A dump is a msgpack file organised in columns: each field is one little-endian array, so dumps of
-thousands of ranks load quickly. It has a version and contains no pickles. A dump is written to a
-temporary name and then renamed, so a partial dump is never visible.
+A dump is a msgpack file organised in columns. Each field is one little-endian array, so that dumps
+of thousands of ranks load quickly. A dump becomes visible only when it is complete.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def write_dump(record: Record, path: Path) -> None:
 
 
 def empty_record(path: Path, identity: Identity, host: HostFacts, *warnings: str) -> Record:
-    """Return the record of a rank that left no ring, with only the facts that its host knows."""
+    """Return a record for a rank without a ring, with the facts that the host knows."""
     return Record(
         path=str(path),
         identity=identity,

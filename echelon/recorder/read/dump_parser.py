@@ -102,10 +102,9 @@ def _signature_of(entry: Sequence[Any]) -> Signature:
 
 
 def _columns(dtype: np.dtype[Any], table: Mapping[str, Any]) -> npt.NDArray[Any]:
-    """Read a table of columns, skipping any that this version does not know.
+    """Read a table of columns, skipping unknown columns.
 
-    A column that an older minor version lacks is filled with 0. The columns in the file must make
-    up a fair share of the table, so that a small file never becomes a large table in memory.
+    Missing columns are filled with 0.
     """
     length = int(table["length"])
     columns: Mapping[str, bytes] = table["columns"]

@@ -1,8 +1,8 @@
 """Read black boxes: live rings, rings of dead processes, and dump files.
 
-The readers change nothing and are safe on untrusted bytes. Counts are bounded by the file's size
-before any memory is allocated, and nothing is evaluated. Data that fails its checks is left out and
-counted in `Record.warnings`. A file that is not a black box raises `DumpFormatError`.
+The readers do not change anything and are safe to use on untrusted files. Data that fails a check
+is left out and counted in `Record.warnings`. A file that is not a black box raises
+`DumpFormatError`.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _read_ring_once(path: Path) -> tuple[Record, int]:
 
 
 def _ring_bytes(path: Path) -> tuple[Layout, bytes]:
-    """Read as much of a ring's file as the header declares."""
+    """Read a ring's file, up to the size declared in the header."""
     try:
         with path.open("rb") as file:
             header = file.read(_HEADER_BYTES)
@@ -160,7 +160,7 @@ def read_dump(path: Path) -> Record:
 
 
 class LiveRing:
-    """A ring that is mapped read-only and observed repeatedly while its process runs.
+    """The ring of a running process, mapped read-only.
 
     Raises:
         DumpFormatError: the file does not exist, or is not yet a complete ring.
@@ -192,7 +192,7 @@ class LiveRing:
 
     @property
     def file(self) -> tuple[int, int]:
-        """The identity of the mapped file; it changes when a later program reuses the path."""
+        """The identity of the mapped file."""
         return self._identity
 
     @property
@@ -222,7 +222,7 @@ class LiveRing:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the rank has closed the ring, which shows that the rank's program ended."""
+        """Whether the rank has closed the ring at the end of its program."""
         self._follow()
         return bool(self._live[Live.CLOSED])
 
@@ -238,7 +238,7 @@ class LiveRing:
         return self._is_hooked
 
     def pending(self) -> tuple[int, int]:
-        """Return when the oldest pending operation was called, and how many are pending."""
+        """Return the call time of the oldest pending operation, and the number that are pending."""
         in_slots, num_in_slots = _oldest_open(self._slots)
         kept, num_kept = _oldest_open(self._kept)
         oldest = min((called for called in (in_slots, kept) if called), default=0)
@@ -259,11 +259,7 @@ class LiveRing:
         )
 
     def _follow(self) -> None:
-        """Switch to the ring of a later program of the same rank, if one now uses the path.
-
-        The path is accessed only after this ring's program has closed the ring, because the path
-        may be on a file system that hangs, and the caller is an agent's only thread.
-        """
+        """Switch to the new ring if a later program of the same rank has replaced the file."""
         if not int(self._live[Live.CLOSED]):
             return
         now = _file_identity(self._path)
@@ -277,7 +273,7 @@ class LiveRing:
         self.__dict__.update(other.__dict__)
 
     def activity(self) -> int:
-        """Return the number of events recorded so far; an unchanged number means no progress."""
+        """Return the number of events recorded so far."""
         return self.words()[Live.NUM_OPERATIONS] + self.sight(0).num_ended
 
     def close(self) -> None:
@@ -296,7 +292,7 @@ def _file_identity(path: Path) -> tuple[int, int]:
 
 
 def _oldest_open(slots: npt.NDArray[Any]) -> tuple[int, int]:
-    """Return when the oldest pending operation was called, and how many operations are pending."""
+    """Return the call time of the oldest pending operation, and the number that are pending."""
     state, head = slots["state"], slots["head"]
     ended = (state["head"] == head) & (state["state"] >= State.COMPLETED)
     open_slots = np.flatnonzero((head != 0) & (slots["tail"] == head) & ~ended)

@@ -15,7 +15,7 @@ _SIGNATURE_FIXED = struct.Struct("<IIIHH")
 
 
 class Call(NamedTuple):
-    """The contents of a signature, as indices into `strings` and `signatures`."""
+    """A signature, given as indices into `strings` and `signatures`."""
 
     operation: int
     reduce_op: int
@@ -24,7 +24,7 @@ class Call(NamedTuple):
 
 
 class RingCalls:
-    """A reader of signatures by reference, which decodes each signature only once."""
+    """A reader of signatures. Each signature is decoded only once."""
 
     def __init__(self, texts: RingTexts, damage: Damage) -> None:
         self.signatures: list[Signature] = []
@@ -33,7 +33,7 @@ class RingCalls:
         self._known: dict[int, Call | None] = {}
 
     def call(self, ref: int) -> Call | None:
-        """Return the arguments of an operation, or None if newer entries have overwritten them."""
+        """Return the arguments of an operation, or None if they have been overwritten."""
         if ref in self._known:
             return self._known[ref]
         data, call = self._texts.recent(ref), None
@@ -66,7 +66,7 @@ class RingCalls:
         )
 
     def overwritten(self) -> Call:
-        """Return a placeholder for a signature that newer entries overwrote."""
+        """Return a placeholder for an overwritten signature."""
         return self._new(OVERWRITTEN)
 
     def damaged(self, warning: str) -> Call:

@@ -1,4 +1,4 @@
-"""Read all parts of a ring except its records: header, identity, last words, fatal signal."""
+"""Read a ring's header, identity, last words and fatal signal."""
 
 from __future__ import annotations
 
@@ -41,15 +41,14 @@ _MAX_SIGNAL = 64
 
 
 def check_header(path: Path, data: bytes | mmap.mmap, file_bytes: int = -1) -> Layout:
-    """Check the header and return the ring's layout.
+    """Check a ring's header and return the layout of the ring.
 
     Args:
         data: the bytes of the file, or of its first pages.
         file_bytes: the size of the file; -1 means the length of `data`.
 
     Raises:
-        DumpFormatError: the file is not a ring, has a different major version, or is shorter than
-            its header says.
+        DumpFormatError: the file is not a ring, has a different major version, or is truncated.
     """
     if len(data) < LIVE_OFFSET + LIVE_BYTES or data[: len(RING_MAGIC)] != RING_MAGIC:
         raise DumpFormatError(f"{path} is not an echelon ring", path=path)

@@ -1,7 +1,7 @@
-"""Turn the bytes of a ring into columns, accepting only data that passes its checks.
+"""Turn the bytes of a ring into columns of checked data.
 
-Torn slots (caught mid-write) and damaged slots are left out or marked, and are counted in the
-warnings; see schema.py, [Note: what makes a slot readable].
+Incomplete and damaged slots are counted in the warnings (see schema.py, [Note: what makes a slot
+readable]).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class RingParser:
         return out[np.argsort(out["record"], kind="stable")]
 
     def _rows(self, slots: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], list[Call | None]]:
-        """Return the rows of intact slots, with the arguments of their calls."""
+        """Return the rows of intact slots, including the calls' arguments."""
         fixed, state = slots["fixed"], slots["state"]
         out = np.zeros(len(slots), OPERATION)
         for name in _COPIED:
@@ -95,11 +95,7 @@ class RingParser:
     def _with_signature(
         self, records: npt.NDArray[Any], calls: list[Call | None]
     ) -> npt.NDArray[Any]:
-        """Select the rows that are newer than every row whose signature has been overwritten.
-
-        The result begins where the record of a smaller ring would begin, so that no operation is
-        missing in the middle.
-        """
+        """Select the rows that are newer than every row with an overwritten signature."""
         lost = np.array([call is None for call in calls], bool)
         if not lost.any():
             return np.ones(len(records), bool)
@@ -171,11 +167,7 @@ class RingParser:
         return chosen
 
     def _states_known(self, head: npt.NDArray[Any], state: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return which state cells are intact and describe the operation in their slot.
-
-        An unused cell, or one that still describes an earlier operation, does not count as damaged:
-        the slot's operation has only been created.
-        """
+        """Return which state cells are intact and belong to the operation in their slot."""
         stamp = state["head"]
         raw, size = state.tobytes(), OPERATION_STATE.itemsize
         seeds = (stamp & _U32).tolist()

@@ -1,6 +1,6 @@
 """Read the texts of a ring: names, recent texts, and groups.
 
-Each text is read once. A reference that cannot be read yields a placeholder text.
+An unreadable text is replaced by a placeholder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _RECENT_UNITS = RECENT_BYTES // RECENT_UNIT
 
 
 class RingTexts:
-    """A reader of texts and groups by reference; columns hold indices into its lists."""
+    """A reader of texts and groups. Columns refer to them by index."""
 
     def __init__(self, data: bytes, layout: Layout, live: tuple[int, ...], damage: Damage) -> None:
         self.strings: list[str] = [""]

@@ -1,9 +1,8 @@
 """Follow a live ring: report new durations, and the operations and phases that are open.
 
-Reading is cheap enough to be repeated twice a second for each rank: it decodes no text and examines
-at most the newest `MAX_NEW` operations. A duration may come from a slot that is being written: the
-slot's stamps are compared, but its checksum is not verified, because one wrong duration among many
-does no harm. Pending operations are checked in full.
+A read decodes no text and examines at most the newest `MAX_NEW` operations, so it is cheap enough
+to be repeated twice a second. A duration may occasionally be wrong, because checksums are not
+verified. Pending operations are checked completely.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MAX_NEW = 1024
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Either a call site in a group or a phase, identified by references to strings in the ring."""
+    """A call site in a group, or a phase. Strings are given by their references in the ring."""
 
     name: int  # the group's, or the phase's
     site: int
@@ -41,7 +40,10 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """The changes since the last read. The durations [num_ended] are in ns, oldest first."""
+    """The changes since the last read.
+
+    `durations` [num_ended] is in nanoseconds, oldest first.
+    """
 
     ended: list[tuple[Key, npt.NDArray[np.int64]]]
     pending: list[Open]

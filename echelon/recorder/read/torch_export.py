@@ -1,12 +1,11 @@
-"""Write an incident in the format of PyTorch's flight recorder (2.10), for other tools.
+"""Write an incident in the format of PyTorch's flight recorder (2.10).
 
-Each rank's file is a pickle that consists of plain dicts, lists, tuples, strings and numbers; torch
-is not imported. Facts that torch's format cannot represent (reduce op, root, splits, tags, spans,
-steps) are lost.
+Each rank's file is a pickle of plain dicts, lists, tuples, strings and numbers. Facts that torch's
+format cannot represent (reduce op, root, splits, tags, spans, steps) are lost.
 
-Numbers follow torch's conventions: collectives and point-to-point operations count from 1 in each
-group, ranks in `send 0->1` are positions among the group's sorted members, and stamps are readings
-of the rank's own wall clock.
+Collectives and point-to-point operations are numbered from 1 in each group, as in torch. Ranks in
+`send 0->1` are positions among the group's sorted members. Stamps are readings of the rank's own
+wall clock.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ def export_torch(
 
     Args:
         incident_dir: a folder that contains `rank_<r>` dumps or rings.
-        out_dir: the output folder, which receives one file `<prefix><rank>` per rank; created if
-            necessary.
+        out_dir: the output folder for the files `<prefix><rank>`; created if necessary.
         prefix: the prefix of the files' names.
 
     Returns:
@@ -100,7 +98,7 @@ def _read_all(folder: Path) -> dict[int, Record]:
 
 
 class _Names:
-    """A generator of group names that are unique across all ranks, as torch's format requires."""
+    """A generator of group names that are unique across all ranks."""
 
     def __init__(self) -> None:
         self._names: dict[Group, tuple[str, str]] = {}
@@ -122,7 +120,7 @@ class _Names:
 
 @dataclass
 class _Counts:
-    """The progress of a group, according to the ring."""
+    """The progress of a group."""
 
     collectives: int = 0
     p2p: int = 0
@@ -216,7 +214,7 @@ def _wall(stamp: Any, to_wall: int) -> int | None:
 
 
 def _name(operation: str, row: Any, group: Group, rank: int) -> str:
-    """Return an operation's name in torch's spelling. A message's name includes both ranks."""
+    """Return the name that torch uses for an operation."""
     places: Mapping[int, int] = {member: i for i, member in enumerate(sorted(group.ranks))}
     me, peer = places.get(rank, -1), places.get(int(row["peer"]), -1)
     if operation == "send":
@@ -227,7 +225,7 @@ def _name(operation: str, row: Any, group: Group, rank: int) -> str:
 
 
 def _sizes(operation: str, signature: Signature, group_size: int) -> dict[str, list[list[int]]]:
-    """Return the sizes of the inputs and the outputs, deriving one from the other."""
+    """Return the sizes of the inputs and the outputs."""
     if signature.summary is not None:
         shapes = [[signature.summary[1]]]
     else:

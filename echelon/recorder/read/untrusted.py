@@ -1,7 +1,6 @@
 """Build record classes from the fields of untrusted files.
 
-Unknown fields are dropped, because a newer minor version may have added them. Every known field is
-checked against its declared type before it is used.
+Every known field is checked against its declared type. Unknown fields are dropped.
 """
 
 from __future__ import annotations

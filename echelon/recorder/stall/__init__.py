@@ -1,1 +1,1 @@
-"""Detect stalls: the stall rule, and a watch inside processes that have no agent."""
+"""Detect stalls, both in an agent and inside a process without an agent."""

@@ -1,12 +1,9 @@
-"""Apply the stall rule inside a process, for jobs that no agent watches (torchrun, plain Python).
+"""Apply the stall rule inside a process, for jobs without an agent (torchrun, plain Python).
 
-A thread observes the process's own ring once a second. When it detects a stall, it reads this
-rank's black box twice, writes it to `dump/incident_<k>` in the folder that all ranks record into,
-and prints one line about it. Ranks detect the same stall independently, within seconds of each
-other. The first rank creates the incident, and the other ranks of the same attempt join it. The
-thread detects fewer stalls than an agent does: it cannot run while C code holds the GIL, and it
-does not observe other ranks. All modules that the thread needs are imported in advance, so that
-nothing needs to be imported while the process is stuck.
+A thread observes the process's own ring once a second. If it detects a stall, the thread writes the
+rank's black box to `dump/incident_<k>` in the common folder and prints one line. The first rank
+creates the incident, and the other ranks of the same attempt join it. Unlike an agent, the thread
+cannot run while C code holds the GIL, and does not observe other ranks.
 """
 
 from __future__ import annotations
@@ -99,7 +96,7 @@ class InsideWatch:
         return folder
 
     def _open_incident(self, identity: Identity, reason: str) -> Path:
-        """Join the incident that another rank has just created, or create an incident."""
+        """Join another rank's new incident, or create one."""
         self._dump.mkdir(mode=0o700, exist_ok=True)
         while True:
             number = max(_numbers(self._dump), default=-1)
@@ -140,7 +137,7 @@ def _numbers(dump: Path) -> list[int]:
 
 
 def _can_join(folder: Path, identity: Identity) -> bool:
-    """Return whether an incident is new, belongs to this attempt, and has no files of this rank."""
+    """Return whether this rank can still join an incident."""
     is_young = False
     if (folder / f"rank_{identity.rank}").exists():
         return False

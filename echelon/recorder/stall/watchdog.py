@@ -1,21 +1,17 @@
-"""Decide when a job has stalled, as a pure function of the contents of the rings.
+"""Decide when a job has stalled, based only on the contents of the rings.
 
-A job is stalled once an operation on a live rank has been pending longer than the limit, or once no
-live rank has recorded an operation, span or step for that long. Until the world group exists, the
-limit is five times as long, because loading libraries and data takes time.
+A job has stalled if an operation has been pending for longer than the limit, or if no live rank has
+recorded anything for that long. Until the world group exists, the limit is five times as long.
 
-A rank that records nothing is observed from outside. Its processor use, output and network traffic
-count as progress. The rank counts as initialised once it has met the other ranks at the store. If
-torch writes its own flight recorder dump on that rank, an operation has timed out there.
+A rank without a ring is observed from outside: its processor use, output and network traffic count
+as progress. A flight recorder dump written by torch shows that an operation timed out on the rank.
 
-Each stall is reported once. The next stall is reported only after progress, which means that the
-number of ended operations, spans and steps of some rank has increased. Ranks' reports arrive one
-after another. An operation that one rank reported as pending before another rank's progress was
-seen has probably ended too, so it is ignored until it is reported again.
+Each stall is reported once. The next stall is reported only after some rank has made progress.
+Because the ranks' reports arrive one after another, reports that are older than the progress are
+ignored.
 
-A phase, such as a checkpoint or an evaluation, that has previously taken longer than the limit and
-succeeded gets more time if the caller knows about it. During that time, only torch's own dumps
-count as a stall.
+A phase that is known to take longer than the limit, such as a checkpoint or an evaluation, gets
+more time. During that time, only torch's dumps count as a stall.
 """
 
 from __future__ import annotations
@@ -30,7 +26,10 @@ _ON_ITS_WAY_NS = 1_000_000_000  # a report made before the progress that arrives
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sight:
-    """The state of one live rank. All stamps are monotonic times in ns; 0 means none."""
+    """The state of one live rank.
+
+    Stamps are monotonic times in nanoseconds; 0 means that the event has not happened.
+    """
 
     rank: int
     initialised: bool = False
@@ -46,23 +45,20 @@ class Sight:
 
     @property
     def name(self) -> str:
-        """The rank's name in the text of a reason."""
+        """The rank's name for use in messages."""
         return f"rank {self.rank if self.named_rank < 0 else self.named_rank}"
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A detected stall, with its reason and the time at which it began."""
+    """A detected stall: its reason and its start time."""
 
     reason: str
     since_mono_ns: int
 
 
 class StallRule:
-    """A rule that decides, one observation at a time, whether a job has stalled.
-
-    The rule reads no clock, because the time is an argument of `look`.
-    """
+    """A rule that decides from successive observations whether a job has stalled."""
 
     def __init__(self, stall_timeout_s: float, started_mono_ns: int) -> None:
         self._limit_s = stall_timeout_s
@@ -78,7 +74,7 @@ class StallRule:
         return self._reported is not None
 
     def begin_again(self, now_mono_ns: int) -> None:
-        """Count the reported stall as over, and give the ranks the whole limit to make progress."""
+        """End the reported stall and restart the time limit."""
         self._reported = None
         self._quiet_until_ns = now_mono_ns + int(self._limit_s * 1e9)
 
@@ -142,11 +138,7 @@ class StallRule:
 
 
 def _over_if_more(sights: Sequence[Sight]) -> dict[int, int]:
-    """Return the event count of each rank; once any rank exceeds its count, the stall is over.
-
-    If ranks without a ring are waiting in an operation, the progress of other ranks does not end
-    that wait.
-    """
+    """Return the event count of each rank. The stall ends when any rank exceeds its count."""
     waiting = {sight.rank for sight in sights if sight.pending_mono_ns and not sight.records}
     return {
         sight.rank: sys.maxsize if waiting and sight.rank not in waiting else sight.num_ended

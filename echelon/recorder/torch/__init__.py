@@ -1,1 +1,1 @@
-"""Record torch programs that do not import echelon, through hooks that never raise."""
+"""Record torch programs that do not import echelon."""

@@ -1,11 +1,10 @@
 """Read the arguments of a torch operation from the arguments of its operator.
 
-Torch's C++ and Python code both start a collective by calling an operator of the namespace c10d.
-The table in this module gives the position of each of these arguments.
+torch's C++ and Python code both start a collective by calling an operator in the namespace c10d. A
+table in this module gives the positions of the arguments.
 
-[Note: flat shapes] Torch accepts tensors of different shapes but equal sizes in one collective. A
-shape is therefore recorded flat, as a number of elements, so that members that agree do not appear
-to differ.
+[Note: flat shapes] torch accepts tensors of different shapes but equal sizes in one collective.
+Therefore only the number of elements is recorded.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "pr
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The positions of an operator's arguments; -1 means that the operator has no such argument."""
+    """The positions of an operator's arguments; -1 stands for a missing argument."""
 
     operation: str
     data: int
@@ -76,7 +75,7 @@ _NO_DATA = Data(on_host=True)
 
 
 def data_of(layout: Layout, args: Sequence[Any]) -> Data:
-    """Read the tensors of a call, given as one tensor, a list, or a list that contains one list."""
+    """Return the facts about the tensors of a call."""
     value = args[layout.data]
     if type(value) is not list and not isinstance(value, (list, tuple)):
         return _described(value, ((value.numel(),),))
@@ -104,14 +103,14 @@ def _described(first: Any, shapes: tuple[tuple[int, ...], ...]) -> Data:
 
 
 def address_of(value: Any) -> int:
-    """Return the address of a tensor, or of the first tensor in lists, or 0 if there is none."""
+    """Return the address of the first tensor in a value, or 0 if there is none."""
     while isinstance(value, (list, tuple)) and value:
         value = value[0]
     return 0 if isinstance(value, (list, tuple)) else int(value.data_ptr())
 
 
 def reduce_op_of(layout: Layout, args: Sequence[Any]) -> str:
-    """Return the name of a call's reduction, or "" if the call does not reduce."""
+    """Return the name of a call's reduce operation, or "" if there is none."""
     if layout.reduce_op == _ABSENT:
         return ""
     # Uses the method that finds it directly: `.op` looks in two places first.

@@ -17,8 +17,7 @@ _UNNAMED = ("", "undefined")
 class Group:
     """A process group, with its reference in the ring and its call counters.
 
-    Collectives are numbered per group, and messages per peer and direction, so that all members
-    count in the same way.
+    Collectives are counted per group, and messages per peer and direction.
     """
 
     __slots__ = ("_messages", "next_collective", "ranks", "reference")
@@ -30,7 +29,7 @@ class Group:
         self._messages: dict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
 
     def next_message(self, operation: str, peer: int) -> int:
-        """Return the number of the next message with a peer, or -1 if the peer is not known yet."""
+        """Return the number of the next message to or from a peer, or -1 if the peer is unknown."""
         return -1 if peer < 0 else next(self._messages[operation, peer])
 
     def global_rank(self, rank: int) -> int:
@@ -45,7 +44,7 @@ class Groups:
         self._known: dict[str, Group] = {}
 
     def forget(self, name: str) -> None:
-        """Forget a group, because torch may create a new group with the same name."""
+        """Forget a group, so that its name can be reused."""
         self._known.pop(name, None)
 
     def of(self, process_group: Any, recorder: Recorder) -> Group:
@@ -60,7 +59,7 @@ class Groups:
 
 
 def _title(name: str, description: str, ranks: tuple[int, ...]) -> str:
-    """Return the name that reports use for a group; it is the same on all members."""
+    """Return a name for a group that is the same on all members."""
     if description == _WORLD:
         return "world"
     if description in _UNNAMED:

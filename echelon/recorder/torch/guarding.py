@@ -1,4 +1,4 @@
-"""Contain errors in the hooks: an error disables the hook and never reaches the program."""
+"""Keep errors in the hooks from reaching the program. An error disables the hook."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _T = TypeVar("_T")
 
 
 def quietly(run: Callable[..., _T], *args: Any) -> _T | None:
-    """Return the result of `run`. If `run` raises an exception, ignore it and return None."""
+    """Return the result of `run`, or None if `run` raises an exception."""
     try:
         return run(*args)
     except Exception:  # noqa: BLE001 -- see above
@@ -17,7 +17,7 @@ def quietly(run: Callable[..., _T], *args: Any) -> _T | None:
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace an attribute with `make(original)`, or keep the original if this is not possible."""
+    """Replace an attribute with `make(original)`, if possible."""
     original = getattr(owner, name, None)
     if original is None or getattr(original, "_echelon_records", False):
         return

@@ -1,7 +1,7 @@
-"""Run an action on a module as soon as it is loaded, now or later in the program.
+"""Run an action on a module as soon as the module is loaded.
 
-An entry in `sys.meta_path` intercepts the import of a watched module, lets the other finders locate
-the module, and runs the action after the module's own code.
+An entry in `sys.meta_path` intercepts the import of a watched module and runs the action after the
+module's own code.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _Spec = importlib.machinery.ModuleSpec
 
 
 class Later(importlib.abc.MetaPathFinder):
-    """An import finder that runs an action for each watched module once the module is imported."""
+    """An import finder that runs an action after the import of each watched module."""
 
     def __init__(self) -> None:
         self._actions: dict[str, Action] = {}
 
     def run(self, name: str, action: Action) -> None:
-        """Run `action` with the module `name`, immediately if the module is already loaded."""
+        """Run `action` on the module `name`, immediately or after its import."""
         module = sys.modules.get(name)
         if module is not None:
             quietly(action, module)
@@ -53,7 +53,7 @@ class Later(importlib.abc.MetaPathFinder):
 
 
 def _act_after(loader: Any, action: Action) -> None:
-    """Make a loader run `action` after it has executed its module."""
+    """Make a loader run `action` on each module that it loads."""
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:

@@ -1,19 +1,15 @@
 """Record every collective and message of torch.distributed, for all callers and backends.
 
 [Note: where operations are seen] DDP's reducer, functional collectives and compiled code call a
-process group in C++, so patched Python functions would miss them. An echelon process group wrapped
-around torch's would see them, but programs check a group's type. All of these callers go through
-torch's dispatcher to an operator of the namespace c10d. c10d does not use the dispatch key
-BackendSelect. A kernel under that key runs before the backend's own kernel: it records the call and
-passes it on unchanged. This costs one Python call per operation: 10 us of processor time in torch's
-dispatcher for an empty kernel, and about 15 us here, a third of which is spent asking torch for the
-reduction's name.
+process group in C++, so patched Python functions would miss these calls. All callers go through
+torch's dispatcher to an operator in the namespace c10d. A kernel is registered under the dispatch
+key BackendSelect, which c10d does not use. The kernel records the call and passes it on unchanged.
+This costs about 15 us per operation, of which torch's dispatcher takes 10 us.
 
-Operations on device tensors are not recorded, because only the device knows when they complete, and
-asking it from here could block. The ring notes that such operations occurred; torch's own recorder,
-whose dump the launcher requests, contains them.
+Operations on device tensors are not recorded, because asking the device whether they have completed
+could block. The ring notes that such operations occurred; torch's own recorder contains them.
 
-Operations of echelon's own backend do not reach the dispatcher; the backend records them itself.
+Echelon's own backend records its operations itself.
 """
 
 from __future__ import annotations
@@ -46,14 +42,14 @@ _ASYNC, _P2P = int(Flag.ASYNC), int(Flag.P2P)
 
 
 def _redispatch_of(operator: Any) -> Callable[..., Any]:
-    """Return a function that calls an operator's next kernel, bypassing Python if possible."""
+    """Return a function that calls an operator's next kernel."""
     handle = getattr(operator, "_handle", None)
     redispatch: Callable[..., Any] = getattr(handle, "redispatch_boxed", operator.redispatch)
     return redispatch
 
 
 class Operations:
-    """A recorder of calls of the c10d operators, which is active once `install` has been called."""
+    """A recorder of calls to the c10d operators. `install` activates the recorder."""
 
     def __init__(self, torch: Any) -> None:
         core = torch._C._distributed_c10d
@@ -153,10 +149,7 @@ class Operations:
         return recorder.begin_prepared(prepared, group.next_collective(), -1, flags, 1, True)
 
     def _prepare(self, recorder: Recorder, call: tuple[Any, ...]) -> Any:
-        """Preprocess arguments that the program passes repeatedly.
-
-        Results are cached, up to a limit.
-        """
+        """Preprocess arguments that the program passes repeatedly, and cache the results."""
         if len(self._prepared) >= MAX_CALLS:
             self._prepared.clear()
         prepared = self._prepared[call] = recorder.prepare(*call)
@@ -165,7 +158,7 @@ class Operations:
     def _follow(
         self, recorder: Recorder, record: int, result: Any, layout: Layout, args: Sequence[Any]
     ) -> None:
-        """Track the work that an operation started. An operation without one is complete."""
+        """Track the work that an operation started. An operation without a work is complete."""
         boxed = result[-1] if isinstance(result, tuple) and result else result
         if boxed is None or isinstance(boxed, tuple):
             recorder.completed(record)
@@ -178,11 +171,7 @@ class Operations:
             self._after_backward(lambda: self._after_backward(self.pending.sweep))
 
     def _after_backward(self, run: Callable[[], None]) -> None:
-        """Call `run` when the backward pass ends, after the callbacks that are already queued.
-
-        DDP queues its own wait with its last bucket, after the first bucket has been seen here. To
-        run after that wait too, the caller nests two calls.
-        """
+        """Call `run` when the backward pass ends, after all callbacks that are already queued."""
         self._torch.autograd.Variable._execution_engine.queue_callback(lambda: quietly(run))
 
     def _waiting_kernel(self, operator: Any) -> Callable[..., Any]:

@@ -1,17 +1,15 @@
-"""Track operations that have been called but not yet seen to complete.
+"""Track operations that have been called but have not completed yet.
 
-A work is polled for completion at the places where the program itself waits: after `Work.wait`,
-after `wait_tensor`, at the end of a backward pass, before the next operation, and after an
-optimizer step. For programs that do none of these things, a thread polls four times a second. No
-callback is attached to a work, because it would run on the backend's own thread, which would then
-need the interpreter's lock.
+A work is polled where the program itself waits: after `Work.wait`, after `wait_tensor`, at the end
+of a backward pass, before the next operation, and after an optimizer step. In addition, a thread
+polls four times a second. Callbacks are not used, because they would need the interpreter's lock on
+the backend's thread.
 
-Some works never report completion (those of Gloo's reduce_scatter). Such a work counts as complete
-when the program's own wait for it returns; the wait is identified by the work or by the memory
-passed to `wait_tensor`.
+Some works never report completion, such as Gloo's reduce_scatter. Such a work counts as complete
+when the program's wait for it returns.
 
-A work keeps its tensors alive, so it is dropped as soon as it is seen to be complete. Of the works
-that never complete, the newest `_MAX_WORKS` are kept; older ones count as complete.
+A work keeps its tensors alive, so a completed work is dropped at once. At most `_MAX_WORKS` works
+are kept; older works count as complete.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ class Pending:
     """The works of this process that are not yet complete, keyed by record number.
 
     Args:
-        wait: torch's own `Work.wait`. For a complete collective, it returns at once or raises the
-            collective's error.
+        wait: torch's own `Work.wait`.
     """
 
     def __init__(self, wait: Callable[[Any], object]) -> None:
@@ -47,7 +44,7 @@ class Pending:
         self._wait = wait
 
     def add(self, record: int, work: Any, is_message: bool, address: int) -> None:
-        """Add a work that has just started, with the address to which it writes its result."""
+        """Add a work that has just started, with the address of its result."""
         self.works[record] = work, is_message, address
         if len(self.works) > _MAX_WORKS:
             self._end(next(iter(self.works)))
@@ -61,7 +58,7 @@ class Pending:
             self.sweep_oldest()
 
     def finish_at(self, address: int) -> None:
-        """Record that the program's wait for the tensor memory at an address has returned."""
+        """Record that the program's wait for the tensor at an address has returned."""
         for record, (_, _, at) in list(self.works.items()):
             if address and at == address:
                 self._end(record)
@@ -87,7 +84,7 @@ class Pending:
         self._sweep(list(self.works.items()))
 
     def sweep_oldest(self) -> None:
-        """Record which of the few oldest works have completed; cheap enough for every call."""
+        """Record which of the oldest works have completed."""
         if self.works:
             self._sweep(list(itertools.islice(self.works.items(), _FEW)))
 
@@ -108,7 +105,7 @@ class Pending:
             recorder.completed(record)
 
     def start(self) -> None:
-        """Start the thread that polls the works for which the program does not wait."""
+        """Start the thread that polls works four times a second."""
         atexit.register(self._closing.set)
         threading.Thread(target=self._watch, name="echelon-pending", daemon=True).start()
 

@@ -1,13 +1,12 @@
 """Record phases of a torch program as spans: waits for data and store, checkpoints, compilation.
 
-The program's own marks take precedence: the hooks do not use any name that the program has used in
+The program's own marks take precedence. The hooks do not use a name that the program has passed to
 `echelon.span`.
 
-[Note: the end of a loader's iteration] With uneven batches, or with guards that leave the loop, one
-rank's loop over a loader may end before the other ranks' loops do. An iteration ends with its last
-batch, or when the program drops the iterator. The iterator may be dropped wherever Python frees
-objects, even within the recorder, so at that moment the end is only noted. The program's next batch
-or operation then records `data_end`, a mark without a duration.
+[Note: the end of a loader's iteration] With uneven batches, one rank's loop over a loader may end
+before those of the other ranks. An iteration ends with its last batch, or when the program drops
+the iterator. Python may free the iterator at any point, even within the recorder. Therefore the end
+is recorded later, by the program's next batch or operation, as the mark `data_end`.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def in_span(name: str, detail: Callable[..., str]) -> Callable[[Any], Any]:
     """Return a decorator that runs a function inside a span.
 
     Args:
-        detail: a function that derives the span's detail from the decorated function's arguments.
+        detail: a function that computes the span's detail from the decorated function's arguments.
     """
 
     def wrap(original: Any) -> Any:
@@ -87,7 +86,7 @@ def in_span(name: str, detail: Callable[..., str]) -> Callable[[Any], Any]:
 
 
 def mark_loaders(torch: Any) -> None:
-    """Record every wait for a loader's next batch as a span, and mark where iterations end."""
+    """Record every wait for a loader's next batch as a span, and mark the end of each iteration."""
     iterator = torch.utils.data.dataloader._BaseDataLoaderIter
     replace(iterator, "__next__", _next_batch)
 
@@ -117,7 +116,7 @@ def _next_batch(original: Any) -> Any:
 
 
 def _watch_end(iterator: Any) -> Any:
-    """Return a function that records an iteration's end once, when the iterator is freed."""
+    """Return a function that notes the end of an iteration."""
     end = iterator.__dict__.get(_END)
     if end is None or not end.alive:  # a loader may keep its iterator for the next epoch
         end = weakref.finalize(iterator, ended_loaders.append, 1)
@@ -169,8 +168,7 @@ def mark_compilation(callback: Any) -> None:
 def mark_function(name: str, module: Any) -> None:
     """Record calls of a module's checkpoint function as spans.
 
-    A program may have imported the function by name before it creates a group, so such references
-    are replaced too.
+    References to the function in the program's modules are replaced too.
     """
     original = getattr(module, name, None)
     replace(module, name, in_span("checkpoint", lambda *_: name))

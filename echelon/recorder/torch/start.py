@@ -1,8 +1,7 @@
 """Start recording a torch program when it creates its first process group.
 
-Starting earlier would be wrong: a launcher, or a program that only inspects torch, may run in a
-rank's environment and would then take over the rank's ring. Recording begins before group creation
-starts waiting for other ranks, so this wait is itself recorded as a `store` span.
+A launcher that runs in a rank's environment must not take over the rank's ring, so recording does
+not start earlier. The wait for other ranks is recorded as a `store` span.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _operations: Operations | None = None
 
 
 def recording(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap torch's function that creates a process group, so that recording starts first."""
+    """Wrap torch's function for creating a process group, so that recording starts first."""
 
     @functools.wraps(make)
     def make_recorded(*args: Any, **named: Any) -> Any:
@@ -49,7 +48,7 @@ def recording(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _begin(args: tuple[Any, ...]) -> Recorder | None:
-    """Open this rank's ring and install the hooks, unless this has already been done."""
+    """Open this rank's ring and install the hooks. Further calls have no effect."""
     if _operations is None:
         size, rank = int(args[0]), int(args[1])
         black_box.record_as_rank(rank, size)
@@ -85,7 +84,7 @@ def _mark_functions(functions: tuple[str, ...], module: Any) -> None:
 
 
 def _count_steps(recorder: Recorder) -> None:
-    """Count each end of an optimizer step as the beginning of the next training step."""
+    """Begin a new training step after each optimizer step."""
     optimizer = sys.modules["torch.optim.optimizer"]
 
     def after_step(*_: Any) -> None:

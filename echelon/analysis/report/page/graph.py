@@ -1,4 +1,4 @@
-"""Lay out the wait-for graph, with one node for all ranks whose waits are the same."""
+"""Lay out the wait-for graph. Ranks with the same waits share a node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_NODES = 40
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Ranks that are waiting in the same operations and holding up the same operations."""
+    """Ranks that wait in the same operations and delay the same operations."""
 
     ranks: tuple[int, ...]
     layer: int  # 0: waits for no rank
@@ -20,7 +20,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An edge from a node of waiting ranks to the node that they are waiting for."""
+    """An edge that leads from waiting ranks to the ranks that they are waiting for."""
 
     source: int
     target: int
@@ -36,10 +36,10 @@ class Drawing:
 
 
 def draw(graph: WaitGraph, roots: Iterable[int] = ()) -> Drawing:
-    """Merge ranks whose waits are the same, and lay out the nodes by their distance from the sinks.
+    """Merge ranks that have the same waits, and lay out the nodes in layers.
 
     Args:
-        roots: the ranks to start from if all waits form a cycle.
+        roots: the ranks in the first layer if the waits form a cycle.
     """
     waits = [wait for wait in graph.waits if wait.absent]
     classes = _classes(waits)
@@ -78,7 +78,7 @@ def _classes(waits: list[Wait]) -> list[tuple[int, ...]]:
 
 
 def _layers(count: int, pairs: list[tuple[int, int]], roots: list[int]) -> list[int]:
-    """Return each node's longest distance from the sinks, or the shortest if there are cycles."""
+    """Return each node's distance from the sinks."""
     layers = [0] * count
     for _ in range(count):
         late = [(a, b) for a, b in pairs if layers[a] <= layers[b]]
@@ -90,7 +90,7 @@ def _layers(count: int, pairs: list[tuple[int, int]], roots: list[int]) -> list[
 
 
 def _nearest(count: int, pairs: list[tuple[int, int]], roots: list[int]) -> list[int]:
-    """Follow the waits backwards from the roots, and return each node's distance.
+    """Return each node's shortest distance from the roots.
 
     Unreachable nodes get the largest distance.
     """

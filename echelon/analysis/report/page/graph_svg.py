@@ -1,4 +1,4 @@
-"""Draw the wait-for graph as SVG, with waiting ranks to the left of those they are waiting for."""
+"""Draw the wait-for graph as SVG."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """Render the report as one self-contained HTML file, with a light and a dark theme.
 
-The verdict comes first, followed by the timeline, the wait-for graph, the stacks (merged and side
-by side), and where the time went. The page is assembled from `page.html`, `style.css` and
-`script.js` in this folder. All recorded data is untrusted: it is cleaned and then escaped, and the
-data block cannot close its own element. A content security policy prevents the page from loading or
-sending data.
+The page shows the verdict, the timeline, the wait-for graph, the stacks and the use of time. It is
+assembled from `page.html`, `style.css` and `script.js` in this folder. All recorded data is
+untrusted and therefore escaped. A content security policy prevents the page from loading or sending
+data.
 """
 
 from __future__ import annotations

@@ -20,8 +20,6 @@ def part(name: str) -> str:
 def fill(parts: Mapping[str, str]) -> str:
     """Replace the `{{name}}` placeholders of `page.html`.
 
-    The inserted markup is not searched for placeholders, because recorded text may look like one.
-
     Raises:
         KeyError: the page has a placeholder that is not in `parts`.
     """

@@ -1,7 +1,7 @@
 """Build the timeline: the last operations and spans of every rank, as compact integers.
 
-Times are in microseconds from a common start. The number of boxes is limited: with more ranks,
-each rank shows fewer operations, and a page for 1024 ranks is as small as one for four.
+Times are in microseconds from a common start. The total number of boxes is limited, so each rank
+shows fewer operations in a larger world.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _MOST = 2000
 
 
 def timeline(picture: Picture) -> dict[str, Any]:
-    """Return the page's data: the kinds of boxes, and a flat list of boxes per rank.
+    """Return the data for the page: the kinds of boxes, and a flat list of numbers per rank.
 
-    Each operation takes five numbers: start, length (-1 if it is still running), kind, sequence
-    and state. Each span takes three: start, length and name.
+    An operation is encoded as start, length (-1 if it is still running), kind, sequence and state.
+    A span is encoded as start, length and name.
     """
     ranks = list(picture.whole.ranks.values())
     share = max(_FEWEST, min(_MOST, MAX_BOXES // max(1, len(ranks))))
@@ -52,7 +52,7 @@ def timeline(picture: Picture) -> dict[str, Any]:
 
 
 class _Kinds:
-    """The numbers of the kinds of boxes: one for each combination of call, group, site and peer."""
+    """A numbering of box kinds. Each combination of call, group, site and peer is one kind."""
 
     def __init__(self, picture: Picture) -> None:
         self.shown: list[dict[str, str]] = []
@@ -118,15 +118,15 @@ def _spans(
 
 
 def _begin(kept: list[npt.NDArray[Any]]) -> int:
-    """Return the start of the timeline: the median of the ranks' first boxes."""
+    """Return the start of the timeline."""
     firsts = [int(rows["created_ns"][0]) for rows in kept if len(rows)]
     return int(np.median(firsts)) if firsts else 0
 
 
 def _end(ranks: list[RankEvidence], kept: list[npt.NDArray[Any]], begin: int) -> int:
-    """Return when the ranks were last seen.
+    """Return the time at which the ranks were last seen.
 
-    If no dump records this, return a time after the last box.
+    Without such a record, the result is a time after the last box.
     """
     seen = max((facts.seen_ns for facts in ranks), default=0)
     last = max((_last(rows) for rows in kept), default=begin)
@@ -138,6 +138,6 @@ def _last(rows: npt.NDArray[Any]) -> int:
 
 
 def _stall(picture: Picture, begin: int) -> int:
-    """Return when the earliest stuck wait began; -1 if there is none."""
+    """Return the start time of the earliest stuck wait, or -1."""
     since = [wait.since_ns for wait in picture.graph.waits]
     return max(0, (min(since) - begin) // 1000) if since else -1

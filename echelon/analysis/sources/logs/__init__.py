@@ -1,1 +1,1 @@
-"""Read the ranks' log files as evidence when there is no other."""
+"""Read the ranks' log files as evidence if there are no dumps."""

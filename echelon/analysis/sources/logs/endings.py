@@ -1,4 +1,4 @@
-"""Read how ranks ended from the lines that torchrun, srun and mpirun log at the end of a job."""
+"""Read from the output of torchrun, srun and mpirun how ranks ended."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MAX_TASKS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a rank ended, according to a launcher; `code` follows `subprocess.Popen.returncode`."""
+    """How a rank ended, according to a launcher. `code` is as in `subprocess.Popen.returncode`."""
 
     rank: int
     code: int
@@ -44,7 +44,7 @@ class Ending:
 
 
 def endings_in(text: str) -> tuple[list[Ending], int]:
-    """Return how ranks ended, as logged, and the rank logged as the first failure (-1 if none)."""
+    """Return the logged endings, and the rank of the first failure (-1 if unknown)."""
     found = [
         Ending(int(match["rank"]), int(match["code"]), int(match["pid"]))
         for match in _TORCHRUN.finditer(text)
@@ -62,7 +62,7 @@ def endings_in(text: str) -> tuple[list[Ending], int]:
 
 
 def _first(text: str) -> int:
-    """Return the rank that torchrun reports as the first failure, or -1 if that is ambiguous."""
+    """Return the rank that torchrun reports as the first failure, or -1 if ambiguous."""
     if text.count(_TORCHRUN_ROOT) != 1:
         return -1
     match = _TORCHRUN.search(text, text.index(_TORCHRUN_ROOT))

@@ -1,9 +1,8 @@
-"""Read a folder of logs, or one merged log, as evidence of each rank's output and end.
+"""Read the logs of a job as evidence of each rank's output and end.
 
-The supported layouts are this launcher's (`rank_3/attempt_0/stderr.log`), torchrun's `--log-dir`
-(`attempt_0/3/stderr.log`), one file per rank (`slurm-99-3.out`, `rank3.log`), and one file in which
-a launcher has labelled the lines. If there are several attempts, the newest is read. Links are not
-followed.
+Supported are the folder layouts of echelon (`rank_3/attempt_0/stderr.log`) and torchrun
+(`attempt_0/3/stderr.log`), one file per rank (`slurm-99-3.out`, `rank3.log`), and a single file
+with labelled lines. Only the newest attempt is read.
 """
 
 from __future__ import annotations
@@ -59,10 +58,9 @@ class _Logs:
 
 
 def load_logs(path: Path) -> Evidence | None:
-    """Load the logs below a folder, or a single log; return None if there are no logs.
+    """Load the logs below a folder, or a single log. Return None if there are no logs.
 
-    Texts that name no rank and hold no known message are not treated as a job's logs, because they
-    may be anything.
+    A text file counts as a log only if it names a rank or contains a known message.
     """
     logs = _Logs()
     for file in _files(path):
@@ -126,9 +124,9 @@ def _take(logs: _Logs, top: Path, file: Path, text: str) -> None:
 
 
 def _rank_of(parts: tuple[str, ...], text: str) -> int:
-    """Return the rank that wrote a log file, or -1 if no rank did.
+    """Return the rank that wrote a log file, or -1 if unknown.
 
-    The text takes precedence over the path, because torchrun numbers its folders by local rank.
+    A rank in the text takes precedence over a rank in the path.
     """
     said = {int(rank) for rank in _OWN_RANK.findall(text)}
     if len(said) == 1:

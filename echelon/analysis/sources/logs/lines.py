@@ -1,8 +1,7 @@
 """Read lines of logs within size limits, and strip the labels that launchers add.
 
-A launcher that merges the output of its ranks labels each line: torchrun with `[default3]:`, srun
-`--label` with `3: `, and echelon with `3| `. torch itself puts `[rank3]:` before tracebacks and
-warnings.
+Examples of labels are `[default3]:` (torchrun), `3: ` (srun `--label`) and `3| ` (echelon). torch
+itself adds `[rank3]:` to tracebacks and warnings.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ def _is_text(head: bytes) -> bool:
 
 
 def by_rank(text: str, *, labelled: bool = False) -> dict[int, str]:
-    """Split a merged log by the rank named on each line; -1 holds the lines without a rank.
+    """Split a merged log by the rank named on each line. Lines without a rank have the key -1.
 
     Args:
-        labelled: whether a line may start with its rank as a number followed by a colon or a bar.
+        labelled: whether a line may start with a label such as `3: ` or `3| `.
     """
     parts: dict[int, list[str]] = {}
     for line in text.splitlines():

@@ -1,9 +1,9 @@
-"""Recognize messages that libraries, drivers, kernels and schedulers write when a job fails.
+"""Recognize messages that libraries, drivers, kernels and schedulers log when a job fails.
 
-Each entry gives a cause, a remedy, and whether the message reports a root cause or a consequence of
-another failure. The wording is that of PyTorch 2.0 to 2.13, NCCL 2.14 to 2.28, RCCL, oneCCL, Gloo,
-the NVIDIA driver (https://docs.nvidia.com/deploy/xid-errors), Linux and Slurm. If several messages
-match a line, the first in the table wins; specific messages come before general ones.
+Each entry gives a cause, a remedy, and whether the message reports a root cause or a consequence.
+The messages are those of PyTorch 2.0 to 2.13, NCCL 2.14 to 2.28, RCCL, oneCCL, Gloo, the NVIDIA
+driver (https://docs.nvidia.com/deploy/xid-errors), Linux and Slurm. If several entries match a
+line, the first entry is used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TELLING = (
 
 
 class Role(Enum):
-    """What a message reports: a root cause, or a consequence of trouble elsewhere."""
+    """What a message reports: a root cause or a consequence."""
 
     ROOT = "its own trouble"
     CONSEQUENCE = "trouble that came from elsewhere"
@@ -38,7 +38,7 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A kind of message; `name` is what the docs call it."""
+    """A kind of message. `name` is its name in the documentation."""
 
     name: str
     pattern: re.Pattern[str]
@@ -49,7 +49,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A known message in a log: its line, and the number of lines that follow."""
+    """A known message found in a log."""
 
     message: Message
     line: str

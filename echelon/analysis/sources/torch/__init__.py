@@ -1,1 +1,1 @@
-"""Read the dumps of torch's flight recorders, formats 2.x; `states.py` lists the recorders."""
+"""Read the dumps of torch's flight recorders (formats 2.x)."""

@@ -1,8 +1,7 @@
 """Read dumps of torch's own recorder that are stored beside echelon's black boxes.
 
-An unmodified torch program opens no ring. The host records what it can observe about the process,
-and torch's dump lists the operations that the process called. If a rank does have a ring, the dump
-is ignored, because the ring holds more.
+A rank that runs an unmodified torch program has no ring. Its operations are then read from torch's
+dump. If a rank has a ring, its dump from torch is ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from echelon.analysis.sources.torch.folder import TorchLoader
 def add_torch(builder: EvidenceBuilder, files: Sequence[tuple[int, Path]], world_size: int) -> None:
     """Add the operations in torch's dumps to the ranks that have no ring.
 
-    A dump that is unreadable or empty causes at most a warning.
+    An unreadable dump causes a warning, and an empty dump is ignored.
     """
     loader = TorchLoader(builder.tables)
     with collector_off():

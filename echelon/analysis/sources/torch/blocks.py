@@ -1,13 +1,11 @@
 """Determine the state of coalesced blocks whose closing entry is not in the dump.
 
-The operations inside a block (its parts) carry no state of their own. A closing entry may be
-missing for two reasons: the block completed, and the dump lists only active entries; or the block
-was not yet closed when the dump was written. What the group enqueued after the block, and the
-group's counters, show which is the case.
+The operations inside a block (its parts) have no state of their own. The closing entry is missing
+if the block completed and the dump lists only active entries, or if the block was still open. The
+group's later operations and its counters show whether the block completed.
 
-A single message sent on its own looks like a part. If the group closes blocks, it is a part. If the
-group lists any message as completed, it is not, because only messages sent on their own carry a
-state.
+A single message may look like a part. It counts as a part only if the group closes blocks and lists
+no message as completed.
 """
 
 from __future__ import annotations
@@ -31,11 +29,11 @@ def finish_unclosed(
     tops: Mapping[int, Tops],
     status: Mapping[int, tuple[int, int]],
 ) -> None:
-    """Mark the parts of blocks as completed if the block completed but lost its closing entry.
+    """Mark the parts of completed blocks as completed.
 
     Args:
-        rows: one rank's rows, modified in place; their `group` is still the index of a (name,
-            description) pair.
+        rows: one rank's rows, modified in place. `group` is the index of a (name, description)
+            pair.
         batched: the pairs in which this rank closes blocks of messages.
         tops: the highest value of each counter, per pair.
         status: the (last enqueued, last completed) numbers, keyed by local group number.

@@ -1,14 +1,12 @@
-"""Read torch's counters, which show how far each rank has got in each group.
+"""Read torch's counters, which show each rank's progress in each group.
 
 `pg_status` is keyed by local group numbers, which increase in the order in which the rank created
-its groups. Entries map these numbers to names. A group may have no entries, because the ring has
-wrapped around or only active entries were dumped. Then the names in `pg_config` are used: numeric
-names, once sorted, are in the same order as the numbers. Names that are hashes are matched by the
-description that other ranks give for the same number, and the last remaining name by elimination.
+its groups. The entries of the dump map these numbers to names. If a group has no entries, its name
+is taken from `pg_config`: numeric names have the same order as the numbers, and other names are
+matched by the descriptions that other ranks give.
 
-Each entry carries both counters of its group, for collectives and for messages. `pg_status` holds
-whichever of the two changed last, so it is a count of collectives only if the group has no
-messages.
+Each entry contains two counters of its group, one for collectives and one for messages. `pg_status`
+contains the counter that changed last.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ class Tops:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counters:
-    """One rank's counters: from its entries, and from `pg_status`, keyed by local group number."""
+    """The counters in one rank's entries and in `pg_status`."""
 
     tops: Mapping[Pair, Tops] = field(default_factory=dict)
     status: Mapping[int, tuple[int, int]] = field(default_factory=dict)
@@ -66,7 +64,7 @@ def join_numbers(
 def _by_elimination(
     found: dict[int, tuple[str, str]], counters: Counters
 ) -> dict[int, tuple[str, str]]:
-    """Map the remaining numbers; the world's group is created first, and names are unique."""
+    """Map the remaining group numbers by elimination."""
     if len(counters.status) != len(counters.names):
         return found
     taken = set(found.values())
@@ -88,7 +86,7 @@ def _agrees(one: tuple[str, str], described: frozenset[str] | None) -> bool:
 def descriptions(
     all_counters: Iterable[Counters], pairs: list[tuple[str, str]]
 ) -> dict[int, frozenset[str]]:
-    """Return the descriptions that the ranks' entries use for each local group number."""
+    """Return the group descriptions in the ranks' entries, keyed by local group number."""
     found: dict[int, set[str]] = {}
     for counters in all_counters:
         for pair, tops in counters.tops.items():

@@ -1,8 +1,7 @@
 """Read one file of torch's flight recorder, pickle or JSON, into checked and typed fields.
 
-torch's formats 2.x are supported. Unknown keys are skipped and missing keys are given defaults, so
-ranks may use different minor versions. The rank is the number in the file's name, because the file
-itself does not contain it.
+torch's formats 2.x are supported. Unknown keys are skipped, and missing keys get defaults. The rank
+is taken from the file name.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ def read_torch_file(path: Path, rank: int) -> TorchFile:
     """Read one dump.
 
     Raises:
-        DumpFormatError: the file is neither a plain pickle nor JSON, or is not a flight recorder's
-            dump.
+        DumpFormatError: the file is neither a plain pickle nor JSON, or not a flight recorder dump.
     """
     top = _load(path)
     if not isinstance(top, dict) or not any(key in top for key in _KEYS):
@@ -121,7 +119,7 @@ def _version(path: Path, value: Any) -> tuple[int, int]:
 
 
 def _members(config: Any) -> dict[str, tuple[int, ...]]:
-    """Read `pg_config`; its ranks are a string that looks like a list, which is never evaluated."""
+    """Read `pg_config`, without evaluating the string that contains the ranks."""
     found: dict[str, tuple[int, ...]] = {}
     for name, value in config.items() if isinstance(config, dict) else ():
         if isinstance(name, str) and isinstance(value, dict):
@@ -139,7 +137,7 @@ def _names(config: Any) -> tuple[tuple[str, str], ...]:
 
 
 def _status(value: Any) -> dict[int, tuple[int, int]]:
-    """Read `pg_status`, which contains numbers or, in JSON, strings; -1 means no number."""
+    """Read `pg_status`; -1 means that a number is missing."""
     found: dict[int, tuple[int, int]] = {}
     for key, counts in value.items() if isinstance(value, dict) else ():
         if isinstance(key, str) and _COUNT.match(key) and isinstance(counts, dict):

@@ -1,10 +1,9 @@
 """Read a folder of torch's flight recorder dumps as evidence.
 
-Dumps are recognised by their first bytes, and their ranks by the number in the file name; each host
-may have its own subfolder. torch identifies a group by a name that is unique only within a process.
-It writes the group's members as a string, and with Gloo often not at all. Then the members are
-taken to be the ranks that recorded something in the group, and the group is marked as inferred
-(`vague`).
+Dumps are recognised by their first bytes, and ranks by the number in the file name. Each host may
+have its own subfolder. torch's group names are unique only within a process. If a dump does not
+list a group's members, the members are inferred from the ranks that used the group, and the group
+is marked as `vague`.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def _choose(path: Path) -> tuple[dict[int, Path], list[str]]:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Yield the files of a folder and of its subfolders in a fixed order, ignoring links."""
+    """Yield the files in a folder and its subfolders in a fixed order. Links are ignored."""
     if path.is_file():
         yield path
         return
@@ -114,7 +113,7 @@ def _looks_like_dump(file: Path) -> bool:
 
 
 class TorchLoader:
-    """Reads one file after another, keeping only the rows of each."""
+    """A loader of torch's dumps that keeps only the rows of each file."""
 
     def __init__(self, tables: Tables | None = None) -> None:
         self.tables = Tables() if tables is None else tables
@@ -140,7 +139,7 @@ class TorchLoader:
         self.files[rank] = TorchRank(rank, file.members, read.rows, counters, read.called_only)
 
     def settle(self, world_size: int = 0) -> TorchGroups:
-        """Assign ranks to groups; afterwards, rows refer to groups and peers are global ranks."""
+        """Assign ranks to groups, and make each row refer to a group and a global peer rank."""
         groups = TorchGroups(self.files, self._rows.pairs, world_size)
         for read in self.files.values():
             groups.settle(read)
@@ -175,7 +174,7 @@ class TorchLoader:
 
 
 def _pairs_inside(rows: npt.NDArray[Any]) -> list[int]:
-    """Return the pairs (name, description) of groups where a rank has unfinished operations."""
+    """Return the (name, description) of each group in which a rank has unfinished operations."""
     inside: list[int] = np.unique(rows["group"][rows["state"] != State.COMPLETED]).tolist()
     return inside
 
@@ -183,11 +182,10 @@ def _pairs_inside(rows: npt.NDArray[Any]) -> list[int]:
 def _regular_size(
     pairs: Sequence[tuple[str, str]], recorded: Mapping[int, Sequence[int]], inside: set[int]
 ) -> int:
-    """Return the number of ranks implied by the sizes of groups, or 0 if they imply none.
+    """Return the number of ranks implied by the sizes of the groups, or 0 if unclear.
 
-    Gloo's dumps name no members, so a rank whose dump is missing leaves no other trace. However,
-    groups with the same description usually divide the ranks evenly, so a stuck group that is too
-    small reveals a missing rank.
+    Groups with the same description usually divide the ranks evenly, so a group that is too small
+    reveals a missing rank.
     """
     shapes: dict[str, dict[int, Sequence[int]]] = {}
     for pair, ranks in recorded.items():
@@ -218,7 +216,7 @@ class TorchRank:
 
 
 class TorchGroups:
-    """The groups found in all files; a group is identified by its name, description and members."""
+    """The groups found in all files, identified by name, description and members."""
 
     def __init__(
         self, files: Mapping[int, TorchRank], pairs: Sequence[tuple[str, str]], world_size: int = 0
@@ -247,7 +245,7 @@ class TorchGroups:
             self.world_size = max(self.world_size, _regular_size(pairs, self._recorded, inside))
 
     def settle(self, read: TorchRank) -> None:
-        """In a rank's rows, replace pairs with groups, and local peers with global ranks."""
+        """Replace pairs with groups, and local peers with global ranks, in a rank's rows."""
         rows = read.rows
         for pair in np.unique(rows["group"]).tolist():
             mine = rows["group"] == pair
@@ -287,10 +285,9 @@ class TorchGroups:
                 self.completed.setdefault(read.rank, {})[found] = max(completed, 0)
 
     def reopen(self, files: Mapping[int, TorchRank]) -> None:
-        """Mark collectives as pending if completions are unknown and some member did not call them.
+        """Mark collectives of unknown state as pending if some member has not called them.
 
-        A collective that some member has not called cannot have completed everywhere. One that all
-        members have called counts as complete.
+        A collective that all members have called counts as completed.
         """
         for read in files.values():
             for number in {self._number(read, pair) for pair in read.called_only}:
@@ -314,12 +311,7 @@ class TorchGroups:
     def _counted(
         self, read: TorchRank, name: str, desc: str, with_messages: set[int]
     ) -> int | None:
-        """Return the number of the group that a counter belongs to, or None if that is unclear.
-
-        If a group left no entries, its counter may be counting messages. Such a counter is trusted
-        only for the world's group, and only if the job is known to exchange its messages in other
-        groups.
-        """
+        """Return the number of the group to which a counter belongs, or None if unclear."""
         members = read.members.get(name, ())
         found = self._index.get((name, desc, members))
         if found is None and desc == WORLD and members and with_messages:

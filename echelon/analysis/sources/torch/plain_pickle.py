@@ -1,15 +1,11 @@
 """Read pickles that contain only plain data.
 
-Python's unpickler calls whatever a file tells it to. So each file is first scanned, opcode by
-opcode, and only opcodes that build dicts, lists, tuples, strings and numbers are accepted. GLOBAL,
-REDUCE, BUILD and similar opcodes are refused by name before anything is built. The C unpickler that
-runs afterwards cannot look up a class either. Either barrier would be sufficient on its own.
+A pickle can make Python's unpickler call arbitrary functions. Each file is therefore scanned first,
+opcode by opcode. Only opcodes that build dicts, lists, tuples, strings and numbers are accepted. As
+a second barrier, the unpickler cannot look up classes.
 
-The scan also limits how much memory a file can make this process allocate: strings must lie within
-the file, and memo numbers may not exceed what the file could fill, because the C unpickler's table
-grows to the largest of them. A regular expression consumes runs of fixed-length opcodes and short
-strings at once, which makes the scan as fast as the unpickler itself; longer strings are skipped
-one by one.
+The scan also limits the memory that a file can make this process allocate: strings must lie within
+the file, and memo numbers must be plausible for the file's size.
 """
 
 from __future__ import annotations
@@ -57,7 +53,7 @@ def load_plain(path: Path) -> Any:
     """Read a pickle of plain data.
 
     Raises:
-        DumpFormatError: the file holds anything other than plain data, is damaged, or is too large.
+        DumpFormatError: the file contains more than plain data, is damaged, or is too large.
     """
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
@@ -79,7 +75,7 @@ def load_plain(path: Path) -> Any:
 
 
 def refuse(data: bytes) -> str:
-    """Return why a pickle is not plain data, or "" if it is; builds and calls nothing."""
+    """Return why a pickle is not plain data, or "" for plain data."""
     run = _RUN_SMALL if len(data) < _SMALL_FILE else _RUN_LARGE
     at, end = 0, len(data)
     while at < end:

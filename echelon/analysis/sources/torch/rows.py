@@ -1,10 +1,10 @@
 """Convert torch's entries to rows, and handle the quirks of torch's format.
 
 - Gloo's state is always "scheduled"; `retired` means finished *or* failed.
-- With NCCL, an entry that is retired but not completed means that the watchdog timed out.
-- Operations inside a coalesced block carry no state; the block's closing entry, `coalesced`, does.
-  All operations of a block share one sequence number and are compared as a set.
-- `record_id` and `p2p_seq_id` count per process: they are never compared between ranks.
+- With NCCL, the watchdog timed out if an entry is retired but not completed.
+- Only the closing entry of a coalesced block (`coalesced`) has a state. All operations of a block
+  share one sequence number and are compared as a set.
+- `record_id` and `p2p_seq_id` are counted per process, and are never compared between ranks.
 - Reduce operation, root, splits, tag and step are not recorded.
 """
 
@@ -129,7 +129,7 @@ class ReadRows:
 
 
 class TorchRows:
-    """Converts the entries of all files to rows over shared tables."""
+    """A converter of entries to rows that refer to shared tables."""
 
     def __init__(self, tables: Tables) -> None:
         self.pairs: list[tuple[str, str]] = []
@@ -149,13 +149,12 @@ class TorchRows:
     ) -> ReadRows:
         """Return a rank's rows, oldest first, and the other contents of its entries.
 
-        The members of a group are known only after all files have been read. Until then, `group` is
-        an index into `pairs`, the (name, description) of the entries, and `peer` is a rank in the
-        group.
+        Until the members of all groups are known, `group` is an index into `pairs`, and `peer` is a
+        rank in the group.
 
         Raises:
-            DumpFormatError: a field has a type that no version of the format allows, or the
-                operations are numbered in a way that cannot be compared with other ranks.
+            DumpFormatError: a field has the wrong type, or the operation numbers cannot be compared
+                with those of other ranks.
         """
         try:
             return self._rows(entries, status)
@@ -279,7 +278,7 @@ class TorchRows:
         return rows[keep]
 
     def _merged(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Merge the collectives of a coalesced block, which share a number, into one row."""
+        """Merge the collectives of a coalesced block into one row."""
         collective = np.flatnonzero(rows["sequence"] >= 0)
         packed = (rows["group"][collective].astype(np.int64) << 44) | (
             rows["sequence"][collective] & ((1 << 44) - 1)
@@ -378,7 +377,7 @@ class TorchRows:
 
 
 def _tops(rows: npt.NDArray[Any], locals_: Mapping[int, Any]) -> dict[int, Tops]:
-    """Return the highest counters of each pair; the rows' counters must be as torch wrote them."""
+    """Return the highest counters of each pair, given rows with torch's original counters."""
     found: dict[int, Tops] = {}
     for pair, local in locals_.items():
         mine = rows["group"] == pair
@@ -406,7 +405,7 @@ def parse_name(name: Any) -> tuple[str, str, int, int]:
 
 
 def _comparable(operation: str, dtype: str, total: int, out_total: int) -> object:
-    """Return what all members of a collective must agree on: element counts, not shapes."""
+    """Return the element counts, which must be equal on all members of a collective."""
     if operation in TRANSPOSED:
         return (operation, dtype)
     if operation in _BY_OUTPUT:

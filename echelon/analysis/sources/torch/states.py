@@ -32,19 +32,19 @@ _FIRST = 1  # torch counts from 1, torchcomms from 0
 
 
 class NotComparableError(Exception):
-    """The operation numbers in a dump cannot be compared with those of other ranks."""
+    """The operation numbers in a dump cannot be compared with the numbers on other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The recorder that wrote an entry: the backend's name, and whether it is torchcomms."""
+    """The recorder that wrote an entry."""
 
     backend: str
     is_comms: bool
 
     @property
     def counts_in_status(self) -> bool:
-        """Whether `pg_status` counts one group's collectives; a hook counts those of all groups."""
+        """Whether `pg_status` counts the collectives of each group separately."""
         return not self.is_comms and self.backend in (*_OWN_RECORDERS, _GLOO)
 
 
@@ -54,11 +54,11 @@ def settle_states(
     source: npt.NDArray[np.int64],
     sources: Sequence[Source],
 ) -> npt.NDArray[np.bool_]:
-    """Set the state of each row; return which rows prove only that the operation was called.
+    """Set the state of each row; return which rows prove only that an operation was called.
 
     Args:
-        rows: the rows of a rank, whose states are still as written; changed in place.
-        retired: the `retired` field of each row, as written.
+        rows: one rank's rows with their original states, modified in place.
+        retired: the original `retired` field of each row.
         source: for each row, an index into `sources`.
     """
     called = np.zeros(len(rows), bool)
@@ -78,10 +78,10 @@ def settle_states(
 
 
 def number_by_group(rows: npt.NDArray[Any]) -> None:
-    """Renumber torchcomms' entries per group, because torchcomms numbers all groups together.
+    """Renumber torchcomms' entries separately for each group.
 
     Raises:
-        NotComparableError: the oldest entries are lost, so those of each group cannot be counted.
+        NotComparableError: the oldest entries are missing, so the numbers are unknown.
     """
     is_message = (rows["flags"] & Flag.P2P) > 0
     pairs = np.unique(rows["group"])
