@@ -52,7 +52,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A mesh for `parallelize`, and the way in which its steps run.
+    """A mesh for `parallelize`, with the settings for running a step.
 
     Attributes:
         pp, replicate, shard, tp: the number of ranks along each axis, outermost axis first.

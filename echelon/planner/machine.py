@@ -22,7 +22,7 @@ TERA = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A likely value, with a low and a high bound; nine in ten draws lie within them."""
+    """A likely value, with a low and a high bound; 90 % of draws lie between the bounds."""
 
     likely: float
     low: float

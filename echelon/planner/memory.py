@@ -34,7 +34,7 @@ HEAP_ERROR = 0.1  # of the total: the largest deviation of the fit from the meas
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """The memory of the rank that needs the most, in bytes.
+    """The memory use, in bytes, of the rank that needs the most memory.
 
     Attributes:
         weights, optimizer: the rank's own share of the weights and of the optimizer's state.
@@ -62,7 +62,7 @@ class Memory:
 
 
 def memory(model: Model, layout: Layout, job: Job) -> Memory:
-    """Return the memory of the pipeline rank that needs the most."""
+    """Return the memory use of the pipeline rank that needs the most memory."""
     stages = stages_of(layout, model)
     peaks: tuple[int, ...] = (1,)
     if layout.pp > 1:

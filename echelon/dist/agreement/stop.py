@@ -174,7 +174,7 @@ def request_stop(reason: str = "request_stop") -> None:
 
 
 def stop_reason() -> str:
-    """Return the rank that requested a stop and the reason, as in "rank 2: SIGTERM", or "".
+    """Return a description of the stop request, such as "rank 2: SIGTERM", or "" if there is none.
 
     Example:
         >>> stop_reason()

@@ -1,4 +1,4 @@
-"""Find the processes of other ranks on this host, and this host's address on a route."""
+"""Find the processes of other ranks on this host, and this host's own address."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class EitherPending:
 
     @property
     def ended_mono_ns(self) -> int:
-        """The time at which the receive ended; 0 until then."""
+        """The time at which the receive ended; 0 while it is running."""
         ended = self._ended()
         return 0 if ended is None else ended.ended_mono_ns
 

@@ -101,7 +101,7 @@ def check_overlap(
             array; -1 if no overlap is allowed.
 
     Raises:
-        ValueError: the arrays overlap elsewhere.
+        ValueError: the arrays overlap at another position.
     """
     starts = _shared_starts(large, small)
     if starts is None or starts[1] - starts[0] == offset >= 0:
@@ -133,8 +133,8 @@ def check_splits(name: str, splits: Sequence[int] | None, data: View, size: int)
     """Check the splits of an array; return the number of elements for each rank.
 
     Args:
-        name: the name of the argument, for error messages. splits: number of rows (dim 0) for each
-        rank; None means equal parts.
+        name: the name of the argument, for error messages.
+        splits: number of rows (dim 0) for each rank; None means equal parts.
 
     Raises:
         ValueError: `splits` is not one integer >= 0 per rank, or does not add up to the number of

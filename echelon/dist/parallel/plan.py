@@ -18,7 +18,7 @@ _STYLES = get_args(TensorStyle)
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The way to divide one kind of model. `*` matches one part of a dotted name.
+    """A plan for dividing one kind of model. `*` matches one part of a dotted name.
 
     Attributes:
         blocks: the modules that become units of `fully_shard`, in the order of the model. All other

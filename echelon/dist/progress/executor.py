@@ -80,7 +80,7 @@ class Lane:
                 self._changed.notify_all()
 
     def close(self, *, wait: bool = True) -> None:
-        """Stop the thread after the queued jobs. The caller must already have failed these jobs."""
+        """Stop the thread after the queued jobs. The jobs must already have ended with errors."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -250,7 +250,7 @@ class GroupState:
     def tick(self) -> bool:
         """Settle and check operations on the watcher's thread.
 
-        Return False if no operation is left.
+        Return False if there are no operations left.
         """
         self.sweep()
         with self._lock:

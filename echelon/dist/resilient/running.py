@@ -1,4 +1,4 @@
-"""Run steps that all ranks commit together; when a rank is lost, the survivors repeat the step."""
+"""Run each step on all ranks; when a rank is lost, the survivors repeat the step."""
 
 from __future__ import annotations
 

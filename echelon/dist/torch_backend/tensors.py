@@ -84,7 +84,11 @@ def both(finishes: Sequence[Finish | None]) -> Finish | None:
 
 
 def check_own(tensors: Sequence[Tensor], own: Tensor, rank: int, what: str) -> None:
-    """Check that the tensor for this rank in a list has the same size as the rank's own tensor."""
+    """Check that the tensor for this rank in a list has the same size as the rank's own tensor.
+
+    Raises:
+        ValueError: the sizes differ.
+    """
     if tensors[rank].numel() != own.numel():
         raise ValueError(
             f"{what}: the list has {tensors[rank].numel()} elements for rank {rank} of the group, "

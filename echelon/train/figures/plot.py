@@ -27,7 +27,7 @@ class Panel:
     Attributes:
         name: the figure's name in the log.
         title: the title of the panel, including the unit.
-        scale: the factor that the figure's values are multiplied by.
+        scale: the factor by which the figure's values are multiplied.
         is_log: whether the axis is logarithmic when the values span more than a factor of ten.
         from_zero: whether the axis starts at 0.
         is_noisy: whether single values mean little, so that a running median is drawn too.

@@ -179,5 +179,5 @@ class CopyMemory:
 
 
 def crc_of(content: torch.Tensor) -> int:
-    """Return the CRC-32 of a content."""
+    """Return the CRC-32 of a copy's content."""
     return zlib.crc32(content.numpy().data) if content.numel() else 0

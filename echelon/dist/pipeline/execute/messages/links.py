@@ -27,7 +27,7 @@ class Link:
 
     Attributes:
         rank: the peer's rank within the group.
-        headers, data, spill: the three channels (see the module).
+        headers, data, spill: the three channels, as described at the top of this module.
         is_joined: whether a header and a payload of known size are sent in one message, as for host
             data.
         sent, received: the size of each output's last payload, which is the same at both ends.
