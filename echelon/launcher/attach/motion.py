@@ -17,7 +17,7 @@ _WAKES_PER_S = 2.0  # a wait that only checks its deadline wakes less often than
 
 @dataclass(frozen=True, slots=True)
 class Wakes:
-    """How often a process's main thread has waited, and the processor time it has used."""
+    """The number of times that a process's main thread has waited, and its processor time."""
 
     waits: int
     ticks: int

@@ -356,7 +356,7 @@ async def _why_not(endpoint: str) -> str:
 
 
 def open_channel(endpoint: str, tls: TlsFiles | None) -> grpc.aio.Channel:
-    """Return a channel to "host:port"; it is unencrypted if `tls` is None."""
+    """Return a channel to "host:port". The channel is unencrypted if `tls` is None."""
     if tls is None:
         return grpc.aio.insecure_channel(endpoint, options=OPTIONS)
     return grpc.aio.secure_channel(endpoint, tls.for_client(), options=OPTIONS)

@@ -104,14 +104,25 @@ class WorkerEnded:
 class Sights:
     """An event: a node reports on its live ranks.
 
-    `folded` combines all ranks that have a ring. It is empty if no rank has a ring. Its elements
-    are: first rank, whether initialised, age of the last progress in ms (-1: none), age of the
-    oldest pending operation in ms (-1: none), rank with that operation, number of signs of progress
-    so far, number of dumps that torch wrote on its own.
+    `folded` combines all ranks that have a ring. It is empty if no rank has a ring. Its elements are:
 
-    `ranks` holds one list for each rank that is not in `folded`: rank, whether initialised, age of
-    the last progress, age of the oldest pending operation, number of signs of activity, whether the
-    rank has a ring, number of dumps.
+    - the first rank
+    - whether the ranks are initialised
+    - the age of the last progress in ms (-1: none)
+    - the age of the oldest pending operation in ms (-1: none)
+    - the rank with the oldest pending operation
+    - the number of signs of progress
+    - the number of dumps that torch wrote on its own
+
+    `ranks` holds one list for each other rank:
+
+    - the rank
+    - whether the rank is initialised
+    - the age of the last progress in ms (-1: none)
+    - the age of the oldest pending operation in ms (-1: none)
+    - the number of signs of activity
+    - whether the rank has a ring
+    - the number of dumps
 
     `dumped_rank` is the folded rank that wrote the latest dump; -1 if no folded rank wrote a dump.
     The remaining fields summarise the histories of the folded ranks; see `limits.node.Summary`.
@@ -134,14 +145,24 @@ class Sights:
 class Laps:
     """An event: a node reports the progress of its ranks and how they have spent their time.
 
-    `laps` holds one list for each group of steps that ended since the last report: rank, first
-    step, step after the last step, age of the start, age of the end, time spent waiting, time spent
-    on checkpoints, time spent on data. All ages and times are in us.
+    `laps` holds one list for each lap since the last report. A lap is one or more consecutive steps
+    of a rank. All ages and times are in us. The elements are:
 
-    `ranks` holds one list per rank: rank, step (-1: none), age of the last sign of progress in ms
-    (-1: none), step of the last checkpoint saved (-1: none), number of checkpoints loaded. The last
-    three elements are the times spent on waiting, checkpoints and data in the unfinished step, in
-    us.
+    - the rank
+    - the first step
+    - the step after the last step
+    - the ages of the start and the end (two elements)
+    - the times spent waiting, on checkpoints and on data (three elements)
+
+    `ranks` holds one list per rank:
+
+    - the rank
+    - the step (-1: none)
+    - the age of the last sign of progress in ms (-1: none)
+    - the step of the last checkpoint saved (-1: none)
+    - the number of checkpoints loaded
+    - the times spent waiting, on checkpoints and on data in the unfinished step, in us (three
+      elements)
     """
 
     attempt: int
@@ -153,10 +174,16 @@ class Laps:
 class Standings:
     """An event: a node reports the state of its ranks in `resilient.run`.
 
-    `ranks` holds one list for each rank whose state has changed: rank, whether it is done, its
-    epoch, the first step of that epoch, whether that step is repeated, time since the rank was
-    ready in ms, time at which the rank was ready in ns on the node's monotonic clock. The last
-    value is only for the rank's own black box.
+    `ranks` holds one list for each rank whose state has changed:
+
+    - the rank
+    - whether the rank is done
+    - the rank's epoch
+    - the first step of the epoch
+    - whether the first step is repeated
+    - the time since the rank was ready, in ms
+    - the time at which the rank was ready, in ns on the node's monotonic clock; only for the rank's
+      own black box
     """
 
     attempt: int

@@ -62,8 +62,8 @@ class ControlServer:
     Args:
         tls: the certificates, or None for plain connections.
         lost_after_s: the silence after which a node is lost, in seconds.
-        answer: a function that returns the reply to a `Poll` or `Renew`, or None for any other
-            message. It is called on the server's thread.
+        answer: a function that returns the reply to a `Poll` or `Renew`, and None for any other
+            message. The server's thread calls it.
         is_open: whether this node hosts the job. If not, the server only answers polls.
         beat_s: the interval at which both sides send a message, in seconds.
 

@@ -45,7 +45,7 @@ class TlsFiles:
 
 
 def tls_files(args: argparse.Namespace, meeting: Rendezvous | None) -> TlsFiles | None:
-    """Read the certificate files that are named on the command line; return None if there are none.
+    """Read the certificate files given on the command line; return None if no file is given.
 
     Raises:
         ValueError: a file is missing, or cannot be read.

@@ -125,7 +125,7 @@ class Restarting:
         return pack(known)
 
     def inherit(self, memory: str) -> None:
-        """Continue with a former host's memory. An unreadable memory is reported in one line."""
+        """Continue with a former host's memory; print one line if the memory cannot be decoded."""
         try:
             known = unpack(memory)
         except ValueError as err:

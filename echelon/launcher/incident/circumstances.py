@@ -1,4 +1,4 @@
-"""Read facts about a failure on which the decision to restart depends.
+"""Read the facts about a failure that the restart policy needs.
 
 The facts come from one rank's dump. The analysis process reads them together with the verdict. If
 the verdict is late, the launcher reads the facts itself.

@@ -18,7 +18,7 @@ _TIMED_OUT = 124
 
 @dataclass(slots=True)
 class Ended:
-    """How a rank ended.
+    """The way in which a rank ended.
 
     `code` is a return code as in `subprocess`; None if the rank's node was lost.
     """

@@ -18,7 +18,7 @@ from echelon.recorder.read import read_ring
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stopped:
-    """Where rank 0 stopped in an attempt.
+    """The point at which rank 0 stopped in an attempt.
 
     Attributes:
         last_step: the last step that rank 0 began; -1 if it recorded no steps.

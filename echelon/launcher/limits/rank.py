@@ -32,7 +32,7 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """How a rank's current operations and phases compare with its histories."""
+    """A comparison of a rank's current operations and phases with its histories."""
 
     late: Late | None = None  # the one that has been late for the longest time
     is_excused: bool = False  # whether the rank is in a phase that may take its time

@@ -541,7 +541,7 @@ def _remove_group(group: str) -> None:
 
 
 def _ignorable() -> list[int]:
-    """Return the signals that the guard should ignore."""
+    """Return the signals that the guard ignores."""
     keep = {*_UNCATCHABLE, *_OWN_FAULTS, signal.SIGCHLD}
     return [number for number in signal.valid_signals() if number not in keep]
 

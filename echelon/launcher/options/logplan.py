@@ -1,8 +1,8 @@
 """Decide where each worker's streams go, based on torchrun's options `-r`, `-t` and filters.
 
-Every stream is written to a file. A stream is also shown on the terminal, except in two cases: it
-is redirected with `-r` but not copied with `-t`, or its local rank is not in
-`--local-ranks-filter`.
+Every stream is written to a file. Most streams are also shown on the terminal. A stream that is
+redirected with `-r` is shown only if `-t` also selects it. If `--local-ranks-filter` is given, only
+the streams of the listed ranks are shown.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Read from the ranks' rings what the ranks are doing. This works even if a rank hangs."""
+"""Read the ranks' current activity from their rings. This works even if a rank hangs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PENDING = (State.CREATED, State.STARTED)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStatus:
-    """What one rank is doing now. Durations are in seconds; None means unknown."""
+    """The current activity of one rank. Durations are in seconds; None means unknown."""
 
     rank: int
     phase: str

@@ -1,8 +1,9 @@
 """Define the table of the restart policy.
 
 The first row that fits a failure applies. The column `repeats` limits how often the same failure
-may be repeated without a new step: 0 stops the job at once, and 1 stops it at the second
-occurrence. None means that only `--max-restarts` applies. `docs/restarts.md` contains the table.
+may occur again before a new step is completed. With 0, the job stops at the first occurrence, and
+with 1 at the second. With None, only `--max-restarts` applies. `docs/restarts.md` contains the
+table.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The node's agent manages the standbys, and the guard is their parent. Standbys load one after
 another, at idle priority, while training is running steadily. When an attempt starts, its ranks
-take the standbys that are ready and fit. All other ranks start as usual.
+take suitable standbys that are ready. All other ranks start as usual.
 
 If a standby ends unexpectedly, another standby is started after a pause, up to `_MAX_LOST` times.
 No standbys are kept in any of these cases, which are reported in one line:
