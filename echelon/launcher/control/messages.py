@@ -104,7 +104,7 @@ class WorkerEnded:
 class Sights:
     """An event: a node reports on its live ranks.
 
-    `folded` combines all ranks that have a ring. It is empty if no rank has a ring. Its elements are:
+    `folded` combines all ranks that have a ring. It is empty if there are none. Its elements are:
 
     - the first rank
     - whether the ranks are initialised

@@ -38,7 +38,7 @@ class Renewal:
 class Renewed:
     """The witness's reply to a host.
 
-    `number` is the number of the heartbeat that this reply acknowledges, or 0 for none.
+    `number` is the number of the acknowledged heartbeat, or 0 if there is none.
     """
 
     term: int

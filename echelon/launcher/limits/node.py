@@ -132,7 +132,7 @@ class NodeLimits:
                 rank.activity.rest(self._num_printed(number), now_ns)
 
     def rows(self) -> list[Row]:
-        """Return the known limits of each call site and phase of all ranks on this node."""
+        """Return the known limits of all call sites and phases on this node."""
         rows: dict[tuple[str, str, bool], Row] = {}
         for row in self._all_rows():
             key = row.name, row.site, row.is_span

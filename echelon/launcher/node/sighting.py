@@ -159,7 +159,7 @@ class Sighting:
     def _sight(self, ring: LiveRing, worker: Worker, now: int) -> Sight:
         """Examine a rank that has a ring.
 
-        A rank without marked phases, or before initialisation, is also examined from outside.
+        A rank that marks no phases, or is not initialised yet, is also examined from outside.
         """
         sight = ring.sight(worker.rank)
         if ring.is_hooked:

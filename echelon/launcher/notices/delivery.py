@@ -133,7 +133,7 @@ class Delivery:
         """Run the command in its own session.
 
         Raises:
-            DeliveryError: the command cannot be started, failed, or took too long.
+            DeliveryError: the command could not be started, failed, or took too long.
         """
         try:
             self._running = running = subprocess.Popen(
