@@ -1,9 +1,8 @@
-"""Choose a group's engine for device arrays: the device library's, or the host's with copies.
+"""Choose the engine for a group's device arrays.
 
-The library's engine (NCCL, oneCCL, a plug-in's) is used if it is ready on all ranks and each rank
-has its own device. Otherwise, and in groups created with a host backend, arrays pass through pinned
-host memory (`engines/staged.py`). The ranks exchange their readiness, so they all make the same
-choice.
+The device library's engine (NCCL, oneCCL or a plug-in) is used if it is ready on all ranks and each
+rank has its own device. In all other cases, and in groups created with a host backend, arrays pass
+through pinned host memory (`engines/staged.py`). The ranks agree on the choice.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ def create(
 
     Args:
         members: the members of the group, with this rank's device.
-        store: the engine's own view of the store.
-        host: name of the backend that carries the group's host arrays.
-        deadline_s: deadline on the monotonic clock.
+        store: the part of the store that is reserved for the engine.
+        host: the name of the backend for host arrays.
+        deadline_s: the deadline on the monotonic clock.
         is_staged: whether arrays may be transferred only through the host.
 
     Raises:
-        ValueError: this rank or another one cannot carry arrays on this device.
+        ValueError: a rank cannot carry arrays on its device.
         CollectiveTimeoutError: some members did not call this function by `deadline_s`.
     """
     name = "" if is_staged else registry.for_device(members.device)[0]

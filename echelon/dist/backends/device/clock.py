@@ -1,9 +1,8 @@
 """Convert the times of device work to the host's monotonic clock.
 
-Timing events measure only the time between two events. An event that is recorded on an idle stream
-and observed immediately ties the events to the host's clock. The time between two events is
-measured in float32 milliseconds, so the tie is renewed from time to time to preserve the
-resolution.
+A tie is an event whose time on the host's clock is known. The time of any later event is computed
+from the time that has passed since the tie. This time is a float32, so ties are renewed from time
+to time to preserve the resolution.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class DeviceClock:
 
     @staticmethod
     def mono_ns(tie: Tie, event: Any) -> int:
-        """Return the host time of an event recorded after the tie, or 0 if it cannot be timed."""
+        """Return the host time of an event recorded after the tie, or 0 if the time is unknown."""
         happened, at_ns = tie
         try:
             return at_ns + int(1e6 * happened.elapsed_time(event))
@@ -44,7 +43,7 @@ class DeviceClock:
             return 0
 
     def _make_tie(self) -> Tie:
-        """Tie the clocks, using the fastest of several events."""
+        """Make a tie, choosing the most precise of several events."""
         ties = []
         with self._runtime.relaxed():
             for _ in range(_NUM_TRIES):

@@ -1,8 +1,7 @@
 """Define the interface that a device engine requires from a collectives library.
 
 `DeviceLibrary` is the base class for NCCL on CUDA, oneCCL on Intel GPUs, and the fake device in the
-tests. A library holds no group state. Its communicators do, and each communicator has one owner
-(`communicators/handle.py`).
+tests. The state of a group is in communicators, each of which has one owner (`communicators/handle.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from echelon.dist.backends.device.runtime import DeviceRuntime
 class Communicator(Protocol):
     """A communicator of the library.
 
-    While one thread is in a call, other threads may only call `revoke`.
+    During a call, other threads may call only `revoke`.
     """
 
     def launch(
@@ -25,12 +24,12 @@ class Communicator(Protocol):
     ) -> None:
         """Queue one of the library's operations on a stream.
 
-        The first call of a kind may block the host until all members have made that call.
+        The first call of each kind may block the host until all members have made the same call.
 
         Args:
             kind: all_reduce, reduce, all_gather, reduce_scatter, broadcast, send or recv.
             source, target: flat tensors; both are the same tensor for a broadcast.
-            reduce_op: one of `DeviceLibrary.reduce_ops`; "" if the operation does not reduce.
+            reduce_op: one of `DeviceLibrary.reduce_ops`, or "".
             peer: the root of a collective, or the other rank of a message, as a rank within the
                 communicator.
             stream: a stream of the communicator's device.
@@ -42,7 +41,7 @@ class Communicator(Protocol):
     def revoke(self) -> bool:
         """Abort running and blocked operations without freeing anything.
 
-        May be called during another call.
+        This method may be called during another call.
 
         Returns:
             False if the library does not support revoking.
@@ -52,7 +51,7 @@ class Communicator(Protocol):
         """Abort running operations and free the communicator."""
 
     def destroy(self) -> None:
-        """Free an idle communicator; may block until the other members free their communicators."""
+        """Free an idle communicator. The call may block until the other members do the same."""
 
 
 class DeviceLibrary(DeviceRuntime, ABC):
@@ -60,7 +59,7 @@ class DeviceLibrary(DeviceRuntime, ABC):
 
     Attributes:
         name: the name of the backend.
-        dtypes: the dtypes that the library reduces; it can move bytes of any dtype.
+        dtypes: the dtypes that the library can reduce.
         reduce_ops: the reductions that the library supports.
     """
 
@@ -74,16 +73,16 @@ class DeviceLibrary(DeviceRuntime, ABC):
 
     @abstractmethod
     def unique_id(self) -> bytes:
-        """Generate an ID that the members of a new communicator use to find each other."""
+        """Generate an ID for a new communicator."""
 
     @abstractmethod
     def open(
         self, size: int, rank: int, unique_id: bytes, index: int, *, is_lane: bool
     ) -> Communicator:
-        """Create a communicator on the current device; blocks until all members have done so.
+        """Create a communicator on the current device; block until all members have joined.
 
         Args:
-            size: number of members.
+            size: the number of members.
             rank: this process's rank among the members.
             unique_id: the ID that rank 0 generated.
             index: the device index.

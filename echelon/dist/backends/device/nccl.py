@@ -1,9 +1,8 @@
 """Provide the nccl backend, which calls NCCL through nccl4py on CUDA arrays.
 
-`engines/stream.py` explains how the backend works. This module was written against nccl4py 0.6.0,
-and its use of signatures and IDs was checked with the real library (NCCL 2.32). No operation has
-run yet, because no machine with an NVIDIA GPU was available. Everything above the library is tested
-on the tests' fake device; the tests of NCCL itself are marked `gpu`.
+See `engines/stream.py` for the execution of operations. This module was written against nccl4py 0.6.0 and
+checked with NCCL 2.32, but no operation has yet run on a GPU. The tests use a fake device; the
+tests that need a GPU are marked `gpu`.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ def versions() -> str:
 def create(members: Members, store: PrefixStore, timeout_s: float) -> StreamEngine:
     """Create the engine for a group; every member must call this.
 
-    If no array determines a member's device, the engine uses the device that the program made
-    current, or else the GPU given by LOCAL_RANK.
+    If no array determines a member's device, the engine uses the program's current device or, if
+    none is set, the GPU given by LOCAL_RANK.
 
     Raises:
         CollectiveTimeoutError: some members did not call this function within `timeout_s`.
@@ -74,8 +73,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> StreamEngi
 def _needs_own_device() -> bool:
     """Return whether each rank needs its own GPU.
 
-    NCCL 2.30 has experimental support for several ranks per GPU, which an environment variable
-    enables.
+    In NCCL 2.30, an environment variable allows several ranks to share a GPU.
     """
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1"
 
@@ -106,7 +104,7 @@ class NcclLibrary(DeviceLibrary):
     def open(
         self, size: int, rank: int, unique_id: bytes, index: int, *, is_lane: bool
     ) -> NcclCommunicator:
-        """Create a communicator on the current device; blocks until all members have done so."""
+        """Create a communicator on the current device; block until all members have joined."""
         del index  # NCCL takes the current device
         drawn = self._nccl.UniqueId.from_bytes(unique_id)
         config = self._nccl.NCCLConfig(max_ctas=_LANE_CTAS) if is_lane else None
@@ -155,7 +153,7 @@ class NcclCommunicator:
         return f"{result!s}: {said}" if said else str(result)
 
     def revoke(self) -> bool:
-        """Abort running and blocked operations; supported by NCCL 2.29 and later."""
+        """Abort running and blocked operations. Requires NCCL 2.29 or later."""
         revoke = getattr(self._communicator, "revoke", None)
         if revoke is None:
             return False
@@ -167,5 +165,5 @@ class NcclCommunicator:
         self._communicator.abort()
 
     def destroy(self) -> None:
-        """Free the communicator; may block until the members on this host do the same."""
+        """Free the communicator. The call may block until the members on this host do the same."""
         self._communicator.destroy()

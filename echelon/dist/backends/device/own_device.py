@@ -10,14 +10,13 @@ from echelon.dist.membership.environment import local_rank
 
 
 def with_own_device(members: Members, accelerator: Any) -> Members:
-    """Return the group's members with this rank's device filled in.
+    """Return a copy of `members` in which this rank's device is set.
 
-    If the program has selected a device (`torch.cuda.set_device`), that device is used. Device 0
-    does not count as selected, because it is the default. Otherwise the device is LOCAL_RANK modulo
-    the number of devices.
+    If the program has selected a device other than 0 (`torch.cuda.set_device`), that device is
+    used. Otherwise the device is LOCAL_RANK modulo the number of devices.
 
     Raises:
-        ValueError: the process sees no device.
+        ValueError: the process does not see any device.
     """
     if members.device:
         return members

@@ -20,15 +20,14 @@ class LibraryFailed(RuntimeError):  # noqa: N818 -- `CollectiveError` is what us
 
 
 class DevicePending:
-    """An operation that has been, or is about to be, passed to the device.
+    """The handle of an operation on a device.
 
-    The object keeps the arrays alive until the device has completed the operation, so the allocator
-    does not need to track the engine's streams.
+    The object keeps the arrays alive until the device has completed the operation.
 
     Attributes:
         operation: the user's operation; None once the device has completed it.
         index: the device index.
-        is_detached: whether the operation runs without the caller waiting for it.
+        is_detached: whether the caller's streams do not wait for the operation.
         tensors: the flat source and target tensors; None where the operation has no such array.
         is_launched: set once the operation is on the stream or has failed.
     """
@@ -46,8 +45,9 @@ class DevicePending:
 
         Args:
             index: the device index.
-            callers: the streams on which the caller uses the arrays, the current stream first.
-            failure: returns the library's error, or "" if there is none.
+            callers: the streams on which the caller uses the arrays, beginning with the current
+                stream.
+            failure: a function that returns the library's error, or "" if there is none.
         """
         self._runtime = runtime
         self.operation: Operation | None = operation
@@ -97,7 +97,7 @@ class DevicePending:
     def is_over(self) -> bool:
         """Whether the operation has ended, including its work on the device.
 
-        May query the device.
+        Reading the property may query the device.
         """
         return self.done and (self._ended_mono_ns != 0 or self.is_at_rest)
 
@@ -127,7 +127,7 @@ class DevicePending:
 
     @property
     def started_mono_ns(self) -> int:
-        """The time at which the device started the operation, which may first wait for peers.
+        """The monotonic time at which the device started the operation.
 
         The value is 0 until the operation ends.
         """
@@ -135,14 +135,14 @@ class DevicePending:
 
     @property
     def ended_mono_ns(self) -> int:
-        """The time at which the device completed the operation; 0 until then."""
+        """The monotonic time at which the operation ended, or 0 while it is running."""
         return self._ended_mono_ns
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Make the caller's streams wait for the operation; block the host until it is enqueued.
+        """Block until the operation is enqueued, and make the caller's streams wait for it.
 
-        Enqueuing takes a long time if the library still has to connect to ranks that have not yet
-        called the operation. A detached operation is not waited for.
+        The first operation may block until other ranks have called it. For a detached operation,
+        the method returns at once.
         """
         if self.is_detached:  # made from a copy, and no result comes of it
             return True
@@ -176,7 +176,7 @@ class DevicePending:
 
 
 class DonePending:
-    """An operation without a completion of its own: it is in a graph, or there is nothing to do."""
+    """The handle of an operation that is in a graph or has nothing to do."""
 
     error = None
     done = True
@@ -185,7 +185,7 @@ class DonePending:
         self.ended_mono_ns = time.monotonic_ns()
 
     def wait(self, timeout_s: float | None) -> bool:  # noqa: ARG002
-        """Return at once, because the caller's stream already orders the operations of a graph."""
+        """Return at once."""
         return True
 
 

@@ -1,4 +1,4 @@
-"""Wrap the device runtime that the engines use: torch's, except in the tests."""
+"""Wrap torch's device runtime for the engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class DeviceRuntime:
     """The streams, events and memory of one kind of device, accessed through torch.
 
     Attributes:
-        device: the kind of device: "cuda" or "xpu".
+        device: the kind of device, such as "cuda" or "xpu".
         accelerator: torch's module for that kind of device.
     """
 
@@ -29,28 +29,28 @@ class DeviceRuntime:
         return getattr(self.torch, self.device)
 
     def identity(self, index: int) -> str:
-        """Return an identifier of a device that does not depend on its index in this process."""
+        """Return a name for a device that is the same in every process."""
         host = host_identity()["boot"]
         properties = self.accelerator.get_device_properties(index)
         number = getattr(properties, "uuid", None) or index
         return f"{host}/{self.device}/{number}"
 
     def as_tensor(self, owner: Any, index: int) -> Any:
-        """View an array of another library as a tensor."""
+        """View another library's array as a tensor."""
         return self.torch.as_tensor(owner, device=f"{self.device}:{index}")
 
     def run(self, stream: Any, job: Callable[[], object]) -> None:
-        """Call `job`, and queue its torch kernels on a stream."""
+        """Call `job`; its torch kernels are queued on a given stream."""
         with self.accelerator.stream(stream):
             job()
 
     def empty_like(self, tensor: Any, length: int, stream: Any) -> Any:
-        """Return an uninitialised tensor with the dtype of another tensor, for use on a stream."""
+        """Return an uninitialized tensor for use on a stream, with the dtype of another tensor."""
         with self.accelerator.stream(stream):
             return tensor.new_empty(length)
 
     def copy(self, tensor: Any, callers: Sequence[Any]) -> Any:
-        """Queue a copy of a tensor behind the work on the caller's streams; return the copy."""
+        """Return a copy of a tensor, made behind the work on the caller's streams."""
         for stream in callers[1:]:
             callers[0].wait_stream(stream)
         return tensor.clone()
@@ -64,7 +64,7 @@ class DeviceRuntime:
         return self.accelerator.ExternalStream(pointer, device=f"{self.device}:{index}")
 
     def is_capturing(self) -> bool:
-        """Return whether this thread's stream is capturing a graph, which forbids queries."""
+        """Return whether this thread's stream is capturing a graph."""
         ask = getattr(self.accelerator, "is_current_stream_capturing", None)
         return ask is not None and bool(ask())
 
@@ -84,7 +84,7 @@ class DeviceRuntime:
     def has_happened(self, event: Any) -> bool:
         """Return whether an event has occurred.
 
-        During a capture, which forbids queries, return False.
+        During a capture, the result is False, because queries are forbidden.
         """
         if self.is_capturing():
             return False
@@ -104,7 +104,7 @@ class DeviceRuntime:
 
 
 def _capture_modes() -> tuple[Any, Any] | None:
-    """Return CUDA's function for exchanging a thread's capture mode, and the relaxed mode."""
+    """Return the CUDA function that sets a thread's capture mode, and the relaxed mode."""
     try:
         runtime: Any = importlib.import_module("cuda.bindings.runtime")
     except ImportError:

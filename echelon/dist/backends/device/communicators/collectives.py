@@ -1,7 +1,7 @@
-"""Build all collectives of a group from the few that the libraries provide.
+"""Build a group's collectives from those that a library provides.
 
-gather, scatter and all_to_all are built from sends and receives that start together on all members,
-so they cannot block each other. A sum in rank order is a gather followed by a reduction in torch.
+gather, scatter and all_to_all consist of sends and receives that are launched together. A sum in
+rank order is a gather followed by a reduction in torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ON_BOOL = {"bor": "max", "max": "max", "band": "min", "min": "min"}
 def refuses(library: DeviceLibrary, kind: str, dtype: str, reduce_op: str) -> str:
     """Return why the library cannot carry out this kind of operation, or "" if it can.
 
-    bool arrays are reduced as bytes: "or" is the maximum of the bytes, and "and" their minimum.
+    bool arrays are reduced as bytes: "or" as the maximum, and "and" as the minimum.
     """
     del kind  # bytes can always be moved
     if not reduce_op:
@@ -31,7 +31,7 @@ def refuses(library: DeviceLibrary, kind: str, dtype: str, reduce_op: str) -> st
 
 
 class Collectives:
-    """Launches the collectives of one group on one stream.
+    """The collectives of one group on a device.
 
     The caller must have entered the communicator.
     """
@@ -54,7 +54,8 @@ class Collectives:
             on: the group's communicator.
             operation: the user's operation.
             source, target: the operation's arrays, as flat tensors.
-            stream: the stream to queue the operation on; the communicator's device must be current.
+            stream: the stream on which to queue the operation. The communicator's device must be
+                current.
         """
         if max(0 if one is None else one.numel() for one in (source, target)) == 0:
             return  # all members know, since their shapes are equal
@@ -142,7 +143,7 @@ class Collectives:
     def _reduce_in_order(
         self, on: Communicator, operation: Operation, source: Any, target: Any, op: str, stream: Any
     ) -> None:
-        """Exchange all ranks' data and reduce it in rank order, 16-bit floats in float32."""
+        """Exchange all ranks' data and reduce it in rank order; sum 16-bit floats in float32."""
         empty = self._library.empty_like
         if operation.kind == "all_reduce":
             self._all_reduce_in_order(on, operation, source, target, op, stream)
@@ -165,9 +166,9 @@ class Collectives:
     def _all_reduce_in_order(
         self, on: Communicator, operation: Operation, source: Any, target: Any, op: str, stream: Any
     ) -> None:
-        """Reduce one part of the elements on each rank, and then gather the reduced parts.
+        """Reduce one part of the elements on each rank, and then gather the parts.
 
-        This needs memory for only one additional copy of the data, not one copy per rank.
+        The method uses memory for one additional copy of the data.
         """
         pieces = source.tensor_split(self._size)
         results = target.tensor_split(self._size)

@@ -1,11 +1,10 @@
 """Own a communicator and free it exactly once.
 
-A library frees a communicator in `abort` and `destroy`; any later use, including a second `abort`
-or `destroy`, would access freed memory. So all calls go through one lock, and the communicator is
-ended exactly once: a flag rejects new calls, and a separate thread waits until the last call has
-returned before it frees the communicator. A call that is blocked waiting for a missing rank is
-revoked first; libraries allow a revoke during a call. If a library cannot revoke (NCCL before 2.29,
-oneCCL), the communicator and the threads inside it remain until the process exits.
+A library frees a communicator in `abort` and `destroy`, and any later use would access freed
+memory. All calls therefore go through one lock. To end the communicator, a flag rejects new calls,
+a call that is blocked is revoked, and a separate thread frees the communicator once the last call
+has returned. If a library cannot revoke calls (NCCL before 2.29, oneCCL), a blocked communicator
+remains until the process exits.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ _QUIET_S = 0.1  # how long a call may take before the end revokes it
 
 
 class HandleEnded(Exception):  # noqa: N818 -- the group's own error is what users see
-    """Raised when the communicator is ending or has ended."""
+    """The communicator is ending or has ended."""
 
 
 class Handle:
-    """A communicator that is protected by a lock and ended exactly once."""
+    """A communicator that is protected by a lock and ended only once."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -45,7 +44,7 @@ class Handle:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[Communicator]:
-        """Enter the communicator to use it; only one thread at a time may be inside.
+        """Give one thread at a time exclusive use of the communicator inside the block.
 
         Raises:
             HandleEnded: the communicator is ending or has ended.
@@ -58,7 +57,7 @@ class Handle:
     def failure(self) -> str:
         """Return the library's error, or "" if none is known. Never blocks.
 
-        While another thread is inside the communicator, the result is "".
+        While another thread is using the communicator, the result is "".
         """
         if self._ends or not self._inside.acquire(blocking=False):
             return ""
@@ -74,8 +73,7 @@ class Handle:
     def destroy(self, wait_s: float) -> bool:
         """Destroy an idle communicator; return whether it was freed within `wait_s`.
 
-        The library may wait for the other members here. The wait is not interrupted, because an
-        abort after a destroy would free the communicator twice.
+        The library may wait for the other members, and this wait cannot be interrupted.
         """
         return self._end(self._destroy, wait_s)
 

@@ -1,4 +1,4 @@
-"""Manage the lanes of one group on a device: select a message's lane and open new lanes."""
+"""Manage the lanes of one group on a device."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ MAX_LANES = 256  # of a group on a rank: each has a communicator, with buffers o
 
 
 class Lanes:
-    """The lanes of one group on one device, created on demand.
+    """The lanes of one group on one device. Lanes are created on demand.
 
     Args:
         library: the library whose communicators carry the messages.
         rank: this process's rank in the group.
         name: the group's name, for errors.
-        index: index of this rank's device.
+        index: the index of this rank's device.
         store: the store through which the two ends of a lane meet.
         clock: the clock of the device.
     """
@@ -46,7 +46,7 @@ class Lanes:
         self._lock = threading.Lock()
 
     def ways(self, operation: Operation) -> list[Way]:
-        """Return the directions that a message uses: one, or both if it opens a channel."""
+        """Return the directions of a message; an operation that opens a channel uses both."""
         mine, peer, name = self._rank, operation.peer, f"tag/{operation.tag}"
         out, back = Way(mine, peer, name), Way(peer, mine, name)
         if operation.kind == OPEN:
@@ -54,7 +54,7 @@ class Lanes:
         return [out if operation.kind == "send" else back]
 
     def prepare(self, operation: Operation) -> None:
-        """Check that another lane may be created if the message needs one.
+        """Check that the lane for a message exists or may be created.
 
         Raises:
             ValueError: the maximum number of lanes has been reached.
@@ -86,7 +86,7 @@ class Lanes:
 
 
 class Opening(Outcome):
-    """The engine's handle for an `open` operation, which connects one or more lanes."""
+    """The engine's handle for an `open` operation, which connects one lane or both."""
 
     is_detached = False
 
@@ -115,5 +115,5 @@ class Opening(Outcome):
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether the library has finished all of its work for the operation."""
+        """Whether the library has no work left for the operation."""
         return self._num_left == 0

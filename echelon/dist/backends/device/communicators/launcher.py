@@ -1,9 +1,8 @@
 """Make calls on one communicator in order, without blocking the caller.
 
-A library may block the host inside a call that uses a connection for the first time, until all
-members make the same call. Such calls are made on a separate thread. A call whose connection has
-been used before is made on the caller's thread, unless other jobs are already queued. The thread
-ends when its queue is empty.
+The first call on a connection may block the host until all members make the same call, so it runs
+on a separate thread. A later call runs on the caller's thread, unless jobs are still queued. The
+separate thread ends when its queue is empty.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Launcher:
         self._known: set[Hashable] = set()
 
     def knows(self, key: Hashable) -> bool:
-        """Return whether a job with this key has succeeded, so the next one will not block."""
+        """Return whether a job with this key has succeeded, so that further jobs will not block."""
         return key in self._known
 
     def note(self, key: Hashable) -> None:
@@ -38,7 +37,7 @@ class Launcher:
         """Run a job on the caller's thread or on the launcher's thread.
 
         Args:
-            key: identifies the connections that the job uses; None if the job may always block.
+            key: a key for the connections that the job uses; None for a job that may always block.
         """
         with self._changed:
             is_free = not self._is_busy and not self._jobs

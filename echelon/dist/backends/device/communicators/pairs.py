@@ -1,15 +1,11 @@
 """Provide lanes, which carry messages between two ranks on a device.
 
-A send blocks its device stream until the receive runs, and a library runs the calls of one
-communicator one after the other. If a message shared its stream or communicator, it could block the
-very operation that its receiver is waiting for. So lanes share nothing: a lane leads from one rank
-to another under one name (a tag or a channel's name), and has its own two-rank communicator and its
-own stream. Messages are ordered within a lane; two lanes never wait for each other.
+A send blocks its stream and its communicator until the receive runs. Every lane therefore has its
+own communicator and its own stream, so lanes never wait for each other. A lane leads from one rank
+to another, under the name of a tag or a channel. Messages within a lane are ordered.
 
-At each end, a lane is created by the first message or by `open`, whichever comes first. Creating a
-lane blocks the lane's own thread until both ends take part. One byte is sent over each new lane,
-because libraries connect in the first call and not when the communicator is created. The lane is
-open once that byte has arrived: a message in a graph runs on another stream and could overtake it.
+The first message or a call of `open` creates a lane. One byte is sent over each new lane, because
+libraries connect in the first call. The lane is open once this byte has arrived.
 """
 
 from __future__ import annotations
@@ -34,7 +30,7 @@ _MESSAGE = "message"  # all messages of a lane use one connection
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The direction of a lane, as two ranks of the group, and the lane's name."""
+    """A lane's direction, as two ranks of the group, and the lane's name."""
 
     sender: int
     receiver: int
@@ -53,7 +49,7 @@ class Lane:
         library: the library whose communicators carry the messages.
         way: the lane's direction and name.
         rank: this process's rank in the group.
-        index: index of this rank's device.
+        index: the index of this rank's device.
         store: the store through which the two ends of the lane meet.
         clock: the clock of the device.
     """
@@ -83,7 +79,7 @@ class Lane:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the lane is connected; messages then do not block the host."""
+        """Whether the lane is connected, so that messages do not block the host."""
         return self._launcher.knows(_MESSAGE)
 
     @property
@@ -96,7 +92,7 @@ class Lane:
 
         Args:
             pending: the send on the sending rank, or the receive on the receiving rank.
-            check: raises when the operation or the group has ended.
+            check: a function that raises an error if the operation or the group has ended.
         """
 
         def job() -> bool:
@@ -115,7 +111,7 @@ class Lane:
         self._launcher.launch(job, _MESSAGE)
 
     def put(self, communicator: Any, source: Any, target: Any, stream: Any = None) -> None:
-        """Queue a message's bytes on a stream; None means the lane's own stream."""
+        """Queue a message's bytes on a stream, by default on the lane's own stream."""
         as_bytes = self._library.torch.uint8
         source = None if source is None else source.view(as_bytes)
         target = None if target is None else target.view(as_bytes)
@@ -131,8 +127,9 @@ class Lane:
         """Start connecting the lane, unless a message has already done so; never blocks.
 
         Args:
-            opened: called once, on any thread, with the error, or with None once the lane is open.
-            check: raises when the operation or the group has ended.
+            opened: a function that is called once, with None when the lane is open or with the
+                error. The call may come from any thread.
+            check: a function that raises an error if the operation or the group has ended.
         """
 
         def job() -> bool:
@@ -183,7 +180,7 @@ class Lane:
         return handle
 
     def _meet(self, check: Callable[[], None]) -> bytes:
-        """Exchange the communicator's ID, so that both ends are ready before the library blocks."""
+        """Exchange the communicator's ID with the other end; block until the other end is ready."""
         path, drawn = self.way.path, b""
         if self._role == _SENDER:
             drawn = self._library.unique_id()

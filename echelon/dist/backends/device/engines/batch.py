@@ -20,7 +20,7 @@ class Call:
 
 
 def connection_key(operation: Operation) -> tuple[object, ...]:
-    """Return a key for the connections that a library uses for an operation."""
+    """Return a key that identifies the connections an operation uses."""
     sizes = tuple(
         None if data is None else data.nbytes for data in (operation.source, operation.target)
     )
@@ -31,7 +31,7 @@ def connection_key(operation: Operation) -> tuple[object, ...]:
 def apart(batch: Sequence[Call]) -> list[list[Call]]:
     """Split a batch into parts in which no two operations use the same memory.
 
-    A library may run the operations of one part concurrently.
+    A library may run the operations in a part concurrently.
     """
     parts: list[list[Call]] = []
     used: list[tuple[int, int]] = []

@@ -1,13 +1,12 @@
 """Carry out operations on device arrays with a host engine, through pinned host memory.
 
-The engine is used for ranks that share a GPU, which NCCL refuses, and for groups created with a
-host backend. An operation's input is copied to the host behind the work on the caller's stream, the
-host engine carries out the operation, and the result is copied back. One thread per group (the
-pump) moves operations from one stage to the next, so the caller is not blocked. `wait` blocks until
-the copy back to the device has been queued, and orders the caller's stream behind that copy.
+The engine is used for ranks that share a GPU, and for groups created with a host backend. The
+engine copies an operation's input to the host, lets the host engine carry out the operation, and
+copies the result back. One thread per group (the pump) moves operations from one stage to the next.
+`wait` blocks until the copy of the result has been queued on the device.
 
-This host engine is separate from the one for the group's host arrays, so operations on host arrays
-and on device arrays need no common order.
+Host arrays have a separate host engine, so the order of operations on host arrays and device arrays
+is independent.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class _Staged:
 
 
 class StagedEngine:
-    """An engine that carries out operations on device arrays with a host engine."""
+    """An engine for device arrays that carries out operations with a host engine."""
 
     nests = False
 
@@ -74,7 +73,7 @@ class StagedEngine:
         return self._host.refuses(kind, dtype, reduce_op)
 
     def prepare(self, operation: Operation) -> None:
-        """Check that no graph is being captured, because a graph cannot include work on the host.
+        """Check that no graph is being captured.
 
         Raises:
             ValueError: a graph is being captured.
@@ -86,14 +85,14 @@ class StagedEngine:
             )
 
     def execute(self, operation: Operation, watch: Watch) -> None:
-        """Carry out one operation; block until the caller's stream is ordered behind its result."""
+        """Carry out one operation; block until the caller's stream will wait for the result."""
         pending = self.submit(operation, watch)
         pending.wait(None)
         if pending.error is not None:
             raise pending.error
 
     def submit(self, operation: Operation, watch: Watch) -> DevicePending | DonePending:
-        """Start one operation; does not block."""
+        """Start one operation without blocking."""
         if self._reason is not None:
             raise self._reason
         if operation.kind == OPEN:
@@ -123,10 +122,7 @@ class StagedEngine:
         return pending
 
     def _fly(self, pending: DevicePending) -> None:
-        """Register an operation so that `cut` can end it.
-
-        Threads may register operations concurrently.
-        """
+        """Register an operation so that `cut` can end it."""
         with self._making:
             self._flying = [*(one for one in self._flying if not one.done), pending]
 
@@ -134,7 +130,7 @@ class StagedEngine:
         return self._reason
 
     def batch(self) -> AbstractContextManager[object]:
-        """Return a context that does nothing, because another thread submits to the host engine."""
+        """Return a context that does nothing."""
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:
@@ -172,7 +168,7 @@ class StagedEngine:
     def _stage(
         self, operation: Operation, watch: Watch, pending: DevicePending, down: Any
     ) -> _Staged:
-        """Queue the copy of an operation's input to the host; the device must be current."""
+        """Queue the copy of an operation's input to the host. The device must be current."""
         source, target = pending.tensors
         copies: dict[int, Any] = {}
         for tensor, is_input in ((source, True), (target, False)):
@@ -260,7 +256,7 @@ class StagedEngine:
             pending.fail(err)
 
     def _on(self, index: int) -> tuple[Any, Any, DeviceClock]:
-        """Return the two streams of a device (down, up) and its clock.
+        """Return a device's two copy streams (down and up) and its clock.
 
         The device must be current.
         """
@@ -272,7 +268,7 @@ class StagedEngine:
 
 
 def _flat(copy: Any, dtype: str) -> Flat:
-    """View host memory as a flat array of the kind that host engines expect."""
+    """View host memory as a flat array for a host engine."""
     name = "uint16" if dtype == "bfloat16" else dtype if dtype in DTYPES else "uint8"
     return np.asarray(copy.numpy()).view(np.dtype(name))
 

@@ -1,17 +1,15 @@
 """Carry out a group's operations on device streams.
 
-Each operation is queued on one of the engine's streams, behind the work on the caller's streams;
-`wait` orders the caller's streams behind the operation. So the host never waits for the device: a
-blocking call returns when the operation is *ordered*, as in torch, and `Work.done` queries the
-event recorded after the operation. Calls that may block the host inside the library run on a
-separate thread (`Launcher`). Every operation is registered before it is launched, so its timeout
-applies on that thread too.
+Each operation is queued on one of the engine's streams, behind the work on the caller's streams.
+`wait` makes the caller's streams wait for the operation, but the host does not wait for the device.
+Calls that may block the host run on a separate thread (`Launcher`), where the operation's
+timeout also applies.
 
 Collectives share one communicator and one stream. Messages have lanes (`Lane`). While a graph
-is being captured, an operation is queued directly on the captured stream, and has no event or
-completion of its own.
+is being captured, operations are queued directly on the captured stream.
 
-The ranks' calls are not compared: a mismatch appears as a timeout, and the black box identifies it.
+The engine does not compare the ranks' calls, so a mismatch leads to a timeout. The black box then
+shows the mismatch.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ class StreamEngine:
         """Create the group's communicator; every member must call this.
 
         Raises:
-            CollectiveTimeoutError: some members did not call this within `timeout_s`.
+            CollectiveTimeoutError: some members did not join within `timeout_s`.
             RuntimeError: the library reported an error.
         """
         self.name = library.name
@@ -92,12 +90,11 @@ class StreamEngine:
         return refuses(self._library, kind, dtype, reduce_op)
 
     def prepare(self, operation: Operation) -> None:
-        """Check the device of the arrays and the restrictions of a capture.
+        """Check the arrays' device, and whether the operation may be captured in a graph.
 
         Raises:
-            ValueError: an array is on a device other than the group's, a capture needs a connection
-                that no earlier operation has made, a receive does not name its source, or there are
-                too many lanes.
+            ValueError: an array is on the wrong device, a captured operation needs a new
+                connection, a receive does not name its source, or there are too many lanes.
         """
         arrays: list[Any] = [operation.source, operation.target]
         for data in arrays:
@@ -122,17 +119,16 @@ class StreamEngine:
     # ---- carrying out ----
 
     def execute(self, operation: Operation, watch: Watch) -> None:
-        """Carry out one operation, in order with the work on the caller's stream."""
+        """Queue one operation, and make the caller's stream wait for it."""
         pending = self.submit(operation, watch)
         pending.wait(None)
         if pending.error is not None:
             raise pending.error
 
     def submit(self, operation: Operation, watch: Watch) -> Pending:
-        """Start one operation; never blocks.
+        """Start one operation without blocking.
 
-        A detached send uses a copy, so that the caller's stream does not wait for the receiver: all
-        ranks may send first and then receive.
+        A detached send uses a copy of the array, so all ranks may send first and then receive.
         """
         if self._reason is not None:
             raise self._reason
@@ -172,10 +168,9 @@ class StreamEngine:
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """When the block ends, launch all operations submitted inside it together.
+        """Collect the operations submitted inside the block, and launch them together at its end.
 
-        If the block raises, nothing is launched. Its operations then fail, because they already
-        have sequence numbers and other ranks may launch theirs.
+        If the block raises an exception, the operations fail without being launched.
         """
         batch: list[Call] = []
         self._here.batch = batch
@@ -198,10 +193,10 @@ class StreamEngine:
     def drain(self, check: Callable[[], None]) -> None:
         """Block until the device has completed the group's collectives and the caller's work.
 
-        Messages may still be in flight, since their receivers may call `recv` later.
+        Messages may still be in flight.
 
         Raises:
-            Exception: an exception that `check` or the device raised.
+            Exception: any exception that `check` or the device raised.
         """
         if self._library.is_capturing():
             return
@@ -343,14 +338,14 @@ class StreamEngine:
             return bool(self._flying)
 
     def _let_go(self) -> None:
-        """Wait briefly until the receivers of detached sends have received them."""
+        """Wait briefly for detached sends to be received."""
         limit_s = time.monotonic() + _LET_GO_S
         sent = [one for one in list(self._flying) if one.is_detached]
         while time.monotonic() < limit_s and not all(one.done for one in sent):
             time.sleep(_DRAIN_S)
 
     def _free(self, limit_s: float) -> None:
-        """Release all communicators concurrently; stop waiting at `limit_s`."""
+        """Release all communicators concurrently, waiting until `limit_s` at most."""
         owners: list[Handle | Lane] = [self._handle, *self._lanes.all()]
         for wait_s in (0.0, None):
             for one in owners:

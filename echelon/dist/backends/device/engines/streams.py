@@ -22,8 +22,8 @@ def tensor_of(runtime: DeviceRuntime, data: Any) -> Any:
 def callers(runtime: DeviceRuntime, operation: Operation) -> list[Any]:
     """Return torch's current stream and the streams on which other libraries use the arrays.
 
-    CuPy and Numba put the stream of an array into `__cuda_array_interface__` as a number, where 1
-    and 2 are the two default streams.
+    CuPy and Numba store an array's stream in `__cuda_array_interface__`. The numbers 1 and 2 stand
+    for the two default streams.
     """
     streams = [runtime.accelerator.current_stream()]
     arrays: list[Any] = [operation.source, operation.target]
