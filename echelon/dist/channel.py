@@ -72,7 +72,7 @@ class Channel:
         Blocks until the other end opens or uses the channel in both directions, or until the
         timeout. A rank with several channels should open all of them with `async_op` before it
         waits. For host arrays, the method returns at once. If `open` is not called, the first
-        message connects its direction.
+        message in each direction connects that direction.
 
         Args:
             like: an array on the device; it is neither read nor written.

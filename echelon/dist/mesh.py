@@ -94,7 +94,7 @@ class DeviceMesh:
     get_group = group
 
     def completed(self, names: Sequence[str]) -> DeviceMesh:
-        """Return a mesh with the given axes; axes that this mesh does not have get the size 1.
+        """Return a mesh with the given axes, in which every additional axis has size 1.
 
         If an axis is added, the call is collective for the whole world.
 

@@ -270,7 +270,7 @@ def regroup(ranks: Sequence[int], epoch: int, facts: Facts) -> ProcessGroup:
     have joined.
 
     Args:
-        ranks: the launcher's ranks of the new world's members, in group order.
+        ranks: the launcher's rank numbers of the new world's members, in group order.
         epoch: a number higher than the epochs of all earlier worlds of these ranks.
         facts: the `process_identity` of each of these ranks.
 
@@ -341,8 +341,8 @@ def agree_on_calls(what: str) -> Agreement:
     """Create an agreement among all ranks, without blocking. Every rank must call this function.
 
     Args:
-        what: the subject of the agreement, for errors and spans. The n-th calls with a given
-            subject on all ranks create the same agreement.
+        what: the subject of the agreement, for errors and spans. The n-th call with a given subject
+            creates the same agreement on every rank.
 
     Raises:
         ValueError: `init` was not called.

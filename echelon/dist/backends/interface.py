@@ -19,7 +19,6 @@ Failure: an engine raises what it observed, and `GroupState` decides what it mea
 | `Refused` | all ranks refuse the operation in the same way; the group remains usable |
 | whatever `watch.check()` raised | the group ended, or the operation's deadline passed |
 | any other exception | a library failed on this rank; all ranks report the error |
-|
 
 A plug-in's factory is `create(members, store, timeout_s) -> Engine`; see `registry`.
 """
@@ -87,8 +86,8 @@ class Members:
         device_index: the index of this rank's device among the devices of that kind.
         address: the address at which other hosts reach this host; "" if the store does not provide
             it.
-        check: raises `PeerLostError` if a member is known to have died; engines call it while
-            they wait in their constructors.
+        check: a function that raises `PeerLostError` if a member is known to have died. Engines
+            call it while they wait in their constructors.
     """
 
     name: str

@@ -2,14 +2,14 @@
 
 A group has several engines in three cases:
 
-* A group with a host backend is given device arrays. During the first collective on such an array,
-  all ranks create a device engine. In groups of `init(None)` the device engine uses the device's
-  library (see `device/choose.py`); in other groups it copies the arrays and uses the host engine.
-  Before that, the ranks compare their calls, so an array on the wrong device is reported.
-* A group with a device backend ("nccl") has a device engine from the start, and a host engine for
-  objects, barriers and host arrays.
-* A backend does not support messages. Another host engine then carries them. (oneCCL's CPU plug-in
-  crashes in sends and receives.)
+* Its backend is a host backend, and the program passes device arrays. All ranks create a device
+  engine during the first collective on such an array, after they have compared their calls. In
+  groups of `init(None)` the device engine uses the device's library (see `device/choose.py`); in
+  other groups it copies the arrays and uses the host engine.
+* Its backend is a device backend ("nccl"). The group has a device engine from the start, and a host
+  engine for objects, barriers and host arrays.
+* Its backend does not support messages. Another host engine then carries them. (oneCCL's CPU
+  plug-in crashes in sends and receives.)
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ means between hosts):
 
 Each byte thus crosses the network once per host rather than once per rank. Some operations use a
 single Gloo mesh of all ranks instead: all_to_all, gather, scatter, parts of unequal size, and sums
-in rank order. So do groups with one rank per host, or with unequal numbers of ranks per host.
+in rank order. Groups with one rank per host, or with unequal numbers of ranks per host, also use
+this mesh.
 
 The ranks' calls are compared on both levels, first within each host and then between hosts. Every
 rank can therefore name a mismatching rank on any host.
@@ -322,7 +323,7 @@ class TwoLevelEngine(HostEngine):
             np.copyto(data, whole[: len(data)])
 
     def _conclude(self, operation: Operation, out: Flat, total: Flat) -> None:
-        """Turn totals into the result, dividing them for an average, in the array's dtype."""
+        """Convert totals to the result's dtype, after dividing them for an average."""
         if operation.reduce_op == "avg":
             divide(total, self._size, wide_of(operation))
         convert(operation.dtype, out, total)

@@ -1,4 +1,4 @@
-"""Load a state into any number of ranks, whatever the number that saved it."""
+"""Load a state into any number of ranks."""
 
 from __future__ import annotations
 

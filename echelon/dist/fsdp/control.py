@@ -17,7 +17,7 @@ def gradient_sync(module: nn.Module, *, enabled: bool) -> Iterator[None]:
     """Set whether backward passes inside the block reduce gradients.
 
     If `enabled` is False, gradients of whole parameters accumulate in this rank's memory. The next
-    backward that reduces gradients includes the accumulated ones.
+    backward that reduces gradients includes the accumulated gradients.
 
     Example:
         >>> _ = fully_shard(model)
@@ -55,7 +55,7 @@ def unshard(module: nn.Module) -> None:
     """Gather all units in a module, and hold them until `reshard` is called. Collective.
 
     While the units are held, `module.parameters()` returns whole parameters, and backward passes
-    accumulate gradients in `.grad`. To end this, call `reduce_gradients` and then `reshard`.
+    accumulate gradients in `.grad`. Afterwards, call `reduce_gradients` and then `reshard`.
 
     Raises:
         CollectiveError: a rank was lost or did not join.

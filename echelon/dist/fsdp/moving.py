@@ -19,8 +19,7 @@ def move(module: nn.Module, group: ProcessGroup) -> None:
     """Divide a model's parameters among the ranks of another group. Collective.
 
     Gradients are dropped, and the shards' values become undefined. The caller must set the values
-    and the optimizer's state through `shards`. The previous group may be broken, even in the middle
-    of a step.
+    and the optimizer's state through `shards`. The previous group may be broken.
 
     Args:
         module: a model sharded over one group, without replicas and with a boolean

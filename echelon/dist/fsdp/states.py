@@ -35,8 +35,8 @@ class Shard:
         data: [length], a view of the shard's memory; writing to it changes the model.
         parameter: the parameter that the optimizer uses, `[length, 1, ...]`.
         ranks: the global ranks among which the parameter is divided, in order.
-        copies: the ranks that hold copies of this shard, including this rank. The first of these
-            ranks should save the shard.
+        copies: the ranks that hold this shard, including this rank. The first of these ranks should
+            save the shard.
 
     Example:
         >>> shard = shards(fully_shard(model))["token.weight"]

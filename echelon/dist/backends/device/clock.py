@@ -1,8 +1,8 @@
 """Convert the times of device work to the host's monotonic clock.
 
-A tie is an event whose time on the host's clock is known. The time of any later event is computed
-from the time that has passed since the tie. This time is a float32, so ties are renewed from time
-to time to preserve the resolution.
+A tie is an event whose time on the host's clock is known. The time of a later event is the time of
+the tie plus the time that has elapsed since. Elapsed times are float32, so ties are renewed from
+time to time to preserve the resolution.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Define the interface that a device engine requires from a collectives library.
 
 `DeviceLibrary` is the base class for NCCL on CUDA, oneCCL on Intel GPUs, and the fake device in the
-tests. The state of a group is in communicators, each of which has one owner (`communicators/handle.py`).
+tests. A group's state is held in communicators, each of which has one owner (`communicators/handle.py`).
 """
 
 from __future__ import annotations

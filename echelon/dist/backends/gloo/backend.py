@@ -1,7 +1,7 @@
-"""The gloo backend, which implements all collectives with the fastest ones in Gloo.
+"""Provide the gloo backend: collectives and messages over TCP, with PyTorch's build of Gloo.
 
     all_reduce of float32/64, int32/64     Gloo's own ring, except for rank-ordered sums and for min
-                                           and max of floats (these may lose a NaN)
+                                           and max of floats (which may lose a NaN)
     other sums                             all_to_all of shares, summed here in rank order with
                                            float32 accumulation, then all_gather: 2 n bytes per rank
     reduce_scatter                         all_to_all of parts, summed here: n bytes per rank
@@ -172,7 +172,7 @@ class GlooEngine(HostEngine):
         wait(work, watch)
 
     def _compare_calls(self, operation: Operation, watch: Watch) -> Flat | None:
-        """Compare all ranks' calls; return them with their data, or None without a comparison."""
+        """Compare and return all ranks' calls; return None if this engine compares nothing."""
         if self._size == 1 or not self._compares:
             return None
         mine = inline.pack(operation)
@@ -232,7 +232,7 @@ class GlooEngine(HostEngine):
             np.copyto(operation.target, whole.reshape(-1)[: len(source)])
 
     def _summed_share(self, operation: Operation, watch: Watch, source: Flat) -> Flat:
-        """Return this rank's share of the sum, padded so that all shares have equal lengths."""
+        """Sum all ranks' data, and return this rank's share; all shares have the same length."""
         length = -(-len(source) // self._size)
         padded = source
         if length * self._size != len(source):

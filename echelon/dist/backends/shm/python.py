@@ -392,7 +392,7 @@ class PythonEngine(HostEngine):
         self._agreed = operation.sequence
 
     def _check_nobody_gave_up(self, operation: Operation) -> None:
-        """Raise an error if another member failed before it finished this collective."""
+        """Raise an error if another member failed before finishing this collective."""
         for rank in self._others:
             fault, blamed = self._segment.blamed_by(rank)
             if fault in (Fault.FINE, Fault.LEFT, Fault.MISMATCH):

@@ -11,7 +11,7 @@
 
 oneCCL's calls block in C and cannot be aborted. They therefore run on a separate thread, and the
 caller checks its watch while it waits. When an operation fails, its thread, arrays and communicator
-are abandoned until the process exits.
+are kept until the process exits.
 
 All groups of a process share one thread, because the library serves one call at a time. All ranks
 must therefore use their communicators in the same order.
@@ -59,7 +59,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> Engine:
     """Create a group's engine; every member must call this.
 
     Raises:
-        ValueError: this process already uses the library for the other kind of memory.
+        ValueError: the library is already loaded for a different kind of memory.
         CollectiveTimeoutError: some members did not join within `timeout_s`.
     """
     device = members.device or ("xpu" if _has_gpu() else "cpu")

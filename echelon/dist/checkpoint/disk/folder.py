@@ -103,7 +103,7 @@ class Unfinished:
         files.write_whole(self.path / FAILED_NAME.format(rank), reason.encode(), sync=False)
 
     def failure(self) -> str | None:
-        """Return the first failed rank and its reason as text, or None if no rank has failed."""
+        """Return a message about the first rank that failed, or None if no rank has failed."""
         for name in sorted(_names(self.path)):
             if name.endswith(".failed") and not name.startswith("."):
                 rank = int(name.removeprefix("rank_").removesuffix(".failed"))

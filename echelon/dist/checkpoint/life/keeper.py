@@ -145,7 +145,7 @@ class Keeper:
         """Wait for any background save; return whether everything is saved. Collective.
 
         Returns:
-            False if the save failed. Rank 0 then issues a warning.
+            False if the save failed. After a failure, rank 0 issues a warning.
         """
         return self._settle(find(to_write=True))
 

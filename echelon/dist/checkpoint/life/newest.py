@@ -56,7 +56,7 @@ def newest(folder: str | os.PathLike[str]) -> Path | str | None:
 
 
 def _newest(folder: Path | Remote) -> list[Any]:
-    """Return the newest complete checkpoint's path, or None, and the problems of newer ones."""
+    """Return the newest complete checkpoint, or None, and the problems of newer checkpoints."""
     steps = steps_of(folder)
     found = steps.look()
     chosen = rules.newest(found)

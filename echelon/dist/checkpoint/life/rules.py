@@ -72,8 +72,8 @@ def best(found: Sequence[Found], which: Best) -> Found | None:
 def superfluous(found: Sequence[Found], policy: Policy, just_saved: int) -> list[int]:
     """Return the steps whose checkpoints may be removed once a save has been committed.
 
-    The steps are in ascending order. Damaged checkpoints do not count towards `keep`; recent ones
-    are kept for inspection.
+    The steps are in ascending order. Damaged checkpoints do not count towards `keep`. Recent
+    damaged checkpoints are kept for inspection.
     """
     complete = sorted(one.step for one in _complete(found))
     if just_saved not in complete:

@@ -48,7 +48,7 @@ class PendingSave:
         """Block until the checkpoint is complete.
 
         Args:
-            timeout_s: how long to wait; None means as long as the save's own timeout.
+            timeout_s: how long to wait; None means the save's own timeout.
 
         Raises:
             CheckpointError: the save was not complete in time, or it failed.
@@ -82,7 +82,7 @@ _current: PendingSave | None = None
 
 
 def start(path: str, write: Callable[[float], None], timeout_s: float) -> PendingSave:
-    """Start a background save by calling `write(deadline_s)`, a monotonic time, on a thread."""
+    """Start a background save, which calls `write` on a thread with a monotonic deadline."""
     global _current
     _current = PendingSave(path, write, timeout_s)
     return _current

@@ -1,8 +1,7 @@
 """Lay out the data that several ranks need as lines of bytes.
 
-The tensors that a set of ranks wants form one line of bytes. The replicas of a whole model form the
-line that every rank wants. The replicas of a shard form the line of a smaller set of ranks. A
-tensor that only one rank wants does not belong to a line.
+Each line contains the tensors that one set of ranks needs. The set consists of all ranks for the
+replicas of a whole model, and of some ranks for the replicas of a shard.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class Lines(NamedTuple):
 
     Attributes:
         for_all: the line of all ranks, or None.
-        for_some: the lines of smaller sets of ranks, in the order of these ranks.
+        for_some: the lines of smaller sets of ranks, sorted by their ranks.
         has_some: whether such smaller sets exist anywhere in the job.
     """
 
@@ -88,7 +87,7 @@ class Lines(NamedTuple):
 def find_lines(peers: Peers, source: Source, wanted: Sequence[Wanted]) -> Lines:
     """Return the lines that this rank belongs to. Collective.
 
-    Ranks with different tensors exchange 8 bytes per tensor.
+    The ranks exchange at most 8 bytes per tensor.
     """
     own = {_key(source, held, path): (held, path) for held, path in reversed(wanted)}
     own.pop(b"", None)

@@ -131,7 +131,7 @@ class Remote:
         return {path.rpartition("/")[2]: size for path, size in entries.items()}
 
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
-        """Return an object's bytes, or only those in [start, end).
+        """Return an object's bytes, or only the bytes in [start, end).
 
         Raises:
             FileNotFoundError: the object does not exist.

@@ -91,7 +91,7 @@ class RemoteUnfinished:
         self.path.write(FAILED_NAME.format(rank), reason.encode())
 
     def failure(self) -> str | None:
-        """Return the first failed rank and its reason as text, or None if no rank has failed."""
+        """Return a message about the first rank that failed, or None if no rank has failed."""
         for name in sorted(self.path.sizes()):
             if name.endswith(".failed"):
                 rank = int(name.removeprefix("rank_").removesuffix(".failed"))

@@ -19,7 +19,7 @@ class Held:
 
     Attributes:
         path: the tensor's name in the checkpoint.
-        shape: shape of the whole tensor.
+        shape: the shape of the whole tensor.
         data: a tensor of any shape that holds the elements in row-major order.
         start: the index of the first element.
         sharded: whether other ranks hold other elements of the tensor.

@@ -28,7 +28,7 @@ class Local(NamedTuple):
 
     Attributes:
         data: the elements held.
-        shape: shape of the whole tensor.
+        shape: the shape of the whole tensor.
         start: the index of the first held element, in row-major order.
         sharded: whether other ranks hold other elements of the tensor.
         repeats: how runs of elements repeat; see `Pattern`.
@@ -44,7 +44,7 @@ class Local(NamedTuple):
 def pieces(tensor: Tensor) -> list[Local]:
     """Return this rank's part of a tensor, as pieces in ascending order.
 
-    A sharded tensor-parallel slice may have several pieces; any other tensor has one.
+    A sharded tensor-parallel slice may have several pieces; any other tensor has one piece.
 
     Raises:
         ValueError: a DTensor holds partial sums, or its indices are not evenly spaced.

@@ -2,9 +2,9 @@
 
 Each element of each gradient is counted once. A shard is counted by the rank that holds it. If
 several ranks hold copies of a shard (HSDP) or of an unsharded parameter, each rank counts an equal
-fraction of it. If the units are sharded over several groups (as with experts), the norm covers the
-one group that contains all their ranks. The argument `over` adds ranks that hold other parameters
-(as with pipeline stages).
+fraction of it. If the units are sharded over several groups (as with experts), the norm is summed
+over the group that contains all of their ranks. The argument `over` adds ranks that hold other
+parameters (as with pipeline stages).
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def groups_of(members: Iterable[Member]) -> list[ProcessGroup]:
 
 
 def largest(groups: list[ProcessGroup]) -> ProcessGroup | None:
-    """Return the largest of the groups, which are sorted by size, or None for an empty list.
+    """Return the largest group, or None for an empty list. `groups` must be sorted by size.
 
     Raises:
         ValueError: the largest group does not contain all ranks of another group.

@@ -38,7 +38,7 @@ class Pages:
         self._alike[storage.num_bytes] += 1
 
     def keep(self, storage: HostStorage) -> bool:
-        """Keep a storage's memory for another storage; return False if the memory is not needed."""
+        """Keep a storage's memory for another storage; return whether the memory was kept."""
         size = storage.num_bytes
         same = sum(one.num_bytes == size for one in self._idle)
         if same >= self._alike[size] - 1 or not self._has_room(storage) or _mremap() is None:

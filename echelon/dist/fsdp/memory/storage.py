@@ -25,8 +25,8 @@ class Memory:
     """The memory that the units of one group share and reuse.
 
     Args:
-        limit: a function that returns the limit in bytes for idle memory on the host, or for memory
-            awaiting release on a device.
+        limit: a function that returns the limit in bytes for idle memory on the host, or for
+            released memory still in use on a device.
 
     Attributes:
         pages: the idle memory on the host.

@@ -51,27 +51,27 @@ class Facts(Protocol):
 
 @dataclass(eq=False, kw_only=True)
 class Entry:
-    """The order's record of one unit, which owns the record; see [Note: ownership].
+    """The order's record of one unit; see [Note: ownership].
 
     Attributes:
         number: the unit's number within its group.
         name: the unit's name in messages.
-        num_bytes: size of the gathered parameters.
-        gradient_bytes: size of the buffer used to reduce the gradients.
+        num_bytes: the size of the gathered parameters.
+        gradient_bytes: the size of the buffer in which gradients are reduced.
         depth: how many units are gathered ahead while this unit computes.
         reshard: whether the unit is released after forward.
         has_near: whether a part of the unit is kept after forward, for the gather in backward.
         outer: whether the unit contains other units.
         borrowed: units that own parameters that this unit also uses.
         borrowers: units that use parameters of this unit.
-        recording: if this unit is the outermost one, the recording of its forwards, else None.
+        recording: the recording of the forwards of an outermost unit; None for an inner unit.
         place: the position of this unit in the order in which forwards began; -1 if its forward has
             not begun.
-        has_begun: whether a forward has begun whose backward is not yet complete.
+        has_begun: whether a forward has begun and not yet been followed by a complete backward.
         ended_at: the position of this unit in the order in which forwards ended.
         held: whether the program holds the unit. A held unit is neither released nor reduced.
         sync: whether the backward reduces the unit's gradients.
-        calls: forward calls whose backward has not yet reached their inputs.
+        calls: the forward calls whose backward is not complete.
         is_unwatched: whether the end of some call's backward cannot be observed, because none of
             the call's inputs requires a gradient.
         missing: parameters without a gradient in this backward; None if no gradient has arrived

@@ -3,9 +3,9 @@
 `Order` records the order in which forwards request units, and uses these records to gather the next
 units ahead of time. The records are the same on all ranks, so all ranks gather the same units.
 
-[Note: when a step fails] An exception may leave a forward or a backward unfinished. The next
-forward of such a unit makes the order start over: the order waits for gathers in progress, releases
-all units, and drops gradients that were not reduced. The program can then continue with
+[Note: when a step fails] An exception may leave a unit's forward or backward unfinished. At the
+unit's next forward, the order starts over: it waits for gathers in progress, releases all units,
+and drops gradients that were not reduced. The program can then continue with
 `optimizer.zero_grad()` and the next batch. After an error in a collective, however, the group is
 unusable.
 """
@@ -187,7 +187,7 @@ class Order:
         If `in_backward` is still True afterwards, `backward_completes` must be called next.
 
         Args:
-            agreed: for each number from `backward_asks`, the maximum over all ranks.
+            agreed: the votes from `backward_asks`, each replaced by the maximum over all ranks.
         """
         run = self._running()
         if run.yields_nothing:

@@ -1,6 +1,6 @@
 """Track the recordings whose backward is incomplete, and select those that take part in a run.
 
-Recordings are identified by number, because ranks may delete them at different times; see [Note:
+Ranks may delete a recording at different times, so recordings are identified by number. See [Note:
 models that are deleted].
 """
 

@@ -25,7 +25,7 @@ class Recording:
 
     Attributes:
         number: the outermost unit's number.
-        following: the unit that the last forward requested after each unit.
+        following: for each unit, the unit that the last forward requested after it.
         last: the last unit requested in the running forward.
         final: the last unit requested in the last complete forward.
         begun, ended: the forwards that began and ended since the last backward.

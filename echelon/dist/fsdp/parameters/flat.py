@@ -66,8 +66,8 @@ class Source:
 class Member:
     """One parameter of a `Flat`.
 
-    A member has only weak references to the modules, because autograd's graph may refer to the
-    member and the garbage collector does not traverse graphs.
+    A member has only weak references to the modules. Strong references could form a cycle through
+    autograd's graph, which the garbage collector cannot see.
     """
 
     def __init__(self, flat: Flat, source: Source, piece: Piece, part: Part) -> None:
@@ -151,8 +151,7 @@ class Member:
         """Record whether the shard has changed since the last gather.
 
         Raises:
-            ValueError: the shard was converted or moved, or has a hook that sharding does not
-                support.
+            ValueError: the shard was converted or moved, or has an unsupported hook.
         """
         if self.shard._backward_hooks:
             raise ValueError(f"shard {self.name!r} {NO_HOOKS}")
@@ -297,7 +296,7 @@ class Flat:
     Args:
         sources: the parameters, all of one dtype and on one device.
         group: the ranks among which the vector is divided.
-        number: the number of this flat within its group, for `tagged_shape`.
+        number: the number of this flat within its group.
         compute_dtype: the dtype of the computation; None means the dtype of the shards.
         reduce_dtype: the dtype of the reduction; None means the dtype of the computation.
         offload: whether to keep the chunk in host memory.

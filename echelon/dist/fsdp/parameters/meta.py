@@ -24,8 +24,7 @@ def make_real(
         parts: the unit's modules with their paths.
         ignored: the `id()` of each parameter to leave unchanged.
         device: where to allocate the parameters and buffers; None means the CPU.
-        init: a function that is called with each module that has meta parameters, after the
-            module's own `reset_parameters()`.
+        init: a function that is called with every module that has meta parameters.
 
     Raises:
         ValueError: a module cannot initialize its parameters or buffers.

@@ -161,11 +161,10 @@ class _ModuleHooks:
         return output
 
     def _detached_from_unit(self, output: Any) -> Any:
-        """Return new tensors for outputs that are inputs or share memory with parameters.
+        """Replace outputs that are inputs, or that share memory with parameters, by new tensors.
 
-        If an input were returned unchanged, its gradient could mark the beginning or the end of the
-        unit's backward. If an output shared a parameter's memory, that memory could be released too
-        early.
+        The gradient of an output marks the beginning of the unit's backward, and the gradient of an
+        input marks the end, so one tensor must not be both.
         """
         inputs = {id(tensor) for ref in self._inputs if (tensor := ref()) is not None}
 
@@ -209,7 +208,7 @@ class _ModuleHooks:
 
 
 def _trains(args: Any, kwargs: Any) -> bool:
-    """Return whether a backward may follow, with or without a graph."""
+    """Return whether a backward may follow."""
     return torch.is_grad_enabled() or any(
         tensor.requires_grad for tensor in tensors_in((args, kwargs))
     )
@@ -264,7 +263,7 @@ def _watch_all(tensors: Iterable[torch.Tensor], told: Callable[[], None]) -> boo
 
 
 def _inner(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a tensor; the view's gradient comes from this unit alone.
+    """Return a view of a tensor for this unit's own use.
 
     The view's gradient is complete when the unit's backward is complete. The tensor's own gradient
     may include contributions from other units.

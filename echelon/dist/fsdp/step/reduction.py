@@ -47,8 +47,7 @@ class Reduction:
     def collect(self, member: Member) -> None:
         """Copy a gradient into the buffer and free it.
 
-        If the first gradient is small, it stays in `.grad` for the time being, and no buffer is
-        taken.
+        If the first gradient is small, it is left in `.grad` until the reduction starts.
         """
         gradient = member.leaf.grad
         assert gradient is not None, member.name

@@ -1,9 +1,9 @@
 """Own a communicator and free it exactly once.
 
 A library frees a communicator in `abort` and `destroy`, and any later use would access freed
-memory. All calls therefore go through one lock. To end the communicator, a flag rejects new calls,
-a call that is blocked is revoked, and a separate thread frees the communicator once the last call
-has returned. If a library cannot revoke calls (NCCL before 2.29, oneCCL), a blocked communicator
+memory. All calls therefore go through one lock. When the communicator ends, new calls are rejected,
+blocked calls are revoked, and a separate thread frees the communicator after the last call has
+returned. If a library cannot revoke calls (NCCL before 2.29, oneCCL), a blocked communicator
 remains until the process exits.
 """
 

@@ -127,8 +127,8 @@ class Lane:
         """Start connecting the lane, unless a message has already done so; never blocks.
 
         Args:
-            opened: a function that is called once, with None when the lane is open or with the
-                error. The call may come from any thread.
+            opened: a function that is called once, on any thread, with None on success or the error
+                on failure.
             check: a function that raises an error if the operation or the group has ended.
         """
 

@@ -1,12 +1,11 @@
 """Carry out operations on device arrays with a host engine, through pinned host memory.
 
-The engine is used for ranks that share a GPU, and for groups created with a host backend. The
-engine copies an operation's input to the host, lets the host engine carry out the operation, and
-copies the result back. One thread per group (the pump) moves operations from one stage to the next.
-`wait` blocks until the copy of the result has been queued on the device.
+This method is used for ranks that share a GPU, and for groups created with a host backend. An
+operation's input is copied to the host, the host engine carries out the operation, and the result
+is copied back. One thread per group (the pump) moves operations from one stage to the next. `wait`
+blocks until the copy of the result has been queued on the device.
 
-Host arrays have a separate host engine, so the order of operations on host arrays and device arrays
-is independent.
+The group's host arrays use a separate host engine.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class StagedEngine:
             )
 
     def execute(self, operation: Operation, watch: Watch) -> None:
-        """Carry out one operation; block until the caller's stream will wait for the result."""
+        """Carry out one operation; block until the copy of the result has been queued."""
         pending = self.submit(operation, watch)
         pending.wait(None)
         if pending.error is not None:

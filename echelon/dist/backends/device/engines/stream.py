@@ -353,7 +353,7 @@ class StreamEngine:
                 (one.abort if self._is_cut else one.destroy)(left_s)
 
     def _failure(self) -> str:
-        """Return the library's error or ""; query it at most once every `_LOOK_S` seconds."""
+        """Return the library's error or ""; the answer may be up to `_LOOK_S` seconds old."""
         now_s = time.monotonic()
         if now_s - self._looked_s < _LOOK_S:
             return ""
