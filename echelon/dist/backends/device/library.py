@@ -1,7 +1,8 @@
 """Define the interface that a device engine requires from a collectives library.
 
 `DeviceLibrary` is the base class for NCCL on CUDA, oneCCL on Intel GPUs, and the fake device in the
-tests. A group's state is held in communicators, each of which has one owner (`communicators/handle.py`).
+tests. A group's state is held in communicators, each of which has one owner (see
+`communicators/handle.py`).
 """
 
 from __future__ import annotations
