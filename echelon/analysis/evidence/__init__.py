@@ -1,1 +1,1 @@
-"""Represent the recorded facts in a common form: rows, lanes, streams, waits, stacks, times."""
+"""Represent the recorded facts in a form that is common to all sources."""

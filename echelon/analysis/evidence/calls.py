@@ -1,10 +1,9 @@
-"""Represent calls and their arguments; the members of a group vote on them.
+"""Represent calls and their arguments.
 
 [Note: exact calls and comparable calls] Even in a correct collective, two ranks may pass different
-arguments: the output splits of an all_to_all are the transpose of its input splits, and torch
-records a gather differently on its root. So a row carries the exact call, and `Tables.comparable`
-maps the exact call to the part that must be equal on all members. Members vote with comparable
-calls; reports show exact calls.
+arguments. For example, the output splits of an all_to_all are the transpose of its input splits.
+Therefore each row contains the exact call, and `Tables.comparable` maps a call to the part that
+must be equal on all members. Votes use comparable calls; reports show exact calls.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Call(NamedTuple):
 
 
 class Tables:
-    """The tables of calls and strings (sites, stacks, errors) that all ranks share."""
+    """The common tables of calls and strings (sites, stacks, errors) for all ranks."""
 
     def __init__(self) -> None:
         self.texts: list[str] = [""]
@@ -58,9 +57,8 @@ class Tables:
         """Return the number of a call, adding the call if it is new.
 
         Args:
-            comparable: the part that must be equal on all members. If it is None, the rules for
-                echelon's own calls determine it. NO_VOTE means that too little is known to compare
-                the call.
+            comparable: the part that must be equal on all members. None means to apply the rules
+                for echelon's own calls; NO_VOTE means that the call cannot be compared.
         """
         key = (call, comparable)
         known = self._call_index.get(key)

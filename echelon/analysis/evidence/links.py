@@ -1,8 +1,7 @@
-"""Find stalled TCP connections between ranks, and the host or rank that most of them share.
+"""Find stalled TCP connections between ranks.
 
-Each rank's snapshot lists its connections as seen by its host. A connection is a link if both ends
-are ranks of the job. A link is broken if bytes are waiting to be acknowledged, or to be read at the
-other end, and no bytes are moving.
+A connection is a link if both ends are ranks of the job. A link is broken if bytes are waiting to
+be acknowledged or read, and no bytes are moving.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _End = TypeVar("_End", int, str)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BrokenLink:
-    """A connection on which data is waiting but not moving, as seen from the sending end."""
+    """A connection on which data is waiting but not moving."""
 
     sender: int
     receiver: int
@@ -33,7 +32,7 @@ class BrokenLink:
 
     @property
     def is_dead(self) -> bool:
-        """Whether packets are lost: data is unacknowledged, and the receiver is keeping up."""
+        """Whether packets are being lost."""
         return bool(self.unsent_bytes) and not self.unread_bytes
 
     def __str__(self) -> str:
@@ -66,10 +65,9 @@ def broken_links(ranks: Mapping[int, RankEvidence]) -> tuple[BrokenLink, ...]:
 
 
 def common_end(links: Iterable[BrokenLink]) -> tuple[int, ...]:
-    """Return the ranks at the end that most broken links share, or () if no end stands out.
+    """Return the ranks at the common end of most broken links, or () if no end stands out.
 
-    Hosts are compared first: the host to which most other hosts have lost their links stands out.
-    If there is a tie, ranks are compared.
+    Hosts are compared first, then ranks.
     """
     links = tuple(links)
     host = _most_frequent({frozenset((one.sender_host, one.receiver_host)) for one in links})

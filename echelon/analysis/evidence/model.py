@@ -1,8 +1,7 @@
 """Represent the records of all ranks in a common form, as input for the rules.
 
-Readers supply one record per rank, each with its own string table. This module defines the rows
-that they become, over shared tables: equal calls have equal numbers, so thousands of ranks can be
-compared as arrays. Timestamps are on rank 0's clock.
+Each rank's record becomes rows that refer to tables shared by all ranks. Equal calls have equal
+numbers, so ranks can be compared as arrays. Timestamps are on rank 0's clock.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ DATA_WAIT, DATA_END = "data_wait", "data_end"  # a fetch of a batch; an iteratio
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Incident:
-    """The reason for a snapshot, according to `incident.json`."""
+    """The reason for a snapshot, as given in `incident.json`."""
 
     kind: str = ""  # "failure", "stall", "signal"; "": no incident, rings or foreign dumps
     number: int = 0
@@ -69,7 +68,7 @@ class Incident:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """A phase of a rank: its name, its place in the code, and its times on rank 0's clock."""
+    """A phase of a rank, with times on rank 0's clock."""
 
     name: str
     detail: str
@@ -83,7 +82,10 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class RankEvidence:
-    """One rank's evidence; `rows` is `[num_operations]` of dtype `ROW`, oldest first."""
+    """The evidence from one rank.
+
+    `rows` [num_operations] has dtype `ROW` and is sorted oldest first.
+    """
 
     rank: int
     rows: npt.NDArray[Any]
@@ -103,13 +105,13 @@ class RankEvidence:
 
     @property
     def offset_ns(self) -> int:
-        """The offset to add to this rank's monotonic clock to convert it to rank 0's clock."""
+        """The offset from this rank's monotonic clock to rank 0's clock."""
         return self.identity.clock_offset_ns
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """All evidence that was read, with the tables that all ranks share."""
+    """All evidence about a job, with tables shared by all ranks."""
 
     world_size: int
     ranks: Mapping[int, RankEvidence]
@@ -126,7 +128,7 @@ class Evidence:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The ranks that left no readable record, except those that the job had already lost."""
+        """The ranks that left no readable record, except ranks that the job had lost earlier."""
         known = self.ranks.keys() | self.incident.lost_earlier.keys()
         return tuple(rank for rank in range(self.world_size) if rank not in known)
 
@@ -135,7 +137,7 @@ class Evidence:
         return self.tables.calls[int(row["call"])]
 
     def site(self, row: Any) -> str:
-        """Return where a row's call was made, or "" if it is unknown."""
+        """Return the call site of a row, or "" if unknown."""
         return self.tables.texts[int(row["site"])]
 
     def error(self, row: Any) -> str:

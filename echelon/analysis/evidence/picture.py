@@ -1,8 +1,7 @@
-"""Prepare the input of the rules: the evidence, and facts derived from it that several rules need.
+"""Prepare the input of the rules: the evidence, and facts derived from the evidence.
 
-A `Picture` is made once per analysis. It holds facts (which rank is inside which operation, how
-ranks ended, which rank is waiting for which) but no conclusions; drawing those is left to the
-rules.
+A `Picture` is created once per analysis. It contains facts, such as which rank is inside which
+operation, but no conclusions.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Picture:
     _memory: dict[str, Any] = field(default_factory=dict)
 
     def remembered(self, key: str, find: Callable[[Picture], _Found]) -> _Found:
-        """Return a fact about the whole job, computed only once however many ranks need it."""
+        """Return a fact about the whole job, computing it only once."""
         if key not in self._memory:
             self._memory[key] = find(self)
         found: _Found = self._memory[key]
@@ -53,7 +52,7 @@ class Picture:
 
     @property
     def whole(self) -> Evidence:
-        """All that was recorded, including the calls of survived mismatches."""
+        """The whole evidence, including the calls of survived mismatches."""
         return self.recorded or self.evidence
 
     @cached_property
@@ -69,23 +68,19 @@ class Picture:
 
     @cached_property
     def graph(self) -> WaitGraph:
-        """The waits that are considered stuck, and any younger waits that these depend on."""
+        """The graph of waits that are considered stuck, and of the waits on which they depend."""
         waits = [wait for wait in self.all_waits.waits if not self.is_over(wait)]
         old = [wait for wait in waits if self.is_stuck(wait)]
         return WaitGraph(tuple(self._with_reached(old, waits)))
 
     def is_stuck(self, wait: Wait) -> bool:
-        """Return whether a wait is considered stuck and not just an operation in progress.
-
-        A job may be making progress while a few of its ranks are stalled, so a wait that is much
-        younger than the oldest wait is considered in flight.
-        """
+        """Return whether a wait is considered stuck rather than in flight."""
         if self.evidence.foreign or self.evidence.incident.kind == "failure":
             return True
         return not self.is_in_flight(wait.age_s)
 
     def is_in_flight(self, age_s: float) -> bool:
-        """Return whether it is still normal for an operation to take this long."""
+        """Return whether an operation of this age is considered in flight."""
         if self.evidence.incident.kind == "stall":
             return age_s < _YOUNG_SHARE * self._oldest_s
         return age_s < STUCK_AFTER_S
@@ -104,7 +99,7 @@ class Picture:
 
     @staticmethod
     def _with_reached(old: list[Wait], waits: list[Wait]) -> list[Wait]:
-        """Add younger waits of the ranks that older ones depend on: such waits lead to the root."""
+        """Add the younger waits on which older waits depend."""
         kept = {id(wait) for wait in old}
         by_rank: dict[int, list[Wait]] = {}
         for wait in waits:
@@ -119,7 +114,7 @@ class Picture:
         return [wait for wait in waits if id(wait) in kept]
 
     def waited_s(self, wait: Wait) -> float:
-        """Return the age of a wait in seconds when its ranks were last seen; 0 if unknown."""
+        """Return the age of a wait in seconds, or 0 if unknown."""
         return wait.age_s
 
     @cached_property
@@ -145,8 +140,7 @@ class Picture:
     def unseen(self) -> frozenset[int]:
         """The ranks about which nothing is known.
 
-        These ranks have no record, or they recorded no call while other ranks did. A rank whose end
-        the coordinator observed is not among them.
+        An unseen rank recorded no call, and the coordinator did not observe its end.
         """
         ranks = self.evidence.ranks
         recorded = {rank for rank, facts in ranks.items() if facts.has_ring and len(facts.rows)}
@@ -171,12 +165,12 @@ class Picture:
         )
 
     def is_cut_off(self, wait: Wait) -> bool:
-        """Return whether packets are lost between ranks that have entered a wait's operation."""
+        """Return whether packets are lost between the ranks in an operation."""
         return any(one.is_dead for one in self.links_within((*wait.waiting, *wait.completed)))
 
     @property
     def in_trouble(self) -> bool:
-        """Whether anything is wrong, beyond rows that just look unusual."""
+        """Whether anything is definitely wrong."""
         return bool(self.disturbed) or self.evidence.incident.kind in _CONCLUSIVE
 
     def fallout(self, culprits: Iterable[int]) -> tuple[int, ...]:
@@ -186,10 +180,8 @@ class Picture:
         return tuple(sorted(reached - culprits))
 
     def dragged_along(self, gone: set[int]) -> set[int]:
-        """Return all ranks in operations that dead ranks were in, and all ranks waiting for those.
-
-        A rank that died inside an operation had already entered it, so the operation does not count
-        as waiting for that rank.
+        """Return the ranks that shared an operation with a dead rank, and all ranks waiting on
+        these.
         """
         reached: set[int] = set(gone)
         for wait in self.graph.waits:
@@ -222,7 +214,7 @@ def take_picture(recorded: Evidence) -> Picture:
 
 
 def failed_last(facts: RankEvidence) -> Any | None:
-    """Return a rank's last row if its operation failed; otherwise None."""
+    """Return a rank's last row if the operation failed, or None."""
     if not len(facts.rows):
         return None
     last = facts.rows[-1]
@@ -230,15 +222,14 @@ def failed_last(facts: RankEvidence) -> Any | None:
 
 
 def last_row(facts: RankEvidence) -> Any | None:
-    """Return the row of the operation that a rank began last; None if it recorded none."""
+    """Return the row of the operation that a rank began last, or None."""
     return facts.rows[-1] if len(facts.rows) else None
 
 
 def has_moved(facts: RankEvidence) -> bool:
     """Return whether a rank made progress between the two snapshots.
 
-    New records alone do not prove it, because they may come from other threads: the main thread
-    must also be somewhere else in the second snapshot, if its stack is known.
+    If its stacks are known, the main thread must also have moved.
     """
     host = facts.host
     if host.later_gap_s <= 0 or host.later_recorded <= 0:

@@ -1,13 +1,11 @@
-"""Measure where the time goes: lateness of arrivals, phases of ranks, and times of collectives.
+"""Measure how a job spends its time: late arrivals, phases and collectives.
 
-The lag of a rank at a collective is how much later it arrived than the first rank. Ranks on the
-same host share a clock; across hosts, the recorded offset and its error are taken into account. If
-the offset was never measured, or if the records show that it no longer holds, the lag is derived
-from the time spent inside the collective, which needs no common clock: the last rank to arrive
-waited the least.
+A rank's lag at a collective is its delay relative to the first rank to arrive. Clocks of different
+hosts are compared by their measured offsets. Without a valid offset, the lag is derived from the
+time spent inside the collective, because the last rank to arrive waits the least.
 
-A collective's own time is the time spent in it by the member that arrived last, because the other
-members' times include waiting.
+A collective's own time is measured on the last member to arrive, because the other members' times
+include waiting.
 """
 
 from __future__ import annotations
@@ -35,9 +33,9 @@ class Arrivals:
 
     Attributes:
         members: the global ranks of the members: [num_members].
-        columns: the columns of these collectives in the lanes: [num_collectives].
-        lag_ns: how much later each member arrived than the first: [num_members, num_collectives].
-        own_ns: how long the collective took on the member that arrived last: [num_collectives].
+        columns: the columns of the collectives in the lanes: [num_collectives].
+        lag_ns: each member's delay relative to the first member: [num_members, num_collectives].
+        own_ns: the time that the last member to arrive spent in the collective: [num_collectives].
         created_ns: the time at which the first member arrived: [num_collectives].
     """
 
@@ -50,7 +48,7 @@ class Arrivals:
 
     @property
     def span_s(self) -> float:
-        """The seconds from the first arrival at any of these collectives to the last arrival."""
+        """The number of seconds between the first arrival and the last arrival."""
         if len(self.created_ns) < 2:
             return 0.0
         return float(self.created_ns[-1] + self.lag_ns[:, -1].max() - self.created_ns[0]) / 1e9
@@ -62,7 +60,7 @@ class Arrivals:
 
     @property
     def cost_ns(self) -> npt.NDArray[np.int64]:
-        """How much later the last member arrived than the one before it, for each collective."""
+        """The delay of the last member relative to the second-to-last member: [num_collectives]."""
         if self.lag_ns.shape[0] < 2:
             return np.zeros(self.lag_ns.shape[1], np.int64)
         upper = np.partition(self.lag_ns, -2, axis=0)
@@ -70,7 +68,7 @@ class Arrivals:
 
 
 def arrivals(lanes: Lanes) -> Arrivals | None:
-    """Return the arrival lags of one group; None if no collective was completed by all members."""
+    """Return the arrival lags of one group, or None if its members completed no collective."""
     done = (lanes.state == State.COMPLETED).all(axis=0)
     if len(lanes.members) < 2 or not done.any() or lanes.strangers:
         return None
@@ -96,7 +94,7 @@ def arrivals(lanes: Lanes) -> Arrivals | None:
 
 
 def clocks_are_common(evidence: Evidence, ranks: list[int]) -> bool:
-    """Return whether the ranks' timestamps are comparable: same host, or clock offsets measured."""
+    """Return whether the ranks' timestamps can be compared with each other."""
     if evidence.foreign:
         return True  # wall clocks: nothing better is recorded
     identities = [evidence.ranks[rank].identity for rank in ranks]
@@ -110,9 +108,8 @@ def clocks_contradict(
 ) -> bool:
     """Return whether the records prove that a host's clock changed after its offset was measured.
 
-    Offsets are measured once, when the world is created. Later, a clock may drift, or jump when
-    its host is suspended. In the collectives compared here, no member leaves before the last one
-    has entered. Timestamps that contradict this by more than the measured errors are wrong.
+    No member can leave a collective before the last member has entered it. Timestamps that say
+    otherwise are wrong.
 
     Args:
         created_ns: the arrival times at collectives that end only once all members have entered:
@@ -130,7 +127,10 @@ def clocks_contradict(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTime:
-    """How one rank spent its time; `phases_s` holds totals for span names and for communication."""
+    """How one rank spent its time.
+
+    `phases_s` contains a total for each span name, and one for communication.
+    """
 
     rank: int
     window_s: float
@@ -190,7 +190,7 @@ def timing_of(picture: Picture) -> Timing:
 
 
 def _add_calls(calls: dict[tuple[str, int], list[float]], lanes: Lanes, found: Arrivals) -> None:
-    """Add the count, nanoseconds and bytes of each kind of call; bytes are the first member's."""
+    """Add the count, nanoseconds and bytes of each kind of call."""
     numbers = lanes.column("call")[0, found.columns]
     sizes = lanes.column("num_bytes", 0)[0, found.columns]
     for number in np.unique(numbers).tolist():

@@ -1,4 +1,4 @@
-"""Give threads consecutive numbers, each only once, without a lock where possible."""
+"""Give threads unique, consecutive numbers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from collections.abc import Callable
 
 
 def counter(start: int = 0, *, has_lock: bool | None = None) -> Callable[[], int]:
-    """Return a thread-safe function that counts up from `start`, returning one number per call.
+    """Return a thread-safe function that counts up from `start`.
 
     Args:
-        has_lock: whether the interpreter runs one thread at a time, which makes `itertools.count`
-            atomic; None means that this is detected. Without a lock, free-threaded Python 3.13 may
-            give two threads the same number.
+        has_lock: whether the interpreter has a global lock, which makes `itertools.count` atomic;
+            None means to detect this.
     """
     numbers = itertools.count(start)
     if has_lock is None:

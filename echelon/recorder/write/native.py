@@ -1,4 +1,4 @@
-"""Use the C core to write operations and spans, if a compiler was available at installation."""
+"""Use the optional C core to write operations and spans."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def available() -> bool:
 
 
 class NativeWriter(OperationWriter, SpanWriter, Protocol):
-    """The methods of the C core's writer, except those that write operations and spans."""
+    """The methods of the C core's writer, without those for operations and spans."""
 
     def on_collection(self, phase: str, info: dict[str, Any], /) -> None:
         """Count a pause of the garbage collector.
@@ -35,22 +35,22 @@ class NativeWriter(OperationWriter, SpanWriter, Protocol):
         """
 
     def keep_pauses(self, keep: Callable[[int, int, dict[str, Any]], None], from_ns: int) -> None:
-        """Register `keep(began, ended, info)` for pauses of at least a given length."""
+        """Register `keep(began, ended, info)`, which is called for long pauses."""
 
     def start_heartbeat(self, period_ns: int, /) -> bool:
-        """Start a thread that stamps a live word without Python, or return False if that fails."""
+        """Start a native heartbeat thread; return whether the start succeeded."""
 
     def stop_heartbeat(self) -> None:
         """Stop the heartbeat thread. May be called more than once."""
 
     def write_faults(self, over_others: bool, /) -> None:
-        """From now on, record in the ring any signal that ends this process."""
+        """Enable the recording of any signal that ends this process."""
 
 
 def make_writer(
     ring: Ring, known_sites: sites.Sites, now: Callable[[], int] | None = None
 ) -> NativeWriter:
-    """Return a writer in C, which holds the ring's memory until the ring is closed."""
+    """Return a writer in C. The writer holds the ring's memory until the ring is closed."""
     signatures = Signatures(ring)
     writer = _native.Writer(
         memory=ring.map,

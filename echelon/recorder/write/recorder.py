@@ -1,8 +1,7 @@
 """Record operations, spans, steps, a heartbeat and last words into a ring.
 
-The recorder never raises an exception into the training code and never touches a device. Once
-started, it allocates memory only for the texts of call sites that it has not seen before.
-`current.py` decides which process has a recorder.
+The recorder never raises an exception into the training code and never uses a device. `current.py`
+decides which process has a recorder.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 def _never_raises(answer: Any) -> Callable[[_Call], _Call]:
-    """Make a method return `answer` instead of raising an exception."""
+    """Decorate a method to return `answer` instead of raising an exception."""
 
     def wrap(method: _Call) -> _Call:
         @functools.wraps(method)
@@ -61,7 +60,7 @@ def _never_raises(answer: Any) -> Callable[[_Call], _Call]:
 
 
 class Recorder:
-    """A recorder that writes into a ring. All methods are thread-safe, and no method raises."""
+    """A recorder that writes into a ring. All methods are thread-safe and never raise."""
 
     def __init__(
         self, ring: Ring, *, in_c: bool = True, now: Callable[[], int] | None = None
@@ -124,10 +123,10 @@ class Recorder:
 
     @_never_raises(None)
     def look_at_clocks(self, now: HostTime | None) -> None:
-        """Update the identity if the host's clocks have changed relative to each other.
+        """Update the identity if the wall clock was changed or the host was suspended.
 
         Args:
-            now: the host's clocks, read together; None means that they could not be read together.
+            now: the current time on the host's clocks, or None if unknown.
         """
         if now is None:
             return
@@ -139,7 +138,7 @@ class Recorder:
                 self.identify(mono_ns=now.mono_ns, wall_ns=now.wall_ns)
 
     def mark_initialised(self) -> None:
-        """Record that the world group exists. From then on, silence is considered a stall."""
+        """Record that the world group exists."""
         self._live[Live.INITIALISED] = 1
         self._live[Live.PROGRESS_MONO_NS] = monotonic_ns()
 
@@ -155,7 +154,7 @@ class Recorder:
 
     @_never_raises(None)
     def failed(self, record: int, error: BaseException) -> None:
-        """Record that the operation failed with an error."""
+        """Record that an operation failed with an error."""
         text = f"{type(error).__name__}: {text_of(error)}"[:_ERROR_CHARS]
         self._failed(record, self._ring.texts.recent(text))
 
@@ -163,10 +162,8 @@ class Recorder:
     def new_group(self, name: str, ranks: Sequence[int]) -> int:
         """Return a reference to a group that has just been created.
 
-        Groups are identified by name and members. If the same name and members were seen before,
-        for example because the world was left and joined again, the name gets a number, so that
-        sequences are never mixed up. All members create their groups in the same order, so they
-        agree on the number.
+        If a group with the same name and members was created earlier, the name of the new group
+        gets a number. All members agree on the number.
         """
         key, number = (name, tuple(ranks)), 1
         while key in self._groups:
@@ -180,15 +177,14 @@ class Recorder:
 
     @property
     def step_number(self) -> int:
-        """The training step that began most recently; -1 before the first step."""
+        """The number of the current training step; -1 before the first step."""
         return int(self._live[_STEP]) - 1
 
     def step(self, number: int | None = None, *, begins: bool = True) -> None:
-        """Record the start of training step `number`, by default one more than the last step.
+        """Record the start of training step `number`, by default the next step.
 
         Args:
-            begins: whether the step begins now; False means that it began earlier, at an unknown
-                time.
+            begins: whether the step begins now; False if it began at an unknown earlier time.
         """
         try:
             now, live = self._now(), self._live
@@ -202,7 +198,7 @@ class Recorder:
             return
 
     def _note_spent(self, now: int) -> None:
-        """Publish the time that the calling thread has spent since its first step."""
+        """Publish how the calling thread has spent its time since the first step."""
         live, known = self._live, spent.spans_ns
         waited = int(spent.collectives_s * 1e9)
         saving, data = known.get("checkpoint", 0), known.get("data_wait", 0)
@@ -219,7 +215,7 @@ class Recorder:
 
     @_never_raises(None)
     def note_checkpoint(self, detail: str) -> None:
-        """Record that a checkpoint was saved or loaded, as the span's detail describes."""
+        """Record that a checkpoint was saved or loaded."""
         what = detail.removeprefix("torch.")
         if what.startswith("load"):
             self._live[Live.NUM_LOADS] += 1
@@ -247,9 +243,8 @@ class Recorder:
         """Record the exception that ends this process or one of its threads.
 
         Args:
-            thread: the name of the thread that the exception ends; "" means the whole process. If
-                several threads raise exceptions, only the first is kept. An exception that ends the
-                process replaces it.
+            thread: the name of the thread that ends; "" means the whole process. Only the first
+                exception of a thread is kept. An exception that ends the process replaces it.
         """
         if not self._is_owner or (thread and self._has_words):
             return
@@ -272,7 +267,7 @@ class Recorder:
         self._ring.write_last_words(words)
 
     def start_heartbeat(self) -> None:
-        """Start the heartbeat threads, which distinguish a held lock from a lack of CPU time."""
+        """Start the Python heartbeat and the native heartbeat."""
         if self.native is not None:
             self.native.start_heartbeat(int(HEARTBEAT_S * 1e9))
         self._live[Live.HEARTBEAT_MONO_NS] = monotonic_ns()
@@ -292,7 +287,7 @@ class Recorder:
         self._live[Live.CLOSED] = 1
 
     def disown(self) -> None:
-        """Stop writing in a forked child, because the ring belongs to the parent."""
+        """Stop writing to the parent's ring in a forked child."""
         self._is_owner = False
 
     def _beat(self) -> None:
@@ -302,7 +297,7 @@ class Recorder:
 
 
 def _step_word(number: Any, before: int) -> int:
-    """Return the live word for a step, or `before` if `number` is not a number."""
+    """Return the value to store for a step, or `before` if `number` is not a number."""
     try:
         return min(max(int(number), -1), _MAX_STEP) + 1
     except (TypeError, ValueError, OverflowError):

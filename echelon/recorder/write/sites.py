@@ -1,8 +1,7 @@
 """Describe the place in the user's code that called an operation, and its short stack.
 
-A place is described as "file:line function". A frame belongs to the user unless its file lies in
-this package, in the standard library or in an installed package. The same frames recur, so the text
-is built once per chain of (code, instruction); after that, it takes one dictionary lookup.
+A place is described as "file:line function". A frame belongs to the user unless its file is part of
+this package, of the standard library or of an installed package. Descriptions are cached.
 """
 
 from __future__ import annotations
@@ -45,11 +44,10 @@ _codes: list[CodeType] = []
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the nearest frame of the user's code, beginning with `frame` and its callers.
+    """Return the nearest frame of user code, starting the search at `frame`.
 
-    If there is no such frame, return `frame` itself. On a thread that C++ started, such as
-    autograd's thread for a device, return the user's frame on the main thread, which is waiting for
-    that thread.
+    If there is no such frame, return `frame` itself. For a thread started by C++, such as an
+    autograd thread, return the user's frame on the main thread.
     """
     nearest = last = frame
     for _ in range(_MAX_WALK):
@@ -63,7 +61,7 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def _is_outside_python(outermost: FrameType | None) -> bool:
-    """Return whether the thread with this outermost frame was started outside `threading`."""
+    """Return whether the thread of an outermost frame was started outside `threading`."""
     return outermost is not None and outermost.f_code.co_filename != threading.__file__
 
 
@@ -113,18 +111,14 @@ def stack(frame: FrameType) -> str:
 
 
 class Sites:
-    """The call sites seen so far, as references into a table of strings."""
+    """The known call sites, as references into a table of strings."""
 
     def __init__(self, texts: Texts) -> None:
         self._texts = texts
         self._known: dict[tuple[int, ...], tuple[tuple[int, int], list[CodeType]]] = {}
 
     def find(self, frame: FrameType | None) -> tuple[int, int]:
-        """Return references to the description and the stack of the nearest user frame.
-
-        The cache key consists of the positions of the innermost frames. The code objects are kept
-        with the result, so that a key can never refer to a different place.
-        """
+        """Return references to the description and the stack of the nearest user frame."""
         first = frame if frame and id(frame.f_code) in _user_codes else user_frame(frame)
         if first is None:
             return 0, 0
@@ -172,5 +166,5 @@ def _frames(frame: FrameType) -> Iterator[FrameType]:
 
 
 def caller(depth: int = 1) -> FrameType | None:
-    """Return the nearest user frame, beginning `depth` frames above this function's caller."""
+    """Return the nearest user frame, skipping `depth` frames above the caller."""
     return user_frame(sys._getframe(depth + 1))

@@ -1,4 +1,4 @@
-"""Write spans in Python: the fallback if the C core was not built, and its test reference."""
+"""Write spans in Python if the C core was not built."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _NUM_SPANS = int(Live.NUM_SPANS)
 
 
 class SpanWriter(Protocol):
-    """A writer of spans into a ring: `Spans` in this module, or `Writer` in the C core."""
+    """The common interface of `Spans` and the C core's `Writer`."""
 
     def open_span(self, name: str, detail: str, depth: int, /) -> Any:
         """Record that a phase begins.
 
         Args:
-            depth: how many frames above this function the search for user code begins; 1 is the
+            depth: the number of frames to skip in the search for user code; 1 means to start at the
                 caller.
 
         Returns:
@@ -38,11 +38,9 @@ class SpanWriter(Protocol):
         """Record that a phase ended."""
 
     def keep_span(self, name: int, detail: int, began: int, ended: int, /) -> None:
-        """Record a phase that was never open, given references to its texts.
+        """Record a phase that has already ended, given references to its texts.
 
-        Such a phase does not count as progress.
-
-        The method takes no lock and stores no text, so it may be called between any two
+        The phase does not count as progress. This method may be called between any two
         instructions.
         """
 
@@ -56,7 +54,7 @@ class _Thread(threading.local):
 
 
 class OpenSpan:
-    """An open span, with the data needed to write its end."""
+    """An open span."""
 
     __slots__ = (
         "depth", "detail", "is_closed", "name", "number", "place", "site", "started", "step",
@@ -95,7 +93,7 @@ class OpenSpan:
 
 
 class Spans:
-    """The writer of spans in Python. Thread-safe; never raises."""
+    """The pure-Python writer of spans. Its methods are thread-safe and never raise."""
 
     def __init__(
         self, ring: Ring, sites: Sites, now: Callable[[], int] = time.monotonic_ns
@@ -165,7 +163,7 @@ class Spans:
         self._live[_PROGRESS] = now
 
     def keep_span(self, name: int, detail: int, began: int, ended: int, /) -> None:
-        """Record a phase that was never open; see `SpanWriter`."""
+        """Record a phase that has already ended; see `SpanWriter`."""
         try:
             thread = self._thread
             span = OpenSpan(

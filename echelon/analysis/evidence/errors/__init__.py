@@ -1,1 +1,1 @@
-"""Find errors that a program caught and survived, and whether it continued after them."""
+"""Find errors that a program caught and survived."""

@@ -1,8 +1,8 @@
 """Determine whether the members of a group continued after an error that ended the group.
 
-A rank that runs its clean-up also makes calls. Therefore, barriers do not count, and a rank has
-continued only if it completed collectives in several later steps. If a program marks no steps, the
-call sites decide: its loop continues if it makes calls where it made them shortly before the error.
+A rank has continued only if it completed collectives in several later steps; barriers do not count,
+because clean-up code may call them. If a program marks no steps, a rank has continued if it calls
+collectives at the same lines as before the error.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Continuation:
 
     Attributes:
         failed: the index of the first failed row of each rank that had the error.
-        over: the index of the group that the error ended, -1 if none; calls in that group do not
-            count.
+        over: the index of the group that the error ended, or -1 if none. Later calls in this group
+            are ignored.
     """
 
     evidence: Evidence
@@ -46,10 +46,10 @@ class Continuation:
     _kinds: dict[frozenset[str], npt.NDArray[np.bool_]] = field(default_factory=dict)
 
     def num_steps(self) -> int | None:
-        """Return in how many later steps the member with the fewest steps took part.
+        """Return the smallest number of later steps in which any member took part.
 
         Returns:
-            None if a member did not continue; 0 if all continued and some member marks no steps.
+            None if a member did not continue; 0 if all members continued but the steps are unknown.
         """
         counts = [self._num_steps(rank) for rank in self.members]
         known = [count for count in counts if count is not None]
@@ -96,16 +96,16 @@ class Continuation:
 
     @cached_property
     def _common(self) -> npt.NDArray[np.int64]:
-        """The keys of all collectives in `_since_error`, which identify them on other ranks."""
+        """The keys of all collectives in `_since_error`, for finding them on other ranks."""
         return np.unique(np.concatenate([_keys(rows) for rows in self._since_error.values()]))
 
     def _counts(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Return which rows are completed collectives that show that a program continues."""
+        """Return which rows count as evidence that the program continued."""
         done = (rows["state"] == State.COMPLETED) & (rows["sequence"] >= 0)
         return np.asarray(done & ~self._are_in(_BARRIERS)[rows["call"]], np.bool_)
 
     def _are_in(self, operations: frozenset[str]) -> npt.NDArray[np.bool_]:
-        """Return which calls are of one of some operations: [num_calls]."""
+        """Return which calls belong to the given operations: [num_calls]."""
         if operations not in self._kinds:
             calls = self.evidence.tables.calls
             self._kinds[operations] = np.array([c.operation in operations for c in calls], bool)
@@ -116,7 +116,7 @@ class Continuation:
         return {int(self.evidence.ranks[r].rows[i]["step"]) for r, i in self.failed.items()}
 
     def _loops(self, rank: int, later: npt.NDArray[np.int64]) -> bool:
-        """Return whether later call sites show that a rank's loop continues."""
+        """Return whether a rank's call sites show that its loop continued."""
         recent = self._recent(rank)
         if recent:
             return int(np.isin(later, recent).sum()) >= _MIN_CALLS
@@ -124,7 +124,7 @@ class Continuation:
         return int(counts[counts > 1].sum()) >= _MIN_REPEATED
 
     def _recent(self, rank: int) -> list[int]:
-        """Return the last few call sites of a rank, or of any rank, before the error."""
+        """Return the last few call sites before the error, on one rank or on all ranks."""
         known = rank if rank in self.failed else next(iter(self.failed))
         rows = self.evidence.ranks[known].rows[: self.failed[known]][-_RECENT_ROWS:]
         places = _places(rows[self._counts(rows)])
@@ -132,12 +132,12 @@ class Continuation:
 
 
 def _keys(rows: Rows) -> npt.NDArray[np.int64]:
-    """Return one number per row that identifies the row's collective: [num_rows]."""
+    """Return a number that identifies each row's collective: [num_rows]."""
     groups = rows["group"].astype(np.int64) << _SEQUENCE_BITS
     return np.asarray(groups | rows["sequence"], np.int64)
 
 
 def _places(rows: Rows) -> npt.NDArray[np.int64]:
-    """Return where each row was called: its site, or its call if no site is known: [num_rows]."""
+    """Return the call site of each row, or its call if the site is unknown: [num_rows]."""
     calls = -1 - rows["call"].astype(np.int64)
     return np.asarray(np.where(rows["site"] > 0, rows["site"], calls), np.int64)

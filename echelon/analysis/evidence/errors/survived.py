@@ -1,13 +1,12 @@
 """Find the errors that a program caught and survived, and leave them out of the evidence.
 
-A mismatch or a timeout ends its group, not the program. If all members caught the error and
-continued without that group, whatever ends the job later has another cause. Left in, the failed
-calls would look like the earliest fault, and their ranks like ranks that still wait.
+A mismatch or a timeout ends its group, but not necessarily the program. If all members caught the
+error and continued, the job ended later for another reason. The failed calls are then removed,
+because they would look like the earliest fault.
 
-Missing the mismatch that ended a job would be worse than reporting one that did not. Therefore, a
-mismatch counts as survived only if no rank is still inside the operation, if every member continued
-(see `continued.py`), and if no rank's ending names it. torch's flight recorder records no errors,
-so nothing is ever left out of its dumps.
+A mismatch counts as survived only if no rank is still inside the operation, if every member
+continued (see `continued.py`), and if no rank's ending names the mismatch. torch's flight recorder
+does not record errors, so nothing is removed from its dumps.
 """
 
 from __future__ import annotations
@@ -49,10 +48,9 @@ _BY_EXCEPTION = frozenset({1, -signal.SIGABRT, 128 + signal.SIGABRT})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survived:
-    """A mismatch that all members of a group caught, and after which all of them continued.
+    """A mismatch that all members of a group caught and survived.
 
-    `num_steps` is the number of later steps in which every member took part, or 0 if that is not
-    known, for example because the program marks no steps.
+    `num_steps` is the number of later steps in which every member took part, or 0 if unknown.
     """
 
     group: int
@@ -67,11 +65,7 @@ class Survived:
     other_errors: frozenset[str]  # of other mismatches of the job
 
     def is_named_by(self, type_name: str, message: str) -> bool:
-        """Return whether an error reports this mismatch, as far as the error's text tells.
-
-        Two groups may have the same name in a message, for example the worlds before and after a
-        second `init`, so the recorded errors decide first.
-        """
+        """Return whether the text of an error refers to this mismatch."""
         if not _KINDS[self.kind].search(f"{type_name}: {message}"):
             return False
         if _is_among(self.errors, message):
@@ -83,7 +77,7 @@ class Survived:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Break:
-    """The rows of a mismatch: [num_rows] indices per rank, in ascending order."""
+    """The rows of a mismatch: an array of ascending row indices [num_rows] for each rank."""
 
     group: int
     failed: Mapping[int, npt.NDArray[np.int64]]
@@ -94,14 +88,14 @@ class _Break:
         return {rank: int(places[0]) for rank, places in self.failed.items()}
 
     def errors(self, evidence: Evidence) -> frozenset[str]:
-        """Return the recorded errors without their types."""
+        """Return the recorded error messages, without the names of the error types."""
         rows = (evidence.ranks[rank].rows[places] for rank, places in self.failed.items())
         numbers = {int(number) for own in rows for number in own["error"]}
         return frozenset(evidence.tables.texts[n].partition(": ")[2] for n in numbers)
 
 
 def without_survived(evidence: Evidence) -> tuple[Evidence, tuple[Survived, ...]]:
-    """Return the evidence without the calls of survived mismatches, and these mismatches."""
+    """Return the evidence without the calls of survived mismatches, and the mismatches."""
     breaks = [] if evidence.foreign else list(_breaks(evidence))
     if not breaks or _ended_alike(evidence):
         return evidence, ()
@@ -131,12 +125,12 @@ def _is_over(facts: RankEvidence, breaks: Sequence[_Break]) -> npt.NDArray[np.bo
 
 
 def _kind_of(error: str) -> str:
-    """Return the kind of a recorded error, or "" if it does not end a group alone."""
+    """Return the kind of a recorded error, or "" if the error ends more than a group."""
     return next((kind for kind, pattern in _KINDS.items() if pattern.search(error)), "")
 
 
 def _breaks(evidence: Evidence) -> Iterator[_Break]:
-    """Yield the mismatches: one per group if the group was not used again, else per operation."""
+    """Yield the mismatches: one for each group or, in a reused group, one for each operation."""
     by_group: dict[int, dict[int, npt.NDArray[np.int64]]] = {}
     for rank, facts in evidence.ranks.items():
         failed = facts.rows["state"] == State.FAILED
@@ -155,7 +149,7 @@ def _breaks(evidence: Evidence) -> Iterator[_Break]:
 
 
 def _is_used_again(evidence: Evidence, one: _Break) -> bool:
-    """Return whether a call of the group completed after the error, as torch's groups allow."""
+    """Return whether a later call of the group completed after the error."""
     for rank, index in one.first().items():
         later = evidence.ranks[rank].rows[index + 1 :]
         if bool(((later["group"] == one.group) & (later["state"] == State.COMPLETED)).any()):
@@ -177,7 +171,7 @@ def _by_operation(evidence: Evidence, whole: _Break) -> Iterator[_Break]:
 
 
 def _all_survived(evidence: Evidence, breaks: Sequence[_Break]) -> list[tuple[_Break, Survived]]:
-    """Return the breaks that were survived, newest first."""
+    """Return the survived mismatches, newest first."""
     errors = frozenset().union(*(one.errors(evidence) for one in breaks))
     ordered = sorted(breaks, key=lambda one: -int(_earliest_row(evidence, one)["created_ns"]))
     found: dict[int, Survived] = {}
@@ -214,10 +208,7 @@ def _continuation(evidence: Evidence, one: _Break) -> Continuation:
 
 
 def _ended_alike(evidence: Evidence) -> bool:
-    """Return whether all ranks exited by themselves, with one error code and outside of any call.
-
-    No rank failed first then, and a mismatch is the best explanation of the error code.
-    """
+    """Return whether all ranks exited outside any call and with the same error code."""
     hosts = [facts.host for facts in evidence.ranks.values()]
     codes = {0 if host.alive or host.stopped_by_agent else host.exit_code for host in hosts}
     if len(codes) != 1 or not 0 < (codes.pop() or 0) < _SIGNALLED:
@@ -226,7 +217,7 @@ def _ended_alike(evidence: Evidence) -> bool:
 
 
 def _is_cut_off(evidence: Evidence, facts: RankEvidence) -> bool:
-    """Return whether a rank ended by an exception, or in a call without a mismatch."""
+    """Return whether an exception ended a rank, or the rank ended inside another call."""
     if facts.last_words is not None:
         return True
     if not len(facts.rows) or facts.rows[-1]["state"] == State.COMPLETED:
@@ -237,7 +228,7 @@ def _is_cut_off(evidence: Evidence, facts: RankEvidence) -> bool:
 def _survived(
     evidence: Evidence, one: _Break, errors: frozenset[str], num_steps: int
 ) -> Survived | None:
-    """Describe a mismatch after which all members continued; None if a rank did not survive it."""
+    """Describe a mismatch, or return None if some rank did not survive it."""
     row, name = _earliest_row(evidence, one), evidence.groups[one.group].name
     sequence = int(row["sequence"])
     if any(_is_inside(facts, one, sequence) for facts in evidence.ranks.values()):
@@ -258,7 +249,7 @@ def _survived(
 
 
 def _is_inside(facts: RankEvidence, one: _Break, sequence: int) -> bool:
-    """Return whether a rank has not left the operation, or a group that is over."""
+    """Return whether a rank is still inside the operation or the ended group."""
     rows = facts.rows
     inside = (rows["state"] == State.CREATED) | (rows["state"] == State.STARTED)
     inside &= rows["group"] == one.group
@@ -276,7 +267,7 @@ def _earliest_row(evidence: Evidence, one: _Break) -> Any:
 
 
 def _ended_by(facts: RankEvidence, seen: Survived) -> bool:
-    """Return whether a rank, or a thread of it, was ended by a mismatch, as far as it is known."""
+    """Return whether a mismatch is known to have ended a rank or one of its threads."""
     for words in (facts.last_words, facts.thread_words):
         if words is not None and _names(words.type, words.message, words.traceback, seen):
             return True
@@ -290,7 +281,7 @@ def _ended_by(facts: RankEvidence, seen: Survived) -> bool:
 
 
 def _names(type_name: str, message: str, traceback: str, seen: Survived) -> bool:
-    """Return whether an ending's exception is the mismatch, quotes it, or was raised from it."""
+    """Return whether an ending's exception refers to the mismatch."""
     if seen.is_named_by(type_name, message):
         return True
     # Echelon's other errors concern other groups; what they were raised from is their own matter.
@@ -298,15 +289,14 @@ def _names(type_name: str, message: str, traceback: str, seen: Survived) -> bool
 
 
 def _is_among(errors: Iterable[str], message: str) -> bool:
-    """Return whether a message begins like a recorded error, which may have been shortened."""
+    """Return whether a message begins like one of the recorded errors."""
     return any(error and error[:_MAX_COMPARED] in message for error in errors)
 
 
 def _was_raised_from(traceback: str, seen: Survived) -> bool:
     """Return whether an exception is chained to the mismatch.
 
-    A program may continue inside its `except` block; a later exception then has the mismatch as
-    its context. If steps show that the program continued, only `raise ... from` counts.
+    If the program continued after the mismatch, only `raise ... from` counts.
     """
     told = list(_KINDS[seen.kind].finditer(traceback))
     place = told[-1].end() if told else -1

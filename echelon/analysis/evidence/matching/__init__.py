@@ -1,1 +1,1 @@
-"""Match collectives and messages between ranks, and find which ranks wait for which."""
+"""Match collectives and messages between ranks, and build the wait-for graph."""

@@ -1,8 +1,6 @@
-"""Index the sends and receives in echelon's records by the pair of ranks that exchanged them.
+"""Index the sends and receives in echelon's records by pair of ranks.
 
-Both sides number their messages, so a pair's n-th send matches its n-th receive. The index reduces
-every question of the rules to a lookup, so even with thousands of ranks, the cost depends only on
-the number of rows.
+Both sides number their messages, so the n-th send of a pair matches the n-th receive.
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ class Exchanges:
     def _first_pending(facts: RankEvidence, places: Any, rows: Any, is_send: Any) -> list[Any]:
         """Return the first pending row per (group, peer, direction).
 
-        If the rank's last row is a failed operation, it also counts as pending.
+        A failed operation in a rank's last row also counts as pending.
         """
         inside = (rows["state"] == State.CREATED) | (rows["state"] == State.STARTED)
         inside |= (rows["state"] == State.FAILED) & (places == len(facts.rows) - 1)
@@ -91,7 +89,7 @@ class Exchanges:
         return (rank, int(row["peer"]), int(row["call"])) in self._done
 
     def unheard(self, rank: int) -> list[int]:
-        """Return the ranks that have sent messages which this rank has not received."""
+        """Return the ranks whose messages this rank has not received."""
         return sorted(
             sender
             for sender in self._senders.get(rank, ())

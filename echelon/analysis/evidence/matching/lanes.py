@@ -1,8 +1,7 @@
 """Arrange the collectives of each group as a matrix of members by sequence numbers.
 
-This is where collectives are matched: cells in the same column belong to the same collective,
-regardless of the order of rows, the size of the rings or any process-wide numbering. All later
-steps (vote, wait-for graph, arrival lags) work on these matrices and never loop over rows.
+Cells in the same column belong to the same collective. All later steps of the analysis, such as the
+vote and the wait-for graph, use these matrices.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Lanes:
     rows: npt.NDArray[np.int32]
 
     def column(self, field: str, absent: int = ABSENT) -> npt.NDArray[Any]:
-        """Return one field of each row, `absent` for empty cells: [num_members, num_columns]."""
+        """Return one field of each row, or `absent` for empty cells: [num_members, num_columns]."""
         dtype = np.int64 if field.endswith("_ns") or field == "num_bytes" else np.int32
         out = np.full(self.rows.shape, absent, dtype)
         for index, rank in enumerate(self.members.tolist()):
@@ -58,7 +57,7 @@ class Lanes:
 
     @cached_property
     def state(self) -> npt.NDArray[np.int32]:
-        """The `State` of each row, ABSENT for empty cells: [num_members, num_columns]."""
+        """The `State` of each row, or ABSENT for empty cells: [num_members, num_columns]."""
         return self.column("state")
 
     @cached_property
@@ -70,14 +69,14 @@ class Lanes:
 
     @cached_property
     def first(self) -> npt.NDArray[np.int64]:
-        """Each member's first column, or the number of columns if it has none: [num_members]."""
+        """The index of each member's first column, or the number of columns: [num_members]."""
         present = self.rows >= 0
         none = self.rows.shape[1]
         return np.asarray(np.where(present.any(axis=1), present.argmax(axis=1), none), np.int64)
 
     @cached_property
     def last(self) -> npt.NDArray[np.int64]:
-        """Each member's last column, or -1 if the member has none: [num_members]."""
+        """The index of each member's last column, or -1: [num_members]."""
         present = self.rows[:, ::-1] >= 0
         place = self.rows.shape[1] - 1 - present.argmax(axis=1)
         return np.asarray(np.where(present.any(axis=1), place, -1), np.int64)
@@ -86,8 +85,7 @@ class Lanes:
     def pending(self) -> npt.NDArray[np.int64]:
         """The first column in which each member is still waiting, or -1: [num_members].
 
-        A failed operation counts if it is the member's last operation, because the member timed out
-        or aborted in it.
+        A member's last operation counts as pending if it failed.
         """
         waiting = (self.state == State.CREATED) | (self.state == State.STARTED)
         has_last = np.flatnonzero(self.last >= 0)
@@ -99,8 +97,7 @@ class Lanes:
     def proven(self) -> npt.NDArray[np.bool_]:
         """Whether a completion proves that all members entered the column: [num_columns].
 
-        In a rooted operation, some members may finish before all members have entered, so its
-        completion proves nothing.
+        The completion of a rooted operation is not a proof.
         """
         calls = self.evidence.tables.calls
         is_rooted = np.array([call.operation in ROOTED for call in calls] + [False], bool)
@@ -108,7 +105,7 @@ class Lanes:
         return np.asarray(done.any(axis=0), np.bool_)
 
     def row(self, member: int, column: int) -> Any | None:
-        """Return a member's row in a column, or None if it recorded none there."""
+        """Return a member's row in a column, or None if the cell is empty."""
         index = int(self.rows[member, column])
         if index < 0:
             return None
@@ -131,7 +128,7 @@ def all_lanes(evidence: Evidence) -> list[Lanes]:
 
 
 def _distinct(numbers: npt.NDArray[Any]) -> list[int]:
-    """Return a column's distinct values, without sorting it unless there are many."""
+    """Return the distinct values of a column."""
     found: list[int] = []
     while len(numbers) and len(found) < _FEW:
         found.append(int(numbers[0]))
@@ -163,11 +160,9 @@ def _lanes(evidence: Evidence, group: int, own: dict[int, npt.NDArray[Any]]) -> 
 
 
 def _axis(numbers: list[npt.NDArray[Any]]) -> npt.NDArray[np.int64]:
-    """Return the columns' sequence numbers: one contiguous range.
+    """Return the columns' sequence numbers as one contiguous range.
 
-    A group's sequence numbers are consecutive on every rank, so the range has few gaps. If one
-    rank's numbers are far from the others', because its file is broken, the range leaves them out
-    rather than grow without bound.
+    Numbers that are far from all others, as in a damaged file, are left out.
     """
     longest = max(len(n) for n in numbers)
     middle = int(np.median([int(n.max()) for n in numbers]))

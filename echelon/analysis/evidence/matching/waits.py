@@ -1,10 +1,10 @@
 """Build the wait-for graph across groups and point-to-point operations.
 
-A rank inside (group, sequence) waits for every member that has not entered that operation; a send
-or receive waits for its counterpart. One `Wait` stands for all ranks that are waiting in the same
-operation for the same ranks, so a world of thousands of ranks needs a few waits rather than
-millions of edges. A sink is a rank that other ranks are waiting for but that is not waiting for any
-rank itself; the cause is found at a sink. A cycle of waits is an order desync.
+A rank inside a collective waits for every member that has not entered it. A send or receive waits
+for its counterpart. One `Wait` represents all ranks that wait in the same operation for the same
+ranks. A sink is a rank that other ranks are waiting for but that is not waiting itself; the cause
+of a hang is found at a sink. A cycle of waits means that ranks called operations in different
+orders.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from echelon.recorder.format.schema import State
 class Wait:
     """The ranks inside one operation, and the ranks that they are waiting for.
 
-    `absent` is empty if all members are inside; then the transport or a device is to blame.
+    If all members are inside, `absent` is empty.
     """
 
     group: str
@@ -82,7 +82,7 @@ class WaitGraph:
 
     @cached_property
     def _by_absent(self) -> dict[int, list[int]]:
-        """For each rank, the indices of the waits in which it is absent."""
+        """The indices of the waits for each rank."""
         found: dict[int, list[int]] = {}
         for number, wait in enumerate(self.waits):
             for rank in wait.absent:
@@ -97,7 +97,7 @@ class WaitGraph:
     def waits_for(self, ranks: Iterable[int]) -> tuple[Wait, ...]:
         """Return the waits in which any of `ranks` is absent.
 
-        Waits in which no other rank is absent come first; both kinds are sorted by start time.
+        Waits for `ranks` alone come first, each kind sorted by start time.
         """
         wanted = set(ranks)
         numbers = sorted({n for rank in wanted for n in self._by_absent.get(rank, ())})
@@ -106,7 +106,7 @@ class WaitGraph:
         return tuple(sorted(found, key=lambda wait: (not alone[id(wait)], wait.since_ns)))
 
     def is_joint(self, some: Iterable[int], others: Iterable[int]) -> bool:
-        """Return whether a single operation is waiting for ranks from both sets."""
+        """Return whether one operation is waiting for ranks of both sets."""
         first = {number for rank in some for number in self._by_absent.get(rank, ())}
         return any(number in first for rank in others for number in self._by_absent.get(rank, ()))
 
@@ -128,8 +128,7 @@ class WaitGraph:
     def cycle(self) -> tuple[int, ...]:
         """Return the ranks in a cycle of waits, or () if there is no cycle.
 
-        Of several cycles, the one with the earliest wait is returned. Ranks that wait for the cycle
-        without being part of it are left out.
+        If there are several cycles, the cycle with the earliest wait is returned.
         """
         successors: dict[Any, list[Any]] = {}
         for number, wait in enumerate(self.waits):
@@ -158,8 +157,7 @@ def wait_graph(evidence: Evidence, lanes: Sequence[Lanes], exchanges: Exchanges)
 def _collective_waits(evidence: Evidence, lane: Lanes) -> Iterable[Wait]:
     """Yield one wait per column in which at least one rank is waiting.
 
-    Only the first pending column of each member counts. If another member has completed that
-    column, all members must have entered it, so none is absent.
+    Only the first pending column of each member counts.
     """
     pending = lane.pending
     for column in sorted(set(pending[pending >= 0].tolist())):
@@ -193,7 +191,7 @@ def _collective_waits(evidence: Evidence, lane: Lanes) -> Iterable[Wait]:
 
 
 def _age_s(evidence: Evidence, rank: int, row: Any) -> float:
-    """Return how long a rank had been inside an operation, by its own clock."""
+    """Return the number of seconds that a rank had been inside an operation."""
     return max(0, evidence.ranks[rank].seen_ns - int(row["created_ns"])) / 1e9
 
 

@@ -1,1 +1,1 @@
-"""Parse stacks, and merge those of all ranks into a tree."""
+"""Parse stacks, and merge the stacks of all ranks into a tree."""

@@ -1,8 +1,7 @@
-"""Find the line that matters in a stack: the innermost frame of the user's own code.
+"""Find the innermost frame of user code in a stack.
 
-Stacks come as faulthandler's text (all threads, most recent call first), as the short stacks of
-recorded operations, or as tracebacks on stderr. All of this text comes from other processes and is
-untrusted: it is searched but never evaluated.
+The input is faulthandler's output, the short stack of a recorded operation, or a traceback on
+stderr. The text is untrusted, and is never evaluated.
 """
 
 from __future__ import annotations
@@ -70,12 +69,12 @@ class Thread:
 
 
 def file_name(path: str) -> str:
-    """Return the last part of a path whose separators are slashes or backslashes."""
+    """Return the last part of a path. Slashes and backslashes separate the parts."""
     return re.split(r"[/\\]", path)[-1] or path
 
 
 def threads(text: str) -> tuple[Thread, ...]:
-    """Parse faulthandler's text; of several snapshots, only the last one is returned."""
+    """Parse faulthandler's output; return the threads of the last snapshot in it."""
     found: list[tuple[str, list[Frame]]] = []
     seen: set[str] = set()
     for line in text[-_MAX_STACK_CHARS:].splitlines():
@@ -94,14 +93,14 @@ def threads(text: str) -> tuple[Thread, ...]:
 
 @lru_cache(maxsize=16384)  # several rules ask about each rank, and no two texts are equal
 def main_thread(text: str) -> Thread | None:
-    """Return the last thread that began in a script; if there is none, the last thread."""
+    """Return the last thread that began in a script or, failing that, the last thread."""
     listed = threads(text)
     mains = [thread for thread in listed if thread.is_main]
     return mains[-1] if mains else (listed[-1] if listed else None)
 
 
 def users_frame(frames: tuple[Frame, ...]) -> Frame | None:
-    """Return the user's innermost frame; if there is none, the innermost frame with a file."""
+    """Return the innermost frame of user code or, failing that, the innermost frame with a file."""
     if not frames:
         return None
     own = next((frame for frame in frames if frame.is_users), None)
@@ -148,9 +147,8 @@ _MAX_REST_LINES = 8
 def last_traceback(stderr: str) -> Raised | None:
     """Return the last complete traceback at the end of stderr, or None if there is none.
 
-    torch prefixes each line of its ranks' tracebacks with `[rank3]: `, and Python prefixes the
-    lines of exception groups with a bar. Exceptions that Python reports as "ignored" are skipped,
-    because they did not end the process.
+    Line prefixes such as `[rank3]: ` are removed. Exceptions that Python reports as "ignored" are
+    skipped.
     """
     lines = _PREFIX.sub("", stderr[-_MAX_STACK_CHARS:]).splitlines()
     heads = [number for number, line in enumerate(lines) if _HEAD.match(line)]

@@ -1,10 +1,8 @@
 """Merge the stacks of all ranks into one tree that shows how many ranks are at each place.
 
-A node is a run of frames that the same ranks share; the tree forks where their stacks differ. Ranks
-with equal stacks are merged before any comparison, so even with thousands of ranks, the cost
-depends only on the number of distinct stacks. The short form keeps only the user's frames and the
-first call into a library, so two ranks on different lines of a library's polling loop count as
-being at the same place.
+Each node is a sequence of frames shared by the same ranks. The short form of a stack keeps only the
+frames of user code and the first call into a library, so that the exact position inside the library
+does not matter.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ _Stacks = Sequence[tuple[tuple[str, ...], tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A run of frames that some ranks share, outermost first, and the branches below it."""
+    """A sequence of frames shared by some ranks, outermost first, and the branches below it."""
 
     frames: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -29,7 +27,7 @@ class Branch:
 
 
 def merge(stacks: Mapping[int, tuple[str, ...]]) -> tuple[Branch, ...]:
-    """Merge stacks into a tree, with the largest branch first; empty stacks are left out.
+    """Merge stacks into a tree, with the largest branch first. Empty stacks are ignored.
 
     Each stack lists its outermost frame first.
     """
@@ -41,7 +39,7 @@ def merge(stacks: Mapping[int, tuple[str, ...]]) -> tuple[Branch, ...]:
 
 
 def _fork(stacks: _Stacks, depth: int) -> tuple[Branch, ...]:
-    """Return one branch for each distinct frame at `depth`, and none for stacks that end there."""
+    """Return one branch for each distinct frame at `depth`."""
     ways: dict[str, list[tuple[tuple[str, ...], tuple[int, ...]]]] = {}
     for one in stacks:
         if len(one[0]) > depth:
@@ -61,7 +59,7 @@ def _branch(way: _Stacks, depth: int) -> Branch:
 
 @lru_cache(maxsize=4096)
 def short_form(frames: tuple[Frame, ...]) -> tuple[str, ...]:
-    """Return a stack's user frames, outermost first, and the call made by the innermost one.
+    """Return the user frames of a stack, outermost first, and the first call into a library.
 
     Args:
         frames: the frames of the stack, innermost first.

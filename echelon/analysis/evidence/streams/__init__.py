@@ -1,1 +1,1 @@
-"""Compare the calls of ranks in the order in which each rank made them."""
+"""Compare ranks' calls in the order of the calls on each rank."""

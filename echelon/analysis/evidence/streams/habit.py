@@ -1,9 +1,8 @@
-"""Measure how habitual a rank's latest calls are: how many of them repeat earlier calls in order.
+"""Measure how many of a rank's latest calls repeat earlier calls in the same order.
 
-Training repeats itself, so the end of a stream usually occurs earlier in the stream as well. If a
-rank is merely waiting, a long run of its latest calls is familiar. If it left out a call, made an
-extra call or changed the order, only the calls since then are. This needs neither the records of
-other ranks nor a clock.
+Training repeats itself, so a long run of the latest calls is familiar if a rank is merely waiting.
+If a rank left out a call, made an extra call or changed the order, only its most recent calls are
+familiar.
 """
 
 from __future__ import annotations
@@ -60,10 +59,9 @@ def in_one_launch(rows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 
 def least_habitual(streams: Streams, ranks: Iterable[int]) -> int | None:
-    """Return the one rank whose calls up to the head of its queue are the least familiar.
+    """Return the rank whose calls are the least familiar, or None if no rank stands out.
 
-    Returns None if no rank stands out, or if the records do not reach back far enough. Calls queued
-    behind the head are ignored, because they do not show what led the rank there.
+    Calls that are queued behind the head of a rank's queue are ignored.
     """
     known = sorted(
         (habit_length(rows) / max(1, len(rows)), rank)
@@ -83,11 +81,11 @@ def _up_to_head(streams: Streams, rank: int) -> npt.NDArray[Any]:
 
 
 def slip_of(streams: Streams, rank: int) -> tuple[str, int] | None:
-    """Return where a rank's latest calls departed from its habit, and how.
+    """Return the kind and the row of the slip in a rank's latest calls.
 
     Returns:
-        "left out" and the row of the missing call in an earlier round; or "extra" and the row of
-        the call that should not have been made. None if neither can be determined.
+        "left out" and the earlier row of the missing call, or "extra" and the row of the
+        superfluous call; None if undecided.
     """
     rows = streams.evidence.ranks[rank].rows
     known = _up_to_head(streams, rank)
@@ -111,7 +109,7 @@ def slip_of(streams: Streams, rank: int) -> tuple[str, int] | None:
 
 
 def _last_time(keys: list[int], place: int) -> int | None:
-    """Return where the calls that precede `place` last occurred with a different next call."""
+    """Return the last earlier position with the same preceding calls but a different next call."""
     for length in _CONTEXTS:
         context = keys[place - length : place]
         if place < length:

@@ -1,10 +1,8 @@
 """Compare the sequences of all calls made by ranks that run the same program.
 
-`Lanes` compare the collectives of one group. This module compares a rank's whole sequence of calls,
-in all groups and including messages, with those of the other ranks of a group, starting at a
-collective that all of them recorded. Ranks whose calls agree up to the group's next collective are
-assumed to run the same program, as the ranks of one pipeline stage do. The first call in which one
-of these ranks differs is where its program diverged, no matter what held up other ranks.
+A rank's sequence contains the calls in all groups, including messages. The comparison starts at a
+collective that all ranks of a group recorded. Ranks whose calls agree up to the group's next
+collective are assumed to run the same program, as the ranks of one pipeline stage do.
 """
 
 from __future__ import annotations
@@ -31,9 +29,9 @@ class Parting:
     Attributes:
         rank: the rank that differs.
         others: the ranks that agree with each other.
-        row: the index of the differing call among that rank's rows.
-        usual: one of the other ranks, and the index of its call at that position.
-        later: the keys of all calls from that position on, of `rank` and of that other rank.
+        row: the row of the differing call on `rank`.
+        usual: one of the other ranks, and its row at the same position.
+        later: the keys of all calls from that position on, for `rank` and for the other rank.
     """
 
     rank: int
@@ -44,10 +42,9 @@ class Parting:
 
 
 def partings(streams: Streams) -> list[Parting]:
-    """Return the calls at which single ranks departed from the program that others run.
+    """Return the calls at which single ranks departed from the common program.
 
-    Groups are tried from the largest to the smallest; the first group in which a rank differs is
-    used.
+    The largest group in which a rank differs is used.
     """
     keys = _keys(streams)
     groups = streams.evidence.groups
@@ -64,8 +61,8 @@ def partings(streams: Streams) -> list[Parting]:
 def _keys(streams: Streams) -> Mapping[int, npt.NDArray[np.int64]]:
     """Return each rank's calls as numbers; equivalent calls have equal numbers.
 
-    A call is identified by its group's name, its operation and its place in the program; a message
-    is also identified by the distance to its peer.
+    A call is identified by its group's name, its operation, its call site and, for a message, the
+    distance to the peer.
     """
     evidence = streams.evidence
     names = {name: number for number, name in enumerate(sorted({g.name for g in evidence.groups}))}
@@ -105,7 +102,7 @@ def _steps_away(
 def _in_group(
     streams: Streams, group: int, keys: Mapping[int, npt.NDArray[np.int64]]
 ) -> Iterator[Parting]:
-    """Yield the divergences among a group's ranks, starting at their earliest common collective."""
+    """Yield the divergences among a group's ranks."""
     starts: dict[int, dict[int, int]] = {}
     for rank in streams.evidence.groups[group].ranks:
         facts = streams.evidence.ranks.get(rank)
@@ -135,7 +132,7 @@ def _in_group(
 def _alike(
     keys: Mapping[int, npt.NDArray[np.int64]], spans: Mapping[int, tuple[int, int]]
 ) -> Iterator[dict[int, int]]:
-    """Group ranks whose calls in the given spans are equal; yield where each span starts."""
+    """Group ranks whose calls in the given spans are equal."""
     programs: dict[tuple[int, ...], dict[int, int]] = {}
     for rank, (begin, end) in spans.items():
         programs.setdefault(tuple(keys[rank][begin:end].tolist()), {})[rank] = begin
@@ -145,7 +142,7 @@ def _alike(
 def _parting(
     streams: Streams, starts: Mapping[int, int], keys: Mapping[int, npt.NDArray[np.int64]]
 ) -> Parting | None:
-    """Return where one rank differs from the others that run the same program, or None."""
+    """Return where one rank differs from its peers, or None."""
     if len(starts) < 2:
         return None
     lines = {rank: keys[rank][start:] for rank, start in starts.items()}
@@ -176,13 +173,13 @@ def _parting(
 
 
 def _are_replicas(streams: Streams, ranks: Sequence[int]) -> bool:
-    """Return whether two ranks share a group besides the group of all ranks, as replicas do."""
+    """Return whether two ranks share a group other than the world group."""
     shared = [g.ranks for g in streams.evidence.groups if set(ranks) <= set(g.ranks)]
     return len({frozenset(one) for one in shared}) > 1
 
 
 def _first_difference(lines: Sequence[npt.NDArray[np.int64]]) -> int | None:
-    """Return the first position at which any sequences differ within their common length."""
+    """Return the first position at which the sequences differ."""
     found: list[int] = []
     usual = max(lines, key=len)
     for line in lines:
@@ -192,10 +189,9 @@ def _first_difference(lines: Sequence[npt.NDArray[np.int64]]) -> int | None:
 
 
 def _is_novel(line: npt.NDArray[np.int64], place: int) -> bool:
-    """Return whether a call is novel: it has never followed the calls that precede it here.
+    """Return whether a call has never followed its preceding calls before.
 
-    The decision is based on the longest run of preceding calls that has occurred before. If there
-    is none, the call is not novel.
+    If the preceding calls have not occurred before, the call does not count as novel.
     """
     keys = line.tolist()
     for length in (8, 4, 2, 1):

@@ -1,14 +1,12 @@
-"""Derive the progress of each rank's streams and the waits between ranks from torch's records.
+"""Derive each rank's progress, and the waits between ranks, from torch's records.
 
-Only the head of a rank's queue actually waits: the first pending operation in the rank's own order,
-across all groups and messages. The head waits for each member that has not entered the operation
-*or has it queued behind another head*, so "all have entered" does not prove a network fault. An
-operation that a rank has enqueued but does not list as pending is complete, even if the dump lists
-only active entries.
+The head of a rank's queue is its first pending operation across all groups. Only the head actually
+waits: for each member that has not entered the operation, or that has the operation queued behind
+another head. An operation that is enqueued but not listed as pending has completed.
 
-On-demand dumps are taken at different moments. If one rank's dump shows that it completed an
-operation which another rank's dump shows as not yet entered, the job was moving between the two
-dumps, and no pending operation proves a stall.
+torch's dumps are taken at different moments. If one rank has completed an operation that another
+rank has not yet entered, the job was moving while the dumps were taken. In this case, pending
+operations do not prove a stall.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A pending send or receive, numbered among the pending messages of its direction."""
+    """A pending send or receive, with its number among the pending messages in its direction."""
 
     rank: int
     row: int
@@ -88,7 +86,7 @@ class Streams:
 
     @cached_property
     def heads(self) -> Mapping[int, Head]:
-        """The head of each rank's queue; ranks without pending operations have none."""
+        """The head of each rank's queue, for ranks with pending operations."""
         found: dict[int, Head] = {}
         for rank, facts in self.evidence.ranks.items():
             head = _head(facts)
@@ -121,16 +119,14 @@ class Streams:
         return found
 
     def message(self, rank: int, row: int) -> Message | None:
-        """Return the pending message in a row, or None if the row holds none."""
+        """Return the pending message in a row, or None."""
         return self._by_row.get((rank, row))
 
     def counterpart(self, message: Message) -> Message | None:
-        """Return the other side of a pending message; None if it has not been posted.
+        """Return the other side of a pending message, or None if it has not been posted.
 
-        The n-th send of a direction matches the n-th receive. If the dumps do not reach back to the
-        first message, messages are counted from the oldest collective that both ranks completed.
-        Without such a collective, only pending messages are counted, which is exact except for
-        batches with one completed message.
+        The n-th send in a direction matches the n-th receive. If the oldest messages are missing,
+        messages are counted from a common collective.
         """
         way, peer = message.way, message.peer
         if peer not in self.evidence.ranks:
@@ -159,7 +155,7 @@ class Streams:
         return self._origins[key]
 
     def _meeting(self, rank: int, peer: int) -> tuple[int, int] | None:
-        """Return the rows of the oldest collective that two ranks both list as completed."""
+        """Return the rows of the oldest collective that both ranks completed."""
         one, other = self._completed(rank), self._completed(peer)
         common = [place for place in one if place in other]
         return (one[common[0]], other[common[0]]) if common else None
@@ -187,7 +183,7 @@ class Streams:
         return known
 
     def _line(self, rank: int, way: Way, is_send: bool) -> list[int]:
-        """Return the rows of all sends or all receives of one direction, oldest first."""
+        """Return the rows of all sends or receives in one direction, oldest first."""
         known = self._lines.get((rank, way, is_send))
         if known is None:
             rows = self.evidence.ranks[rank].rows
@@ -234,13 +230,13 @@ class Streams:
         return head is not None and (head.group, head.sequence) == place
 
     def is_rooted(self, head: Head) -> bool:
-        """Return whether some members of the head's operation may finish before others arrive."""
+        """Return whether some members may finish the head's operation before others arrive."""
         row = self.evidence.ranks[head.rank].rows[head.rows[0]]
         return bool(self._rooted[int(row["call"])])
 
     @cached_property
     def has_starts(self) -> bool:
-        """Whether the dumps record when kernels started; with NCCL, they do not by default."""
+        """Whether the dumps record when kernels started."""
         return any(
             bool((facts.rows["started_ns"] > 0).any()) for facts in self.evidence.ranks.values()
         )
@@ -263,7 +259,7 @@ class Streams:
         return any(self._is_past(rank, group, slowest) for rank in there)
 
     def _is_past(self, rank: int, group: int, sequence: int) -> bool:
-        """Return whether a rank has completed an unrooted collective with a higher number."""
+        """Return whether a rank has completed a later collective that has no root."""
         entered = self.entered(rank, group)
         if entered <= sequence:
             return False

@@ -1,4 +1,4 @@
-"""Build the wait-for graph of torch's dumps, with one wait per stream head (`streams.py`)."""
+"""Build the wait-for graph from torch's dumps (see `streams.py`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from echelon.analysis.evidence.streams.streams import ROOTED, Head, Streams
 
 
 def stream_graph(streams: Streams) -> WaitGraph:
-    """Build the wait-for graph; it is empty if the job was moving while the dumps were written."""
+    """Return the wait-for graph, which is empty if the job was moving."""
     evidence = streams.evidence
     if streams.is_moving and not evidence.incident.kind:
         return WaitGraph(())
@@ -52,15 +52,12 @@ def _collective_wait(streams: Streams, place: tuple[int, int], heads: list[Head]
 
 
 def silent_ranks(streams: Streams) -> list[int]:
-    """Return the ranks whose dumps list no operations: they may belong to an inferred group."""
+    """Return the ranks whose dumps do not list any operations."""
     return [rank for rank, facts in streams.evidence.ranks.items() if not len(facts.rows)]
 
 
 def _message_waits(streams: Streams, head: Head) -> Iterator[Wait]:
-    """Yield one wait per message of a launch.
-
-    The peer counts as absent unless it is at the matching message or has completed it.
-    """
+    """Yield one wait per message of a launch."""
     evidence = streams.evidence
     rows = evidence.ranks[head.rank].rows
     for index in head.rows:

@@ -1,1 +1,1 @@
-"""Write operations: their fields, arguments and states."""
+"""Write the records of operations."""

@@ -1,9 +1,8 @@
 """Cache the fields of an operation that rarely change at a given call site.
 
-A line that records calls usually passes the same arguments as last time, and has the same callers.
-The callers' positions, the arguments and the packed fields are therefore cached for each line.
-`Operations` compares the positions and arguments, and reuses the packed fields if nothing differs.
-Otherwise, it uses this module.
+A line of code usually passes the same arguments as last time. For each line, the cache holds the
+callers' positions, the arguments and the packed fields. `Operations` reuses the packed fields if
+nothing has changed, and otherwise calls this module.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Line = tuple[CodeType, _Code, int, _Code, int, _Code, int, tuple[Any, ...], byte
 
 
 class Calls:
-    """The lines seen so far, with the signatures of their calls; as thread-safe as a dictionary.
+    """The cached signatures of calls, keyed by the calling line. As thread-safe as a dictionary.
 
     A call is (operation, dtype, reduce_op, timeout_s, shapes, input_splits, output_splits,
     num_bytes, group, root, peer, tag, coalesced, thread, flags).
@@ -51,10 +50,10 @@ class Calls:
     def find(
         self, frame: FrameType | None, call: tuple[Any, ...], tails: _Tails | None = None
     ) -> bytes:
-        """Return the packed fields of a call made by a frame, and cache the fields with its line.
+        """Return the packed fields of a call, and cache the fields under the calling line.
 
         Args:
-            tails: the arguments that the frame's line has passed before, from the same callers.
+            tails: the arguments that the same line has passed in earlier calls.
         """
         if tails is not None:
             try:
@@ -97,7 +96,7 @@ class Calls:
         return tail
 
     def _add(self, key: tuple[Any, ...], is_hashable: bool) -> tuple[int, int]:
-        """Encode the fields of a call, and cache the result up to a limit."""
+        """Encode the fields of a call and cache the result."""
         operation, dtype, reduce_op, timeout_s, shapes, inputs, outputs = key
         signature = self._signatures.add(operation, dtype, reduce_op, shapes, inputs, outputs)
         known = signature, int(timeout_s * 1000) if 0 <= timeout_s <= MAX_TIMEOUT_S else 0
@@ -108,7 +107,7 @@ class Calls:
         return known
 
     def _forget(self) -> None:
-        """Drop references into `recent`, whose entries may have been overwritten."""
+        """Drop cached references into `recent`."""
         self._num_forgotten += 1
         self._calls.clear()
         for line in list(self.lines.values()):

@@ -1,4 +1,4 @@
-"""Limit numbers from callers to the range of the field that stores them."""
+"""Limit numbers from callers to the range of their fields."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def clamped_i64(number: Any) -> int:
 
 
 def moment(at_mono_ns: Any, now: int) -> int:
-    """Return the stamp that the caller passed, or the current time if the stamp is not valid."""
+    """Return the caller's stamp, or the current time if the stamp is invalid."""
     try:
         return clamped_i64(at_mono_ns) or now
     except (TypeError, ValueError, OverflowError):

@@ -1,13 +1,11 @@
-"""Write operations in Python: the fallback if the C core was not built, and its test reference.
+"""Write operations in Python if the C core was not built.
 
-[Note: why no lock] From version 3.11, CPython with its global lock runs one thread at a time and
-switches threads only after calls and at backward jumps. Statements that contain neither are
-therefore one atomic step for all other threads, for signal handlers and for finalizers. A slot is
-taken and filled by a comparison, a store and one `pack_into`, and an operation ends in the same
-way, so data that another thread is writing is never overwritten. Rare cases (a slot whose operation
-has not ended, an operation that has left its slot) take a lock. If the interpreter guarantees less,
-`LockedOperations` holds that lock around everything. An exception raised by a signal handler may
-leave a number unused, but never a lock held.
+[Note: why no lock] From version 3.11, CPython with its global lock switches threads only after
+calls and at backward jumps. A sequence of statements without calls and backward jumps is therefore
+atomic. A slot is taken and filled, and an operation is ended, by such a sequence, so threads never
+overwrite each other's data. Rare cases take a lock, for example if a slot's operation has not
+ended. If the interpreter does not give this guarantee, `LockedOperations` holds a lock in every
+method.
 
 Readers, which are other processes, verify what they read (schema.py, [Note: what makes a slot
 readable]).
@@ -61,7 +59,7 @@ assert crc32(b"", 1 << 32) == 0, "crc32 takes the lower half of a stamp"
 
 
 class OperationWriter(Protocol):
-    """A writer of operations into a ring: `Operations` here, or `Writer` in the C core."""
+    """The common interface of `Operations` and the C core's `Writer`."""
 
     def begin(
         self,
@@ -90,7 +88,7 @@ class OperationWriter(Protocol):
         Args:
             group: the group's reference, from `Recorder.group()`.
             num_bytes: the size of the input on this rank, in bytes.
-            depth: how many frames above this function the search for user code begins; 1 is the
+            depth: the number of frames to skip in the search for user code; 1 means to start at the
                 caller.
             is_started: whether the backend starts the operation immediately.
         """
@@ -107,7 +105,7 @@ class OperationWriter(Protocol):
         timeout_s: float,
         /,
     ) -> Any:
-        """Preprocess arguments that are passed repeatedly; see `begin`.
+        """Preprocess the arguments of `begin`, for calls that repeat them.
 
         Returns:
             The argument to pass to `begin_prepared`; None if the call cannot be recorded.
@@ -119,10 +117,10 @@ class OperationWriter(Protocol):
         """Record that an operation was called with prepared arguments; see `begin`."""
 
     def started(self, record: int, at_mono_ns: int | None = None, /) -> None:
-        """Record that the backend started the operation, now or at an earlier time."""
+        """Record when the backend started the operation."""
 
     def completed(self, record: int, at_mono_ns: int | None = None, /) -> None:
-        """Record that the operation completed on this rank, now or at an earlier time."""
+        """Record when the operation completed on this rank."""
 
     def failed(self, record: int, error: int, /) -> None:
         """Record that the operation failed; `error` is a reference to the error's text."""
@@ -145,7 +143,7 @@ _OUTSIDE: Any = _Outside()
 
 
 class Operations:
-    """The pure-Python writer of operations. Thread-safe (see [Note: why no lock]); never raises."""
+    """The pure-Python writer of operations. Its methods are thread-safe and never raise."""
 
     __slots__ = (
         "_calls", "_find", "_is_moving", "_kept", "_lines", "_live", "_lock", "_map", "_next",
@@ -269,7 +267,7 @@ class Operations:
         timeout_s: float,
         /,
     ) -> Any:
-        """Preprocess arguments that are passed repeatedly; see `OperationWriter`."""
+        """Preprocess the arguments of `begin`; see `OperationWriter`."""
         try:
             int(group), int(num_bytes), int(root), float(timeout_s)
         except Exception:  # noqa: BLE001 -- recording never raises into training
@@ -290,7 +288,7 @@ class Operations:
             return NOT_RECORDED
 
     def started(self, record: int, at_mono_ns: int | None = None, /) -> None:
-        """Record that the backend started the operation, now or at an earlier time."""
+        """Record when the backend started the operation."""
         try:
             now = self._now()
             if record >= 0:
@@ -306,7 +304,7 @@ class Operations:
         _state: int = _COMPLETED,
         _error: int = 0,
     ) -> None:
-        """Record that the operation completed on this rank, now or at an earlier time."""
+        """Record when the operation completed on this rank."""
         try:
             clock = self._now  # as a method call on a slot, it would be looked up each time
             self._live[_PROGRESS] = now = clock()
@@ -338,13 +336,10 @@ class Operations:
         Operations.completed(self, record, None, _FAILED, error)
 
     def _make_room(self, record: int, fields: bytes) -> int:
-        """Store an operation in the first slot that can be taken, starting with that of `record`.
-
-        A pending operation is never overwritten: it is moved to a separate place, or its slot is
-        skipped.
+        """Store an operation in the first available slot, without overwriting a pending operation.
 
         Returns:
-            The operation's number, or `NOT_RECORDED` if none of the next slots can be taken.
+            The operation's number, or `NOT_RECORDED` if no slot is available.
         """
         with self._lock:
             for number in range(_MAX_TRIES):
@@ -358,7 +353,7 @@ class Operations:
         return NOT_RECORDED
 
     def _take(self, slot: int, stamp: int, fields: bytes) -> bool:
-        """Store an operation in a slot, unless the one stored there is newer or cannot be moved."""
+        """Store an operation in a slot, unless the slot must not be overwritten."""
         crc = crc32(fields)
         owner, began = self._owners[slot], self._starts[slot]
         while owner > 0:
@@ -376,7 +371,7 @@ class Operations:
         return True
 
     def _keep(self, slot: int) -> bool:
-        """Copy a slot's contents to a separate place; refuse if this interrupts another copy."""
+        """Copy the contents of a slot to a separate place; return whether that succeeded."""
         if self._is_moving:
             return False
         self._is_moving = True
@@ -401,7 +396,7 @@ class Operations:
 
 
 class LockedOperations(Operations):
-    """A writer of operations that holds a lock, for interpreters without atomic steps."""
+    """A writer of operations that holds a lock in every method."""
 
     __slots__ = ()
 
@@ -418,12 +413,12 @@ class LockedOperations(Operations):
             return super().begin_prepared(call, sequence, coalesced, flags, depth + 1, is_started)
 
     def started(self, record: int, at_mono_ns: int | None = None, /) -> None:
-        """Record that the backend started the operation, now or at an earlier time."""
+        """Record when the backend started the operation."""
         with self._lock:
             super().started(record, at_mono_ns)
 
     def completed(self, *args: Any) -> None:
-        """Record that the operation completed on this rank, now or at an earlier time."""
+        """Record when the operation completed on this rank."""
         with self._lock:
             super().completed(*args)
 
@@ -434,7 +429,7 @@ class LockedOperations(Operations):
 
 
 def has_atomic_steps() -> bool:
-    """Return whether this interpreter satisfies the conditions of [Note: why no lock]."""
+    """Return whether operations can be written without a lock (see [Note: why no lock])."""
     has_lock = getattr(sys, "_is_gil_enabled", lambda: True)()
     return sys.implementation.name == "cpython" and sys.version_info >= (3, 11) and has_lock
 
@@ -442,5 +437,5 @@ def has_atomic_steps() -> bool:
 def make_operations(
     ring: Ring, sites: Sites, now: Callable[[], int] = time.monotonic_ns
 ) -> Operations:
-    """Return a writer of operations into `ring`; the clock `now` returns nanoseconds."""
+    """Return a writer of operations into `ring`. `now` is a clock that returns nanoseconds."""
     return (Operations if has_atomic_steps() else LockedOperations)(ring, sites, now)

@@ -34,7 +34,7 @@ class Signatures:
         inputs: Splits,
         outputs: Splits,
     ) -> int:
-        """Return the position of a signature, storing it if it is not among the newest ones."""
+        """Return the position of a signature, storing the signature if necessary."""
         intern = self._texts.intern
         flags, num_tensors, tail = encode_signature(shapes, inputs, outputs)
         refs = intern(str(operation)), intern(str(dtype)), intern(str(reduce_op))
@@ -50,7 +50,7 @@ class Signatures:
 
 
 def encode_signature(shapes: Shapes, inputs: Splits, outputs: Splits) -> tuple[int, int, bytes]:
-    """Return (flags, number of tensors, tail bytes), which `decode_signature` decodes."""
+    """Encode a signature; return (flags, number of tensors, tail bytes)."""
     counts = len(inputs).to_bytes(4, "little") + len(outputs).to_bytes(4, "little")
     fits = (
         len(shapes) <= MAX_TENSORS

@@ -1,1 +1,1 @@
-"""Write the ring file: its slots, its texts and the operations kept out of reuse."""
+"""Write the ring file: slots, texts and kept operations."""

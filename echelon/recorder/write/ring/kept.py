@@ -1,8 +1,7 @@
 """Keep operations that have not ended when their slots are about to be reused.
 
-A hung operation of one group must survive while other groups continue, because it is the operation
-that matters. It is therefore moved, with its signature, to one of a few separate places, where it
-stays until it ends.
+A hung operation in one group must remain recorded while other groups continue. Therefore it is
+moved, with its signature, to a separate place until it ends.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _RECENT_UNITS = RECENT_BYTES // RECENT_UNIT
 
 
 class Kept:
-    """The places for kept operations in a ring's memory. The caller must hold the writer's lock."""
+    """The part of a ring for kept operations. The caller must hold the writer's lock."""
 
     def __init__(self, memory: Any, live: Any, layout: Layout) -> None:
         self._memory = memory
@@ -66,13 +65,13 @@ class Kept:
         return True
 
     def started(self, stamp: int, cell: bytes) -> None:
-        """Mark the kept operation that has this stamp as started; ignore any other stamp."""
+        """Mark a kept operation as started. An unknown stamp is ignored."""
         if stamp in self._stamps:
             at = self._at(stamp) + _STATE_OFFSET
             self._memory[at : at + len(cell)] = cell
 
     def ended(self, stamp: int) -> None:
-        """Free the place of the kept operation that has this stamp; ignore any other stamp."""
+        """Free the place of a kept operation. An unknown stamp is ignored."""
         if stamp in self._stamps:
             _STAMP_STRUCT.pack_into(self._memory, self._at(stamp), 0)
             self._stamps[self._stamps.index(stamp)] = 0
@@ -82,7 +81,7 @@ class Kept:
         return self._offset + self._stamps.index(stamp) * KEPT_OPERATION.itemsize
 
     def _signature(self, ref: int) -> bytes:
-        """Return the entry of `recent` to which `ref` refers, or b"" if it was overwritten."""
+        """Return a signature from `recent`, or b"" if it was overwritten."""
         at = self._recent_offset + ref % _RECENT_UNITS * RECENT_UNIT
         position, length, _, _ = _RECENT_STRUCT.unpack_from(self._memory, at)
         if position != ref or length > MAX_SIGNATURE_BYTES:

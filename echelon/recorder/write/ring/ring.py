@@ -1,12 +1,10 @@
-"""Write the ring: a memory-mapped file of fixed size that outlives the process that writes it.
+"""Write the ring: a memory-mapped file of fixed size that outlives its process.
 
-The file belongs to the node, not to the process. Data stored before a SIGKILL, an OOM kill or a
-segfault is preserved, and the agent can read the file while the rank hangs inside C code. Neither a
-Python list nor a socket could provide this.
+Data stored before a SIGKILL, an OOM kill or a segfault is preserved. The agent can read the file
+while the rank hangs inside C code.
 
-This module writes the file, its identity and its last words. Operations and spans are written by
-`operations.py` and `spans.py` or by the C core, and texts by `texts.py`. `recorder.py` decides what
-is recorded.
+This module writes the file, its identity and its last words. Other modules or the C core write
+operations, spans and texts. `recorder.py` decides what is recorded.
 """
 
 from __future__ import annotations
@@ -57,10 +55,10 @@ _MADV_POPULATE_WRITE = 23
 
 
 class Ring:
-    """A writer of the ring file of one rank. `close()` unmaps the file and leaves it in place.
+    """A writer of one rank's ring file. `close()` unmaps the file but does not delete it.
 
     Raises:
-        OSError: the file already exists, or the file system has no room for it.
+        OSError: the file already exists, or the file system is full.
     """
 
     def __init__(
@@ -108,7 +106,7 @@ class Ring:
         self._write_blob(place, IDENTITY_BYTES, asdict(identity))
 
     def write_last_words(self, words: LastWords) -> None:
-        """Store the exception that ends this rank; its texts are truncated to fit."""
+        """Store the exception that ends this rank, truncated if necessary."""
         self._write_blob(LAST_WORDS_OFFSET, LAST_WORDS_BYTES, asdict(words))
 
     def write_span(self, number: int, fields: bytes) -> None:
@@ -117,11 +115,11 @@ class Ring:
         self._write_span_slot(at, number + 1, fields)
 
     def write_open_span(self, index: int, number: int, fields: bytes) -> None:
-        """Store an open span in place `index`, or mark it as ended by setting its end stamp."""
+        """Store an open span in place `index`; an end stamp marks the span as ended."""
         self._write_span_slot(OPEN_SPANS_OFFSET + index * SPAN_SLOT.itemsize, number + 1, fields)
 
     def when_closed(self, release: Callable[[], None]) -> None:
-        """Register a function that releases a view of the memory before the file is unmapped."""
+        """Register a function to call before the file is unmapped."""
         self._when_closed.append(release)
 
     def close(self) -> None:
@@ -147,7 +145,7 @@ class Ring:
 
 
 def _fitted(value: dict[str, Any], room: int) -> bytes:
-    """Encode a blob, halving its longest part until it fits; the end of a traceback is kept."""
+    """Encode a blob, shortening its longest parts until it fits."""
     texts = {name: _encoded(part) for name, part in value.items()}
     while sum(len(name) + len(text) + 4 for name, text in texts.items()) + 2 > room:
         longest = max(texts, key=lambda name: len(texts[name]))
@@ -167,7 +165,7 @@ def _encoded(value: Any) -> bytes:
 
 
 def _create(path: Path, num_bytes: int) -> mmap.mmap:
-    """Create the file with reserved blocks: a sparse mapping on a full disk raises SIGBUS."""
+    """Create the file with reserved disk blocks."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
     flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
     fd = os.open(path, flags, 0o600)

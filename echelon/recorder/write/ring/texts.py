@@ -1,8 +1,8 @@
-"""Store the texts of a ring: names, which are kept, and recent texts, which are overwritten.
+"""Store the texts of a ring: permanent names, and recent texts that are overwritten later.
 
-See schema.py, [Note: two kinds of texts]. A known text needs only a lookup; a new text takes a
-lock. If a signal handler or finalizer interrupts the thread that is holding the lock, it does not
-wait: it gets the reference of `TABLE_FULL` instead.
+See schema.py, [Note: two kinds of texts]. Storing a new text takes a lock. A signal handler or
+finalizer that interrupts the owner of the lock does not wait; it gets the reference of
+`TABLE_FULL`.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Texts:
         """Return a reference to a name, storing the name if it is new.
 
         Args:
-            room: the size, in bytes, that the table may reach before the name is refused:
-                `NAMES_BYTES`, `SITES_BYTES`, or `STRINGS_BYTES` for groups.
+            room: the maximum size of the table in bytes: `NAMES_BYTES`, `SITES_BYTES`, or
+                `STRINGS_BYTES` for groups.
         """
         known = self.names.get(text)
         if known is not None:
@@ -74,7 +74,7 @@ class Texts:
                 self._is_writing = False
 
     def intern_group(self, text: str) -> int:
-        """Return a reference to a group. Groups never share one, even in a full table."""
+        """Return a reference to a group. Every group has its own reference."""
         ref = self.intern(text, STRINGS_BYTES)
         return self.recent(text) if ref == self._table_full else ref
 
@@ -103,10 +103,7 @@ class Texts:
         return self.recent(text_of(detail)[:_SPAN_CHARS])
 
     def append(self, data: bytes) -> int:
-        """Append an entry to `recent`.
-
-        Return the entry's position, or 0 if it could not be stored.
-        """
+        """Append an entry to `recent`; return its position, or 0 on failure."""
         with self._lock:
             if self._is_writing:
                 return 0
@@ -117,7 +114,7 @@ class Texts:
                 self._is_writing = False
 
     def when_a_part_is_full(self, forget: Callable[[], None]) -> None:
-        """Register a function that clears a cache of `recent` references when a part is full."""
+        """Register a function to call when a part of the ring is full."""
         self._when_a_part_is_full.append(forget)
 
     def _add_name(self, text: str, data: bytes, room: int) -> int:

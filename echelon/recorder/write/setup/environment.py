@@ -62,17 +62,17 @@ class Settings:
 
     @property
     def has_rank_0s_clock(self) -> bool:
-        """Whether rank 0 is known to run on this host and therefore to read the same clock."""
+        """Whether rank 0 is known to run on this host and therefore to share its clock."""
         return self.rank == 0 or self.local_world_size == self.world_size
 
     @property
     def records(self) -> bool:
-        """Whether anything is to be recorded."""
+        """Whether recording is enabled."""
         return self.num_operations > 0 and bool(self.rank_dir or self.record_dir)
 
     @classmethod
     def from_environment(cls) -> Settings:
-        """Read the settings from the environment, ignoring any value that is not a valid number."""
+        """Read the settings from the environment. Invalid numbers are ignored."""
         return cls(
             rank_dir=_folder("ECHELON_RANK_DIR"),
             record_dir=_folder("ECHELON_RECORD_DIR") or _default_folder(),
@@ -93,15 +93,15 @@ class Settings:
         )
 
     def allowed(self) -> dict[str, Any]:
-        """Return the settings that may be written to the ring: no secrets, no environment."""
+        """Return the settings that may be written to the ring."""
         return {"recorder_size": self.num_operations, "recorder_spans": self.num_spans}
 
 
 def claim_ownership(process: str) -> bool:
     """Return whether this process may record into ECHELON_RECORD_DIR.
 
-    The first process to call this leaves its name in the environment, so that the programs it
-    starts do not record as further attempts of its rank.
+    Only the first process that calls this function may record; the processes that it starts may
+    not.
     """
     return os.environ.setdefault("ECHELON_RECORD_OWNER", process) == process
 
@@ -124,7 +124,7 @@ def _seconds(name: str, default: float) -> float:
 
 
 def _default_signal() -> int:
-    """Return SIGRTMIN+6; SIGUSR1 and SIGUSR2 are left to users (Slurm requeue, Lightning)."""
+    """Return SIGRTMIN+6, because programs often use SIGUSR1 and SIGUSR2 themselves."""
     first = getattr(signal, "SIGRTMIN", None)
     return 0 if first is None else int(first) + 6
 

@@ -1,12 +1,9 @@
 """List the installed modules that this process has imported, for the launcher's standbys.
 
-Environment variables that the program has set are listed too. A library that reads such a variable
-when it is loaded must be loaded by the program itself, after the variable is set.
-
-The list is written when the recorder starts, and again after ten seconds, because libraries import
-many modules in their first steps. Modules of the program itself are left out: only installed ones,
-and echelon's, can be loaded before the program's folder is known. The launcher reads the list when
-it starts a standby (`echelon run --standby`); if there is no list, it starts the standby anyway.
+The list also contains the environment variables that the program has set. It is written when the
+recorder starts, and again after ten seconds, because libraries import many modules in their first
+steps. Only installed modules and echelon's own are listed. The launcher reads the list when it
+starts a standby (`echelon run --standby`).
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ _AGAIN_S = 10.0
 
 
 def list_modules(path: Path) -> None:
-    """Write the list now, and again later from a thread. Never raises."""
+    """Write the list now, and once more from a thread. Never raises."""
     pid = os.getpid()
     _write(path, pid)
     later = threading.Timer(_AGAIN_S, _write, (path, pid))
@@ -35,7 +32,7 @@ def list_modules(path: Path) -> None:
 
 
 def installed_modules() -> list[str]:
-    """Return the full names of the installed modules that have been loaded, in loading order."""
+    """Return the full names of the loaded modules that are installed, in loading order."""
     paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     paths += [*site.getsitepackages(), site.getusersitepackages()]
     roots = tuple({path.rstrip(os.sep) + os.sep for path in paths if path})

@@ -1,13 +1,11 @@
 """Record the pauses of the garbage collector separately from other spans.
 
-Every collection is counted in the live words. A collection that takes a millisecond or more is also
-kept as a `gc` span of the thread that it stopped. Collections do not count as progress, because a
-rank that only collects garbage is stuck.
+Every collection is counted in the live words. A collection that takes at least a millisecond is
+also kept as a `gc` span. Collections do not count as progress.
 
-The callback runs twice per collection, often hundreds of times per second, so the C core has its
-own callback. The callback may run between any two instructions of any thread, even inside the
-recorder. It therefore takes no lock, and all its texts are stored in advance. Only one collection
-runs at a time.
+The callback may interrupt any thread, even inside the recorder. Therefore it takes no lock and
+stores no new texts. The C core has its own callback, because some programs collect garbage hundreds
+of times per second.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ class GarbagePauses:
             self._callback = recorder.native.on_collection
 
     def start(self) -> None:
-        """Register with the garbage collector, which then reports its pauses."""
+        """Register with the garbage collector."""
         gc.callbacks.append(self._callback)
 
     def stop(self) -> None:

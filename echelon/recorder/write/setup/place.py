@@ -1,9 +1,8 @@
-"""Choose the location of a ring, which is always on a file system of its own node.
+"""Choose the location of a ring, which is always on a local file system.
 
-A ring on a network file system would be written over the network and would be lost with it. The
-agent could not read the ring at the very moment when it matters. A rank's ring therefore lies in
-the rank's folder if that folder is local. Otherwise, the ring lies in the node's temporary folder,
-with a link `ring` in the rank's folder. ECHELON_RING_DIR selects another folder. At the end,
+A ring on a network file system would be unavailable if the network failed. If the rank's folder is
+local, it contains the ring. Otherwise, the ring is in the node's temporary folder, and the rank's
+folder contains a link `ring`. ECHELON_RING_DIR selects another folder. After the process has ended,
 `bring_home` replaces the link with the file.
 """
 
@@ -48,8 +47,7 @@ class Place:
         """Create the folder and the link for the ring's file; return the path of the file.
 
         Raises:
-            FileExistsError: the rank's folder already has a ring, or a link to a ring, that has an
-                owner.
+            FileExistsError: the rank's folder already contains a ring of a live process.
             OSError: the folder or the link cannot be created.
         """
         if self.is_elsewhere:
@@ -82,7 +80,7 @@ def choose_place(rank_dir: Path, ring_dir: Path | None = None) -> Place:
 
 
 def claim_attempt(record_dir: Path, rank: int) -> tuple[Path, int]:
-    """Create the folder of a rank's next attempt, for a program that no launcher started.
+    """Create the folder for a rank's next attempt, without a launcher.
 
     Raises:
         OSError: the folder cannot be created.
@@ -103,10 +101,10 @@ def claim_attempt(record_dir: Path, rank: int) -> tuple[Path, int]:
 def bring_home(rank_dir: Path) -> bool:
     """Replace a link to a ring with the ring itself; return whether there was a link.
 
-    Call this after the process has ended. Attached readers keep their mapping.
+    Call this function after the process has ended. Attached readers keep their mappings.
 
     Raises:
-        OSError: the rank's folder cannot hold the ring; the link and the file are kept.
+        OSError: the ring cannot be moved; the link and the file are unchanged.
     """
     link = rank_dir / "ring"
     if not link.is_symlink() or not link.is_file():
@@ -127,7 +125,7 @@ def bring_home(rank_dir: Path) -> bool:
 
 
 def _copy_sparse(source: Path, target: Path) -> None:
-    """Copy a file, turning blocks of zeros, which make up most of a ring, into holes."""
+    """Copy a file sparsely: blocks of zeros become holes."""
     zeros = bytes(_BLOCK_BYTES)
     with source.open("rb") as read, target.open("wb") as write:
         while block := read.read(_BLOCK_BYTES):
@@ -158,7 +156,7 @@ def is_remote(kind: str) -> bool:
 
 
 def file_system(path: Path, mounts: Path = _MOUNTS) -> str:
-    """Return the type of the file system that contains a path, or "" if it is unknown."""
+    """Return the type of the file system that contains a path, or "" if unknown."""
     try:
         lines = mounts.read_text("utf-8", "surrogateescape").splitlines()
     except OSError:
@@ -184,7 +182,7 @@ def _place_below(folder: Path, rank_dir: Path, reason: str) -> Place:
 
 
 def _temporary_folder() -> Path:
-    """Return echelon's folder in the node's temporary folder, or a new one if it is untrusted."""
+    """Return echelon's trusted folder in the node's temporary folder."""
     folder = Path(tempfile.gettempdir()) / f"echelon-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()

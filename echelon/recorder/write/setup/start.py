@@ -1,9 +1,7 @@
-"""Start the recorder of a process: create its ring, and install and remove its hooks.
+"""Start the recorder of a process: create the ring and install the hooks.
 
-Only a process that records imports this module. Hooks belong to the process that installed them. A
-forked child inherits the hooks, which must then do nothing (current.py, [Note: who may record]). A
-start that fails midway leaves nothing behind, because a ring without a recorder would look like a
-silent rank.
+Only a process that records imports this module. In a forked child, the inherited hooks do nothing
+(see current.py, [Note: who may record]). If the start fails, no ring is left behind.
 """
 
 from __future__ import annotations
@@ -52,10 +50,10 @@ _stack_file: IO[bytes] | None = None
 
 
 def start(settings: Settings) -> tuple[Recorder, Callable[[], None]] | None:
-    """Open the ring and start recording; return None if another process is to record instead.
+    """Open the ring and start recording; return None if another process records instead.
 
     Returns:
-        The recorder, and a function that detaches a forked child from it.
+        The recorder, and a function that stops recording in a forked child.
 
     Raises:
         Exception: the start failed; nothing is left behind.
@@ -92,7 +90,7 @@ def _claim(settings: Settings) -> tuple[Path, Settings]:
 
 
 def _was_left_by_another(path: Path) -> bool:
-    """Return whether the process that owned a ring has ended, as in `prepare.py && train.py`."""
+    """Return whether the process that owned a ring has ended."""
     try:
         owner = read_ring(path).identity
     except DumpFormatError:
@@ -164,7 +162,7 @@ def _open_ring(settings: Settings, place: Place) -> Ring:
 
 
 def _remove(ring: Ring, place: Place) -> None:
-    """Remove a ring that no process records into, because it would look like a silent rank."""
+    """Remove a ring that is not used by any process."""
     with contextlib.suppress(OSError):
         ring.path.unlink()
     place.give_up()
@@ -196,7 +194,7 @@ def _identity(settings: Settings, place: Place) -> Identity:
 
 
 def _register_stacks(rank_dir: Path, settings: Settings) -> int:
-    """Register a free signal that the agent can send to request the stacks of all threads.
+    """Register a signal with which the agent can request the stacks of all threads.
 
     Returns:
         The number of the signal; 0 if no signal is free.
@@ -241,10 +239,9 @@ def _why_not(number: int) -> str:
 
 
 def _chain_hooks(recorder: Recorder) -> None:
-    """Record exceptions that end the process or a thread; existing hooks still run.
+    """Install hooks that record uncaught exceptions; existing hooks still run.
 
-    If several threads fail, only the first exception is kept, because whatever hangs afterwards is
-    usually waiting for that thread.
+    If several threads fail, only the first exception is kept.
     """
     before, thread_before, unraisable_before = (
         sys.excepthook,
