@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
+from echelon.dist.canonical.scratch import Scratch
 from echelon.dist.canonical.sums import TreeSums
 from echelon.dist.canonical.tree import Node, Run, maximal_nodes
 from echelon.dist.group import ProcessGroup
@@ -47,7 +48,12 @@ def agree_runs(group: ProcessGroup, run: Run) -> tuple[Run, ...]:
 
 
 def reduce_scatter(
-    group: ProcessGroup, sums: TreeSums, runs: Sequence[Run], splits: Sequence[int] | None = None
+    group: ProcessGroup,
+    sums: TreeSums,
+    runs: Sequence[Run],
+    splits: Sequence[int] | None = None,
+    *,
+    scratch: Scratch | None = None,
 ) -> TreeSums:
     """Add the sums of all ranks; return this rank's block of the result.
 
@@ -59,6 +65,8 @@ def reduce_scatter(
         runs: the runs of all ranks, from `agree_runs`.
         splits: number of elements in each rank's block, in rank order; None means as even as
             possible.
+        scratch: memory for the received blocks, in which the returned sums lie; None means new
+            memory. In a group of one rank, nothing is received, and `sums` are returned.
 
     Returns:
         The sums of this rank's block. Their `total()` is the final result if the runs together
@@ -85,7 +93,7 @@ def reduce_scatter(
         return TreeSums.joined(union, sums.numel, sums, nodes)
     counts = [len(maximal_nodes(run)) for run in runs]
     block = splits[group.rank]
-    received = torch.empty(sum(counts) * block, dtype=sums.dtype, device=sums.device)
+    received = (scratch or Scratch()).empty(sum(counts) * block, sums.dtype, sums.device)
     group.all_to_all(
         received,
         _by_destination(nodes, splits, sums),

@@ -28,8 +28,9 @@ def block_sums(values: torch.Tensor) -> torch.Tensor:
 
 def _halved(values: torch.Tensor) -> torch.Tensor:
     count = -(-values.numel() // BLOCK)
-    squares = torch.zeros(count * BLOCK, dtype=torch.float64, device=values.device)
+    squares = torch.empty(count * BLOCK, dtype=torch.float64, device=values.device)
     squares[: values.numel()] = values
+    squares[values.numel() :] = 0.0
     rows = squares.mul_(squares).view(count, BLOCK)
     while rows.shape[1] > 1:
         half = rows.shape[1] // 2

@@ -130,9 +130,9 @@ class Gradients:
     def scale_(self, factor: float) -> None:
         """Multiply all gradients by a factor."""
         for vector in self._vectors:
-            for owner in vector.owners:
-                if owner.grad is not None:
-                    owner.grad.mul_(factor)
+            found = [owner.grad for owner in vector.owners if owner.grad is not None]
+            if found:
+                torch._foreach_mul_(found, factor)
 
     def named(self, taken: list[Taken]) -> dict[str, torch.Tensor]:
         """Return one micro-batch's gradients, keyed by parameter name, in the parameters' order."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -84,33 +84,37 @@ def norm_of(sums: Mapping[str, float]) -> float:
 
 
 def _sharded(members: list[Member]) -> dict[Member, torch.Tensor]:
-    """Return the sum of squares of each sharded parameter that has a gradient."""
-    flats = dict.fromkeys(member.flat for member in members)
+    """Return the sum of squares of each sharded parameter that has a gradient.
+
+    Every rank of a group sends one message, about all units of the group.
+    """
+    units: dict[tuple[ProcessGroup, torch.device], list[Flat]] = {}
+    for flat in dict.fromkeys(member.flat for member in members):
+        units.setdefault((flat.group, flat.device), []).append(flat)
     found: dict[Member, torch.Tensor] = {}
-    for flat in flats:
-        found.update(_of_flat(flat))
+    for (group, device), flats in units.items():
+        parts = [part for flat in flats for part in _messages(flat)]
+        if not parts:
+            continue  # on all ranks alike
+        every = torch.cat([message.to(device) for _, _, message in parts])
+        if group.size > 1:
+            group.all_reduce(every, op="sum")
+        rows = torch.split(every, [message.numel() for _, _, message in parts])
+        for (member, blocks, _), row in zip(parts, rows, strict=True):
+            found[member] = blocks.read(row)
     return found
 
 
-def _of_flat(flat: Flat) -> dict[Member, torch.Tensor]:
+def _messages(flat: Flat) -> Iterator[tuple[Member, PartialBlocks, torch.Tensor]]:
+    """Yield the parameters that have a gradient, with this rank's message about each of them."""
     layout, ranks = flat.layout, range(flat.group.size)
-    blocks, messages = {}, []
     for index, member in enumerate(flat.members):
         gradient = member.shard.grad
         if gradient is None:
             continue  # on all ranks alike
         parts = [layout.part(index, rank) for rank in ranks]
         bounds = [(part.start, part.start + part.length) for part in parts]
-        blocks[member] = PartialBlocks(member.piece.numel, bounds)
-        message = torch.zeros(
-            blocks[member].message_numel, dtype=torch.float64, device=gradient.device
-        )
-        blocks[member].write(message, gradient.detach().reshape(-1), member.part.start)
-        messages.append(message)
-    if not messages:
-        return {}
-    every = torch.cat(messages).to(flat.device)
-    if flat.group.size > 1:
-        flat.group.all_reduce(every, op="sum")
-    rows = torch.split(every, [message.numel() for message in messages])
-    return {member: one.read(row) for (member, one), row in zip(blocks.items(), rows, strict=True)}
+        blocks = PartialBlocks(member.piece.numel, bounds)
+        message = torch.zeros(blocks.message_numel, dtype=torch.float64, device=gradient.device)
+        blocks.write(message, gradient.detach().reshape(-1), member.part.start)
+        yield member, blocks, message

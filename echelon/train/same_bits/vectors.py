@@ -8,10 +8,19 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from echelon.dist.canonical import Run, TreeSums, agree_runs, all_reduce, reduce_scatter, sum_dtype
+from echelon.dist.canonical import (
+    Run,
+    Scratch,
+    TreeSums,
+    agree_runs,
+    all_reduce,
+    reduce_scatter,
+    sum_dtype,
+)
 from echelon.dist.canonical.collective import even_splits
 from echelon.dist.canonical.tree import Node
 from echelon.dist.fsdp.parameters.flat import Flat, mark, member_of
+from echelon.dist.fsdp.parameters.layout import Layout
 from echelon.dist.fsdp.parameters.unit import units_of
 from echelon.dist.group import ProcessGroup
 
@@ -56,10 +65,15 @@ class WholeVector:
         parameters: parameters of the same dtype and on the same device.
         group: the ranks that share the micro-batches.
         runs: the run of micro-batches of each of those ranks.
+        scratch: memory to receive into, shared by all vectors.
     """
 
     def __init__(
-        self, parameters: list[nn.Parameter], group: ProcessGroup, runs: Sequence[Run]
+        self,
+        parameters: list[nn.Parameter],
+        group: ProcessGroup,
+        runs: Sequence[Run],
+        scratch: Scratch,
     ) -> None:
         self.owners = parameters
         self.dtype = sum_dtype(parameters[0].dtype)
@@ -67,6 +81,7 @@ class WholeVector:
         self._numel = sum(parameter.numel() for parameter in parameters)
         self._group = group
         self._runs = runs
+        self._scratch = scratch
 
     def take(self) -> Taken:
         """See `Vector`."""
@@ -82,11 +97,12 @@ class WholeVector:
     def give(self, nodes: Nodes, present: Sequence[bool]) -> None:
         """See `Vector`."""
         group, run = self._group, self._runs[self._group.rank]
-        sums = _packed(nodes, run, self._numel, self.dtype, self.device, self._places)
+        sums = _packed(nodes, run, self._numel, self.dtype, self.device, self._places, ())
         splits = even_splits(self._numel, group.size)
-        average = reduce_scatter(group, sums, self._runs, splits).total().div_(run.total)
+        mine = reduce_scatter(group, sums, self._runs, splits, scratch=self._scratch)
+        average = mine.total().div_(run.total)
         if group.size > 1:
-            block, average = average, average.new_empty(self._numel)
+            block, average = average, _memory_of(sums)  # all its values have been sent
             group.all_gather(average, block, output_splits=splits)
         for parameter, place, flag in zip(self.owners, self._places(average), present, strict=True):
             parameter.grad = place.to(parameter.dtype) if flag else None
@@ -102,14 +118,16 @@ class ShardedVector:
     Args:
         flat: the unit's flat tensor, whose gradients the vector holds.
         run: this rank's run of micro-batches.
+        scratch: memory to receive into, shared by all vectors.
     """
 
-    def __init__(self, flat: Flat, run: Run) -> None:
+    def __init__(self, flat: Flat, run: Run, scratch: Scratch) -> None:
         self.owners = [member.shard for member in flat.members]
         self.dtype = sum_dtype(flat.dtype)
         self.device = flat.device
         self._flat = flat
         self._run = run
+        self._scratch = scratch
         self._runs = agree_runs(flat.group, run)
         self._across: tuple[Run, ...] | None = None
         if flat.replicas is not None:
@@ -141,14 +159,15 @@ class ShardedVector:
     def give(self, nodes: Nodes, present: Sequence[bool]) -> None:
         """See `Vector`."""
         flat, run = self._flat, self._run
-        sums = _packed(nodes, run, flat.layout.numel, self.dtype, self.device, self._places)
+        gaps, numel = _gaps(flat.layout), flat.layout.numel
+        sums = _packed(nodes, run, numel, self.dtype, self.device, self._places, gaps)
         splits = [flat.layout.chunk_numel] * flat.group.size
-        mine = reduce_scatter(flat.group, sums, self._runs, splits)
+        mine = reduce_scatter(flat.group, sums, self._runs, splits, scratch=self._scratch)
         if flat.replicas is not None and self._across is not None:
-            average = all_reduce(flat.replicas, mine, self._across)
+            total = all_reduce(flat.replicas, mine, self._across)
         else:
-            average = mine.total()
-        average = average.div_(run.total).to(flat.chunk.device, flat.dtype)
+            total = mine.total()
+        average = total.div(run.total).to(flat.chunk.device, flat.dtype)  # out of the scratch
         for member, flag in zip(flat.members, present, strict=True):
             member.shard.grad = mark(member.of(average)) if flag else None
             if flag:
@@ -162,6 +181,20 @@ def _summed(gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor |
     return None if gradient is None else gradient.detach().to(dtype)
 
 
+def _gaps(layout: Layout) -> list[slice]:
+    """Return where a flat vector belongs to none of its parameters."""
+    starts = [*(piece.start for piece in layout.pieces), layout.numel]
+    ends = [0, *(piece.start + piece.numel for piece in layout.pieces)]
+    return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+
+
+def _memory_of(sums: TreeSums) -> torch.Tensor:
+    """Return the memory of a vector that has been sent, or new memory if there is none."""
+    for _, vector in sums.nodes():
+        return vector
+    return torch.empty(sums.numel, dtype=sums.dtype, device=sums.device)
+
+
 def _packed(
     nodes: Nodes,
     run: Run,
@@ -169,15 +202,15 @@ def _packed(
     dtype: torch.dtype,
     device: torch.device,
     places: Callable[[torch.Tensor], list[torch.Tensor]],
+    gaps: Sequence[slice],
 ) -> TreeSums:
-    """Copy the sums of a run into one vector per node; absent gradients and padding are zero."""
+    """Copy the sums of a run into one vector per node; absent gradients and gaps are zero."""
     vectors = []
     for node, taken in nodes:
         vector = torch.empty(numel, dtype=dtype, device=device)
-        parts = places(vector)
-        if sum(part.numel() for part in parts) < numel:
-            vector.zero_()  # the padding between shards
-        for place, gradient in zip(parts, taken, strict=True):
+        for gap in gaps:
+            vector[gap].zero_()
+        for place, gradient in zip(places(vector), taken, strict=True):
             if gradient is None:
                 place.zero_()
             else:
@@ -195,12 +228,15 @@ def vectors_of(
         ValueError: a unit is sharded among ranks that together do not have all micro-batches.
         CollectiveMismatchError: the runs of a unit's ranks are not contiguous.
     """
-    run = runs[group.rank]
+    run, scratch = runs[group.rank], Scratch()
     found: list[WholeVector | ShardedVector] = [
-        ShardedVector(flat, run) for unit in units_of(module) for flat in unit.flats if flat.trains
+        ShardedVector(flat, run, scratch)
+        for unit in units_of(module)
+        for flat in unit.flats
+        if flat.trains
     ]
     whole = [one for one in module.parameters() if member_of(one) is None and one.requires_grad]
-    found.extend(WholeVector(some, group, runs) for some in _divided(whole))
+    found.extend(WholeVector(some, group, runs, scratch) for some in _divided(whole))
     return found
 
 

@@ -44,6 +44,7 @@ def _same_bits(one, other):
 
 def _check_all(group):
     cases = [(8, 50, "even"), (7, 1000, "uneven"), (1, 5, "even"), (5, 33, "last"), (6, 0, "even")]
+    scratch = canonical.Scratch()
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         for total, numel, kind in cases:
             leaves = [_leaf(n, numel, dtype) for n in range(total)]
@@ -55,9 +56,11 @@ def _check_all(group):
             assert _same_bits(found, expected), (dtype, total, numel, kind)
             block = numel // group.size
             splits = [numel - block * (group.size - 1)] + [block] * (group.size - 1)
-            mine = canonical.reduce_scatter(group, _sums(run, numel, dtype), runs, splits)
             part = expected.split(splits)[group.rank] if numel else expected
-            assert _same_bits(mine.total(), part), (dtype, total, numel, kind)
+            for kept in (None, scratch):
+                sums = _sums(run, numel, dtype)
+                mine = canonical.reduce_scatter(group, sums, runs, splits, scratch=kept)
+                assert _same_bits(mine.total(), part), (dtype, total, numel, kind, kept)
 
 
 def _check_two_levels(group):
