@@ -100,7 +100,7 @@ def _make_whole(size, layout, settings):
     if layout.dp != "replicated":
         where = {}
         if layout.dp == "hsdp":
-            where["mesh"] = DeviceMesh((size // 2, 2), ("replicate", "shard"))
+            where["mesh"] = DeviceMesh(_grid(size), ("replicate", "shard"))
         for block in model[1:4]:
             fully_shard(block, **where)
         fully_shard(model, **where)
@@ -116,6 +116,11 @@ def _make_whole(size, layout, settings):
     return model, optimizer, SameBits(model, optimizer, **settings), compute
 
 
+def _grid(size):
+    """Replicas and shards of HSDP: pairs of shards if the number of ranks is even."""
+    return (size // 2, 2) if size % 2 == 0 else (size, 1)
+
+
 def _make_staged(size, layout, settings):
     depth = layout.depth
     mesh = DeviceMesh((depth, size // depth), ("pp", "dp"))
@@ -126,9 +131,13 @@ def _make_staged(size, layout, settings):
         places += [last - pp.rank if layout.schedule == "zbv" else pp.rank + depth]
     parts = split(layers(), layout.num_stages, costs=[1] * 5)
     stages = [Stage(parts[place], index=place, num_stages=layout.num_stages) for place in places]
-    if layout.dp == "sharded":
+    if layout.dp != "replicated":
+        where = {"group": dp}
+        if layout.dp == "hsdp":
+            grid = DeviceMesh((depth, *_grid(dp.size)), ("pp", "replicate", "shard"))
+            where = {"mesh": grid["replicate", "shard"]}
         for stage in stages:
-            fully_shard(stage.module, group=dp)
+            fully_shard(stage.module, **where)
     run = even_runs(settings["micro_batches"], dp.size)[dp.rank]
     pipe = Pipeline(
         stages, group=pp, replicas=dp, schedule=layout.schedule, num_microbatches=len(run),

@@ -26,6 +26,7 @@ _LAYOUTS = [
     (6, Layout("replicated", 3)),
     (8, Layout("sharded", 4, "zbv")),
     (8, Layout("replicated", 2)),
+    (8, Layout("hsdp", 2)),
 ]
 _CHANGES = [(size, Layout(dp)) for size in (1, 2, 3, 4, 6, 8) for dp in ("replicated", "sharded")]
 _CHANGES += [(size, Layout("hsdp")) for size in (2, 4, 6, 8)] + _LAYOUTS
