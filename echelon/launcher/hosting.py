@@ -1,7 +1,7 @@
 """Run the services of the host: the store and the coordinator.
 
-The node that owns the endpoint starts these services with the job. An elected node starts them
-after its election.
+The node that owns the endpoint starts the services at the beginning of the job. An elected node
+starts the services after its election.
 """
 
 from __future__ import annotations

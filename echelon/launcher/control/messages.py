@@ -104,7 +104,7 @@ class WorkerEnded:
 class Sights:
     """An event: a node reports on its live ranks.
 
-    `folded` combines all ranks that have a ring. It is empty if there are none. Its elements are:
+    `folded` combines all ranks that have a ring. It is [] if no rank has a ring. The elements are:
 
     - the first rank
     - whether the ranks are initialised
@@ -394,7 +394,7 @@ class Kill:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KillRanks:
-    """A command: send SIGKILL to some ranks; the others continue without them."""
+    """A command: send SIGKILL to some ranks. The other ranks continue without them."""
 
     attempt: int
     ranks: list[int]
@@ -425,7 +425,7 @@ class Show:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Over:
-    """A command: the job is over; this node's launcher exits with this code."""
+    """A command: end this node's launcher with `exit_code`, because the job is over."""
 
     exit_code: int
     ended_by: str
@@ -466,9 +466,9 @@ class TryWays:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """A command: run these probes at the same time, and send `Probed`.
+    """A command: run several probes at the same time, and send `Probed`.
 
-    Each element of the list is the text form of a `probes.Task`.
+    Each task is the text form of a `probes.Task`.
     """
 
     number: int

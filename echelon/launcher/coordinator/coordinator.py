@@ -661,7 +661,7 @@ class Coordinator:
             self._say(f"{here} of {low} required nodes connected; waiting for more")
 
     def _note_cleared(self, world: World, end: decide.EndAttempt) -> None:
-        """Report that a world has been cleaned up. This is reported only once per world."""
+        """Report, once per world, that the world has been cleaned up."""
         if not world.is_reported:
             world.is_reported = True
             how = end.ended_by.value

@@ -100,7 +100,7 @@ class Roster:
         return ""
 
     def avoid(self, names: Sequence[str]) -> None:
-        """Avoid these nodes in new worlds, as long as enough other nodes are connected."""
+        """Avoid the given nodes in new worlds, as long as enough other nodes are connected."""
         self._avoided |= set(names)
 
     @property

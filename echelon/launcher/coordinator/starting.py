@@ -15,7 +15,7 @@ from echelon.launcher.options.options import Options
 def world_of(
     nodes: Sequence[Node], number: int, options: Options, now_mono_ns: int
 ) -> tuple[World, list[int]]:
-    """Return a new attempt on these nodes, and the first rank of each node.
+    """Return a new attempt on the given nodes, and the first rank of each node.
 
     Args:
         nodes: the nodes in rank order.

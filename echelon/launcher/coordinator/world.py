@@ -82,7 +82,7 @@ class World:
         report_s: float = 0.0,
         now_mono_ns: int | None = None,
     ) -> tuple[World, list[int]]:
-        """Return the attempt on these nodes, and the first rank of each node.
+        """Return the attempt on the given nodes, and the first rank of each node.
 
         Args:
             nodes: the nodes in rank order.

@@ -90,7 +90,7 @@ class Mandate:
         return next((one for one in (*self.members, *self.others) if one.name == name), None)
 
     def is_majority(self, names: Collection[str]) -> bool:
-        """Return whether these names include a majority of every electorate."""
+        """Return whether the given names include a majority of every electorate."""
         return all(2 * sum(name in names for name in one) > len(one) for one in self.electorates)
 
 

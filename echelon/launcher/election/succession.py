@@ -133,7 +133,7 @@ class Succession:
         num_attempts: int,
         memory: str = "",
     ) -> bool:
-        """Return whether a world of these nodes may begin; propose the world if it is new.
+        """Return whether a world of the given nodes may begin; propose the world if it is new.
 
         A world may begin once all of its nodes and a majority of the electors hold its mandate. In
         addition, all ranks of lost nodes must be dead.

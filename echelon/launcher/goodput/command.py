@@ -1,7 +1,7 @@
 """Run `echelon report [RUN]`, which shows how each second of a job's ranks was spent.
 
-The command reads the run directory of the hosting node. It works while the job is running, after it
-has ended, and even if it was killed.
+The command reads the run directory of the hosting node. The job may be running, may have ended, or
+may have been killed.
 """
 
 from __future__ import annotations

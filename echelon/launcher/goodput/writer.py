@@ -30,7 +30,7 @@ class Writer:
         self._thread: threading.Thread | None = None
 
     def put(self, job: Job) -> None:
-        """Request that these facts be written. Never blocks on the disk."""
+        """Request that the given facts be written. Never blocks on the disk."""
         with self._changed:
             if self._thread is None:
                 thread = threading.Thread(target=self._serve, name="echelon-account", daemon=True)

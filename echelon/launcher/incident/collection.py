@@ -13,7 +13,7 @@ from echelon.launcher.job.rundir import RunDirectory, write_json
 
 
 class Collection:
-    """A hidden folder that receives the dumps of one incident. It is renamed once it is complete.
+    """A hidden folder that receives the dumps of one incident, until all dumps have arrived.
 
     Args:
         nodes: the nodes that will send dumps.

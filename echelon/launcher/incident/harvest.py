@@ -15,8 +15,8 @@ examined. So signals are sent only as a last resort, and `HostFacts.stacks_from`
 The collection is a generator that yields how long it needs to wait. The agent's loop runs between
 the steps, so output keeps flowing and the user can stop the job at any time.
 
-A rank without a ring still gets a dump. It contains the exit code, stderr, the stacks and the calls
-in which threads are waiting. For a torch program, a dump from torch's own recorder is also
+A rank without a ring still gets a dump, which contains the exit code, stderr, the stacks and the
+calls in which threads are waiting. For a torch program, a dump from torch's own recorder is also
 requested.
 """
 

@@ -1,8 +1,8 @@
-"""Run the guard: the parent of a node's workers, which kills every process that they have started.
+"""Run the guard, which is the parent process of a node's workers.
 
 The guard is a separate program (`python -I -S guard.py FD`) with a single thread. It imports
 nothing from the package. The guard can fork safely, because it has no other threads. It outlives a
-killed agent long enough to kill the workers.
+killed agent long enough to kill the workers and every process that they have started.
 
 * Each worker leads its own session and receives a death signal when the guard exits.
 * The guard is the child subreaper. Any process that a worker leaves behind, even after `setsid`,

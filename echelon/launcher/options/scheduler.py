@@ -59,7 +59,7 @@ def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def misuse(environ: Mapping[str, str]) -> str:
-    """Return an error message if several launchers run on this node, or "" if only one does.
+    """Return an error message if several launchers run on this node, and "" otherwise.
 
     For Slurm, only the variables of a job step count, because a batch script has some of them too.
     """

@@ -124,7 +124,7 @@ class Exporter:
 
 
 def as_metric(metric: Mapping[str, Any], began_ns: int, now_ns: int) -> Metric:
-    """Convert a metric to OpenTelemetry's form. Counters begin with the job.
+    """Convert a metric to OpenTelemetry's form. Counters start when the job begins.
 
     Args:
         metric: the fields of `echelon.launcher.notices.metrics.Metric`.
