@@ -88,7 +88,7 @@ def probes_for(failure: Failure) -> tuple[str, ...]:
 
 
 def tries_of(probe: str) -> int:
-    """Return how often a probe may fail before the node is replaced."""
+    """Return the number of failed probes after which a node is replaced."""
     return next(answer.tries for answer in ANSWERS if answer.probe == probe)
 
 

@@ -1,8 +1,8 @@
 """Check the health of this machine's GPUs with NVIDIA's management library.
 
-The check changes no setting and resets no device. A device counts as broken if it does not answer,
-has uncorrected memory errors, or needs a reset to repair its memory. A throttled device only counts
-as slow.
+The check changes no setting and resets no device. A device is broken if it does not answer, has
+uncorrected memory errors, or has a memory row that must still be remapped or cannot be remapped. A
+throttled device only counts as slow.
 """
 
 from __future__ import annotations
