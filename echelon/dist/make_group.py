@@ -1,4 +1,4 @@
-"""Create all groups, for `init`, `new_group`, `split` and torch."""
+"""Create process groups."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ class GroupMaker:
         return next((error for error in errors if error is not None), None)
 
     def close(self) -> None:
-        """Close all groups that are still open, in the reverse order of their creation."""
+        """Close all open groups, in the reverse order of their creation."""
         with self._adding:
             groups = list(self._groups)
         for group in sorted(groups, key=lambda group: group.created_mono_ns, reverse=True):

@@ -53,7 +53,7 @@ class DeviceMesh:
 
     @property
     def size(self) -> int:
-        """The number of ranks in the mesh, over all axes."""
+        """The number of ranks in the mesh."""
         return math.prod(self.shape)
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:

@@ -1,4 +1,1 @@
-"""Provide the engines that move data; each has its own folder or file.
-
-All of them implement `interface.Engine`.
-"""
+"""The engines that move data. Every engine implements `interface.Engine`."""

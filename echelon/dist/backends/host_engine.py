@@ -25,7 +25,7 @@ CLOSE_S = 1.0
 
 
 class HostEngine(ABC):
-    """Base class for engines with blocking collectives and messages over byte streams."""
+    """The base class of engines with blocking collectives and with messages over byte streams."""
 
     name = ""
     device = "cpu"

@@ -192,7 +192,7 @@ class Engine(Protocol):
     def prepare(self, operation: Operation) -> None:
         """Check conditions that `refuses` cannot check, such as the device index of the arrays.
 
-        Called before the operation gets its final sequence number. Does no I/O.
+        The method is called before the operation gets its final sequence number, and does no I/O.
 
         Raises:
             ValueError: the engine cannot carry out this operation.
@@ -232,7 +232,7 @@ class Engine(Protocol):
         """
 
     def close(self) -> None:
-        """Release all resources. This takes at most 1 s, does only local work, and may be repeated.
+        """Release all resources within 1 s. Safe to call twice.
 
-        The group calls it after `cut`, when no thread is inside the engine.
+        The group calls this method after `cut`, when no thread is inside the engine.
         """

@@ -1,4 +1,4 @@
-"""Provide a level: a subgroup on which a two-level engine carries out its steps."""
+"""Provide levels, the subgroups on which a two-level engine carries out its steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LevelWatch:
     __slots__ = ("_places", "_watch", "deadline_s")
 
     def __init__(self, watch: Watch, places: Sequence[int]) -> None:
-        """Map the ranks of the subgroup to ranks of the whole group, as given by `places`."""
+        """Create the watch; `places` maps ranks of the subgroup to ranks of the whole group."""
         self._watch = watch
         self._places = places
         self.deadline_s = watch.deadline_s

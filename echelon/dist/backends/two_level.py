@@ -78,7 +78,7 @@ _Agree = Callable[[], Flat]  # returns every rank's call and small data, in rank
 
 
 class TwoLevelEngine(HostEngine):
-    """An engine that carries out operations on two levels: inside a host and between hosts."""
+    """An engine that carries out operations on two levels, inside hosts and between hosts."""
 
     name = "shm+gloo"
 

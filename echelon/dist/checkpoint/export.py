@@ -127,7 +127,7 @@ def _module(source: Version, prefix: str) -> dict[str, Any]:
 
 
 def _optimizer(source: Version, prefix: str) -> dict[str, Any]:
-    """Return an optimizer's state with numbered parameters, as torch stores it."""
+    """Return an optimizer's state in torch's form, with numbered parameters."""
     values = {
         path.removeprefix(prefix): _resolve(source, unpack(value))
         for path, value in source.manifest.values.items()

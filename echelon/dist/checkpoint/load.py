@@ -110,7 +110,7 @@ def _fill(
     """Fill the state from a single source.
 
     Raises:
-        DamagedError: the data on disk is damaged; raised on all ranks.
+        DamagedError: the data on disk is damaged. All ranks raise this error.
     """
     with contextlib.ExitStack() as stack:
         source = together(peers, doing, open_source)

@@ -110,7 +110,7 @@ def begin(
 ) -> PendingSave | None:
     """Save like `save`, and call `then` on rank 0 once the version is committed.
 
-    Exceptions raised by `then` are ignored, because the checkpoint is already safe.
+    Exceptions raised by `then` are ignored.
     """
     limit_s = peers.timeout_s if timeout_s is None else timeout_s
     with span("checkpoint", f"save {root}"):

@@ -76,7 +76,7 @@ def unshard(module: nn.Module) -> None:
 
 @uncompiled_call
 def reshard(module: nn.Module) -> None:
-    """Release all units in a module. A unit that a backward still needs is gathered again later.
+    """Release all units in a module. A later backward gathers the units again.
 
     Example:
         >>> _ = fully_shard(model, reshard_after_forward=False)

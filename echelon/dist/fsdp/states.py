@@ -113,7 +113,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, shard: Shard) -> dict[str,
 
 
 def is_part(value: Any, shard: Shard) -> bool:
-    """Return whether an optimizer's state value is divided like the shard.
+    """Return whether a value in an optimizer's state is divided like the shard.
 
     Example:
         >>> _ = fully_shard(model)

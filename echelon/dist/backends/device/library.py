@@ -37,7 +37,7 @@ class Communicator(Protocol):
         """
 
     def failure(self) -> str:
-        """Return the error that the library has detected, or "" if it has detected none."""
+        """Return the error that the library has detected, or ""."""
 
     def revoke(self) -> bool:
         """Abort running and blocked operations without freeing anything.

@@ -145,7 +145,7 @@ class NcclCommunicator:
             nccl.recv(target, peer, **on)
 
     def failure(self) -> str:
-        """Return the error that NCCL has detected, or "" if NCCL has detected none."""
+        """Return the error that NCCL has detected, or ""."""
         result = self._communicator.get_async_error()
         if int(result) in (_SUCCESS, _IN_PROGRESS):
             return ""

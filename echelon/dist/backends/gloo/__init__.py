@@ -1,1 +1,1 @@
-"""Provide the engine for several hosts: PyTorch's build of Gloo on top of echelon's store."""
+"""Provide the engine for several hosts, which uses PyTorch's build of Gloo."""

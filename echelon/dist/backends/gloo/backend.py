@@ -70,7 +70,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> GlooEngine
 
 
 class GlooEngine(HostEngine):
-    """An engine over TCP: collectives use Gloo, and messages use the engine's own connections."""
+    """An engine over TCP, which uses Gloo for collectives but not for messages."""
 
     name = "gloo"
 
@@ -206,7 +206,7 @@ class GlooEngine(HostEngine):
         np.copyto(data, whole.reshape(-1)[: len(data)])
 
     def _all_reduce_of_two(self, operation: Operation, watch: Watch, data: Flat) -> None:
-        """Swap halves, sum one half on each rank, and swap the sums; swap small data as a whole."""
+        """Sum half of the data on each rank, and swap the sums; sum small data on both ranks."""
         middle = (len(data) + 1) // 2
         halves = [data[:middle], data[middle:]]
         if data.nbytes <= self._transport.small_bytes:

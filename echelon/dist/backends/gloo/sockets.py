@@ -48,7 +48,7 @@ class _Out:
 class Sockets:
     """One rank's byte streams to and from the other ranks of a group.
 
-    Only one thread may use them; `wake` and `has_unread` may be called on any thread.
+    Only one thread may use the streams, but `wake` and `has_unread` may be called on any thread.
     """
 
     slice_s = 5.0
@@ -184,7 +184,7 @@ class Sockets:
         return num_bytes
 
     def has_unread(self, peer: int) -> bool:
-        """Return whether unread bytes from a peer have arrived. May be called on any thread."""
+        """Return whether unread bytes from a peer have arrived. Safe on any thread."""
         incoming = self._in.get(peer)
         try:
             return incoming is not None and bool(incoming.recv(1, socket.MSG_PEEK))
@@ -216,13 +216,13 @@ class Sockets:
         return 0
 
     def wake(self) -> None:
-        """Wake the current `wait`, or the next one."""
+        """Make the current call of `wait` return, or else the next call."""
         if not self._is_closed:
             with contextlib.suppress(OSError):
                 os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
-        """Close every connection; the peers notice this at once."""
+        """Close every connection, which the peers notice at once."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -260,7 +260,7 @@ class Sockets:
     def _identify(self, fd: int) -> list[int]:
         """Read a new connection's greeting.
 
-        Return [peer] once the peer has been identified, and [] until then.
+        Return [peer] if the peer has been identified, otherwise [].
         """
         made, hello = self._strangers[fd]
         try:

@@ -101,7 +101,7 @@ class Swap:
 
 
 class _Swapper:
-    """The thread that waits for swaps. It starts with the first swap."""
+    """The thread that waits for swaps. The first swap starts the thread."""
 
     def __init__(self) -> None:
         self._swaps: SimpleQueue[Swap | None] = SimpleQueue()
@@ -156,7 +156,7 @@ class Transport:
         return made
 
     def close(self) -> None:
-        """Release the connections within 1 s; they close once no operation is waiting on them."""
+        """Release the connections within 1 s."""
         self._made = None
         self._swapper.close(_CLOSE_S)
 
@@ -260,7 +260,7 @@ def wait(work: Any, watch: Watch) -> None:
     """Wait for a collective, checking the watch every 100 ms.
 
     Raises:
-        RuntimeError: Gloo's own error.
+        RuntimeError: Gloo reported an error.
         CollectiveError: the watch ended the operation.
     """
     while True:

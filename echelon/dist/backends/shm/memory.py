@@ -48,13 +48,13 @@ class SharedMemory:
         return self.map[rank * MARK_BYTES : (rank + 1) * MARK_BYTES]
 
     def close(self) -> None:
-        """Unmap the shared memory; the last rank to unmap it frees it."""
+        """Unmap the shared memory, which is freed once all ranks have unmapped it."""
         with contextlib.suppress(BufferError):  # a view lives on: unmapped with it
             self.map.close()
 
 
 def marks_bytes(size: int) -> int:
-    """Return the space for the marks of `size` ranks in bytes, rounded up to whole pages."""
+    """Return how many bytes the marks of `size` ranks occupy, rounded up to whole pages."""
     return -(-size * MARK_BYTES // _PAGE_BYTES) * _PAGE_BYTES
 
 

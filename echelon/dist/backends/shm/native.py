@@ -87,7 +87,7 @@ class NativePending:
 
     @property
     def error(self) -> CollectiveError | None:
-        """The error of the operation; None if it has not failed."""
+        """The error of the operation, or None."""
         fault = self._ticket.fault
         if fault is not None and self._known is None:
             self._known = self._engine.explain(self._operation, fault)
@@ -95,7 +95,7 @@ class NativePending:
 
     @property
     def source(self) -> int:
-        """The group rank that sent the received message; -1 until the receive is done."""
+        """The group rank that sent the received message, or -1 while the receive is running."""
         return int(self._ticket.source)
 
     def withdraw(self) -> bool:
@@ -141,7 +141,7 @@ class NativeEngine:
         """Do nothing, because every operation is accepted."""
 
     def execute(self, operation: Operation, watch: Watch | None = None) -> None:  # noqa: ARG002
-        """Carry out one operation on the calling thread; the core detects timeouts and deaths."""
+        """Carry out one operation on the calling thread."""
         fault = self._engine.run(*self._arguments(operation))
         if fault is not None:
             raise self.explain(operation, fault)

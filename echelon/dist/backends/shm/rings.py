@@ -92,7 +92,7 @@ class Rings:
         return done
 
     def has_unread(self, peer: int) -> bool:
-        """Return whether a peer has unread data; callable from any thread."""
+        """Return whether unread data from a peer has arrived. Safe on any thread."""
         return not self._is_closed and peer not in self._dropped and self._num_there(peer) > 0
 
     def write(self, peer: int, views: list[memoryview]) -> int:

@@ -71,7 +71,7 @@ class Segment:
         return start, start + LINE_BYTES // 4
 
     def ring(self, sender: int, receiver: int) -> npt.NDArray[np.uint8]:
-        """Return the bytes of a ring: [ring_bytes] of uint8."""
+        """Return the bytes of a ring: uint8 [ring_bytes]."""
         start = self._ring_start(sender, receiver) + RING_HEAD_BYTES
         return self._bytes[start : start + self.ring_bytes]
 

@@ -198,13 +198,13 @@ class XcclEngine:
         }
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:  # noqa: ARG002
-        """Return why messages are refused, or "" for any other operation."""
+        """Return why messages are refused, or "" for other operations."""
         if kind in ("send", "recv"):
             return "has no messages on the host: oneCCL's CPU plugin crashes in them"
         return ""
 
     def prepare(self, operation: Operation) -> None:
-        """Accept every operation that `refuses` accepts."""
+        """Do nothing, because no further checks are needed."""
 
     def execute(self, operation: Operation, watch: Watch) -> None:
         """Carry out one operation when its turn comes; block until it is done on this rank."""

@@ -36,7 +36,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> StreamEngi
 
 
 class XpuLibrary(DeviceLibrary):
-    """The oneCCL library with its plugin for GPUs."""
+    """The oneCCL library for GPUs."""
 
     name = "xccl"
     device = "xpu"

@@ -225,7 +225,7 @@ class Communicator:
 
 
 def unique_id(device: str = "cpu") -> bytes:
-    """Generate an ID that the members of a new communicator use to find each other."""
+    """Generate an ID for a new communicator."""
     drawn = UniqueId()
     result = load(device).onecclGetUniqueId(ctypes.byref(drawn))
     if result:

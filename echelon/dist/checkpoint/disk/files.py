@@ -103,7 +103,7 @@ def remove_folder(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a folder to a hidden name and return that name; the next save removes the folder.
+    """Hide a folder by renaming it, and return its new path. The next save removes the folder.
 
     Raises:
         FileNotFoundError: the folder does not exist.

@@ -112,7 +112,7 @@ class Unfinished:
         return None
 
     def missing(self, world_size: int) -> list[int]:
-        """Return the ranks whose parts are not complete yet."""
+        """Return the ranks whose parts are not yet complete."""
         names = set(_names(self.path))
         return [rank for rank in range(world_size) if INDEX_NAME.format(rank) not in names]
 
@@ -304,7 +304,7 @@ def _looks_whole(version: Path) -> bool:
 
 
 def problem_of(version: Path) -> str | None:
-    """Return why a committed version cannot be loaded, or None if all file sizes are right."""
+    """Return why a committed version cannot be loaded, or None. Only file sizes are checked."""
     try:
         for file in read_manifest(version).files.values():
             _require_size(version / file.name, file)

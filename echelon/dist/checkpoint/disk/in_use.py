@@ -47,7 +47,7 @@ def release(descriptor: int) -> None:
 
 @contextlib.contextmanager
 def alone(mark: Path) -> Iterator[bool]:
-    """Exclude readers inside the block; yield False if other processes are already reading."""
+    """Exclude readers inside the block; yield False if other processes are already readers."""
     try:
         descriptor = _open(mark)
     except OSError:

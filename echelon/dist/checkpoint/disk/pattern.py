@@ -74,7 +74,7 @@ def pattern_of(shape: Sequence[int], box: Sequence[npt.NDArray[Any]]) -> Pattern
     """Return the pattern of the elements that `box` selects from a tensor.
 
     Args:
-        shape: shape of the tensor.
+        shape: the shape of the tensor.
         box: the selected indices of each dim, in ascending order.
 
     Raises:

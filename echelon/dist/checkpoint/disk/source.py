@@ -1,4 +1,4 @@
-"""Provide sources of tensors to load: a version of a checkpoint, or a file in another format."""
+"""Provide the sources from which tensors are loaded."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def fill(source: Source, held: Held, path: str) -> None:
 
 
 def check_fit(source: Source, held: Held, path: str) -> str | None:
-    """Return why the tensor stored under `path` cannot be loaded into `held`, or None if it can."""
+    """Return why the tensor stored under `path` cannot be loaded into `held`, or None."""
     stored = source.manifest.tensor(path)
     if stored is None:
         return f"{path} is not in the checkpoint"

@@ -1,1 +1,1 @@
-"""Read files written by other programs: torch.save and safetensors."""
+"""Read files in the formats of torch.save and safetensors."""

@@ -1,1 +1,1 @@
-"""Manage checkpoints over time: find the newest, choose which to keep, and decide when to save."""
+"""Decide when to save checkpoints, which of them to keep, and which one to load."""

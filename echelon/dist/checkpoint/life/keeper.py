@@ -189,7 +189,7 @@ class Keeper:
             raise _ClaimedError(refused, path=str(self.folder))
 
     def _note(self, step: int, score: float | None) -> None:
-        """Prepare the step's folder, and warn if the folder already has a later step."""
+        """Prepare the step's folder, and warn if a later step has already been saved."""
         last = rules.newest(self._steps.look())
         if last is not None and last.step > step:
             self._warn_once(

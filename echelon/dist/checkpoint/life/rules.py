@@ -1,4 +1,4 @@
-"""Decide from a folder's contents which checkpoint is the newest and which may be removed."""
+"""Decide which checkpoint in a folder is the newest, and which checkpoints may be removed."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class SaveSchedule:
     def due(self, step: int) -> bool:
         """Return whether a checkpoint is due after this step.
 
-        Every rank must call this once per step.
+        Every rank must call this method once per step.
 
         Args:
             step: the number of finished steps.

@@ -1,7 +1,6 @@
 """Find the ranks that save and load together.
 
-These are the ranks of echelon's world, the ranks of torch.distributed's default group, or this
-process alone.
+They are the ranks of echelon's world, of torch.distributed's default group, or this process alone.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ class World:
 
 
 class TorchWorld:
-    """The ranks of torch.distributed's default group. Values are sent as msgpack, not pickled."""
+    """The ranks of torch.distributed's default group. Values are sent as msgpack."""
 
     def __init__(self) -> None:
         self.rank = torch_dist.get_rank()

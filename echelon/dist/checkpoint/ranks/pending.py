@@ -115,7 +115,7 @@ def finish(*, must_end: bool = True) -> Exception | None:
 
 @runtime.before_shutdown
 def _finish_at_shutdown() -> None:
-    """Wait for the last save; if it failed, raise its error in the program."""
+    """Wait for the last save, and raise its error in the program if it failed."""
     error = finish()
     if error is not None:
         raise error
@@ -123,7 +123,7 @@ def _finish_at_shutdown() -> None:
 
 @atexit.register
 def _finish_at_exit() -> None:
-    """Wait for the program's last save; if it failed, make the program fail.
+    """Wait for the program's last save, and make the program fail if the save failed.
 
     Python ignores exceptions in exit handlers, so this function ends the process itself. It first
     does the work of echelon's other exit handlers.

@@ -67,7 +67,7 @@ class _Reading:
         self._note(line)
 
     def for_some(self, lines: Sequence[Line]) -> None:
-        """Read the data that only some ranks want. Collective over all ranks."""
+        """Read the data that only some ranks want. All ranks must call this method."""
         peers = self._peers
         num_bytes = sum(line.num_bytes for line in lines)
         num_rounds = max(peers.all_gather(-(-num_bytes // _WINDOW_BYTES)))
@@ -129,7 +129,7 @@ class _Reading:
 
 
 def _put(line: Line, first: int, content: Tensor) -> None:
-    """Copy a line's bytes, starting at position `first`, into the tensors that they belong to."""
+    """Copy bytes of a line, starting at position `first`, into the tensors of the line."""
     for piece in line.pieces(first, first + content.numel()):
         start, length = piece.elements()
         part = content[piece.first - first : piece.last - first].view(piece.dtype)

@@ -34,13 +34,13 @@ class Piece(NamedTuple):
     last: int
 
     def elements(self) -> tuple[int, int]:
-        """Return the piece's first element within this rank's part, and its number of elements."""
+        """Return the index of the piece's first element in this rank's part, and its length."""
         size = self.dtype.itemsize
         return (self.first - self.begin) // size, (self.last - self.first) // size
 
 
 class Line:
-    """The tensors that a set of ranks wants, laid out in the same way on each of these ranks.
+    """The tensors that all ranks of a set want, laid out in the same way on each of these ranks.
 
     Attributes:
         ranks: the ranks of the set, in ascending order.
@@ -61,7 +61,7 @@ class Line:
             self.num_bytes += aligned(held.length * dtype.itemsize)
 
     def pieces(self, first: int, last: int) -> Iterator[Piece]:
-        """Return the pieces between two positions of the line."""
+        """Return the pieces that lie between two positions of the line."""
         for (held, path), dtype, begin in zip(self.items, self._dtypes, self._begins, strict=True):
             if begin >= last:
                 return

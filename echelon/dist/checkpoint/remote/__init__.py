@@ -1,1 +1,1 @@
-"""Store checkpoints in object stores, at addresses such as `s3://bucket/run`, through `fsspec`."""
+"""Store checkpoints in object stores, at addresses such as `s3://bucket/run`."""

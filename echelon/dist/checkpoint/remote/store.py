@@ -88,7 +88,7 @@ class Remote:
         return cls(address, fs, str(root))
 
     def __str__(self) -> str:
-        """Return the address without the user name and key."""
+        """Return the address without any user name or key."""
         return _USER.sub("://", self.address)
 
     def __truediv__(self, name: str) -> Remote:

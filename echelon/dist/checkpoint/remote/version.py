@@ -1,4 +1,4 @@
-"""Store a checkpoint in an object store as numbered versions and load the newest committed one.
+"""Store a checkpoint in an object store, as numbered versions.
 
 ADDRESS/000002-77ab03c4d5e6f012/rank_00000.bin ... manifest, commit
 
@@ -99,7 +99,7 @@ class RemoteUnfinished:
         return None
 
     def missing(self, world_size: int) -> list[int]:
-        """Return the ranks whose parts are not complete yet."""
+        """Return the ranks whose parts are not yet complete."""
         names = self.path.sizes()
         return [rank for rank in range(world_size) if INDEX_NAME.format(rank) not in names]
 
@@ -201,7 +201,7 @@ def read_manifest(version: Remote) -> Manifest:
 
 
 def problem_of(version: Remote) -> str | None:
-    """Return why a committed version cannot be loaded, or None if all object sizes are right."""
+    """Return why a committed version cannot be loaded, or None. Only object sizes are checked."""
     try:
         return _wrong_size(version, read_manifest(version))
     except (CheckpointError, OSError) as error:
@@ -262,7 +262,7 @@ class RemoteVersion(Version):
 
 
 class _Reader(RankFileReader):
-    """Reads a rank's object, one window at a time."""
+    """A reader of a rank's object, which reads one window at a time."""
 
     def __init__(self, version: Remote, stored: StoredFile) -> None:
         self._version = version

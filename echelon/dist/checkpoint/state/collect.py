@@ -40,7 +40,7 @@ class Contents:
     Attributes:
         kinds: the kind of each entry, keyed by path.
         held: the tensors that this rank holds, each listed once.
-        aliases: additional paths of tensors in `held`.
+        aliases: the additional paths of tensors in `held`.
         values: packed plain values, keyed by path.
     """
 
@@ -79,7 +79,7 @@ class Contents:
         """Add a tree of plain values and tensors.
 
         Raises:
-            TypeError: the tree holds something else.
+            TypeError: the tree holds a value of another type.
         """
         self.values[path] = pack(self._without_tensors(path, value), path)
 

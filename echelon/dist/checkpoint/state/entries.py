@@ -94,7 +94,7 @@ def shared_path(path: str) -> tuple[str, int]:
 
 
 def parameter_names(found: list[tuple[str, str, Any]]) -> dict[int, str]:
-    """Return the path of each parameter of the entries' modules, keyed by the parameter's id."""
+    """Map the `id()` of each parameter of the entries' modules to the parameter's path."""
     names: dict[int, str] = {}
     for path, kind, module in found:
         if kind == MODULE:

@@ -80,7 +80,7 @@ class Restore:
         self.unused = self._find_unused()
 
     def hand_over(self) -> None:
-        """Copy the loaded values into the optimizers, the objects and the state itself."""
+        """Copy the loaded values into the optimizers, the objects and the state's own entries."""
         for action in self._handovers:
             action()
         for path, value in self._plain.items():
@@ -200,7 +200,7 @@ class Restore:
     def _saved_name(self, name: str) -> str:
         """Return the name under which a parameter was saved.
 
-        The saved name may differ if the parameter was tied when it was saved.
+        The saved name may differ for a tied parameter.
         """
         return self._source.manifest.aliases.get(name, name)
 

@@ -1,1 +1,1 @@
-"""Adapt or refuse calls that expect whole parameters, since a shard is only part of one."""
+"""Adapt or refuse calls that expect whole parameters."""

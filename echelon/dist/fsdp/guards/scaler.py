@@ -130,7 +130,7 @@ class GradScaler:
         return optimizer.step(*args, **kwargs)
 
     def update(self) -> None:
-        """End a step: lower the scale after an overflow, or raise it after enough finite steps.
+        """Lower the scale after an overflow, or raise it after enough finite steps.
 
         Raises:
             ValueError: no optimizer has been unscaled since the last call.

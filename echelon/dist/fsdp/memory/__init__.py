@@ -1,1 +1,1 @@
-"""Release and reallocate the memory behind persistent tensors, on the host and on devices."""
+"""Release and reallocate the memory of persistent tensors, on the host and on devices."""

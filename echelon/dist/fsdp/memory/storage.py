@@ -52,7 +52,7 @@ class Storage:
     tensor: torch.Tensor
 
     def take(self) -> None:
-        """Allocate the tensor's memory; its contents are undefined."""
+        """Allocate the tensor's memory, with undefined contents."""
 
     def release(self, keep: list[tuple[int, int]]) -> None:
         """Release the memory, except for some ranges.

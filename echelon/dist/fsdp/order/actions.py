@@ -63,7 +63,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Complete all reductions, and agree with the other ranks on which units were reduced."""
+    """Complete all reductions, and agree with the other ranks on the units that were reduced."""
 
 
 @dataclass(frozen=True, slots=True)

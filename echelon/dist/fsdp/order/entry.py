@@ -37,7 +37,7 @@ class Facts(Protocol):
 
     @property
     def has_frozen(self) -> bool:
-        """Whether any parameter is frozen (does not require gradients)."""
+        """Whether any parameter is frozen."""
 
     def trained(self) -> set[Hashable]:
         """Return the parameters that require gradients."""

@@ -27,7 +27,7 @@ Actions = list[Action]
 
 
 class Order:
-    """The units of one group. Each method handles one event and returns the resulting actions.
+    """The order of one group's units. Each method handles one event and returns actions.
 
     Attributes:
         budget: the memory budget.
@@ -47,7 +47,7 @@ class Order:
         self._clock = 0  # counts forwards that began or ended
 
     def add(self, entry: Entry) -> None:
-        """Add a unit; its number must be the next one."""
+        """Add the unit with the next number."""
         assert entry.number == self._num_entries, (entry.number, self._num_entries)
         self._num_entries += 1
         self._entries[entry.number] = entry
@@ -100,7 +100,7 @@ class Order:
         """Handle the end of a unit's forward.
 
         Args:
-            has_graph: whether a backward will reach the forward's outputs.
+            has_graph: whether the forward's outputs have a graph for a backward.
         """
         if self.in_backward:
             return []
@@ -130,7 +130,7 @@ class Order:
     # ---- backward ----
 
     def backward_begins(self) -> Actions:
-        """Handle autograd reaching the first unit of a run."""
+        """Handle the beginning of an autograd run."""
         assert not self.in_backward
         if self._failed:
             self._start_over()

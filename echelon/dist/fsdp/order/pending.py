@@ -17,7 +17,7 @@ _IS_NOT_REACHED, _TAKES_PART, _IS_DELETED = 0, 1, 2
 
 
 class Pending:
-    """The recordings whose backward is not complete yet."""
+    """The recordings whose backward is not yet complete."""
 
     def __init__(self) -> None:
         self._recordings: dict[int, weakref.ref[Recording]] = {}

@@ -76,7 +76,7 @@ class Recording:
         """Record that a backward is complete; return whether it reduced all units.
 
         Args:
-            partners: numbers of the recordings that took part in the backward.
+            partners: the numbers of the recordings that took part in the backward.
         """
         self.partners = partners if self.partners is None else self.partners & partners
         self.unreduced.update(self.begun or self.begun_before)

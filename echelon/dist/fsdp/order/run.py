@@ -61,7 +61,7 @@ class Run:
 
     @property
     def yields_nothing(self) -> bool:
-        """Whether gradients were expected but none have arrived."""
+        """Whether gradients are expected but none have arrived."""
         return not self._arrived and bool(self._expected)
 
     def keep_rest(self) -> None:

@@ -98,7 +98,7 @@ class Member:
         self._slots.append((weakref.ref(module), name))
 
     def show_leaf(self) -> None:
-        """Make the modules use the leaf wherever they use the parameter.
+        """Make the modules use the leaf as the parameter.
 
         Raises:
             ValueError: the program has replaced the parameter with another object in a module.
@@ -166,7 +166,7 @@ class Member:
         return int(moved)
 
     def check_leaf(self, *, was_written: bool) -> None:
-        """Adopt values that the program wrote or assigned to the leaf, before the leaf is released.
+        """Adopt values that the program wrote or assigned to the leaf.
 
         Raises:
             ValueError: the program gave the leaf a different dtype, device or shape.
@@ -485,7 +485,7 @@ class Flat:
         return plan_layout(shapes, itemsize, self.group.size, PAGE_BYTES)
 
     def _resident(self) -> torch.Tensor:
-        """Return a chunk-sized tensor with the dtype and device of the shards."""
+        """Return a new chunk-sized tensor with the dtype and device of the shards."""
         numel = self.layout.chunk_numel
         if self.device.type == "cpu":
             return HostStorage(numel, self.dtype).tensor

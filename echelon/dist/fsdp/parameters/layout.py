@@ -29,12 +29,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The part of one parameter that one rank holds, in elements; `length` may be 0.
+    """The part of one parameter that one rank holds, measured in elements.
 
     Attributes:
-        start: index of the first element in the flattened parameter.
-        length: number of elements.
-        offset: index of the first element in the rank's chunk.
+        start: the index of the first element in the flattened parameter.
+        length: the number of elements, which may be 0.
+        offset: the index of the first element in the rank's chunk.
     """
 
     start: int

@@ -1,4 +1,4 @@
-"""Gather and release the parameters of some modules together, usually those of one block."""
+"""Gather and release the parameters of several modules together, usually those of one block."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Unit:
 
     @property
     def members(self) -> Iterator[Member]:
-        """All parameters, in the order they are laid out in the flat vectors."""
+        """All parameters, in the order in which they lie in the flat vectors."""
         return (member for flat in self.flats for member in flat.members)
 
     @property

@@ -106,7 +106,7 @@ class Reducer:
         return self._filling[flat]
 
     def _advance(self, limit: int) -> None:
-        """Advance the reductions in order; block while more than `limit` are in progress."""
+        """Advance the reductions in order, and block while more than `limit` are in progress."""
         while self._flying and self._flying[0].advance(block=len(self._flying) > limit):
             self._flying.popleft()
 

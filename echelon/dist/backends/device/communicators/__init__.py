@@ -1,1 +1,1 @@
-"""Own the communicators of a library: their calls, their lanes and their end."""
+"""Own a library's communicators, and make calls on them."""

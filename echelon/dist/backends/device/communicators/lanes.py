@@ -67,7 +67,7 @@ class Lanes:
             )
 
     def lane(self, way: Way) -> Lane:
-        """Return the lane for a direction, creating it if necessary."""
+        """Return the lane for a direction; create the lane if necessary."""
         with self._lock:
             lane = self._lanes.get(way)
             if lane is None:
@@ -91,7 +91,7 @@ class Opening(Outcome):
     is_detached = False
 
     def __init__(self, lanes: Sequence[Lane], check: Callable[[], None]) -> None:
-        """Start connecting the lanes; never blocks."""
+        """Start connecting the lanes without blocking."""
         super().__init__()
         self._num_left = len(lanes)
         self._lock = threading.Lock()

@@ -88,7 +88,7 @@ class Lane:
         return self._handle
 
     def launch(self, pending: DevicePending, check: Callable[[], None]) -> None:
-        """Queue one message; never blocks.
+        """Queue one message without blocking.
 
         Args:
             pending: the send on the sending rank, or the receive on the receiving rank.
@@ -124,7 +124,7 @@ class Lane:
     def open(
         self, opened: Callable[[BaseException | None], None], check: Callable[[], None]
     ) -> None:
-        """Start connecting the lane, unless a message has already done so; never blocks.
+        """Start connecting the lane without blocking, unless a message has already done so.
 
         Args:
             opened: a function that is called once, on any thread, with None on success or the error

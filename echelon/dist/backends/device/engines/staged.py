@@ -141,7 +141,7 @@ class StagedEngine:
         self._work.release()
 
     def close(self) -> None:
-        """Release the host engine. This takes at most 1 s and does only local work."""
+        """Release the host engine within 1 s."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -212,7 +212,7 @@ class StreamEngine:
             time.sleep(_DRAIN_S)
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """End all progress on this rank: reject new library calls and abort running operations."""
+        """Reject new library calls on this rank, and abort running operations."""
         self._reason = reason or build.closed(self._members, Operation("close", 0))
         if reason is None:
             self._let_go()
@@ -224,7 +224,7 @@ class StreamEngine:
             self._free(time.monotonic() + _END_S)
 
     def close(self) -> None:
-        """Release the communicators. This takes at most 1 s and does only local work."""
+        """Release the communicators within 1 s."""
         if self._is_closed:
             return
         self._is_closed = True
