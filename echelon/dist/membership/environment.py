@@ -63,7 +63,7 @@ class Rendezvous:
 
 
 def num_ranks_here(at_least: int) -> int:
-    """Return the number of ranks on this node from the environment, or `at_least` if not set."""
+    """Return the launcher's number of ranks on this node, but no less than `at_least`."""
     return max(at_least, _number("LOCAL_WORLD_SIZE", at_least))
 
 

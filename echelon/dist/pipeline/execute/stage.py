@@ -41,9 +41,8 @@ class Stage:
             micro-batch.
         index: the index of this stage, from 0.
         num_stages: the number of stages of the whole model.
-        prefix: prepended to the names of the module's parameters and buffers to get their names in
-            the whole model, such as "decoder." for a stage that is the model's `decoder`. Stages
-            from `split` do not need a prefix.
+        prefix: a prefix, such as "decoder.", that turns the names of the module's parameters and
+            buffers into their names in the whole model. Stages from `split` do not need a prefix.
 
     Raises:
         ValueError: the index is out of range.

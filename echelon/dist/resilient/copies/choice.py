@@ -2,7 +2,7 @@
 
 Two ranks are at the same place if they can map each other's memory, which means that they run on
 one host in one PID namespace. A copy in shared memory exists as long as any rank at that place is
-alive. A second copy, at another place, is needed only in case all ranks of a place are lost.
+alive. A second copy, at another place, protects against the loss of a whole place.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 def partners_of(places: Sequence[Hashable]) -> list[int | None]:
     """Return, for each rank, the rank at another place that keeps the second copy of its shards.
 
-    The ranks of a place send their copies to the next place, in a ring of places in order of first
-    appearance. The copies are divided evenly among the ranks there.
+    The ranks of each place send their copies to the next place, and the ranks of the last place
+    send them to the first. The copies are divided evenly among the ranks there.
 
     Args:
         places: the place of each rank.
