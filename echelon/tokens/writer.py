@@ -54,7 +54,7 @@ class _OpenFile:
 
 
 class ShardWriter:
-    """A writer of documents into a folder of token shards, one at a time.
+    """A writer that adds documents to a folder of token shards, one at a time.
 
     Use the writer in a `with` block. When the block ends, the folder is complete under its final
     name; if the block raises, the folder does not exist. Not thread-safe.

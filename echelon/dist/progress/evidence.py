@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Evidence(Protocol):
-    """Information about the other members that does not come from the engine."""
+    """Information about the other members, from sources other than the engine."""
 
     def serve(self, state: GroupState) -> None:
         """Start answering other ranks' liveness checks and applying their verdicts to `state`."""

@@ -45,7 +45,7 @@ class Writer(Protocol):
 
 
 class TensorBoardWriter:
-    """A writer of figures as TensorBoard scalars, through `torch.utils.tensorboard`.
+    """A writer that logs figures as TensorBoard scalars, through `torch.utils.tensorboard`.
 
     Args:
         folder: the folder of the event files.
@@ -83,7 +83,7 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """A writer of figures to a run in Weights & Biases.
+    """A writer that logs figures to a run in Weights & Biases.
 
     Args:
         project: the name of the project in Weights & Biases.

@@ -72,7 +72,7 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The information with which another process at this place can open a memory."""
+    """The address at which another process on this host can open a memory."""
 
     pid: int
     fd: int

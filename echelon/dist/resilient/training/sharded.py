@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 
 class ShardedTraining(Training[_T]):
-    """One call of `run` on this rank with a sharded model; see [Note: sharded models]."""
+    """One call to `run` on this rank with a sharded model; see [Note: sharded models]."""
 
     _state: ShardedState
 
