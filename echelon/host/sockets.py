@@ -1,8 +1,8 @@
 """Read the TCP connections of another process: unread bytes, retransmissions, bytes transferred.
 
-If the kernel permits it, connections are read through sock_diag, which includes retransmissions and
-byte counts. If not, connections are read from /proc/<pid>/net/tcp, which shows only the queues. A
-socket belongs to a process that has a descriptor with the socket's inode.
+If possible, connections are read through sock_diag, which includes retransmissions and byte counts.
+If not, connections are read from /proc/<pid>/net/tcp, which shows only the queues. A socket belongs
+to a process that has a descriptor with the socket's inode.
 """
 
 from __future__ import annotations

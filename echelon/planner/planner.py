@@ -31,8 +31,8 @@ class Candidate:
     """A layout that fits into memory.
 
     Attributes:
-        step_s: the low, likely and high estimates of a step's duration; nine in ten random draws
-            lie between low and high.
+        step_s: the low, likely and high estimates of a step's duration; 90 % of the draws lie
+            between low and high.
         wins: the fraction of draws in which this layout is the fastest.
         is_tie: whether the estimates cannot distinguish this layout from the fastest layout.
     """

@@ -41,7 +41,8 @@ def next_round(members: Members, store: PrefixStore, deadline_s: float) -> int:
 
     Every key of a world starts with the world's number, so a process that rejoins never reads keys
     from an earlier world. The store keeps the count, because a restarted process does not know how
-    many worlds it has been in. Rank 0 draws the number and passes it to all ranks in one gather.
+    many worlds it has been in. Rank 0 takes the next number and passes it to all ranks in one
+    gather.
 
     Raises:
         CollectiveTimeoutError: some members did not join by `deadline_s`; the error names them.

@@ -111,7 +111,7 @@ class CopyMemory:
         Raises:
             FileNotFoundError: the process has ended, or has closed the memory.
             ProcessLookupError: the pid or the descriptor is now in use for something else.
-            OSError: the system does not permit it.
+            OSError: the system does not permit access.
         """
         fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
         token = os.pread(fd, _TOKEN_BYTES, 0)

@@ -243,7 +243,7 @@ def opened(keeper: int, address: Address) -> CopyMemory:
 
     Raises:
         PeerLostError: the other rank has ended.
-        CollectiveError: the system does not permit it.
+        CollectiveError: the system does not permit access.
     """
     try:
         return CopyMemory.open(address)
