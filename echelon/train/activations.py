@@ -2,9 +2,9 @@
 
     full         a block keeps only its inputs; backward runs its forward again. This takes memory
                  for one block's activations and every block's inputs, and a third more computation.
-    every n-th full for every n-th block; the other blocks keep everything. selective a block keeps
-    its inputs and the results of matrix products and attention, which are the most expensive to
-    recompute, and recomputes all other results.
+    every n-th   full for every n-th block; the other blocks keep everything.
+    selective    a block keeps its inputs and the results of matrix products and attention, which
+                 are the most expensive to recompute, and recomputes all other results.
 
 The recomputed forward repeats the first forward operation by operation, with the same random
 numbers, so gradients have the same bits. Only a block's `forward` is replaced, not its hooks.

@@ -10,7 +10,7 @@ There are two ways to compute the gradients:
 
     in forward     three products of [N, C] x [C, V], as in plain autograd. The gradient of the
                    weight is in memory from forward to backward.
-    recomputed four products, because backward computes the logits again. Only `hidden` and one
+    recomputed     four products, because backward computes the logits again. Only `hidden` and one
                    number per token are kept. float16 requires recomputation: gradients that forward
                    computed before the loss was scaled would underflow to zero.
 
