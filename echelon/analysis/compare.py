@@ -1,4 +1,4 @@
-"""Find where two runs diverge, and name the first step, micro-batch, parameter and rank.
+"""Find the first step, micro-batch, parameter and rank at which two runs diverge.
 
 The input is the output of `SameBits(..., fingerprints=FOLDER)`. The two runs may have different
 numbers of ranks.

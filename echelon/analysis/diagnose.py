@@ -79,7 +79,7 @@ def analyze(path: str | Path) -> Report:
 
 
 def examine(path: str | Path) -> tuple[Picture, Report]:
-    """Do the same as `analyze`, but also return the picture, which the renderers need.
+    """Analyze a folder as `analyze` does; return the report and the picture.
 
     Raises:
         DumpFormatError: as in `analyze`.
@@ -123,7 +123,7 @@ def merged_stacks(evidence: Evidence) -> tuple[Branch, ...]:
 
 
 def _with_survived(picture: Picture, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Add the errors that the job survived earlier to the verdict."""
+    """Add the errors that the job survived to the verdict."""
     root = next((place for place, finding in enumerate(findings) if not finding.info), None)
     if root is None or not picture.survived:
         return findings
@@ -143,7 +143,7 @@ def _survived_line(one: Survived) -> str:
 
 
 def _with_losses(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Add the ranks that the job had lost earlier to the evidence."""
+    """Add the ranks that had already been lost to the verdict's evidence."""
     lost = sorted(evidence.incident.lost_earlier)
     root = next((place for place, finding in enumerate(findings) if not finding.info), None)
     if root is None or not lost:
@@ -155,7 +155,7 @@ def _with_losses(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Fin
 
 
 def _with_probes(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Add measurements of suspect nodes, taken before this attempt, to the verdict."""
+    """Add earlier measurements of suspect nodes to the verdict."""
     root = next((place for place, finding in enumerate(findings) if not finding.info), None)
     if root is None or not evidence.incident.probes:
         return findings
@@ -213,7 +213,7 @@ def _named(finding: Finding) -> Finding:
 
 
 def _findings(picture: Picture) -> list[Finding]:
-    """Return the root, any further roots, and the endings that followed."""
+    """Return the root, any further roots, and all other endings."""
     if picture.evidence.foreign == LOGS:
         return find_in_logs(picture)
     choice = choose(picture, propose(picture, RULES))

@@ -99,8 +99,8 @@ class Alternative:
 class Finding:
     """A fault, with the ranks that caused it and the evidence for it.
 
-    `operation` and `sequence` identify the operation that the other ranks are waiting in, or on
-    which the ranks disagree; both may be None. A finding marked `info` is never the verdict.
+    `operation` and `sequence` identify the operation in which other ranks are waiting, or on which
+    the ranks disagree. Both may be None. A finding marked `info` is never the verdict.
 
     Example:
         >>> finding = analyze(incident).verdict

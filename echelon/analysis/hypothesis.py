@@ -6,10 +6,10 @@ unexplained proposal that explains the most ranks. In a tie, the rule that is cl
 wins: a slip explains a mismatch, and a mismatch explains endings. If the root leaves disturbed
 ranks unexplained, further roots are chosen for them.
 
-[Note: certainty of an observation, certainty of a choice] An observation may be certain although
-the choice of the root is not. For example, a rank was certainly killed, but the kill may be the
-consequence of another failure. A rule states the certainty of its observation. This module lowers
-the confidence if a rival proposal explains as much.
+[Note: certainty of an observation, certainty of a choice] A rule may be certain of its observation
+while the choice of the root remains uncertain. For example, a rank was certainly killed, but
+another failure may have caused the kill. This module lowers the confidence if a rival proposal
+explains equally many ranks.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def current(path: Path) -> Evidence:
 
 
 def has_overtaken(evidence: Evidence, live: Evidence) -> bool:
-    """Return whether every rank of a snapshot has made new records since then."""
+    """Return whether every rank has made new records since a snapshot."""
     return bool(evidence.ranks) and all(
         rank in live.ranks and _recorded(live.ranks[rank]) > _recorded(facts)
         for rank, facts in evidence.ranks.items()
@@ -91,7 +91,7 @@ def _recorded(facts: RankEvidence) -> int:
 
 
 def watch(path: Path, show: Show, say: Say, interval_s: float = INTERVAL_S) -> int:
-    """Read a path repeatedly until the user interrupts; return the last report's exit code."""
+    """Read a path repeatedly until interrupted; return the last report's exit code."""
     seen = Watch(path, show, say)
     try:
         while True:

@@ -1,9 +1,9 @@
-"""Define what the launcher and its ranks exchange when some ranks are lost and others continue:
+"""Define the messages between the launcher and the ranks that continue after a loss:
 
-    launcher -> ranks   an epoch, in the job's store: the ranks that remain
-    rank -> launcher    a standing, RANK_DIR/standing.json: whether the rank can continue or is done
+    launcher -> ranks   an epoch, in the job's store: the ranks that remain rank -> launcher    a
+    standing, RANK_DIR/standing.json: whether the rank can continue or is done
 
-Both sides import this module; neither imports the other.
+Both the launcher and the ranks import this module.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ SHRINK = "shrink"  # of ECHELON_ON_LOSS: the launcher publishes epochs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Epoch:
-    """The ranks of an attempt from one loss to the next. A newer epoch replaces all earlier epochs.
+    """The ranks of an attempt between two losses. A newer epoch replaces all earlier epochs.
 
     Attributes:
-        number: from 1; the attempt begins in epoch 0, which is not published.
-        roster: the ranks that continue, ascending.
-        lost: the ranks that the attempt has lost so far, ascending.
+        number: the epoch's number, counting from 1. Epoch 0, in which the attempt begins, is not
+            published.
+        roster: the ranks that continue, in ascending order.
+        lost: the ranks that the attempt has lost so far, in ascending order.
         done: the ranks that have finished all steps.
         left: the ranks that exited before their last step. If there are any, no rank can continue.
     """

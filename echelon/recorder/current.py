@@ -32,7 +32,10 @@ _open_lock = threading.Lock()
 
 
 def current() -> Recorder | None:
-    """Return this process's recorder, opening it on the first call; None if nothing is recorded."""
+    """Return this process's recorder, or None if nothing is recorded.
+
+    The first call opens the recorder.
+    """
     return _recorder if _opened else _open()
 
 

@@ -12,7 +12,7 @@ MAX_NAMES = 256  # of spans; a program that numbers its spans must not grow a ta
 
 
 class Spent(threading.local):
-    """The totals of the calling thread.
+    """The time totals of the calling thread.
 
     Attributes:
         spans_ns: the total duration of ended spans in nanoseconds, keyed by name. A span inside

@@ -69,7 +69,7 @@ def int64(number: int) -> int:
 
 
 def check_place(rank: int | None, world_size: int) -> None:
-    """Check that a world size is positive and that the rank, if given, is smaller."""
+    """Check that a rank is valid in a world of the given size."""
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     if rank is not None and not 0 <= rank < world_size:

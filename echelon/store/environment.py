@@ -18,7 +18,7 @@ from pathlib import Path
 
 
 def job_secret(host: str, port: int) -> bytes | None:
-    """Return the secret of the job's store, or None if the address is not that of the job's store.
+    """Return the secret of the job's store, or None for any other store.
 
     Raises:
         ValueError: the launcher's job file cannot be read.

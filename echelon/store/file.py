@@ -135,7 +135,7 @@ class FileStore(Store):
 
     @contextmanager
     def _locked(self, deadline: Deadline) -> Iterator[StoreState]:
-        """Lock the file and bring the state in memory up to date; unlock it when the block ends."""
+        """Lock the file for the duration of a block, after updating the state in memory."""
         import fcntl
 
         if not self._lock.acquire(timeout=deadline.left_s):

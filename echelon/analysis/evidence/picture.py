@@ -180,9 +180,7 @@ class Picture:
         return tuple(sorted(reached - culprits))
 
     def dragged_along(self, gone: set[int]) -> set[int]:
-        """Return the ranks that shared an operation with a dead rank, and all ranks waiting on
-        these.
-        """
+        """Return the ranks in operations with a dead rank, and all ranks waiting for them."""
         reached: set[int] = set(gone)
         for wait in self.graph.waits:
             if not gone.isdisjoint(wait.waiting):

@@ -68,7 +68,7 @@ class Arrivals:
 
 
 def arrivals(lanes: Lanes) -> Arrivals | None:
-    """Return the arrival lags of one group, or None if its members completed no collective."""
+    """Return the arrival lags of one group, or None if there are no completed collectives."""
     done = (lanes.state == State.COMPLETED).all(axis=0)
     if len(lanes.members) < 2 or not done.any() or lanes.strangers:
         return None
@@ -164,7 +164,7 @@ class Timing:
 
 
 def timing_of(picture: Picture) -> Timing:
-    """Measure lags, phases and collectives over the recorded rows."""
+    """Measure lags, phases and collectives from the recorded rows."""
     size = picture.evidence.world_size
     lag_ns, counts, last = np.zeros(size), np.zeros(size), np.zeros(size)
     calls: dict[tuple[str, int], list[float]] = {}

@@ -144,7 +144,7 @@ class EvidenceBuilder:
     def build(
         self, *, incident: Incident | None = None, origin: str = "", unreadable: Iterable[int] = ()
     ) -> Evidence:
-        """Return the evidence of the black boxes added so far."""
+        """Return the evidence from the black boxes added so far."""
         incident = incident or Incident()
         sizes = [facts.identity.world_size for facts in self.ranks.values()]
         world_size = max([incident.world_size, *sizes, *(rank + 1 for rank in self.ranks)])

@@ -3,9 +3,7 @@
     header | identity, twice | live words | last words | open spans | strings | spans | operations |
     kept operations | recent
 
-All offsets follow from the two capacities, so a reader computes the offsets from the header alone.
-Each part starts on a page boundary, so that the live words never share a page with data that is
-written often.
+The offsets depend only on the two capacities in the header. Each part starts on a page boundary.
 """
 
 from __future__ import annotations

@@ -351,7 +351,7 @@ class Signature:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LastWords:
-    """The uncaught exception that ended a rank or one of its threads, written by the rank."""
+    """The uncaught exception that ended a rank or one of its threads."""
 
     type: str
     message: str

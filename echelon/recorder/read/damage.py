@@ -13,7 +13,7 @@ class Damage:
         self._warnings: Counter[str] = Counter()
 
     def warn(self, text: str) -> None:
-        """Record damage that would also be present in another copy of the ring."""
+        """Record damage to the ring itself rather than to this copy."""
         self._warnings[text] += 1
 
     def note_torn(self, count: int, what: str) -> None:

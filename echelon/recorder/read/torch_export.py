@@ -52,7 +52,7 @@ def export_torch(
         prefix: the prefix of the files' names.
 
     Returns:
-        The paths of the files, in order of their ranks.
+        The paths of the files, in rank order.
 
     Raises:
         DumpFormatError: there is no file, or none of the files can be read.

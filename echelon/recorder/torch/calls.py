@@ -1,4 +1,4 @@
-"""Read the arguments of a torch operation from the arguments of its operator.
+"""Read a torch operation's arguments from a call of its operator.
 
 torch's C++ and Python code both start a collective by calling an operator in the namespace c10d. A
 table in this module gives the positions of the arguments.

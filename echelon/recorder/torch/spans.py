@@ -133,7 +133,7 @@ def mark_files(torch: Any) -> None:
 
 
 def mark_stores(core: Any) -> None:
-    """Record the blocking calls of torch's stores as spans whose detail names the keys."""
+    """Record the blocking calls of torch's stores as spans that name the keys."""
     for name in ("get", "multi_get", "wait"):
         replace(core.Store, name, functools.partial(_named, name))
 

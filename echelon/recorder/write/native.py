@@ -26,7 +26,7 @@ def available() -> bool:
 
 
 class NativeWriter(OperationWriter, SpanWriter, Protocol):
-    """The methods of the C core's writer, without those for operations and spans."""
+    """The methods of the C core's writer that do not concern operations or spans."""
 
     def on_collection(self, phase: str, info: dict[str, Any], /) -> None:
         """Count a pause of the garbage collector.

@@ -243,8 +243,9 @@ class Recorder:
         """Record the exception that ends this process or one of its threads.
 
         Args:
-            thread: the name of the thread that ends; "" means the whole process. Only the first
-                exception of a thread is kept. An exception that ends the process replaces it.
+            thread: the name of the thread that ends; "" means the whole process. If several threads
+                fail, only the first exception is kept. An exception that ends the process replaces
+                it.
         """
         if not self._is_owner or (thread and self._has_words):
             return

@@ -40,8 +40,7 @@ class SpanWriter(Protocol):
     def keep_span(self, name: int, detail: int, began: int, ended: int, /) -> None:
         """Record a phase that has already ended, given references to its texts.
 
-        The phase does not count as progress. This method may be called between any two
-        instructions.
+        The phase does not count as progress. The method takes no lock and stores no text.
         """
 
 

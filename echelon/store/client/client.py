@@ -1,8 +1,8 @@
 """Implement torch's Store API over a connection to echelon's server or to torch's.
 
 All calls block, are thread-safe and have a deadline. The handshake reveals the kind of server:
-`our_calls` implements the calls to echelon's server, `torch_calls` the calls to torch's. On
-echelon's server, every call takes one round trip.
+`our_calls` implements the calls for echelon's server, and `torch_calls` implements the calls for
+torch's server. On echelon's server, every call takes one round trip.
 
 If the connection breaks, reads and waits are repeated. All other calls (add, append, compare_set,
 queue operations, rounds) fail with an error that reports the broken connection.

@@ -170,7 +170,7 @@ class Link:
         """Wait until a call has an answer or a frame.
 
         Raises:
-            TimeoutError: nothing arrived in time. The call can be waited for again.
+            TimeoutError: nothing arrived in time; `finish` may be called again.
             OSError: the link broke.
         """
         while not call.is_ready:
@@ -207,7 +207,7 @@ class Link:
                     return
 
     def _take(self, deadline: Deadline) -> None:
-        """Read one frame and pass it to its call. The caller must hold the reading lock."""
+        """Read one frame and deliver it to the right call. The caller must hold the read lock."""
         self._demand_up()
         try:
             status, tag, payload = self.channel.take_frame(deadline)

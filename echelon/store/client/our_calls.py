@@ -1,4 +1,4 @@
-"""Implement the Store API on echelon's server; nearly every call is one tagged query."""
+"""Implement the Store API on echelon's server."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ class OurCalls(Store):
     # Beyond torch's API.
 
     def statistics(self) -> StoreStatistics:
-        """Return statistics: the server's contents, and the number of waiters for each key."""
+        """Return the server's statistics."""
         return StoreStatistics.from_json(self._sure("statistics", b"", p.STATISTICS, b""))
 
     def _do_pipeline(self, steps: list[Step]) -> None:

@@ -26,7 +26,7 @@ class Pool:
     """The channels of one client.
 
     Args:
-        dialer: connects to the server.
+        dialer: the connector to the server.
         first: the channel whose handshake showed that the server is torch's.
     """
 

@@ -18,7 +18,7 @@ _PARKED_S: Final = 0.01  # before an answer that was put off is tried again, if 
 
 
 class Deliveries:
-    """The deliveries to one peer. The object is true if any answers are deferred."""
+    """The deliveries to one peer. The object is truthy if any answers are deferred."""
 
     __slots__ = ("_parked", "_peer")
 
@@ -44,7 +44,7 @@ class Deliveries:
         self._peer.stop_reading()
 
     def deliver_parked(self) -> None:
-        """Deliver as many of the deferred answers as the peer's unread bytes allow."""
+        """Deliver deferred answers until the peer has too many unread bytes."""
         while self._parked and not self._is_full:
             self._deliver(*self._parked.popleft())
         if self._parked:

@@ -43,7 +43,7 @@ class Hub:
     Attributes:
         state: the keys, queues and waiters.
         limits: the limits for each peer.
-        secret: the secret that members must prove they know; None for an open store.
+        secret: the secret shared with all members; None for an open store.
         instance: random bytes that let a client detect a restarted server.
         executor: the C executor of plain commands; None without the C core.
         turns: the schedule of busy peers.

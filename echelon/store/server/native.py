@@ -23,8 +23,7 @@ class Receiver(Protocol):
     """A peer's `data_received` in C, which executes plain commands and passes other data on.
 
     Attributes:
-        is_plain: whether plain commands may be executed; if False, all data is passed on. Set by
-            the owner.
+        is_plain: whether plain commands may be executed. The owner sets this attribute.
         is_ours: whether the peer may send tagged queries.
         write: the transport's `write`.
         num_queued: the transport's `get_write_buffer_size`.

@@ -52,7 +52,7 @@ class Peer(asyncio.Protocol):
     Attributes:
         peer: "address:port" of the peer.
         standing: the peer's stage on the way to membership.
-        since: when the connection was accepted or an incomplete command began, in the loop's time.
+        since: the loop's time at which the connection was accepted or an incomplete command began.
         is_inside_command: whether the peer has sent part of a command but not all of it.
         transcript: the bytes of the handshake (see `trust.transcript`).
         partial_bytes: the number of bytes received of an incomplete command.
@@ -374,7 +374,7 @@ class Peer(asyncio.Protocol):
         return self.standing is standing
 
     def _carry_out_one(self, message: Any) -> None:
-        """Execute a single message from a member; a faster `_carry_out`."""
+        """Execute a single message from a member, faster than `_carry_out`."""
         state = self.state
         if state.promised_to and self in state.promised_to:
             release_unless_popped(self, message)
@@ -414,7 +414,7 @@ class Peer(asyncio.Protocol):
             self._read_on()
 
     def answer_in_slices(self, steps: Generator[None, None, list[bytes]]) -> None:
-        """Answer with the bytes that `steps` returns, running one step per turn of the event loop.
+        """Answer with the bytes that `steps` returns, running one step per loop iteration.
 
         This peer's later commands wait until the answer is complete.
         """
@@ -466,7 +466,7 @@ class Peer(asyncio.Protocol):
             self.out.flush()
 
     def refuse(self, why: str) -> None:
-        """Close the connection because the peer violated the protocol or a limit; log why."""
+        """Close the connection after a violation of the protocol or a limit, and log the reason."""
         if self.standing is Standing.CLOSED:
             return
         self.hub.log_refusal(self, why)
@@ -532,5 +532,5 @@ class Peer(asyncio.Protocol):
         self._work_off()
 
     def waiter_of(self, tag: int) -> Waiter | None:
-        """Return the waiter that has this tag."""
+        """Return the waiter with the given tag."""
         return next((w for w in self.state.waiters_of(self) if w.tag == tag), None)

@@ -52,8 +52,8 @@ class StoreServer:
         host: the local address or host name to bind. The constructor binds all addresses of a host
             name. "0.0.0.0" and "::" mean every interface.
         port: the port, or 0 for any free port. The attribute `port` contains the actual port.
-        secret: the secret that echelon's clients must prove they know. If None, the store is open
-            to every client that can reach the address.
+        secret: the secret shared with echelon's clients. If None, the store is open to every client
+            that can reach the address.
         limits: the limits for each peer.
         listen_fd: the descriptor of a listening socket, which the server takes over.
         bind_all_if_foreign: whether to bind every interface if `host` resolves only to addresses of
@@ -132,7 +132,7 @@ class StoreServer:
         return self
 
     def serve_forever(self, *, on_ready: Callable[[], None] | None = None) -> None:
-        """Serve on this thread until `close()` is called, or until SIGTERM or SIGINT."""
+        """Serve on the calling thread until `close()` is called or SIGTERM or SIGINT arrives."""
         with self._lock:
             assert self._thread is None, "start() was called before"
             _raise_descriptor_limit()  # the process serves and does nothing else
@@ -310,7 +310,7 @@ def _finish(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
-    """Return a uvloop loop, or asyncio's own if uvloop is not installed."""
+    """Return a uvloop event loop, or asyncio's if uvloop is not installed."""
     try:
         import uvloop
     except ImportError:
@@ -360,7 +360,7 @@ def _bind(host: str, port: int, may_bind_all: bool) -> list[socket.socket]:
 def _bind_all(
     addresses: Sequence[tuple[int, Any]], port: int
 ) -> tuple[list[socket.socket], OSError | None]:
-    """Bind as many addresses as possible, with one port; return the sockets and the last error."""
+    """Bind as many addresses as possible, using one port; return the sockets and the last error."""
     bound: list[socket.socket] = []
     problem: OSError | None = None
     for family, address in addresses:

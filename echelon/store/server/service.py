@@ -69,7 +69,7 @@ def serve(peer: Peer, messages: Iterator[Any]) -> Iterator[Any]:
 
 
 def release_unless_popped(peer: Peer, message: p.Message) -> None:
-    """Release the item reserved for a peer, unless this message pops it."""
+    """Release the item reserved for a peer, unless the message is a pop."""
     state = peer.state
     if message[:2] != (p.QUEUE_POP, state.promised_to[peer]):
         state.release_promise(peer)

@@ -147,7 +147,7 @@ class StoreState:
     # Queues.
 
     def push(self, key: bytes, item: bytes) -> None:
-        """Append an item to a queue. The caller that has waited longest receives the item first."""
+        """Append an item to a queue, or hand it to a waiting caller."""
         if key not in self.queues:
             self._demand_room(1)
         self.queues.setdefault(key, deque()).append(item)
@@ -386,12 +386,12 @@ class StoreState:
         return len(self._waiters_of.get(owner, ()))
 
     def set_presence(self, owner: Hashable, key: bytes, value: bytes) -> None:
-        """Store a value that is deleted with its owner, unless another value has replaced it."""
+        """Store a value that is deleted with its owner."""
         self.set(key, value)
         self.present_by[key] = owner
 
     def end_presence(self, owner: Hashable, key: bytes) -> None:
-        """Delete a presence of this owner, unless another value has replaced it."""
+        """Delete a presence of this owner, unless the value has been replaced."""
         if self.present_by.get(key) is owner:
             self.delete(key)
 

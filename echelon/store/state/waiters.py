@@ -37,7 +37,7 @@ class Waiter:
         wants: the kind of result that satisfies the waiter.
         keys: the awaited keys; a barrier or gather has one key.
         missing: the keys that did not exist at the last check.
-        tag: the tag of the waiting query, or 0 for torch's clients; the state does not use it.
+        tag: the tag of the waiting query, or 0 for torch's clients.
         rank: in a barrier or gather, the rank that arrived; -1 if no rank was given.
         value: in a gather, the rank's own value; after waking, the value or item received.
         values: after a gather, all ranks' values in rank order; after a wait for values, the values

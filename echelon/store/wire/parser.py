@@ -447,7 +447,7 @@ def _cut_run(data: bytes, position: int, record: int, key_end: int, out: list[p.
 
 
 def _end_of_run(data: bytes, position: int, record: int, key_end: int) -> int:
-    """Return the end of a run, up to which all headers are equal."""
+    """Return the position at which the commands' headers stop being equal."""
     count = (len(data) - position) // record
     headers: Iterable[int] = range(position, position + 9)
     if key_end >= 0:

@@ -3,9 +3,9 @@
 [Note: why the stream is sealed] The handshake does not prove who sends the bytes that follow. A
 fake server could relay the proofs to the real server and then take over the client's connection.
 Therefore both ends derive one key per direction from the secret and the nonces. Every byte after
-the proof is sent in a record: a u32 length, 16 bytes of keyed BLAKE2b over the record's number and
-data, and the data. A relay can then only forward the stream or cut it. Nothing is encrypted, so
-anyone who sees the traffic can read it.
+the proof is sent in a record: a u32 length, a 16-byte keyed BLAKE2b hash of the record's number and
+data, and the data itself. A relay can then only forward the stream or cut it. Nothing is encrypted,
+so anyone who sees the traffic can read it.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Lanes:
 
     @cached_property
     def comparable(self) -> npt.NDArray[np.int32]:
-        """The comparable call of each row, ABSENT for empty cells: [num_members, num_columns]."""
+        """The comparable call of each row, or ABSENT where empty: [num_members, num_columns]."""
         lookup = np.array([*self.evidence.tables.comparable, ABSENT], np.int32)
         votes: npt.NDArray[np.int32] = lookup[self.column("call")]
         return votes

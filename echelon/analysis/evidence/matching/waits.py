@@ -97,7 +97,7 @@ class WaitGraph:
     def waits_for(self, ranks: Iterable[int]) -> tuple[Wait, ...]:
         """Return the waits in which any of `ranks` is absent.
 
-        Waits for `ranks` alone come first, each kind sorted by start time.
+        Waits for `ranks` alone come first.
         """
         wanted = set(ranks)
         numbers = sorted({n for rank in wanted for n in self._by_absent.get(rank, ())})

@@ -1,1 +1,1 @@
-"""Compare ranks' calls in the order of the calls on each rank."""
+"""Compare the ranks' streams of calls."""

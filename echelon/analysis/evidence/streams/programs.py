@@ -189,7 +189,7 @@ def _first_difference(lines: Sequence[npt.NDArray[np.int64]]) -> int | None:
 
 
 def _is_novel(line: npt.NDArray[np.int64], place: int) -> bool:
-    """Return whether a call has never followed its preceding calls before.
+    """Return whether a call has never before followed the calls that precede it.
 
     If the preceding calls have not occurred before, the call does not count as novel.
     """

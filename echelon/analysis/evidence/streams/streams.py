@@ -1,7 +1,7 @@
 """Derive each rank's progress, and the waits between ranks, from torch's records.
 
 The head of a rank's queue is its first pending operation across all groups. Only the head actually
-waits: for each member that has not entered the operation, or that has the operation queued behind
+waits. It waits for each member that has not entered the operation, or that has queued it behind
 another head. An operation that is enqueued but not listed as pending has completed.
 
 torch's dumps are taken at different moments. If one rank has completed an operation that another

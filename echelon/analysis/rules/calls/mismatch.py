@@ -1,8 +1,8 @@
 """Detect ranks that made different calls under the same sequence number of a group.
 
 The members of the group vote on each call. The earliest column in which the calls differ is the
-root, and the minority is reported. If no side has a majority, both sides are named. `skipped.py`
-decides whether a rank passed a wrong argument or slipped by one operation.
+root, and the minority is reported. In a tie, the members of all leading sides are reported.
+`skipped.py` decides whether a rank passed a wrong argument or slipped by one operation.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Divergence:
 
     @property
     def is_tie(self) -> bool:
-        """Whether two or more sides are equally strong."""
+        """Whether the strongest side is tied with another side."""
         return len(self.sides[0]) == len(self.sides[1])
 
     @property

@@ -1,7 +1,7 @@
 """Detect inconsistent all_to_all split sizes.
 
 The amount that rank i sends to rank j must equal the amount that rank j receives from rank i.
-torch's dumps contain only totals; the total sent must then equal the total received.
+torch's dumps contain only totals, so only the total sent and the total received can be compared.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def find_split_mismatch(picture: Picture) -> list[Finding]:
 
 
 def _open_columns(lanes: Lanes) -> list[int]:
-    """Return the all_to_all columns that all members have entered but not all have completed."""
+    """Return the all_to_all columns that all members have entered but that are not yet complete."""
     if lanes.strangers or len(lanes.members) > _MAX_MEMBERS:
         return []
     entered = np.asarray((lanes.rows >= 0).all(axis=0))

@@ -1,4 +1,4 @@
-"""Detect ranks that ended on their own: by an exception, out of memory, by a crash or by a kill.
+"""Detect ranks that ended through an exception, a crash, a kill or a lack of memory.
 
 An error that reports the loss of a peer points to the peer. Ranks that the launcher terminated are
 not at fault.
@@ -87,7 +87,7 @@ def find_ended(picture: Picture) -> list[Finding]:
 def in_order(picture: Picture, endings: list[Ending]) -> tuple[list[Ending], bool]:
     """Sort endings with the root first, and return whether their order is known.
 
-    The order comes from the ranks' clocks if these are comparable, otherwise from the coordinator.
+    The order is known if the ranks' clocks are comparable or if the coordinator observed the order.
     """
     ranks = picture.evidence.ranks
     by_coordinator = {rank: place for place, rank in enumerate(picture.evidence.incident.ended)}
@@ -149,7 +149,7 @@ def _later(picture: Picture, endings: list[Ending]) -> Finding:
 
 
 def ending_of(picture: Picture, facts: RankEvidence) -> Ending | None:
-    """Describe how a rank ended on its own, or return None if it did not."""
+    """Describe how a rank ended, or return None if the rank did not end on its own."""
     host = facts.host
     raised = _raised(facts)
     if raised is not None and _was_only_printed(picture, facts, raised):
@@ -258,7 +258,7 @@ def _was_only_printed(picture: Picture, facts: RankEvidence, raised: Raised) -> 
 
 
 def _within_loader(raised: Raised) -> Raised:
-    """Return the original exception of a data-loader worker, if this error wraps one."""
+    """Return the original exception if an error wraps one from a data-loader worker."""
     text = f"{raised.message}\n{raised.rest}"
     if _ORIGINAL not in text:
         return raised

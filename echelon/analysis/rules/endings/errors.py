@@ -1,8 +1,8 @@
 """Classify errors from torch, NCCL and echelon by the party that they blame.
 
 An error may be the rank's own fault, or the fault of its memory or device. Errors that blame a
-peer, the network or a watchdog are only consequences. The type of the exception decides where
-possible, and its message elsewhere.
+peer, the network or a watchdog are only consequences. If the type of an exception is ambiguous, its
+message is examined.
 """
 
 from __future__ import annotations

@@ -311,7 +311,7 @@ def _by_barrier(said: Sequence[Said]) -> _Suspects | None:
 
 
 def _behind(picture: Picture) -> _Suspects | None:
-    """Suspect ranks whose watchdogs timed out in another operation than most ranks' watchdogs."""
+    """Suspect ranks whose watchdog timeouts name a different operation from the majority."""
     gave_up = {
         rank: told
         for rank, facts in picture.evidence.ranks.items()

@@ -115,7 +115,7 @@ def _host(picture: Picture, facts: RankEvidence) -> Reading:
 
 
 def _waits_line(facts: RankEvidence) -> tuple[str, ...]:
-    """Describe what the rank is waiting for at its current line, if its stack shows that."""
+    """Describe what the rank is waiting for at its current line, if known."""
     activity = activity_of(facts)
     if activity.doing in (Doing.USER, Doing.LIBRARY, Doing.UNKNOWN):
         return ()
@@ -123,7 +123,7 @@ def _waits_line(facts: RankEvidence) -> tuple[str, ...]:
 
 
 def _unrecorded(picture: Picture, facts: RankEvidence, lines: list[str]) -> Reading:
-    """Infer from its threads' system calls what an unrecorded rank is doing."""
+    """Infer what an unrecorded rank is doing from the system calls of its threads."""
     rank = facts.rank
     stack = missing_stack(facts, f"rank {rank}'s stack")
     if TRACING not in facts.host.not_permitted:

@@ -1,8 +1,8 @@
 """Detect a process that gets no processor time.
 
 The recorder has two heartbeats: a Python thread, which needs the interpreter's lock, and a native
-thread, which does not. If only the Python heartbeat is old, some code holds the lock. If both
-heartbeats are old, the process has not been running at all.
+thread, which needs only a processor. If only the Python heartbeat is old, some code holds the lock.
+If both heartbeats are old, the process has not been running at all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Detect cycles of ranks that wait for each other, caused by a different order of operations."""
+"""Detect cycles of ranks that wait for each other after calling operations in different orders."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Read the logs of a job as evidence of each rank's output and end.
 
-Supported are the folder layouts of echelon (`rank_3/attempt_0/stderr.log`) and torchrun
-(`attempt_0/3/stderr.log`), one file per rank (`slurm-99-3.out`, `rank3.log`), and a single file
-with labelled lines. Only the newest attempt is read.
+The logs may have echelon's layout (`rank_3/attempt_0/stderr.log`) or torchrun's
+(`attempt_0/3/stderr.log`). There may also be one file per rank (`slurm-99-3.out`, `rank3.log`), or
+a single file with labelled lines. Only the newest attempt is read.
 """
 
 from __future__ import annotations

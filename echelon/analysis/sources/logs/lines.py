@@ -62,7 +62,7 @@ def by_rank(text: str, *, labelled: bool = False) -> dict[int, str]:
 
 
 def is_labelled(text: str) -> bool:
-    """Return whether most lines of a log begin with a rank label, as srun and echelon write it."""
+    """Return whether most lines of a log begin with a rank label."""
     lines = [line for line in text.splitlines() if line.strip()]
     labels = {match[1] for line in lines if (match := _LABEL.match(line))}
     return len(labels) > 1 and 2 * sum(bool(_LABEL.match(line)) for line in lines) > len(lines)

@@ -1,4 +1,4 @@
-"""Read one file of torch's flight recorder, pickle or JSON, into checked and typed fields.
+"""Read one file of torch's flight recorder (pickle or JSON) into checked and typed fields.
 
 torch's formats 2.x are supported. Unknown keys are skipped, and missing keys get defaults. The rank
 is taken from the file name.

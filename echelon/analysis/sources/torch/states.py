@@ -1,4 +1,4 @@
-"""Determine how far each operation progressed, as far as its recorder could tell.
+"""Determine how far each operation progressed.
 
 | recorder | state | retired |
 |---|---|---|
@@ -9,10 +9,10 @@
 | a hook on a backend that reports no completions (`mpi`, `ucc`, others) | always "scheduled" |
   called |
 
-The entries show which recorder wrote them: the name of an operation begins with its backend's name,
-torchcomms describes a group by its backend, and a recorder that knows states has written at least
-one other than "scheduled". With the last kind, only the calls are known; `TorchGroups` compares
-these between ranks.
+The entries show which recorder wrote them. The name of an operation begins with its backend's name,
+and torchcomms describes a group by its backend. A recorder that knows states has written at least
+one state other than "scheduled". If a recorder knows only the calls, `TorchGroups` compares the
+calls between ranks.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
 [Note: why no lock] From version 3.11, CPython with its global lock switches threads only after
 calls and at backward jumps. A sequence of statements without calls and backward jumps is therefore
-atomic. A slot is taken and filled, and an operation is ended, by such a sequence, so threads never
-overwrite each other's data. Rare cases take a lock, for example if a slot's operation has not
-ended. If the interpreter does not give this guarantee, `LockedOperations` holds a lock in every
-method.
+atomic. Each change to a slot is made by such a sequence, so threads never overwrite each other's
+data. Rare cases take a lock, for example if a slot's operation has not ended. If the interpreter
+does not give this guarantee, `LockedOperations` holds a lock in every method.
 
 Readers, which are other processes, verify what they read (schema.py, [Note: what makes a slot
 readable]).

@@ -1,7 +1,7 @@
 """Keep operations that have not ended when their slots are about to be reused.
 
-A hung operation in one group must remain recorded while other groups continue. Therefore it is
-moved, with its signature, to a separate place until it ends.
+A hung operation in one group must remain recorded while other groups continue. Therefore the
+operation is moved, with its signature, to a separate place until it ends.
 """
 
 from __future__ import annotations

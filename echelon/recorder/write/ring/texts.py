@@ -1,7 +1,7 @@
 """Store the texts of a ring: permanent names, and recent texts that are overwritten later.
 
 See schema.py, [Note: two kinds of texts]. Storing a new text takes a lock. A signal handler or
-finalizer that interrupts the owner of the lock does not wait; it gets the reference of
+finalizer that interrupts the thread holding the lock does not wait; it receives the reference of
 `TABLE_FULL`.
 """
 

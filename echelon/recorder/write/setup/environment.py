@@ -2,22 +2,20 @@
 
 | variable | meaning | set by |
 |---|---|---|
-| ECHELON_RANK_DIR | folder of this rank and attempt, for the ring | launcher |
-| ECHELON_RECORD_DIR | where programs without the launcher record, in `rank_<r>/attempt_<n>` below
-  it; with neither folder, nothing is recorded | user |
-| ECHELON_RECORD | 1: record torch programs everywhere, in `echelon_record` without one of these
-  folders; 0: never unless the program imports echelon itself (`echelon_torch_autoload`) | user |
-| ECHELON_RECORD_OWNER | the process that records there, so that its children do not | recorder |
-| ECHELON_RING_DIR | node-local folder for the rings (default: the rank's folder where that is on a
-  local file system, else the temporary folder) | user |
-| ECHELON_STALL_TIMEOUT | seconds that count as a stall where no agent runs (default 60) | user |
-| ECHELON_RECORDER_SIZE | operations kept (default 4096); 0: no recording | user, launcher |
-| ECHELON_RECORDER_SPANS | ended spans kept (default 1024) | user |
-| ECHELON_STACK_SIGNAL | signal number that makes a rank write its stacks; 0: none | user |
-| ECHELON_FAULTHANDLER | 0: leave the handlers of fatal signals alone (default 1) | user |
-| ECHELON_ATTEMPT | number of this start of the job, part of its folders' names | launcher |
+| ECHELON_RANK_DIR | the folder of this rank and attempt | launcher |
+| ECHELON_RECORD_DIR | the folder for recording without the launcher | user |
+| ECHELON_RECORD | 1: record all torch programs; 0: only programs that import echelon | user |
+| ECHELON_RECORD_OWNER | the process that records; its children do not record | recorder |
+| ECHELON_RING_DIR | a node-local folder for the rings | user |
+| ECHELON_STALL_TIMEOUT | the seconds that count as a stall without an agent (default 60) | user |
+| ECHELON_RECORDER_SIZE | the number of operations kept (default 4096); 0: no recording | user,
+launcher |
+| ECHELON_RECORDER_SPANS | the number of ended spans kept (default 1024) | user |
+| ECHELON_STACK_SIGNAL | the signal that makes a rank write its stacks; 0: none | user |
+| ECHELON_FAULTHANDLER | 0: do not handle fatal signals (default 1) | user |
+| ECHELON_ATTEMPT | the number of this attempt | launcher |
 | ECHELON_JOB_ID | the job's name in rings and reports | launcher |
-| ECHELON_MODULES_FILE | where to list the modules that this rank has imported | launcher |
+| ECHELON_MODULES_FILE | the file in which this rank lists its imported modules | launcher |
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ DEFAULT_STALL_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """The settings with which this process records."""
+    """The recorder's settings in this process."""
 
     rank_dir: Path | None = None  # set by the launcher: an agent watches
     record_dir: Path | None = None
