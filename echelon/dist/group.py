@@ -96,7 +96,7 @@ class ProcessGroup(Collectives, PointToPoint):
         """Return the object of `root` on every rank. The object must be plain data.
 
         Plain data is None, bool, numbers, str, bytes, lists and dicts; a tuple arrives as a list.
-        Blocks until the root has made the call.
+        The method blocks until the root has called it.
 
         Args:
             obj: the object to send on `root`; ignored on other ranks.

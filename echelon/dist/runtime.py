@@ -138,7 +138,7 @@ def init(
     timeout_s: float | timedelta = DEFAULT_TIMEOUT_S,
     reduction: str = "fast",
 ) -> ProcessGroup:
-    """Join the world and return its group. Blocks until all ranks have joined.
+    """Join the world and return its group; block until all ranks have joined.
 
     After `shutdown`, a program may call `init` again with the same store if every rank does so.
 

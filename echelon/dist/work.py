@@ -69,7 +69,7 @@ class Work:
         return (one.kind, one.peer, one.tag) if one.is_message else None
 
     def is_completed(self) -> bool:
-        """Return whether the operation has finished, successfully or not. Does not block."""
+        """Return whether the operation has finished, successfully or not, without blocking."""
         return self.done
 
     def exception(self) -> BaseException | None:

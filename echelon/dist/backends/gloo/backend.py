@@ -172,7 +172,7 @@ class GlooEngine(HostEngine):
         wait(work, watch)
 
     def _compare_calls(self, operation: Operation, watch: Watch) -> Flat | None:
-        """Compare and return all ranks' calls; return None if this engine compares nothing."""
+        """Compare and return all ranks' calls; return None if no comparison is needed."""
         if self._size == 1 or not self._compares:
             return None
         mine = inline.pack(operation)

@@ -1,9 +1,9 @@
 """Run collectives over shared memory in pure Python, using NumPy and futexes.
 
 This engine is the fallback for installations without a compiler, and the reference in tests of the
-C core. In the first phase of each chunk, every rank writes its data into its slot, announces it,
-and waits for the other ranks. Each rank then compares the calls of all ranks, and may read all
-data.
+C core. In the first phase of each chunk, every rank writes its data into its slot, announces the
+data, and waits for the other ranks. Each rank then compares the calls of all ranks, and may read
+all data.
 
     up to 16 KB, or two ranks   each rank sums all slots                         1 phase
     larger sums                 each rank sums its share, then copies all shares 2 phases
@@ -14,7 +14,7 @@ ranks have announced chunk k+1, so they have finished reading chunk k.
 
 If there are more ranks than usable cores, a waiting rank sleeps on the futex at once. Otherwise it
 first yields the core for up to 300 us. A yield that takes over 30 us shows that the core is busy,
-so the rank then sleeps at once for a while.
+and the rank then stops yielding for a while.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Plan:
 
     Attributes:
         native: whether all members run the C core.
-        slot_bytes, ring_bytes: sizes of a data slot and of a message ring.
+        slot_bytes, ring_bytes: the sizes of a data slot and a message ring.
     """
 
     native: bool

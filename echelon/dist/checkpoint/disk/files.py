@@ -42,8 +42,8 @@ def write_whole(path: Path, data: bytes, *, sync: bool) -> None:
     """Create a file at `path` atomically.
 
     Args:
-        path: path of the file.
-        data: content of the file.
+        path: the path of the file.
+        data: the content of the file.
         sync: whether to flush the file to disk.
     """
     unfinished = path.with_name(f".{path.name}.tmp")

@@ -96,8 +96,8 @@ class Manifest:
         save: the token of the save.
         kinds: the kind of each entry of the state: module, optimizer, object, random or value.
         tensors: the stored tensors, keyed by a path such as "model/blocks.0.weight".
-        aliases: additional paths of tensors that are stored only once, such as tied weights.
-        values: packed plain values, keyed by path.
+        aliases: the additional paths of tensors that are stored only once, such as tied weights.
+        values: the packed plain values, keyed by path.
         files: the files, keyed by number.
     """
 

@@ -162,7 +162,7 @@ def _converts(stored: str, wanted: torch.dtype) -> bool:
 
 
 def require(problems: list[str], path: Path) -> None:
-    """Require that there are no problems.
+    """Raise an error if any problems were found.
 
     Raises:
         ValueError: there are problems; the message lists the first of them.

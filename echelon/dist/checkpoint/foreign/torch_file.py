@@ -32,7 +32,7 @@ class TorchFile:
     """A file written by `torch.save`, as a source for a given state.
 
     Args:
-        path: path of the file.
+        path: the path of the file.
         state: the state to fill. A single state_dict is loaded into the state's only module.
 
     Raises:

@@ -34,7 +34,7 @@ class Piece(NamedTuple):
     last: int
 
     def elements(self) -> tuple[int, int]:
-        """Return the index of the piece's first element in this rank's part, and its length."""
+        """Return where the piece begins in this rank's part, and how many elements it has."""
         size = self.dtype.itemsize
         return (self.first - self.begin) // size, (self.last - self.first) // size
 

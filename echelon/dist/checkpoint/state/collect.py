@@ -41,7 +41,7 @@ class Contents:
         kinds: the kind of each entry, keyed by path.
         held: the tensors that this rank holds, each listed once.
         aliases: the additional paths of tensors in `held`.
-        values: packed plain values, keyed by path.
+        values: the packed plain values, keyed by path.
     """
 
     def __init__(self) -> None:

@@ -243,7 +243,7 @@ class Restore:
         """Return the values under a path, including tensors that `read` will fill.
 
         Args:
-            path: path of the value.
+            path: the path of the value.
             here: the caller's value, whose tensors and arrays are filled in place.
             like: a parameter. Tensors of its shape are divided among the ranks like this parameter.
         """

@@ -116,8 +116,6 @@ def _local(tensor: Tensor) -> Local:
 def _pieces_of_slice(data: Tensor, start: int, part: Slice) -> list[Local]:
     """Locate a run of a slice's elements in the whole tensor.
 
-    A row consists of the elements that share the indices of all dims before the divided dim.
-
     Args:
         data: the elements of the run.
         start: the index of the run's first element within the slice.

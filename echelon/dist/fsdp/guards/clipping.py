@@ -34,11 +34,11 @@ def clip_grad_norm_(
     """Scale all gradients in place so that their total norm is at most `max_norm`.
 
     The norm is summed in float64 and in rank order, so it is bitwise identical on every rank.
-    Collective among the ranks of `over`; blocks until the gradients are reduced.
+    Collective among the ranks of `over`.
 
     Args:
         parameters: the sharded model, or some of its parameters.
-        max_norm: upper bound on the norm. If it is infinite, gradients are never scaled.
+        max_norm: the upper bound on the norm. If the bound is infinite, gradients are never scaled.
         norm_type: 2.0, another positive number, or infinity.
         over: a group of all ranks that hold any of the model's parameters, including other pipeline
             stages or experts. None means the largest group over which parameters are sharded.

@@ -71,8 +71,8 @@ class HostStorage(Storage):
         pages: the idle memory to share with other storages; None if the memory is never released.
 
     Attributes:
-        address, num_bytes: address and size of the mapping's aligned part.
-        payload_bytes: size of the tensor.
+        address, num_bytes: the address and size of the mapping's aligned part.
+        payload_bytes: the size of the tensor.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, pages: Pages | None = None) -> None:

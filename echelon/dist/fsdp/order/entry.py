@@ -62,8 +62,8 @@ class Entry:
         reshard: whether the unit is released after forward.
         has_near: whether a part of the unit is kept after forward, for the gather in backward.
         outer: whether the unit contains other units.
-        borrowed: units that own parameters that this unit also uses.
-        borrowers: units that use parameters of this unit.
+        borrowed: the units whose parameters this unit also uses.
+        borrowers: the units that use this unit's parameters.
         recording: the recording of the forwards of an outermost unit; None for an inner unit.
         place: the position of this unit in the order in which forwards began; -1 if its forward has
             not begun.
@@ -74,7 +74,7 @@ class Entry:
         calls: the forward calls whose backward is not complete.
         is_unwatched: whether the end of some call's backward cannot be observed, because none of
             the call's inputs requires a gradient.
-        missing: parameters without a gradient in this backward; None if no gradient has arrived
+        missing: the parameters without a gradient in this backward; None if no gradient has arrived
             yet.
     """
 
@@ -117,7 +117,7 @@ class Entry:
         return self.missing
 
     def begin_call(self, call: int) -> None:
-        """Record that a forward call's backward is expected, unless it has already completed."""
+        """Record that the backward of a forward call is expected, unless it is already complete."""
         if call == UNWATCHED:
             self.is_unwatched = True
         elif call in self._kept_calls:  # their graph is gone through again, all of it

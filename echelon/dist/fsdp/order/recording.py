@@ -32,7 +32,7 @@ class Recording:
         begun_before: the forwards that began before the last backward.
         partners: the numbers of the recordings that took part in every backward of this recording;
             None before the first backward.
-        unreduced: units from earlier backwards that may have unreduced gradients.
+        unreduced: the units that may have unreduced gradients from earlier backwards.
     """
 
     number: int
@@ -99,7 +99,7 @@ def begun_in(recordings: Iterable[Recording]) -> list[Entry]:
 
 
 def begun_before_in(recordings: Iterable[Recording]) -> list[Entry]:
-    """Return the units whose forwards preceded the last backward, in the order they began."""
+    """Return the units whose forwards preceded the last backward, in the order of the forwards."""
     return _merged((one.begun_before for one in recordings), by="place")
 
 

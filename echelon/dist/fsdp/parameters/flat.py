@@ -98,7 +98,7 @@ class Member:
         self._slots.append((weakref.ref(module), name))
 
     def show_leaf(self) -> None:
-        """Make the modules use the leaf as the parameter.
+        """Make the modules use the leaf.
 
         Raises:
             ValueError: the program has replaced the parameter with another object in a module.

@@ -30,7 +30,7 @@ class Unit:
 
     Attributes:
         entry: the order's record of the unit.
-        borrowed: units that own parameters that this unit also uses.
+        borrowed: the units whose parameters this unit also uses.
     """
 
     def __init__(

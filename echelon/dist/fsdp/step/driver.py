@@ -139,8 +139,8 @@ class Driver:
     def prepare(self, device: torch.device) -> None:
         """Make every group create its device communicators now. Collective.
 
-        Without this call, a group would create its communicator in the middle of a step, which
-        could block.
+        Without this call, a group would create its communicator in the middle of a step, where this
+        might block.
         """
         for group in self.groups():
             if device.type != "cpu" and group.size > 1 and (group, device) not in self._prepared:

@@ -263,7 +263,7 @@ def _watch_all(tensors: Iterable[torch.Tensor], told: Callable[[], None]) -> boo
 
 
 def _inner(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a tensor for this unit's own use.
+    """Return a view of a tensor, to be used only inside the unit.
 
     The view's gradient is complete when the unit's backward is complete. The tensor's own gradient
     may include contributions from other units.

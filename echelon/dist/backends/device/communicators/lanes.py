@@ -54,7 +54,7 @@ class Lanes:
         return [out if operation.kind == "send" else back]
 
     def prepare(self, operation: Operation) -> None:
-        """Check that the lane for a message exists or may be created.
+        """Check that the lane for a message exists or can be created.
 
         Raises:
             ValueError: the maximum number of lanes has been reached.
