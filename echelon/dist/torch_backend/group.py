@@ -414,7 +414,7 @@ def _now(job: Job) -> None:
 
 
 def _close_all() -> None:
-    """Close groups that were left open, because waiting threads would abort the process exit."""
+    """Close groups that were left open, so that waiting threads do not abort the process."""
     for group in sorted(_open_groups, key=lambda one: one.group_name, reverse=True):
         group.shutdown()
 

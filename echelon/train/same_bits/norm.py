@@ -86,7 +86,7 @@ def norm_of(sums: Mapping[str, float]) -> float:
 def _sharded(members: list[Member]) -> dict[Member, torch.Tensor]:
     """Return the sum of squares of each sharded parameter that has a gradient.
 
-    Every rank of a group sends one message, about all units of the group.
+    Every rank sends one message per group, which covers all units of the group.
     """
     units: dict[tuple[ProcessGroup, torch.device], list[Flat]] = {}
     for flat in dict.fromkeys(member.flat for member in members):
@@ -106,7 +106,7 @@ def _sharded(members: list[Member]) -> dict[Member, torch.Tensor]:
 
 
 def _messages(flat: Flat) -> Iterator[tuple[Member, PartialBlocks, torch.Tensor]]:
-    """Yield the parameters that have a gradient, with this rank's message about each of them."""
+    """Yield each parameter that has a gradient, with this rank's message about the parameter."""
     layout, ranks = flat.layout, range(flat.group.size)
     for index, member in enumerate(flat.members):
         gradient = member.shard.grad

@@ -182,14 +182,14 @@ def _summed(gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor |
 
 
 def _gaps(layout: Layout) -> list[slice]:
-    """Return where a flat vector belongs to none of its parameters."""
+    """Return the parts of a flat vector that do not belong to any parameter."""
     starts = [*(piece.start for piece in layout.pieces), layout.numel]
     ends = [0, *(piece.start + piece.numel for piece in layout.pieces)]
     return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
 
 def _memory_of(sums: TreeSums) -> torch.Tensor:
-    """Return the memory of a vector that has been sent, or new memory if there is none."""
+    """Return the memory of a vector that has been sent, or else new memory."""
     for _, vector in sums.nodes():
         return vector
     return torch.empty(sums.numel, dtype=sums.dtype, device=sums.device)
