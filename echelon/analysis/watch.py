@@ -1,7 +1,7 @@
 """Implement `fr-analyze --watch`, which observes a running job and reports changes.
 
-The job's rings are read while it runs. Once the launcher writes an incident, the incident is shown
-until every rank has new records or a later attempt begins.
+The rings are read while the job is running. Once the launcher writes an incident, the incident is
+shown until every rank has new records or a later attempt begins.
 """
 
 from __future__ import annotations

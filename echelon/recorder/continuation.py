@@ -1,7 +1,7 @@
-"""Define the messages between the launcher and the ranks that continue after a loss:
+"""Define the messages between the launcher and the ranks that continue after a loss.
 
-    launcher -> ranks   an epoch, in the job's store: the ranks that remain rank -> launcher    a
-    standing, RANK_DIR/standing.json: whether the rank can continue or is done
+- An epoch, in the job's store, lists the ranks that remain.
+- A standing, in RANK_DIR/standing.json, tells the launcher whether a rank can continue.
 
 Both the launcher and the ranks import this module.
 """

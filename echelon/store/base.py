@@ -1,8 +1,8 @@
 """Define the interface of every store: torch's Store API with additions such as `gather`.
 
 `Store` checks arguments, turns text into bytes and gives every call a deadline. Each store
-implements the `_do_*` primitives. `Store` itself implements gather and barrier for stores that have
-neither.
+implements the `_do_*` primitives. For stores without a gather or barrier, `Store` builds both from
+plain operations.
 
 [Note: a round of plain operations] Each rank counts its uses of a key with `add`, and the count is
 the round number. The rank writes its value under key/round/rank and waits for all values of the

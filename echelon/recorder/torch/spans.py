@@ -4,9 +4,9 @@ The program's own marks take precedence. The hooks do not use a name that the pr
 `echelon.span`.
 
 [Note: the end of a loader's iteration] With uneven batches, one rank's loop over a loader may end
-before those of the other ranks. An iteration ends with its last batch, or when the program drops
-the iterator. Python may free the iterator at any point, even within the recorder. Therefore the end
-is recorded later, by the program's next batch or operation, as the mark `data_end`.
+before the loops of the other ranks. An iteration ends with its last batch, or when the program
+drops the iterator. Python may free the iterator at any point, even within the recorder. Therefore
+the end is recorded later, by the program's next batch or operation, as the mark `data_end`.
 """
 
 from __future__ import annotations

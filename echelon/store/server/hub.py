@@ -101,7 +101,7 @@ class Hub:
             self._num_in_session[session] += 1
 
     def leave(self, connection: Peer) -> None:
-        """Withdraw everything that belongs to a connection. Can be called more than once."""
+        """Withdraw everything that belongs to a connection. Repeated calls have no effect."""
         if connection not in self.connections:
             return
         self.connections.discard(connection)

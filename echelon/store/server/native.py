@@ -29,8 +29,8 @@ class Receiver(Protocol):
         num_queued: the transport's `get_write_buffer_size`.
         may_be_queued: whether the transport's buffer may contain data. The owner sets this
             attribute on each write.
-        descriptor: the socket's file descriptor, to which replies may be written directly. With -1,
-            the transport sends all replies.
+        descriptor: the socket's file descriptor, to which replies may be written directly. If it is
+            -1, the transport sends all replies.
     """
 
     is_plain: bool

@@ -363,7 +363,7 @@ class Peer(asyncio.Protocol):
 
     @property
     def is_sealed(self) -> bool:
-        """Whether the peer's stream is sealed, so that every byte is authenticated."""
+        """Whether the peer's stream is sealed."""
         return self._opener is not None
 
     def seal(self, to_server: bytes, to_client: bytes) -> None:

@@ -149,7 +149,7 @@ class WaitGraph:
 
 
 def wait_graph(evidence: Evidence, lanes: Sequence[Lanes], exchanges: Exchanges) -> WaitGraph:
-    """Build the wait-for graph of all pending operations."""
+    """Build the wait-for graph for all pending operations."""
     waits = [wait for lane in lanes for wait in _collective_waits(evidence, lane)]
     return WaitGraph(tuple(waits + _p2p_waits(evidence, exchanges)))
 

@@ -57,7 +57,7 @@ def silent_ranks(streams: Streams) -> list[int]:
 
 
 def _message_waits(streams: Streams, head: Head) -> Iterator[Wait]:
-    """Yield one wait per message of a launch."""
+    """Yield one wait for each message in a launch."""
     evidence = streams.evidence
     rows = evidence.ranks[head.rank].rows
     for index in head.rows:

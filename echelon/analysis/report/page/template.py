@@ -13,7 +13,7 @@ _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 @cache
 def part(name: str) -> str:
-    """Return the text of a file in this module's folder, which is installed with the module."""
+    """Return the text of a file in this module's folder."""
     return (_FOLDER / name).read_text(encoding="utf-8")
 
 

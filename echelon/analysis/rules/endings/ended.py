@@ -1,4 +1,4 @@
-"""Detect ranks that ended through an exception, a crash, a kill or a lack of memory.
+"""Detect ranks that raised an exception, crashed, were killed or ran out of memory.
 
 An error that reports the loss of a peer points to the peer. Ranks that the launcher terminated are
 not at fault.

@@ -127,7 +127,7 @@ def _by_traceback(rank: int, text: str) -> Trouble | None:
     """Interpret a rank's last traceback, unless it blames other ranks.
 
     Args:
-        rank: -1 if unknown.
+        rank: the rank that wrote the log; -1 if unknown.
     """
     raised = last_traceback(text)
     if raised is None or raised.type in ("SystemExit", "KeyboardInterrupt"):

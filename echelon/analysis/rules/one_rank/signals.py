@@ -51,7 +51,7 @@ def heartbeat_lines(facts: RankEvidence) -> tuple[str, ...]:
 
 
 def users_line(facts: RankEvidence) -> Frame | None:
-    """Return the innermost frame of user code on the main thread, or None without a stack."""
+    """Return the innermost frame of user code on the main thread, or None if there is no stack."""
     thread = main_thread(facts.host.stacks)
     return users_frame(thread.frames) if thread else None
 

@@ -1,7 +1,7 @@
 """List the installed modules that this process has imported, for the launcher's standbys.
 
-The list also contains the environment variables that the program has set. It is written when the
-recorder starts, and again after ten seconds, because libraries import many modules in their first
+The list also contains the environment variables that the program has set. The list is written when
+the recorder starts, and again after ten seconds, because libraries import many modules in the first
 steps. Only installed modules and echelon's own are listed. The launcher reads the list when it
 starts a standby (`echelon run --standby`).
 """
