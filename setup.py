@@ -26,6 +26,7 @@ def core(name: str, folder: str) -> Extension:
 
 CORES = [
     core("echelon.dist.backends.shm._native", "echelon/dist/backends/shm/native"),
+    core("echelon.dist.resilient.copies._native", "echelon/dist/resilient/copies/native"),
     core("echelon.recorder._native", "echelon/recorder/native"),
     core("echelon.store.server._native", "echelon/store/server/native"),
 ]

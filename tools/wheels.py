@@ -28,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 DUMPS = ROOT / "tests" / "data" / "torch_dumps" / "real" / "host_hang"
-CORES = ("dist/backends/shm", "recorder", "store/server")
+CORES = ("dist/backends/shm", "dist/resilient/copies", "recorder", "store/server")
 # Tests that need neither torch nor root, and finish within a minute.
 SDIST_TESTS = (
     "tests/analysis",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +18,8 @@ from echelon.dist.resilient.copies.choice import (
     choose,
     partners_of,
 )
-from echelon.dist.resilient.copies.memory import Address, CopyMemory, Stamp, crc_of
+from echelon.dist.resilient.copies.filling import crc_of
+from echelon.dist.resilient.copies.memory import Address, CopyMemory, Stamp
 from echelon.dist.resilient.copies.world import opened
 from echelon.errors import PeerLostError
 
@@ -39,6 +42,18 @@ def test_the_second_copy_is_at_another_place(places, partners):
     assert found == partners
     for rank, partner in enumerate(found):
         assert partner is None or places[partner] != places[rank]
+
+
+@pytest.mark.parametrize(
+    ("places", "machines", "partners"),
+    [
+        ("abc", "xxy", [2, 2, 0]),  # two containers of x: their second copies are on y
+        ("abcd", "xxyy", [2, 2, 0, 0]),
+        ("aabb", "xxxx", [2, 3, 0, 1]),  # no other machine: another container
+    ],
+)
+def test_the_second_copy_is_on_another_machine_if_there_is_one(places, machines, partners):
+    assert partners_of(places, machines) == partners
 
 
 def _offers(*rows):
@@ -100,6 +115,34 @@ def test_another_process_reads_a_copy_and_sees_each_kind_of_damage():
     finally:
         memory.close()
         other.close()
+
+
+def test_a_forked_child_does_not_keep_a_memory_allocated():
+    """A worker of a data loader outlives the world whose copies it inherited."""
+    memory = CopyMemory.create()
+    _written(memory, [7] * 10_000)
+    fd = memory.address.fd
+    inode = os.fstat(fd).st_ino
+    child = os.fork()
+    if child == 0:
+        os._exit(_num_uses(inode))
+    _, status = os.waitpid(child, 0)
+    try:
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert _num_uses(inode) > 0
+        assert memory.is_intact()
+    finally:
+        memory.close()
+
+
+def _num_uses(inode):
+    """Return how many descriptors and mappings of this process refer to a file."""
+    found = 0
+    for fd in range(1024):
+        with contextlib.suppress(OSError):
+            found += os.fstat(fd).st_ino == inode
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return found + sum(line.split()[4] == str(inode) for line in maps)
 
 
 def test_a_memory_outlives_the_one_that_made_it():

@@ -2,7 +2,8 @@
 
 Two ranks are at the same place if they can map each other's memory, which means that they run on
 one host in one PID namespace. A copy in shared memory exists as long as any rank at that place is
-alive. A second copy, at another place, protects against the loss of a whole place.
+alive. A second copy, at another place, protects against the loss of a whole place. It is
+kept on another machine if there is one.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
-def partners_of(places: Sequence[Hashable]) -> list[int | None]:
+def partners_of(places: Sequence[Hashable], machines: Sequence[Hashable] = ()) -> list[int | None]:
     """Return, for each rank, the rank at another place that keeps the second copy of its shards.
 
     The ranks of each place send their copies to the next place, and the ranks of the last place
-    send them to the first. The copies are divided evenly among the ranks there.
+    send them to the first. The copies are divided evenly among the ranks there. Places on the same
+    machine, such as two containers, are skipped if there is one on another machine.
 
     Args:
         places: the place of each rank.
+        machines: the machine of each rank; by default, each place is a machine.
 
     Returns:
         The partners; None for all ranks if there is only one place.
@@ -27,6 +30,8 @@ def partners_of(places: Sequence[Hashable]) -> list[int | None]:
     Example:
         >>> partners_of(["a", "a", "b", "b"])
         [2, 3, 0, 1]
+        >>> partners_of(["a", "b", "c"], ["first", "first", "second"])
+        [2, 2, 0]
         >>> partners_of(["a", "a"])
         [None, None]
     """
@@ -35,12 +40,20 @@ def partners_of(places: Sequence[Hashable]) -> list[int | None]:
         members[place].append(rank)
     if len(members) == 1:
         return [None] * len(places)
-    order = list(members)
+    machine_of = dict(zip(places, machines or places, strict=True))
     found: list[int | None] = []
     for rank, place in enumerate(places):
-        others = members[order[(order.index(place) + 1) % len(order)]]
+        others = members[_next_place(place, list(members), machine_of)]
         found.append(others[members[place].index(rank) % len(others)])
     return found
+
+
+def _next_place(
+    place: Hashable, order: list[Hashable], machine_of: Mapping[Hashable, Hashable]
+) -> Hashable:
+    at = order.index(place)
+    after = order[at + 1 :] + order[:at]
+    return next((one for one in after if machine_of[one] != machine_of[place]), after[0])
 
 
 @dataclass(frozen=True, order=True, slots=True)

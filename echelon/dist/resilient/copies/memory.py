@@ -6,6 +6,9 @@ it, and is freed once all ranks have ended.
 
     token | stamp, with its own CRC | padding up to a page | content
 
+A forked child, such as a worker of a data loader, closes all of them at once. It uses none, and
+would keep the memory allocated after its parent has released it.
+
 The stamp is erased before the content changes, and is written once the content is complete. So a
 copy does not have a stamp if its rank died while writing. The CRC of the content is checked before
 a copy is used.
@@ -18,6 +21,7 @@ import mmap
 import os
 import secrets
 import struct
+import weakref
 import zlib
 from dataclasses import dataclass
 
@@ -25,12 +29,14 @@ import torch
 
 from echelon.dist.backends.shm.memory import anonymous_file
 from echelon.dist.resilient.copies.choice import Version
+from echelon.dist.resilient.copies.filling import crc_of
 
 _TOKEN_BYTES = 16
 _STAMP = struct.Struct("<qqqqI")  # epoch, step, owner, num_bytes, CRC of the content
 _CRC = struct.Struct("<I")
 _NONE = b"\0" * (_STAMP.size + _CRC.size)
 _START = 4096  # of the content
+_open: weakref.WeakSet[CopyMemory] = weakref.WeakSet()  # in this process
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,7 @@ class CopyMemory:
         self._fd = fd
         self._token = token
         self._map: mmap.mmap | None = None
+        _open.add(self)
 
     @classmethod
     def create(cls) -> CopyMemory:
@@ -178,6 +185,9 @@ class CopyMemory:
             self._map = None
 
 
-def crc_of(content: torch.Tensor) -> int:
-    """Return the CRC-32 of a copy's content."""
-    return zlib.crc32(content.numpy().data) if content.numel() else 0
+def _close_all() -> None:
+    for memory in list(_open):
+        memory.close()
+
+
+os.register_at_fork(after_in_child=_close_all)

@@ -10,7 +10,7 @@ shards can be restored on any number of ranks.
 from __future__ import annotations
 
 import pickle
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from echelon.dist.fsdp.states import Shard, is_part, shards
+from echelon.dist.resilient.copies.filling import fill
 
 _GRAIN = 64
 _LENGTH_BYTES = 8
@@ -50,6 +51,35 @@ class _Run:
         return self.length * self.dtype.itemsize
 
 
+class _Scalars:
+    """Tensors without dims, such as step counts, as one vector per dtype.
+
+    An optimizer has one or more for each parameter, and to pickle a tensor takes 0.1 ms.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[str, str], tuple[torch.dtype, int]] = {}
+        self._values: dict[torch.dtype, Any] = defaultdict(list)
+
+    def takes(self, name: str, key: str, value: Any) -> bool:
+        """Take a value if it is such a tensor on the host; return whether it is."""
+        if type(value) is not torch.Tensor or value.dim() or value.device.type != "cpu":
+            return False
+        values = self._values[value.dtype]
+        self._places[name, key] = (value.dtype, len(values))
+        values.append(value.detach())
+        return True
+
+    def pack(self) -> None:
+        """Copy the values; no more can be taken."""
+        self._values = {dtype: torch.stack(values) for dtype, values in self._values.items()}
+
+    def items(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yield parameter, key and value."""
+        for (name, key), (dtype, place) in self._places.items():
+            yield name, key, self._values[dtype][place].clone()
+
+
 @dataclass(frozen=True, slots=True)
 class _Index:
     """The index of a vector.
@@ -57,11 +87,13 @@ class _Index:
     Attributes:
         runs: the runs of elements.
         values: the optimizer's values that are not divided, keyed by parameter and key.
+        scalars: those of them that are tensors without dims.
         keys: the keys of each parameter's optimizer state, in order.
     """
 
     runs: list[_Run]
     values: dict[str, dict[str, Any]]
+    scalars: _Scalars
     keys: dict[str, list[str]]
 
 
@@ -82,17 +114,21 @@ class ShardsWriter:
         self._end = 0
         values: dict[str, dict[str, Any]] = {}
         keys: dict[str, list[str]] = {}
+        scalars = _Scalars()
         for name, shard in shards(model).items():
             self._add(shard, "", shard.data)
             state = optimizer.state.get(shard.parameter)
             if state is None:
                 continue
             keys[name] = list(state)
-            values[name] = {key: one for key, one in state.items() if not is_part(one, shard)}
+            values[name] = {}
             for key, value in state.items():
                 if is_part(value, shard):
                     self._add(shard, key, value.detach().reshape(-1))
-        self._index = pickle.dumps(_Index(self._runs, values, keys))
+                elif not scalars.takes(name, key, value):
+                    values[name][key] = value
+        scalars.pack()
+        self._index = pickle.dumps(_Index(self._runs, values, scalars, keys))
         self._start = _rounded(_LENGTH_BYTES + len(self._index))
         self.num_bytes = self._start + self._end
 
@@ -103,13 +139,12 @@ class ShardsWriter:
         self._end += _rounded(run.num_bytes)
 
     @torch.no_grad()
-    def write(self, content: torch.Tensor) -> None:
-        """Write the shards into a vector, [num_bytes] of uint8."""
+    def write(self, content: torch.Tensor) -> int:
+        """Write the shards into a vector, [num_bytes] of uint8; return its CRC-32."""
         length = len(self._index).to_bytes(_LENGTH_BYTES, "little")
-        head = content[: _LENGTH_BYTES + len(self._index)]
-        head.copy_(torch.frombuffer(bytearray(length + self._index), dtype=torch.uint8))
-        for run, data in zip(self._runs, self._tensors, strict=True):
-            _elements(content, self._start, run).copy_(data)
+        head = torch.frombuffer(bytearray(length + self._index), dtype=torch.uint8)
+        runs = zip(self._runs, self._tensors, strict=True)
+        return fill(content, [(0, head), *((self._start + run.offset, one) for run, one in runs)])
 
 
 class ShardsReader:
@@ -159,6 +194,8 @@ class ShardsRestore:
         for name, keys in index.keys.items():
             state = self._states.setdefault(name, dict.fromkeys(keys))
             state.update(index.values[name])
+        for name, key, value in index.scalars.items():
+            self._states[name][key] = value
         for run, data in reader.runs():
             shard = self._shards[run.name]
             first = max(run.start, shard.start)

@@ -18,7 +18,8 @@ import torch
 from echelon.dist.channel import Channel
 from echelon.dist.group import ProcessGroup
 from echelon.dist.resilient.copies.choice import Offer, Version, partners_of
-from echelon.dist.resilient.copies.memory import Address, CopyMemory, Stamp, crc_of
+from echelon.dist.resilient.copies.filling import crc_of
+from echelon.dist.resilient.copies.memory import Address, CopyMemory, Stamp
 from echelon.dist.resilient.copies.shards import ShardsWriter
 from echelon.dist.work import Work
 from echelon.errors import CollectiveError, PeerLostError
@@ -57,7 +58,8 @@ class WorldCopies:
         self.roster = tuple(group.ranks)
         self._group = group
         places = [tuple(one) for one in group.all_gather_object(_place())]
-        partners = partners_of(places)
+        machines = [place[0] or place for place in places]  # by boot id, if that can be read
+        partners = partners_of(places, machines)
         me = group.rank
         self._is_one_place = len(set(places)) == 1
         self.own_rank = self.roster[me]
@@ -120,9 +122,8 @@ class WorldCopies:
     ) -> tuple[Stamp, torch.Tensor]:
         memory.erase()
         content = memory.content(writer.num_bytes)
-        writer.write(content)
-        version = Version(step, self.epoch)
-        stamp = Stamp(version, self.own_rank, writer.num_bytes, crc_of(content))
+        crc = writer.write(content)
+        stamp = Stamp(Version(step, self.epoch), self.own_rank, writer.num_bytes, crc)
         memory.commit(stamp)
         return stamp, content
 
