@@ -85,7 +85,8 @@ class Standing:
     Attributes:
         epoch: the number of the rank's epoch.
         step: the first step of this epoch.
-        repeats: the number of steps that must be repeated in this epoch; usually 1.
+        repeats: the number of steps that must be repeated in this epoch; at most 1, unless copies
+            of shards were incomplete or the ranks went back to a checkpoint.
         ready_mono_ns: the time at which the rank was ready to compute the step.
         ready_there_ns: the same time on the clock of the rank's node, if the report came from
             another node; 0 otherwise.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -36,6 +38,19 @@ def check_model(model: nn.Module, world: ProcessGroup) -> None:
             raise ValueError(
                 f"buffer {name!r} is expanded and cannot be restored: clone the buffer first"
             )
+
+
+def check_units(model: nn.Module, before: Sequence[Unit]) -> None:
+    """Check that `prepare` has left the model divided as it was when `run` began.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if units_of(model) != list(before):
+        raise ValueError(
+            "prepare has called fully_shard on a part of the model, whose shards could not be "
+            "restored after a loss: call fully_shard before resilient.run"
+        )
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -111,8 +111,14 @@ class KeptState:
 
     def parts(self) -> dict[str, Any]:
         """Return the state that should be equal on all ranks, keyed by description."""
+        names = {id(one): f"parameter {name!r}" for name, one in self._model.named_parameters()}
+        names |= {id(one): f"buffer {name!r}" for name, one in self._model.named_buffers()}
+        own = {names[id(live)]: kept for live, kept in self._tensors if id(live) in names}
         return {
-            "parameters and buffers": [kept for _, kept in self._tensors],
+            **own,
+            "a parameter outside the model": [
+                kept for live, kept in self._tensors if id(live) not in names
+            ],
             "the optimizer's state": list(self._state.values()),
             "the optimizer's settings": self._settings,
             "also": self._others,

@@ -13,7 +13,7 @@ from torch import nn
 from echelon.dist import runtime
 from echelon.dist.fsdp.parameters.unit import units_of
 from echelon.dist.membership.environment import on_loss
-from echelon.dist.resilient.checks import check_model, check_optimizer
+from echelon.dist.resilient.checks import check_model, check_optimizer, check_units
 from echelon.dist.resilient.epochs import News
 from echelon.dist.resilient.kept import KeptState, Stateful
 from echelon.dist.resilient.sharded import ShardedState
@@ -71,8 +71,9 @@ def run(
             first step to train. All later steps are trained and committed again. Collective.
 
     Raises:
-        ValueError: there is no world, `model` can be neither copied nor restored, or a protected
-            `run` was already called in this process.
+        ValueError: there is no world, `model` can be neither copied nor restored, `prepare` has
+            sharded a part of it, what is not sharded differs between ranks, or a protected `run`
+            was already called in this process.
         CollectiveError: a collective failed, and the launcher did not publish a new epoch, because
             too few ranks are left or no rank has died.
 
@@ -107,15 +108,22 @@ def run(
         )
     if is_protected:
         _claim()
+    units = units_of(model)
+
+    def prepared(world: World) -> Callable[[int], _T]:
+        compute = prepare(world)
+        check_units(model, units)
+        return compute
+
     training: Training[_T]
-    if units_of(model):
+    if units:
         sharded = ShardedState(model, optimizer, also)
         training = ShardedTraining(
-            prepare, sharded, first, total, on_commit, from_checkpoint, is_protected=is_protected
+            prepared, sharded, first, total, on_commit, from_checkpoint, is_protected=is_protected
         )
     else:
         kept = KeptState(model, optimizer, also)
-        training = Training(prepare, kept, first, total, on_commit, is_protected=is_protected)
+        training = Training(prepared, kept, first, total, on_commit, is_protected=is_protected)
     with contextlib.ExitStack() as stack:
         if is_protected:
             runtime.expect_epochs()

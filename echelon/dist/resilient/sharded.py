@@ -83,7 +83,7 @@ class ShardedState:
         mine = {what: digest(value) for what, value in self._rest[self._at].parts().items()}
         rows = group.all_gather_object(mine)
         for what, found in mine.items():
-            if any(row[what] != found for row in rows):
+            if any(row.get(what) != found for row in rows):
                 raise ValueError(
                     f"resilient.run with a sharded model needs everything else to be equal on all "
                     f"ranks, since a lost rank's part could not be restored: {what} differs"

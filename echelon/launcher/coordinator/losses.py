@@ -258,7 +258,7 @@ class Losses:
         )
         what = f"step {step} repeated" if repeats else f"no step repeated, {step} is next"
         if steps_lost:
-            what = f"back at a checkpoint, steps {step} to {step + steps_lost} repeated"
+            what = f"steps {step} to {step + steps_lost} repeated"
         hung = ", ".join(f"rank {rank} ({cause})" for rank, cause in causes.items())
         without = f" without {hung}, with" if hung else " with"
         line = (

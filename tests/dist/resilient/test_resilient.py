@@ -117,6 +117,26 @@ def test_shards_of_a_module_outside_the_model_are_refused():
         dist.shutdown()
 
 
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_model_that_prepare_shards_is_refused(is_sharded):
+    """Its shards were neither copied nor checked."""
+    dist.init()
+    try:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        if is_sharded:
+            fully_shard(model[0])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def prepare(_):
+            fully_shard(model[1])
+            return lambda step: step
+
+        with pytest.raises(ValueError, match="prepare has called fully_shard"):
+            resilient.run(prepare, model, optimizer, total=1)
+    finally:
+        dist.shutdown()
+
+
 @pytest.mark.parametrize(
     ("backend", "error", "says"),
     [

@@ -5,7 +5,16 @@ from __future__ import annotations
 import signal
 
 import pytest
+import torch
+from torch import nn
 
+import echelon.dist as dist
+from echelon.dist import resilient
+from echelon.dist.fsdp import fully_shard
+from echelon.dist.resilient.sharded import ShardedState
+from echelon.dist.resilient.training.sharded import ShardedTraining
+from echelon.errors import CollectiveError
+from echelon.recorder.continuation import Epoch
 from tests.dist.resilient.agent import run_watched
 from tests.dist.resilient.training import train
 from tests.ranks import run_ranks
@@ -57,3 +66,63 @@ def test_ranks_may_die_before_the_copies_of_the_next_world_exist(tmp_path, undis
     ]  # fmt: skip
     ends = _survive(tmp_path, 6, kills)
     assert [end[0] for end in ends] == [undisturbed]
+
+
+def _drift(rank, world_size):
+    dist.init("shm", timeout_s=60)
+    torch.manual_seed(0)
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+
+    def train_step(step):
+        seen.append(step)
+        model(torch.full((2, 4), float(rank)) + torch.eye(4)[:2]).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(ValueError, match=r"buffer '1\.running_mean' differs"):
+        resilient.run(lambda _: train_step, model, optimizer, total=5)
+    dist.shutdown()
+    return seen
+
+
+def test_a_buffer_that_a_step_lets_drift_is_named_after_the_first_step():
+    """A loss would be too late: the lost rank's statistics could not be restored."""
+    assert run_ranks(_drift, 2, environ={"ECHELON_ON_LOSS": "shrink"}) == [[0], [0]]
+
+
+@pytest.fixture
+def training():
+    """A training of nine steps on one rank, in which step 2 fails."""
+
+    def fail(step):
+        if step == 2:
+            raise CollectiveError("torn")
+
+    dist.init()
+    try:
+        model = fully_shard(nn.Linear(2, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = ShardedState(model, optimizer)
+        yield ShardedTraining(lambda _: fail, state, 0, 9, None, None, is_protected=False)
+        state.drop()
+    finally:
+        dist.shutdown()
+
+
+def test_a_finished_step_that_is_computed_again_is_counted(training):
+    epoch = Epoch(number=1, roster=(0, 1), lost=(2,))
+    with pytest.raises(CollectiveError, match="torn"):
+        training.train(resilient.World(dist.world(), 0, ()))
+    assert training._row(epoch)["begun"] == 3, "steps 0, 1 and 2"
+    rosters = [(0, (0, 1, 2))]
+    both = [(0, step, owner) for owner in (0, 2) for step in (5, 6)]
+    rows = [
+        {"begun": 7, "offers": both, "rosters": rosters},
+        {"begun": 6, "offers": [(0, 5, 1)], "rosters": rosters},
+    ]
+    assert training._agree(epoch, rows) == (5, 2), "step 5, which was finished, and step 6"
+    rows[0]["begun"] = 6
+    assert training._agree(epoch, rows) == (5, 1)
+    rows[1]["offers"] = [(0, 6, 1)]
+    assert training._agree(epoch, rows) == (6, 0)

@@ -59,6 +59,7 @@ class Training(Generic[_T]):
         self._on_commit = on_commit
         self._may_continue = is_protected
         self._has_begun = False
+        self._is_inside = False  # of a step that it has begun and not finished
         self._kept = first - 1
         self._finished = first - 1
         self._result: _T | None = None
@@ -76,6 +77,7 @@ class Training(Generic[_T]):
                 if not (self._may_continue and self._has_begun):
                     raise
                 now = self._recover(err)
+                self._is_inside = False
         self._state.drop()
         if self._may_continue:
             # How this rank came to its last world stays: the launcher may not have read it yet.
@@ -92,9 +94,10 @@ class Training(Generic[_T]):
             self._begin(world)
         while self._kept < self._total:
             step(self._kept)
+            self._is_inside = True
             result = compute(self._kept)
             self._check_groups()
-            self._finished, self._result = self._kept + 1, result
+            self._finished, self._result, self._is_inside = self._kept + 1, result, False
             world.group.barrier()
             self._commit(is_kept=world.group.size > 1)
 
@@ -186,14 +189,14 @@ class Training(Generic[_T]):
         """Return the values that this rank shares with the other ranks of an epoch."""
         return {"kept": self._kept, "finished": self._finished}
 
-    def _agree(self, epoch: Epoch, rows: list[dict[str, Any]]) -> tuple[int, bool]:  # noqa: ARG002 -- of sharded models
-        """Go back to the common step; return its number and whether the step is repeated."""
+    def _agree(self, epoch: Epoch, rows: list[dict[str, Any]]) -> tuple[int, int]:  # noqa: ARG002 -- of sharded models
+        """Go back to the common step; return its number and how many steps are repeated."""
         target = min(int(row["finished"]) for row in rows)
-        repeats = any(row["kept"] == target for row in rows) and target < self._total
+        repeats = int(any(row["kept"] == target for row in rows) and target < self._total)
         self._settle(target)
         return target, repeats
 
-    def _arrive(self, target: int, *, repeats: bool) -> None:
+    def _arrive(self, target: int, *, repeats: int) -> None:
         self._note(target, repeats=repeats)
 
     def _note(self, first_step: int, *, repeats: int = 0) -> None:

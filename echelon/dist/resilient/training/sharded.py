@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from echelon.dist import runtime
 from echelon.dist.resilient.copies.choice import Choice, CopiesLostError
 from echelon.dist.resilient.sharded import ShardedState, choice_of
 from echelon.dist.resilient.training.replicated import Training
@@ -96,6 +97,8 @@ class ShardedTraining(Training[_T]):
         self._report(self._finished if is_last else self._kept)
         self._kept = self._finished
         self._keep_or_drop(is_kept=is_kept and not is_last)
+        if self._kept == self._first + 1 and not is_last:
+            self._state.check_alike(runtime.world())  # what a step lets drift is seen here
 
     def _report(self, stop: int) -> None:
         """Pass the results of all steps before `stop` to `on_commit`."""
@@ -107,23 +110,24 @@ class ShardedTraining(Training[_T]):
     # ---- after a loss ----
 
     def _row(self, epoch: Epoch) -> dict[str, Any]:
-        return {"begun": self._finished} | self._state.offers(epoch.roster)
+        begun = self._finished + self._is_inside
+        return {"begun": begun} | self._state.offers(epoch.roster)
 
-    def _agree(self, epoch: Epoch, rows: list[dict[str, Any]]) -> tuple[int, bool]:
+    def _agree(self, epoch: Epoch, rows: list[dict[str, Any]]) -> tuple[int, int]:
         try:
             self._choice = choice_of(dict(zip(epoch.roster, rows, strict=True)))
         except CopiesLostError as err:
             if self._from_checkpoint is None:
                 raise
             self._choice, self._lost_text = None, str(err)
-            return self._kept, True
+            return self._kept, 1
         target = self._choice.version.step
         for number in [one for one in self._results if one >= target]:
             del self._results[number]
         self._kept = self._finished = target
-        return target, target < self._total
+        return target, max(int(row["begun"]) for row in rows) - target
 
-    def _arrive(self, target: int, *, repeats: bool) -> None:  # noqa: ARG002 -- see `_enter`
+    def _arrive(self, target: int, *, repeats: int) -> None:  # noqa: ARG002 -- see `_enter`
         self._repeats = repeats
 
 
