@@ -138,10 +138,7 @@ class Picture:
 
     @cached_property
     def unseen(self) -> frozenset[int]:
-        """The ranks about which nothing is known.
-
-        An unseen rank recorded no call, and the coordinator did not observe its end.
-        """
+        """The ranks about which nothing is known."""
         ranks = self.evidence.ranks
         recorded = {rank for rank, facts in ranks.items() if facts.has_ring and len(facts.rows)}
         silent = {

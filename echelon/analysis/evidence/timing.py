@@ -108,8 +108,8 @@ def clocks_contradict(
 ) -> bool:
     """Return whether the records prove that a host's clock changed after its offset was measured.
 
-    No member can leave a collective before the last member has entered it. Timestamps that say
-    otherwise are wrong.
+    No member can leave a collective before the last member has entered it, so timestamps that
+    contradict this order are wrong.
 
     Args:
         created_ns: the arrival times at collectives that end only once all members have entered:

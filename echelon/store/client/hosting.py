@@ -32,7 +32,7 @@ class Hosted:
         self._num_stores = 1
 
     def share(self) -> Hosted:
-        """Add one store to those that share the server."""
+        """Add a store that shares the server."""
         self._num_stores += 1
         return self
 

@@ -66,7 +66,7 @@ class Session:
             link.channel.close()
 
     def link(self, operation: str, key: bytes, deadline: Deadline) -> Link:
-        """Return the current link if it still works; otherwise connect.
+        """Return the current link, replacing it if it no longer works.
 
         Raises:
             StoreError: the store is closed, or belongs to another process.

@@ -18,7 +18,7 @@ _PACKET_COMMANDS: Final = 131072  # more than one packet can hold
 
 
 def serve(peer: Peer, messages: Iterator[Any]) -> Iterator[Any]:
-    """Execute a member's messages; return those that must be deferred.
+    """Execute a member's messages; return the messages that must be deferred.
 
     Messages are deferred if the peer is closed, has too many unread replies or must let other peers
     run.

@@ -125,7 +125,7 @@ def _is_over(facts: RankEvidence, breaks: Sequence[_Break]) -> npt.NDArray[np.bo
 
 
 def _kind_of(error: str) -> str:
-    """Return the kind of a recorded error, or "" if the error ends more than a group."""
+    """Return the kind of a recorded error, or "" if the kind is unknown."""
     return next((kind for kind, pattern in _KINDS.items() if pattern.search(error)), "")
 
 

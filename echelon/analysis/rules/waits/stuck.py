@@ -190,7 +190,7 @@ def _is_at_store(facts: RankEvidence) -> bool:
 
 
 def is_left_behind(picture: Picture, wait: Wait) -> bool:
-    """Return whether peers completed the operation while these ranks remained in it.
+    """Return whether peers completed the operation while the waiting ranks remained in it.
 
     A difference between dumps that were taken at different times does not count. A dead link does
     not count either, because one side may then complete an operation that the other side cannot.

@@ -182,7 +182,7 @@ def _place_below(folder: Path, rank_dir: Path, reason: str) -> Place:
 
 
 def _temporary_folder() -> Path:
-    """Return echelon's trusted folder in the node's temporary folder."""
+    """Return a trusted folder for echelon in the node's temporary folder."""
     folder = Path(tempfile.gettempdir()) / f"echelon-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
