@@ -64,7 +64,11 @@ def make_parser(environ: Mapping[str, str]) -> Parser:
     )
     default = Defaults(environ)
     parser.add_argument("--version", action="version", version=f"echelon {__version__}")
-    _add_job_options(parser.add_argument_group("the job"), default)
+    job = parser.add_argument_group("the job")
+    _add_size_options(job, default)
+    _add_failure_options(job, default)
+    _add_restart_options(job, default)
+    _add_worker_options(job, default)
     _add_placement_options(parser.add_argument_group("placement"), default)
     add_node_options(parser.add_argument_group("many nodes"), default)
     _add_watch_options(parser.add_argument_group("watching"), default)
@@ -75,7 +79,7 @@ def make_parser(environ: Mapping[str, str]) -> Parser:
     return parser
 
 
-def _add_job_options(job: argparse._ArgumentGroup, default: Defaults) -> None:
+def _add_size_options(job: argparse._ArgumentGroup, default: Defaults) -> None:
     job.add_argument(
         "--nproc-per-node",
         type=num_workers,
@@ -84,6 +88,9 @@ def _add_job_options(job: argparse._ArgumentGroup, default: Defaults) -> None:
         help="workers to start: a number, auto, cpu (one per usable core), gpu or xpu (default 1)",
     )
     default.flag(job, "--standalone", help="run on this node only; ignore multi-node options")
+
+
+def _add_failure_options(job: argparse._ArgumentGroup, default: Defaults) -> None:
     job.add_argument(
         "--max-restarts",
         type=not_negative,
@@ -120,6 +127,9 @@ def _add_job_options(job: argparse._ArgumentGroup, default: Defaults) -> None:
         help="avoid a node after N failures of its own if another node can take its place; 0: "
         "never (default 2; with --restart-policy smart)",
     )
+
+
+def _add_restart_options(job: argparse._ArgumentGroup, default: Defaults) -> None:
     job.add_argument(
         "--before-restart",
         default=default("before_restart", ""),
@@ -143,6 +153,9 @@ def _add_job_options(job: argparse._ArgumentGroup, default: Defaults) -> None:
         help="keep N processes on each node that have loaded the program's libraries, so that "
         "ranks restart without that delay; each takes their memory (default 0)",
     )
+
+
+def _add_worker_options(job: argparse._ArgumentGroup, default: Defaults) -> None:
     job.add_argument(
         "--rdzv-id", default=default("rdzv_id", ""), metavar="ID", help="the job's name"
     )
