@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.dist.fsdp.parameters.flat import member_of
+from echelon.dist.fsdp.parameters.member import member_of
 
 _STATE = "average"
 

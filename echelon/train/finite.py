@@ -18,7 +18,7 @@ from torch import nn
 
 from echelon.dist.fsdp import clip_grad_norm_
 from echelon.dist.fsdp.guards.clipping import groups_of, largest
-from echelon.dist.fsdp.parameters.flat import member_of
+from echelon.dist.fsdp.parameters.member import member_of
 from echelon.dist.group import ProcessGroup
 from echelon.errors import NonFiniteGradientError
 

@@ -12,8 +12,9 @@ from torch import nn
 from echelon.dist.fsdp import states
 from echelon.dist.fsdp.guards import optimizers, torch_calls
 from echelon.dist.fsdp.parameters import meta
-from echelon.dist.fsdp.parameters.flat import NO_HOOKS, Flat, Source, member_of
+from echelon.dist.fsdp.parameters.flat import Flat
 from echelon.dist.fsdp.parameters.marks import attach
+from echelon.dist.fsdp.parameters.member import NO_HOOKS, Source, member_of
 from echelon.dist.fsdp.parameters.unit import Unit, owner_of, unit_of
 from echelon.dist.fsdp.settings import CPUOffloadPolicy, MixedPrecisionPolicy
 from echelon.dist.fsdp.step import agreement, hooks

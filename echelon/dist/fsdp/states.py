@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.dist.fsdp.parameters.flat import Flat, Member, make_whole, member_of
+from echelon.dist.fsdp.parameters.flat import Flat, make_whole
 from echelon.dist.fsdp.parameters.layout import tagged_shape
+from echelon.dist.fsdp.parameters.member import Member, member_of
 from echelon.dist.fsdp.parameters.unit import Unit, owner_of, units_of
 from echelon.dist.fsdp.step.driver import driver_of
 from echelon.dist.fsdp.uncompiled import uncompiled_call

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.dist.fsdp.parameters.flat import member_of
+from echelon.dist.fsdp.parameters.member import member_of
 from echelon.dist.fsdp.parameters.slices import slice_of
 
 # By name too, because the last stage of a pipeline has a head but no embedding of the same shape.

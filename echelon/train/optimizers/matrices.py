@@ -24,7 +24,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from echelon.dist.fsdp.parameters.flat import Flat, Member, member_of
+from echelon.dist.fsdp.parameters.flat import Flat
+from echelon.dist.fsdp.parameters.member import Member, member_of
 from echelon.dist.group import ProcessGroup
 from echelon.train.optimizers.newton_schulz import num_products
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from echelon.dist.fsdp.parameters.flat import member_of
+from echelon.dist.fsdp.parameters.member import member_of
 from echelon.dist.fsdp.parameters.slices import Slice, slice_of
 from echelon.dist.group import ProcessGroup
 from echelon.dist.mesh import DeviceMesh

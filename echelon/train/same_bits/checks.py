@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import echelon.dist as dist
 from echelon.dist.canonical import Run, agree_runs, even_runs
-from echelon.dist.fsdp.parameters.flat import member_of
+from echelon.dist.fsdp.parameters.member import member_of
 from echelon.dist.group import ProcessGroup
 from echelon.errors import NotReproducibleError
 from echelon.train.optimizers.muon import Muon

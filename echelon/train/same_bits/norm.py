@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from echelon.dist.canonical.norm import PartialBlocks, block_sums, tree_total
-from echelon.dist.fsdp.parameters.flat import Flat, Member, member_of
+from echelon.dist.fsdp.parameters.flat import Flat
+from echelon.dist.fsdp.parameters.member import Member, member_of
 from echelon.dist.group import ProcessGroup
 
 

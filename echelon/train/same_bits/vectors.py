@@ -19,8 +19,9 @@ from echelon.dist.canonical import (
 )
 from echelon.dist.canonical.collective import even_splits
 from echelon.dist.canonical.tree import Node
-from echelon.dist.fsdp.parameters.flat import Flat, mark, member_of
+from echelon.dist.fsdp.parameters.flat import Flat
 from echelon.dist.fsdp.parameters.layout import Layout
+from echelon.dist.fsdp.parameters.member import mark, member_of
 from echelon.dist.fsdp.parameters.unit import units_of
 from echelon.dist.group import ProcessGroup
 

@@ -143,7 +143,7 @@ def test_only_the_units_at_work_are_in_memory():
 
 def _clip(rank, size):
     from echelon.dist.fsdp import clip_grad_norm_
-    from echelon.dist.fsdp.parameters.flat import member_of
+    from echelon.dist.fsdp.parameters.member import member_of
 
     models.join()
     norms = []

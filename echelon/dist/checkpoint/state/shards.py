@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from echelon.dist.checkpoint.disk.pattern import Repeats, pattern_of
-from echelon.dist.fsdp.parameters.flat import member_of
+from echelon.dist.fsdp.parameters.member import member_of
 from echelon.dist.fsdp.parameters.slices import Slice, slice_of
 
 if TYPE_CHECKING:

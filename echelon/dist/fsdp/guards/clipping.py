@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from echelon.dist.fsdp.parameters.flat import Member, member_of
+from echelon.dist.fsdp.parameters.member import Member, member_of
 from echelon.dist.fsdp.parameters.unit import units_of
 from echelon.dist.fsdp.uncompiled import uncompiled_call
 from echelon.dist.group import ProcessGroup

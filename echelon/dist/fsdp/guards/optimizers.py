@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from echelon.dist.fsdp.parameters.flat import member_of
+from echelon.dist.fsdp.parameters.member import member_of
 from echelon.dist.fsdp.parameters.unit import Unit, owner_of
 from echelon.dist.fsdp.step.driver import driver_of
 from echelon.dist.fsdp.uncompiled import uncompiled

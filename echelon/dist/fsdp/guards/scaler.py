@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from echelon.dist.fsdp.guards.clipping import groups_of, largest
-from echelon.dist.fsdp.parameters.flat import Member, member_of
+from echelon.dist.fsdp.parameters.member import Member, member_of
 from echelon.dist.group import ProcessGroup
 
 T = TypeVar("T", bound="torch.Tensor | list[torch.Tensor]")

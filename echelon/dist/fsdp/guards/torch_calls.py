@@ -30,7 +30,7 @@ from torch.autograd.graph import GradientEdge
 
 from echelon.dist.fsdp.guards.clipping import clip_grad_norm_
 from echelon.dist.fsdp.guards.scaler import share_overflow
-from echelon.dist.fsdp.parameters.flat import is_of_shard, member_of
+from echelon.dist.fsdp.parameters.member import is_of_shard, member_of
 from echelon.dist.fsdp.uncompiled import uncompiled
 
 _installed = False

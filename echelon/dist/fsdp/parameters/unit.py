@@ -10,9 +10,10 @@ from torch import nn
 
 from echelon.dist.fsdp.memory.storage import Memory
 from echelon.dist.fsdp.order.entry import Entry, State
-from echelon.dist.fsdp.parameters.flat import Flat, Member
+from echelon.dist.fsdp.parameters.flat import Flat
 from echelon.dist.fsdp.parameters.layout import TAG_BITS
 from echelon.dist.fsdp.parameters.marks import attached
+from echelon.dist.fsdp.parameters.member import Member
 from echelon.dist.fsdp.settings import MixedPrecisionPolicy
 from echelon.dist.group import ProcessGroup
 

@@ -23,8 +23,8 @@ from echelon.dist.fsdp.memory.storage import Memory
 from echelon.dist.fsdp.order import actions as act
 from echelon.dist.fsdp.order.budget import Size
 from echelon.dist.fsdp.order.order import Order
-from echelon.dist.fsdp.parameters.flat import Member
 from echelon.dist.fsdp.parameters.layout import tag_of
+from echelon.dist.fsdp.parameters.member import Member
 from echelon.dist.fsdp.parameters.unit import Unit
 from echelon.dist.fsdp.step.reducer import Reducer
 from echelon.dist.fsdp.uncompiled import uncompiled

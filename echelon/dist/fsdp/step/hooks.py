@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from echelon.dist.fsdp.order.entry import UNWATCHED, State
-from echelon.dist.fsdp.parameters.flat import Member
+from echelon.dist.fsdp.parameters.member import Member
 from echelon.dist.fsdp.parameters.unit import Unit, unit_of
 from echelon.dist.fsdp.step.driver import driver_of
 from echelon.dist.fsdp.step.nested import map_tensors, tensors_in

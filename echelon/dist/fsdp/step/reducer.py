@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from echelon.dist.fsdp.memory.storage import Pool
-from echelon.dist.fsdp.parameters.flat import Flat, Member
+from echelon.dist.fsdp.parameters.flat import Flat
+from echelon.dist.fsdp.parameters.member import Member
 from echelon.dist.fsdp.parameters.unit import Unit
 from echelon.dist.fsdp.step.reduction import Reduction
 from echelon.dist.group import ProcessGroup

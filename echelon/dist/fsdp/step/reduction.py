@@ -13,8 +13,9 @@ from __future__ import annotations
 import torch
 
 from echelon.dist.fsdp.memory.storage import Pool
-from echelon.dist.fsdp.parameters.flat import Flat, Member, mark
+from echelon.dist.fsdp.parameters.flat import Flat
 from echelon.dist.fsdp.parameters.layout import tagged_shape
+from echelon.dist.fsdp.parameters.member import Member, mark
 from echelon.dist.group import ProcessGroup
 from echelon.dist.work import Work
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from echelon.dist.fsdp import gradient_sync, reduce_gradients, reshard, shards, unshard
-from echelon.dist.fsdp.parameters.flat import member_of
+from echelon.dist.fsdp.parameters.member import member_of
 from echelon.dist.fsdp.parameters.unit import units_of
 from echelon.dist.fsdp.step.driver import driver_of
 from echelon.dist.group import ProcessGroup
