@@ -15,6 +15,7 @@ from echelon.dist.backends.interface import Engine, Members
 from echelon.dist.backends.router import Router
 from echelon.dist.channel import ChannelTags
 from echelon.dist.group import ProcessGroup
+from echelon.dist.membership.absent import AbsentEngine
 from echelon.dist.membership.board import Board
 from echelon.dist.membership.host import address_towards
 from echelon.dist.membership.liveness import Liveness
@@ -140,6 +141,17 @@ class GroupMaker:
             made.pop_all()
         self._add(group)
         weakref.finalize(group, self._drop, group.state).atexit = False
+        return group
+
+    def make_absent(self, ranks: Sequence[int], name: str, timeout_s: float) -> ProcessGroup:
+        """Return a group that contains this rank, and refuses all operations. Local."""
+        members = Members(name=name, rank=list(ranks).index(self._rank), ranks=ranks)
+
+        def make_none(ranks: Sequence[int], name: str, path: str) -> ProcessGroup | None:
+            raise AssertionError((ranks, name, path))  # `split` fails before that
+
+        group = ProcessGroup(members, AbsentEngine(members), timeout_s, make_none)
+        self._add(group)
         return group
 
     def _checking(self, liveness: Liveness) -> Callable[[], None]:

@@ -24,7 +24,7 @@ from echelon.dist.group import ProcessGroup
 from echelon.dist.make_group import Facts, GroupMaker
 from echelon.dist.membership import clocks
 from echelon.dist.membership.environment import Rendezvous
-from echelon.dist.membership.meet import next_round
+from echelon.dist.membership.meet import latest_round, next_round
 from echelon.dist.operation.checks import check_name, check_ranks, check_timeout
 from echelon.dist.options import Options
 from echelon.errors import CollectiveError, StoreConnectionError, StoreError
@@ -60,6 +60,7 @@ class _World:
         self._num_named: Counter[str] = Counter()
         self.pid = os.getpid()
         self.world: ProcessGroup | None = None
+        self.is_joining = False
         self.maker = GroupMaker(rendezvous.rank, self.store, backend, options)
 
     @property
@@ -89,7 +90,7 @@ class _World:
         self._num_named.clear()
         store = PrefixStore("world", self.store)
         self.world = self.maker.make(ranks, f"world.{epoch}", store, self.timeout_s, facts)
-        self.is_between = False
+        self.is_between = self.is_joining = False
         return self.world
 
     def agree(self, what: str) -> Agreement:
@@ -142,6 +143,10 @@ def init(
 
     After `shutdown`, a program may call `init` again with the same store if every rank does so.
 
+    In a process that takes the place of a lost rank (`echelon run --on-loss replace`), the call
+    returns at once. The world then has its size and ranks, but refuses all operations until
+    `resilient.run` has let the process join the others.
+
     Args:
         backend: "shm", "gloo", "shm+gloo", "xccl", "nccl" or a plug-in's name. None means "shm" if
             all ranks are on one host, and "shm+gloo" otherwise; a device backend is added at the
@@ -179,7 +184,7 @@ def init(
         if recorder is not None and recorder.identity.world_size != rendezvous.world_size:
             recorder.identify(world_size=rendezvous.world_size, rank=rendezvous.rank)
         state = _join(joining, rendezvous, backend, options, seconds)
-        offset = _clock_offset(state, rendezvous)
+        offset = None if state.is_joining else _clock_offset(state, rendezvous)
         if recorder is not None:
             if offset is not None:
                 recorder.identify(clock_offset_ns=offset.offset_ns, clock_error_ns=offset.error_ns)
@@ -319,6 +324,19 @@ def first_error() -> CollectiveError | None:
     return _need().maker.first_error()
 
 
+def join_after() -> int | None:
+    """Return the newest epoch when this process started in the place of a lost rank.
+
+    Returns:
+        None if this process was started together with the others, or has joined them.
+
+    Raises:
+        ValueError: there is no world.
+    """
+    state = _need()
+    return state.rendezvous.join_after if state.is_joining else None
+
+
 def own_rank() -> int:
     """Return the rank that the launcher gave to this process.
 
@@ -418,6 +436,8 @@ def _join(
     options: Options,
     timeout_s: float,
 ) -> _World:
+    if rendezvous.join_after >= 0 and not _has_left:
+        return _stand_by(joining, rendezvous, backend, options, timeout_s)
     connection, number = _meet(joining, rendezvous, options, timeout_s)
     state = _World(rendezvous, connection, backend, options, timeout_s, number)
     try:
@@ -428,6 +448,22 @@ def _join(
         if isinstance(err, Exception):
             joining.check()
         raise
+    return state
+
+
+def _stand_by(
+    joining: _Joining,
+    rendezvous: Rendezvous,
+    backend: str | None,
+    options: Options,
+    timeout_s: float,
+) -> _World:
+    """Return a world that refuses all operations, until `regroup` lets this process join."""
+    connection = joining.connection = _connect(rendezvous, timeout_s)
+    number = latest_round(_attempt(rendezvous, connection))
+    state = _World(rendezvous, connection, backend, options, timeout_s, number)
+    state.is_joining = True
+    state.world = state.maker.make_absent(range(rendezvous.world_size), "world", timeout_s)
     return state
 
 

@@ -38,7 +38,7 @@ from echelon.launcher.node.workers import Workers
 from echelon.launcher.options.options import Options
 from echelon.launcher.output.output import Terminal
 from echelon.launcher.shortage import is_shortage, raise_descriptor_limit
-from echelon.recorder.continuation import SHRINK
+from echelon.recorder.continuation import REPLACE, SHRINK
 
 if TYPE_CHECKING:  # gRPC only where several nodes need it
     from echelon.launcher.election.standby import Standby
@@ -208,8 +208,8 @@ def _take_part(
             agent.hosting.close()
     if agent.over is None:
         why = f"lost the coordinator node ({agent.lost_because})"
-        if options.on_loss == SHRINK:
-            why += "; --on-loss shrink does not cover that, since the job's store was there"
+        if options.on_loss in (SHRINK, REPLACE):
+            why += f"; --on-loss {options.on_loss} does not cover that: the job's store was there"
         return _leave_alone(agent, directory, terminal, why)
     if agent.over.text:
         terminal.say(agent.over.text)
@@ -420,6 +420,8 @@ class _Agent:
             node.kill()
         elif isinstance(command, m.KillRanks):
             node.kill_ranks(command)
+        elif isinstance(command, m.Replace):
+            node.replace(command)
         elif isinstance(command, m.Collect):
             node.collect(command)
         elif isinstance(command, m.ClearUp):

@@ -17,11 +17,15 @@ from pathlib import Path
 
 _FILE = "standing.json"
 SHRINK = "shrink"  # of ECHELON_ON_LOSS: the launcher publishes epochs
+REPLACE = "replace"  # the same, and starts a process in the place of each lost rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Epoch:
     """The ranks of an attempt between two losses. A newer epoch replaces all earlier epochs.
+
+    An epoch with `joins` follows no loss: the ranks of the epoch before it finish their step, and
+    enter this one together with the ranks that join.
 
     Attributes:
         number: the epoch's number, counting from 1. Epoch 0, in which the attempt begins, is not
@@ -30,6 +34,8 @@ class Epoch:
         lost: the ranks that the attempt has lost so far, in ascending order.
         done: the ranks that have finished all steps.
         left: the ranks that exited before their last step. If there are any, no rank can continue.
+        joins: the ranks of the roster that join with this epoch, in the place of lost ranks.
+        dismissed: ranks that were to join and must exit, because the others have finished.
     """
 
     number: int
@@ -37,6 +43,8 @@ class Epoch:
     lost: tuple[int, ...]
     done: tuple[int, ...] = ()
     left: tuple[int, ...] = ()
+    joins: tuple[int, ...] = ()
+    dismissed: tuple[int, ...] = ()
 
     def pack(self) -> str:
         """Return the epoch encoded as compact JSON."""
@@ -51,7 +59,7 @@ class Epoch:
         """
         try:
             told = json.loads(text)
-            names = ("roster", "lost", "done", "left")
+            names = ("roster", "lost", "done", "left", "joins", "dismissed")
             lists = {name: tuple(map(int, told[name])) for name in names}
             return cls(number=int(told["number"]), **lists)
         except (KeyError, TypeError) as err:
@@ -76,6 +84,7 @@ class State(Enum):
 
     PROTECTED = "protected"  # it holds what it takes to continue without another rank
     DONE = "done"  # it has finished all steps
+    JOINING = "joining"  # it takes the place of a lost rank, and has no state yet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +99,7 @@ class Standing:
         ready_mono_ns: the time at which the rank was ready to compute the step.
         ready_there_ns: the same time on the clock of the rank's node, if the report came from
             another node; 0 otherwise.
+        meets: the epoch that the rank is entering together with ranks that join; 0 if none.
     """
 
     state: State
@@ -98,6 +108,7 @@ class Standing:
     repeats: int = 0
     ready_mono_ns: int = 0
     ready_there_ns: int = 0
+    meets: int = 0
 
 
 def note_standing(standing: Standing) -> None:
@@ -122,6 +133,7 @@ def read_standing(rank_dir: Path) -> Standing | None:
             step=int(told["step"]),
             repeats=int(told["repeats"]),
             ready_mono_ns=int(told["ready_mono_ns"]),
+            meets=int(told["meets"]),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -32,6 +32,7 @@ RUN = {
     "echelon run --nproc-per-node 4 --max-restarts 3 --standby 4 train.py": 0,
     "echelon run --nproc-per-node 4 --on-loss shrink train.py": 0,
     "echelon run --nproc-per-node 4 --on-loss shrink --on-stall replace train.py": 0,
+    "echelon run --nproc-per-node 4 --standby 1 --on-loss replace train.py": 0,
     "echelon run --nproc-per-node 4 -m echelon.planner.measure ": 0,
     "echelon run --nproc-per-node 8 --torch-backend echelon train.py": 0,
     "echelon run --nproc-per-node 8 train.py": 0,

@@ -7,7 +7,8 @@
 | MASTER_ADDR, MASTER_PORT | the store |
 | TORCHELASTIC_USE_AGENT_STORE | "True": the launcher hosts the store; else rank 0 does |
 | TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT | namespace of this attempt's keys |
-| ECHELON_ON_LOSS | "shrink": when a rank dies, the launcher publishes which ranks are left |
+| ECHELON_ON_LOSS | "shrink" or "replace": when a rank dies, the launcher publishes who is left |
+| ECHELON_JOIN_AFTER | this process takes a lost rank's place, in an epoch after this one |
 | ECHELON_SHM | "python": use the shm backend's pure-Python engine, even if the C core was built |
 """
 
@@ -30,6 +31,7 @@ class Rendezvous:
     hosts_store: bool = False  # this rank does
     rank_0_hosts_store: bool = False
     namespace: str = ""
+    join_after: int = -1  # of a process in the place of a lost rank: the newest epoch at its start
 
     @classmethod
     def from_environment(cls) -> Rendezvous:
@@ -59,6 +61,7 @@ class Rendezvous:
                 f"echelon/{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}"
                 f"/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
             ),
+            join_after=_number("ECHELON_JOIN_AFTER", -1),
         )
 
 
@@ -77,7 +80,11 @@ def local_rank() -> int:
 
 
 def on_loss() -> str:
-    """Return what the launcher does when a rank dies: "shrink", or "" to end the attempt."""
+    """Return what the launcher does when a rank dies.
+
+    Returns:
+        "shrink" or "replace"; "" if it ends the attempt.
+    """
     return os.environ.get("ECHELON_ON_LOSS", "")
 
 

@@ -55,6 +55,11 @@ def next_round(members: Members, store: PrefixStore, deadline_s: float) -> int:
     return number
 
 
+def latest_round(store: PrefixStore) -> int:
+    """Return the number of the world that the ranks created last, for a process that joins it."""
+    return store.add("worlds", 0)
+
+
 def exchange(
     members: Members, store: PrefixStore, key: str, mine: Any, deadline_s: float
 ) -> list[Any]:

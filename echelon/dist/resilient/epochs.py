@@ -39,12 +39,13 @@ class Epochs:
     Args:
         store: the job's store.
         rank: this process's rank, as numbered by the launcher.
+        after: the number of the newest epoch that does not concern this process.
     """
 
-    def __init__(self, store: Store, rank: int) -> None:
+    def __init__(self, store: Store, rank: int, after: int = 0) -> None:
         self._store = store
         self._rank = rank
-        self.number = 0
+        self.number = after
 
     def next(self, timeout_s: float) -> Epoch:
         """Return the newest epoch that has not been returned yet, waiting for it if necessary.
@@ -92,10 +93,12 @@ class News:
     Args:
         store: the job's store.
         take: called with each epoch, on that thread.
+        after: the number of the newest epoch that does not concern this process.
     """
 
-    def __init__(self, store: Store, take: Callable[[Epoch], None]) -> None:
+    def __init__(self, store: Store, take: Callable[[Epoch], None], after: int = 0) -> None:
         self._take = take
+        self._number = after + 1
         self._client = store.clone()
         self._client.observer = None  # it always waits, which explains nothing
         self._stop = threading.Event()
@@ -111,7 +114,7 @@ class News:
         self._thread.join(_CLOSE_S)
 
     def _listen(self) -> None:
-        number = 1
+        number = self._number
         while not self._stop.is_set():
             try:
                 text = self._client.get(epoch_key(number), timeout=_LISTEN_S)

@@ -77,8 +77,7 @@ class KeptState:
             for values in (module._parameters, module._buffers)
         ]
         owned = [one for _, values in self._owned for one in values.values() if one is not None]
-        trained = [one for group in self._optimizer.param_groups for one in group["params"]]
-        every = {id(one): one for one in [*owned, *trained]}
+        every = {id(one): one for one in [*owned, *self._trained()]}
         live = [one for one in every.values() if member_of(one) is None]
         before = {id(one): kept for one, kept in self._tensors}
         self._tensors = [(one, _copied(one, before.get(id(one)))) for one in live]
@@ -124,6 +123,58 @@ class KeptState:
             "also": self._others,
         }
 
+    def contents(self) -> dict[str, Any]:
+        """Return all that is kept, for a rank that joins; see `fill`."""
+        places = {one: at for at, one in enumerate(self._trained())}
+        return {
+            "tensors": [
+                [name, kept] for name, (_, kept) in zip(self._names(), self._tensors, strict=True)
+            ],
+            "state": [[places[one], values] for one, values in self._state.items()],
+            "settings": self._settings,
+            "also": self._others,
+            "random": self._random,
+        }
+
+    def fill(self, contents: dict[str, Any]) -> None:
+        """Take what another rank has kept as this rank's own; `restore` then makes it live.
+
+        Raises:
+            ValueError: the model, the optimizer or `also` are not like those of the other rank.
+        """
+        self.keep()  # what is there to be restored
+        own = list(zip(self._names(), [live for live, _ in self._tensors], strict=True))
+        told = contents["tensors"]
+        if [[name, live.dtype] for name, live in own] != [[name, one.dtype] for name, one in told]:
+            raise ValueError("the parameters and buffers differ from those of the other ranks")
+        if len(contents["settings"]) != len(self._settings):
+            raise ValueError("the optimizer's groups differ from those of the other ranks")
+        if len(contents["also"]) != len(self._also):
+            raise ValueError("also= differs from that of the other ranks")
+        self._tensors = [
+            (live, kept.to(live.device)) for (_, live), (_, kept) in zip(own, told, strict=True)
+        ]
+        trained = self._trained()
+        self._state = {
+            trained[at]: {key: _beside(trained[at], one) for key, one in values.items()}
+            for at, values in contents["state"]
+        }
+        self._settings, self._others = contents["settings"], contents["also"]
+        self._random = contents["random"]
+
+    def _trained(self) -> list[torch.Tensor]:
+        return [one for group in self._optimizer.param_groups for one in group["params"]]
+
+    def _names(self) -> list[str]:
+        """Return a name for each tensor that is kept, in order."""
+        names = {id(one): f"parameter {at}" for at, one in enumerate(self._trained())}
+        for prefix, module in reversed(list(self._model.named_modules())):
+            for values in (module._parameters, module._buffers):
+                names |= {
+                    id(one): f"{prefix}.{name}" for name, one in values.items() if one is not None
+                }
+        return [names[id(live)] for live, _ in self._tensors]
+
     def drop(self) -> None:
         """Release the copies, which are not needed once this rank is the only one left."""
         self._tensors.clear()
@@ -146,6 +197,12 @@ class KeptState:
             for key in [key for key in group if key not in settings and key != "params"]:
                 del group[key]
             group.update(copy.deepcopy(settings))
+
+
+def _beside(parameter: torch.Tensor, value: Any) -> Any:
+    """Return a value of the optimizer's state, on the device where it was on the other rank."""
+    on_device = isinstance(value, torch.Tensor) and value.dim() > 0
+    return value.to(parameter.device) if on_device else value
 
 
 def _is_tensor(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -15,13 +16,14 @@ from echelon.dist.fsdp.parameters.unit import units_of
 from echelon.dist.membership.environment import on_loss
 from echelon.dist.resilient.checks import check_model, check_optimizer, check_units
 from echelon.dist.resilient.epochs import News
+from echelon.dist.resilient.joining import Joins
 from echelon.dist.resilient.kept import KeptState, Stateful
 from echelon.dist.resilient.sharded import ShardedState
 from echelon.dist.resilient.training.replicated import Training, named
 from echelon.dist.resilient.training.sharded import ShardedTraining
 from echelon.dist.resilient.training.world import World
 from echelon.errors import PeerLostError
-from echelon.recorder.continuation import SHRINK, Epoch
+from echelon.recorder.continuation import REPLACE, SHRINK, Epoch
 
 _T = TypeVar("_T")
 _is_claimed = False  # by a protected run of this process
@@ -44,7 +46,10 @@ def run(
     restore the state from the start of that step, and repeat the step. Their processes are not
     restarted. With gradients that do not depend on the number of ranks
     (`echelon.train.same_bits.SameBits`), the result is bitwise identical to that of a run without
-    losses. Under other launchers or settings, `run` warns and trains without this protection.
+    losses. Under `--on-loss replace`, a new process also joins them in the place of each lost rank,
+    at the end of a step: it calls this function like any other rank, receives the state, and only
+    then calls `prepare`. Under other launchers or settings, `run` warns and trains without this
+    protection.
 
     Every rank must call `run` after `echelon.dist.init`. Each step ends with a barrier. Each rank
     copies the training state once per step, and the copy takes as much memory as the state itself.
@@ -76,6 +81,7 @@ def run(
             was already called in this process.
         CollectiveError: a collective failed, and the launcher did not publish a new epoch, because
             too few ranks are left or no rank has died.
+        SystemExit: with code 0, in a process that was to join, once the others have finished.
 
     Example:
         >>> from echelon.train.same_bits import SameBits
@@ -99,7 +105,9 @@ def run(
     check_optimizer(model, optimizer)
     if not first <= total:
         raise ValueError(f"first={first} is above total={total}")
-    is_protected = on_loss() == SHRINK and group.size > 1
+    is_protected = on_loss() in (SHRINK, REPLACE) and group.size > 1
+    joins = Joins(is_on=on_loss() == REPLACE)
+    after = runtime.join_after()
     if group.size > 1 and not is_protected and group.rank == 0:
         warnings.warn(
             "resilient.run gives no protection here: a rank that dies ends this job. Start the "
@@ -117,24 +125,33 @@ def run(
 
     training: Training[_T]
     if units:
+        if after is not None:
+            raise ValueError("a lost rank of a sharded model cannot be replaced yet")
         sharded = ShardedState(model, optimizer, also)
         training = ShardedTraining(
-            prepared, sharded, first, total, on_commit, from_checkpoint, is_protected=is_protected
-        )
+            prepared, sharded, first, total, on_commit, joins, from_checkpoint,
+            is_protected=is_protected,
+        )  # fmt: skip
     else:
         kept = KeptState(model, optimizer, also)
-        training = Training(prepared, kept, first, total, on_commit, is_protected=is_protected)
+        training = Training(
+            prepared, kept, first, total, on_commit, joins, is_protected=is_protected
+        )
     with contextlib.ExitStack() as stack:
         if is_protected:
             runtime.expect_epochs()
-            stack.enter_context(News(runtime.job_store(), _end_world))
+            take = functools.partial(_take_news, joins)
+            stack.enter_context(News(runtime.job_store(), take, after or 0))
         training.train(World(group, 0, ()))
 
 
-def _end_world(epoch: Epoch) -> None:
-    """End the groups of all worlds older than an epoch, on a separate thread."""
-    if epoch.left:
+def _take_news(joins: Joins, epoch: Epoch) -> None:
+    """End the groups of all worlds older than an epoch that follows a loss. Runs on a thread."""
+    if epoch.left or epoch.dismissed:
         return  # only ranks that miss the one which left have failed
+    if epoch.joins:
+        joins.note(epoch)
+        return
     text = f"the launcher counts {named(epoch.lost)} as lost"
     error = PeerLostError(text, operation="loss", sequence=epoch.number, ranks=epoch.lost)
     runtime.end_world(error, epoch.number)

@@ -177,13 +177,14 @@ class Standings:
     `ranks` holds one list for each rank whose state has changed:
 
     - the rank
-    - whether the rank is done
+    - the code of the rank's state
     - the rank's epoch
     - the first step of the epoch
     - whether the first step is repeated
     - the time since the rank was ready, in ms
     - the time at which the rank was ready, in ns on the node's monotonic clock; only for the rank's
       own black box
+    - the epoch that the rank is entering together with ranks that join; 0 if none
     """
 
     attempt: int
@@ -401,6 +402,18 @@ class KillRanks:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Replace:
+    """A command: start a process in the place of a rank that was lost.
+
+    The folder of the lost rank is kept under another name.
+    """
+
+    attempt: int
+    rank: int
+    epoch: int  # the newest one: the process joins in a later one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Collect:
     """A command: take a snapshot of this node's ranks and send their dumps."""
 
@@ -476,8 +489,8 @@ class Probe:
 
 
 Command = (
-    Start | Stop | Kill | KillRanks | Collect | ClearUp | Show | Over | TellStatus | JobShown
-    | Statuses | Tick | TryWays | Welcome | LeaseBeat | Entrust | Vote | Probe
+    Start | Stop | Kill | KillRanks | Replace | Collect | ClearUp | Show | Over | TellStatus
+    | JobShown | Statuses | Tick | TryWays | Welcome | LeaseBeat | Entrust | Vote | Probe
 )  # fmt: skip
 
 _KINDS: dict[str, type[Any]] = {
@@ -487,7 +500,7 @@ _KINDS: dict[str, type[Any]] = {
         CheckIn, Tock, WaysTried, Unkillable, Resume, Welcome, Laps,
         Start, Stop, Kill, Collect, ClearUp, Show, Over, TellStatus, JobShown, Tick, TryWays,
         LeaseBeat, LeaseReply, Entrust, Poll, Renew, Vote, Probe, Probed,
-        Standings, KillRanks,
+        Standings, KillRanks, Replace,
     )
 }  # fmt: skip
 

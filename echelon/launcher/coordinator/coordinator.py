@@ -31,6 +31,7 @@ from echelon.launcher.coordinator.meeting import MeetingPlace
 from echelon.launcher.coordinator.membership import Membership
 from echelon.launcher.coordinator.observers import Observers
 from echelon.launcher.coordinator.probing import Probing
+from echelon.launcher.coordinator.replacing import Replacements
 from echelon.launcher.coordinator.restarting import Restarting
 from echelon.launcher.coordinator.roster import Node, Roster
 from echelon.launcher.coordinator.stalls import Stalls
@@ -51,6 +52,7 @@ if TYPE_CHECKING:  # gRPC only where several nodes need it
 
 _CLEAR_S = 8.0
 _LOOK_S = 0.5
+_JOIN_LOOK_S = 0.05  # the same while a process is to join
 _LOOSE_S = 10.0  # from the loss of a node to its being noticed, on a busy host
 _STEP_S = 2.0  # between two looks; a longer gap counts as this process's own standstill
 _VERDICT_S = 120.0  # for the analyses at the end of the job
@@ -101,6 +103,7 @@ class Coordinator:
         self._losses = Losses(
             options, directory, meeting, report, terminal.say, self._note_continued
         )
+        self._replacements = Replacements(options, self._losses, send, terminal.say)
         # The end of a rank is known at the latest once its node counts as lost.
         dies_s = max(DIES_S, options.conf.lost_after_s + _LOOSE_S)
         self._hung = HungRanks(self._losses, send, terminal.say, dies_s)
@@ -134,7 +137,7 @@ class Coordinator:
         self._started_s = time.monotonic()
         self._stop_signal = 0
         self._look_s = min(_LOOK_S, options.stall_timeout_s / 5)
-        self._next_look_s = 0.0
+        self._next_look_s = self._next_join_look_s = 0.0
         self._lived = LivedTime(_STEP_S, self._started_s)
         self._ending: tuple[World, decide.EndAttempt] | None = None  # waits for verdicts
         self._ending_deadline_s = 0.0
@@ -168,6 +171,8 @@ class Coordinator:
         due = min(self._next_look_s, self._incidents.deadline_s(), self._stalls.deadline_s())
         if world.clearing is not None:
             return min(due, world.clear_deadline_s)
+        if self._replacements.is_busy:
+            due = min(due, self._next_join_look_s)
         return min(due, world.attempt.deadline_s or float("inf"))
 
     def close(self) -> None:
@@ -259,7 +264,12 @@ class Coordinator:
         world.lost.append(node)
         if world.clearing is not None:
             world.clearing.discard(node)
-        ended = {rank: LOST for rank in world.nodes[node] if rank not in world.ended}
+        running = [
+            rank
+            for rank in world.nodes[node]
+            if rank not in world.ended or self._replacements.is_joining(world, rank)
+        ]
+        ended = dict.fromkeys(running, LOST)
         if ended:
             self._note_ended(world, ended)
 
@@ -317,6 +327,12 @@ class Coordinator:
             ended: the exit code of each rank, or LOST.
         """
         self._look_at_losses(world)  # the ranks may have continued after an earlier one
+        joiners = [rank for rank in ended if self._replacements.is_joining(world, rank)]
+        for rank in joiners:
+            self._decide(world, self._replacements.note_ended(rank, ended[rank]))
+        ended = {rank: code for rank, code in ended.items() if rank not in joiners}
+        if not ended:
+            return
         for rank, code in ended.items():
             world.note_ended(rank, None if code == LOST else code)
             if self._hung.cause_of(rank):
@@ -325,6 +341,7 @@ class Coordinator:
         for rank, code in ended.items():
             self._note_end(world, rank, code, is_survived=is_survived)
         if is_survived:
+            self._replacements.note_lost(world, ended)
             self._note_survived(world)
 
     def _note_survived(self, world: World) -> None:
@@ -357,6 +374,8 @@ class Coordinator:
 
     def _look_at_losses(self, world: World) -> None:
         rank = self._losses.look(world)
+        for event in self._replacements.note_taken_back(time.monotonic()):
+            self._decide(world, event)
         if rank is None:
             return
         code = world.ended[rank].code
@@ -507,12 +526,28 @@ class Coordinator:
             self._look_at_losses(world)
             self._check_store()
         self._decide(world, decide.TimePassed())
+        self._step_replacements(world, now_s)
         if self._incidents.is_complete(now_s):
             self._look(world)  # the nodes have just reported what they see after the second look
             self._incidents.finish(world)
         self._stalls.step(now_s)
         self._act_all(world)
         self._check_cleared(world, now_s)
+
+    def _step_replacements(self, world: World, now_s: float) -> None:
+        if not self._replacements.is_busy or now_s < self._next_join_look_s:
+            return
+        self._next_join_look_s = now_s + _JOIN_LOOK_S
+        self._look_at_losses(world)
+        # An incident's dumps are read from the folder of the lost rank.
+        awaits = self._incidents.is_collecting or world.attempt.awaits_collection or self._todo
+        may_start = not (awaits or self._stop_signal or self._hung.is_killing)
+        for event in self._replacements.step(world, now_s, may_start=may_start):
+            if isinstance(event, decide.JoinerAdmitted):
+                self._hung.forget(event.rank)
+                self._observers.tell(o.RankReplaced(attempt=world.number, rank=event.rank))
+                self._begin_again(world)
+            self._decide(world, event)
 
     def _check_store(self) -> None:
         how = self._meeting.how_it_died()
@@ -613,6 +648,8 @@ class Coordinator:
             grace_ms = int(self._options.shutdown_timeout_s * 1000)
             stop = m.Stop(number=action.number, grace_ms=grace_ms, urgent=action.urgent)
             self._tell(world.nodes, stop)
+        elif isinstance(action, decide.DismissJoiners):
+            self._replacements.dismiss(world, action.ranks, time.monotonic())
         elif isinstance(action, decide.KillWorkers):
             self._tell(world.nodes, m.Kill())
         elif isinstance(action, decide.CollectIncident):

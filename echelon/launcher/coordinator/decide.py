@@ -11,7 +11,9 @@ not end early if the first failure was due to a stop signal from outside, becaus
 stopping every process on a node.
 
 If a worker is lost and the others continue, the phase does not change. An incident is collected
-after a pause of the same length.
+after a pause of the same length. A process that takes the place of a lost worker is not a
+worker until it has been admitted. If it ends before that, nothing changes for the others, and it is
+dismissed once no worker is left.
 
 Each node measures the grace period between SIGTERM and SIGKILL by itself. The coordinator's
 backstop is only for a node that does not kill its workers in time. A second request to stop may
@@ -72,6 +74,27 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
+class JoinerStarted:
+    """An event: a process was started in the place of a lost worker, or could not join in time."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class JoinerAdmitted:
+    """An event: the process in the place of a lost worker is a worker from now on."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class JoinerEnded:
+    """An event: the process in the place of a lost worker ended before it was admitted."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class StallSeen:
     """An event: the ranks are making no progress."""
 
@@ -115,8 +138,8 @@ class TimePassed:
 
 
 Event = (
-    WorkerEnded | WorkerLost | StallSeen | SlowSeen | StallExamined | StopRequested
-    | LeaveRequested | TimePassed
+    WorkerEnded | WorkerLost | JoinerStarted | JoinerAdmitted | JoinerEnded | StallSeen | SlowSeen
+    | StallExamined | StopRequested | LeaveRequested | TimePassed
 )  # fmt: skip
 
 # ---- actions ----
@@ -163,7 +186,14 @@ class EndAttempt:
     unkillable: tuple[int, ...] = ()
 
 
-Action = CollectIncident | StopWorkers | KillWorkers | EndAttempt
+@dataclass(frozen=True, slots=True)
+class DismissJoiners:
+    """An action: end the processes that have not joined, because all workers have finished."""
+
+    ranks: tuple[int, ...]
+
+
+Action = CollectIncident | StopWorkers | KillWorkers | DismissJoiners | EndAttempt
 
 
 class Attempt:
@@ -176,6 +206,7 @@ class Attempt:
         self._ended_by = EndedBy.WORKER
         self._first_failure: WorkerEnded | None = None
         self._losses: list[WorkerLost] = []  # not collected yet
+        self._joining: set[int] = set()  # running, but not admitted
         self.phase = Phase.RUNNING
         self.deadline_s: float | None = None  # when to send TimePassed, at the latest
         self.stop_signal = 0
@@ -185,6 +216,11 @@ class Attempt:
         """The ranks that are still running."""
         return tuple(sorted(self._running))
 
+    @property
+    def awaits_collection(self) -> bool:
+        """Whether a lost worker's incident has still to be collected."""
+        return bool(self._losses)
+
     def on(self, event: Event, now_s: float) -> list[Action]:
         """Return the actions that follow from an event, in the order in which to carry them out."""
         if self.phase is Phase.OVER:
@@ -193,6 +229,8 @@ class Attempt:
             return self._on_worker_ended(event, now_s)
         if isinstance(event, WorkerLost):
             return self._on_worker_lost(event, now_s)
+        if isinstance(event, JoinerStarted | JoinerAdmitted | JoinerEnded):
+            return self._on_joiner(event)
         if isinstance(event, StallSeen | SlowSeen):
             is_early, running = isinstance(event, SlowSeen), self.phase is Phase.RUNNING
             return [CollectIncident("stall", event.reason, is_early)] if running else []
@@ -207,7 +245,25 @@ class Attempt:
         if event.code != 0 and self.phase is Phase.RUNNING:
             self._first_failure = event
             self._enter(Phase.SETTLING, now_s + SETTLE_S)
-        return [] if self._running or self._may_be_stopped else self._over()
+        return self._over_if_last()
+
+    def _on_joiner(self, event: JoinerStarted | JoinerAdmitted | JoinerEnded) -> list[Action]:
+        self._joining.discard(event.rank)
+        if isinstance(event, JoinerStarted):
+            self._running.add(event.rank)
+            self._joining.add(event.rank)
+        elif isinstance(event, JoinerEnded):
+            self._running.discard(event.rank)
+            return self._over_if_last()
+        return []
+
+    def _over_if_last(self) -> list[Action]:
+        """Return what follows once no worker is left."""
+        if not self._running:
+            return [] if self._may_be_stopped else self._over()
+        if self.phase is Phase.RUNNING and self._running == self._joining:
+            return [DismissJoiners(self.running)]
+        return []
 
     def _on_worker_lost(self, event: WorkerLost, now_s: float) -> list[Action]:
         """Record the loss of a worker. An incident is collected after a short pause."""
@@ -216,7 +272,7 @@ class Attempt:
             if not self._losses:
                 self.deadline_s = now_s + SETTLE_S
             self._losses.append(event)
-        return [] if self._running else self._over()
+        return self._over_if_last()
 
     def _collect_losses(self) -> list[Action]:
         lost, self._losses = self._losses, []

@@ -121,6 +121,11 @@ class HungRanks:
         if not any(self._incidents[one] is incident for one in self._dying):
             incident.recovered = incident.is_survived = True
 
+    def forget(self, rank: int) -> None:
+        """Forget why a rank was ended, now that another process has taken its place."""
+        self._causes.pop(rank, None)
+        self._incidents.pop(rank, None)
+
     def deadline_s(self) -> float:
         """Return the time by which `undead` must be called."""
         return self._until_s

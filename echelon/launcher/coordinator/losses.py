@@ -4,7 +4,9 @@ With `--on-loss shrink`, an attempt may survive the loss of a rank that is kille
 lost with its node. Every other rank must hold all the data that it needs to continue. The remaining
 ranks are published in the job's store as an epoch. Each rank then reports once it is ready to
 continue training. If an attempt cannot survive a loss, the loss is handled as an ordinary failure,
-and one line gives the reason.
+and one line gives the reason. An epoch can also admit processes that take the place of lost ranks;
+`Replacements` starts them. From then on they are ranks like all others, but hold no state until
+they have joined.
 
 [Note: one world] Only the launcher that hosts the store publishes epochs, and a world begins only
 once all ranks of an epoch have met in that store. So ranks that are cut off from the store never
@@ -24,11 +26,12 @@ from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator import decide
 from echelon.launcher.coordinator.meeting import MeetingPlace
 from echelon.launcher.coordinator.world import World
-from echelon.launcher.job.report import Report
+from echelon.launcher.job.report import Ended, Report
 from echelon.launcher.job.rundir import RunDirectory
 from echelon.launcher.node.standings import of_row
 from echelon.launcher.options.options import Options
 from echelon.recorder.continuation import (
+    REPLACE,
     SHRINK,
     Epoch,
     Standing,
@@ -61,7 +64,7 @@ class Losses:
         note: Callable[[int, str], None] = lambda _attempt, _line: None,
     ) -> None:
         self._note_line = note
-        self._is_on = options.on_loss == SHRINK
+        self._is_on = options.on_loss in (SHRINK, REPLACE)
         self._min_ranks = options.min_ranks
         self._own_node = options.node_name
         self._may_move = options.conf.failover  # the store, to another node
@@ -80,6 +83,8 @@ class Losses:
         self._awaited: Epoch | None = None  # an epoch whose ranks have not all reported
         self._causes: dict[int, str] = {}  # of ranks that were ended because they hang
         self._first_lost_ns = 0  # when the first rank was lost since the last complete epoch
+        self._lost_ns: dict[int, int] = {}  # when each rank was lost
+        self._joining: dict[int, tuple[Ended, int]] = {}  # admitted; see `World.admit`
         self._remote.clear()
 
     def take_standings(self, world: World, event: m.Standings) -> None:
@@ -117,16 +122,19 @@ class Losses:
         if not self._is_on or not is_running:
             return False
         self._follow(world)
-        if any(code >= 0 or -code in _STOPS for code in ended.values()):
+        known = self._standings(world)
+        if any(_is_own_end(code) and not _is_joining(known, rank) for rank, code in ended.items()):
             self._note_left(world, [rank for rank, code in ended.items() if code == 0])
             return False
-        known = self._standings(world)
         lost = [*self._lost, *ended]
         why_not = self._why_not(world, ended, known) or self._publish(world, lost, known)
         who = named(ended)
         if why_not:
             self._say(f"cannot continue without {who}: {why_not}")
             return False
+        self._lost_ns |= dict.fromkeys(ended, monotonic_ns())
+        for rank in ended:
+            self._joining.pop(rank, None)
         verb = "is" if len(ended) == 1 else "are"
         left = named(self._awaited.roster if self._awaited else ())
         self._say(f"{who} {verb} lost; continuing with {left}")
@@ -165,11 +173,78 @@ class Losses:
             self._awaited = None
             self._note(world, epoch, standings)
         elif any(one.state is State.DONE and one.epoch < epoch.number for one in standings):
+            if epoch.joins:
+                self._take_back(world, epoch)
+                return None
             self._publish(world, self._lost, known)
             self._awaited = None
             self._say("cannot continue: a rank finished its last step while another one was lost")
             return next(rank for rank in self._lost if not world.ended[rank].epoch)
         return None
+
+    # ---- processes that take the place of lost ranks ----
+
+    @property
+    def newest(self) -> int:
+        """The number of the newest epoch."""
+        return self._number
+
+    def forget_standing(self, rank: int) -> None:
+        """Forget what a lost rank reported, before another process takes its place."""
+        self._remote.pop(rank, None)
+
+    def waiting(self, world: World) -> list[int]:
+        """Return the ranks that wait to be admitted; none while an epoch or the job is ending."""
+        known = self._standings(world)
+        if self._awaited is not None or any(one.state is State.DONE for one in known.values()):
+            return []
+        return [rank for rank in world.ended if _is_joining(known, rank)]
+
+    def admit(self, world: World, ranks: Sequence[int]) -> bool:
+        """Publish an epoch with which ranks join; return whether that succeeded."""
+        taken = {rank: world.admit(rank) for rank in ranks}
+        lost = [rank for rank in self._lost if rank not in ranks]
+        if self._publish(world, lost, self._standings(world), joins=ranks):
+            for rank, (ended, epoch) in taken.items():
+                world.take_back(rank, ended, epoch)
+            return False
+        self._joining |= taken
+        return True
+
+    def delayed_by(self, world: World) -> list[int]:
+        """Return the admitted ranks for which other ranks wait, now that these have met."""
+        epoch = self._awaited
+        if epoch is None or not self._joining:
+            return []
+        known = self._standings(world)
+        if not any(one.meets >= epoch.number for one in known.values()):
+            return []
+        return [rank for rank in self._joining if _is_joining(known, rank)]
+
+    def is_admitted(self, rank: int) -> bool:
+        """Return whether a rank was admitted, or has joined."""
+        return rank not in self._lost
+
+    def has_joined(self, rank: int) -> bool:
+        """Return whether an admitted rank has joined."""
+        return self.is_admitted(rank) and rank not in self._joining
+
+    def is_waiting(self, world: World, rank: int) -> bool:
+        """Return whether a rank's process waits to join."""
+        return _is_joining(self._standings(world), rank)
+
+    def dismiss(self, world: World, ranks: Sequence[int]) -> None:
+        """Publish that ranks which wait to join must exit, because the others have finished."""
+        known = self._standings(world)
+        self._publish(world, self._lost, known, dismissed=ranks)
+        self._awaited = None
+
+    def _take_back(self, world: World, epoch: Epoch) -> None:
+        """Take back an admission: a rank finished its last step before it learned of it."""
+        for rank in epoch.joins:
+            world.take_back(rank, *self._joining.pop(rank))
+        self._lost = sorted({*self._lost, *epoch.joins})
+        self.dismiss(world, epoch.joins)
 
     def _standings(self, world: World) -> dict[int, Standing]:
         found = dict(self._remote)
@@ -199,12 +274,22 @@ class Losses:
             return f"rank {done[0]} has finished its steps already"
         if not living:
             return "no rank would be left"
+        if not any(known[one].state is State.PROTECTED for one in living):
+            return "no rank would be left that holds the state"
         if len(living) < self._min_ranks:
             left = "1 rank is" if len(living) == 1 else f"{len(living)} ranks are"
             return f"{left} left, below --min-ranks {self._min_ranks}"
         return ""
 
-    def _publish(self, world: World, lost: list[int], known: Mapping[int, Standing]) -> str:
+    def _publish(
+        self,
+        world: World,
+        lost: list[int],
+        known: Mapping[int, Standing],
+        *,
+        joins: Sequence[int] = (),
+        dismissed: Sequence[int] = (),
+    ) -> str:
         """Publish the remaining ranks; return "", or the reason if they cannot be published."""
         done = [one for one, standing in known.items() if standing.state is State.DONE]
         gone = {*world.ended, *done}
@@ -214,6 +299,8 @@ class Losses:
             lost=tuple(sorted(lost)),
             done=tuple(sorted(done)),
             left=tuple(sorted(self._left)),
+            joins=tuple(sorted(joins)),
+            dismissed=tuple(sorted(dismissed)),
         )
         try:
             self._meeting.publish(epoch_key(epoch.number), epoch.pack())
@@ -243,11 +330,15 @@ class Losses:
         }
         world.note_continued(epoch.number, epoch.lost, since_ns, there)
         causes = {rank: self._causes.pop(rank) for rank in epoch.lost if rank in self._causes}
+        joined = sorted(rank for rank in self._joining if rank in epoch.roster)
+        if epoch.joins:
+            seconds = max((monotonic_ns() - self._lost_ns[rank]) / 1e9 for rank in joined)
         self._report.continuations.append(
             {
                 "attempt": world.number,
                 "epoch": epoch.number,
                 "lost_ranks": list(epoch.lost),
+                "joined_ranks": joined,
                 "ended_for": {str(rank): cause for rank, cause in causes.items()},
                 "num_ranks": len(epoch.roster),
                 "step": step,
@@ -256,6 +347,10 @@ class Losses:
                 "seconds": round(seconds, 3),
             }
         )
+        if joined:
+            self._say_joined(world, epoch, joined, step, seconds)
+        if epoch.joins:
+            return
         what = f"step {step} repeated" if repeats else f"no step repeated, {step} is next"
         if steps_lost:
             what = f"steps {step} to {step + steps_lost} repeated"
@@ -267,6 +362,28 @@ class Losses:
         )
         self._say(line)
         self._note_line(world.number, line)
+
+    def _say_joined(
+        self, world: World, epoch: Epoch, joined: Sequence[int], step: int, seconds: float
+    ) -> None:
+        """Report that processes have taken the place of lost ranks."""
+        for rank in joined:
+            del self._joining[rank]
+        line = (
+            f"{named(joined)} replaced in {seconds:.2f} s: joined at step {step}; "
+            f"{len(epoch.roster)} of {world.size} ranks"
+        )
+        self._say(line)
+        self._note_line(world.number, line)
+
+
+def _is_own_end(code: int) -> bool:
+    """Return whether a rank ended by itself, or was stopped as the whole job may be."""
+    return code >= 0 or -code in _STOPS
+
+
+def _is_joining(known: Mapping[int, Standing], rank: int) -> bool:
+    return rank in known and known[rank].state is State.JOINING
 
 
 def named(ranks: Iterable[int]) -> str:

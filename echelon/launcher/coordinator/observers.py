@@ -65,6 +65,14 @@ class Continued:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RankReplaced:
+    """A new process was admitted in the place of a lost rank."""
+
+    attempt: int
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptEnded:
     """All ranks of an attempt, and all processes that they started, have ended."""
 
@@ -100,7 +108,7 @@ class JobEnded:
 
 Happening = (
     AttemptBegan | RankEnded | IncidentBegan | StallCleared | VerdictKnown | Continued
-    | AttemptEnded | Restarting | LapsReported | JobEnded
+    | RankReplaced | AttemptEnded | Restarting | LapsReported | JobEnded
 )  # fmt: skip
 Observer = Callable[[Happening], None]
 

@@ -142,7 +142,8 @@ class World:
 
     def note_ended(self, rank: int, code: int | None) -> None:
         """Record a rank's exit code; None means that the rank was lost with its node."""
-        self.ended[rank] = Ended(rank, code, len(self.ended))
+        order = 1 + max((one.order for one in self.ended.values()), default=-1)
+        self.ended[rank] = Ended(rank, code, order)
         self._sights.pop(rank, None)
         # Its node's row may still include it; the next row will not.
         self._sights.pop(_folded(self.nodes[self.node_of(rank)].start), None)
@@ -159,6 +160,15 @@ class World:
         self.epochs_there[epoch] = since_there_ns or {}
         for rank in lost:
             self.ended[rank].epoch = self.ended[rank].epoch or epoch
+
+    def admit(self, rank: int) -> tuple[Ended, int]:
+        """Count a lost rank as running again; return what `take_back` needs."""
+        return self.ended.pop(rank), self.published.pop(rank)
+
+    def take_back(self, rank: int, ended: Ended, epoch: int) -> None:
+        """Count a rank as lost again, which `admit` has counted as running."""
+        self.ended[rank] = ended
+        self.published[rank] = epoch
 
     def is_survived(self, rank: int) -> bool:
         """Return whether a rank was lost and the other ranks continue without it."""

@@ -121,6 +121,9 @@ class Book:
                 run.ended_ns = now
             if happening.code != 0 and not happening.is_survived and attempt.failed_ns is None:
                 attempt.failed_ns = now
+        elif isinstance(happening, o.RankReplaced):
+            if happening.rank in attempt.runs:
+                attempt.runs[happening.rank].ended_ns = None
         elif isinstance(happening, o.IncidentBegan):
             attempt.reason = happening.reason
             if happening.kind == "stall":

@@ -5,6 +5,7 @@
     RUN/report.json                              how the job ended, written last
     RUN/goodput.json                             how each second of each rank was spent
     RUN/rank_<r>/attempt_<n>/                    stdout.log, stderr.log, ring, stacks
+    RUN/rank_<r>/lost_<k>_of_attempt_<n>/        the same, of a rank that was lost and replaced
     RUN/dump/incident_<k>/                       rank_<r>, incident.json, verdict.json, verdict.txt
     RUN/dump/latest -> incident_<k>              the newest complete incident
 
@@ -128,6 +129,21 @@ class RunDirectory:
         except OSError as err:
             raise LaunchError(f"{folder}: {err.strerror or err}") from err
         return folder
+
+    @staticmethod
+    def set_aside(rank_dir: Path) -> Path:
+        """Rename the folder of a rank that was lost to `lost_<k>_of_attempt_<n>`; return its path.
+
+        If that fails, its files are overwritten.
+        """
+        number = 0
+        while (aside := rank_dir.with_name(f"lost_{number}_of_{rank_dir.name}")).exists():
+            number += 1
+        try:
+            return rank_dir.rename(aside)
+        except OSError:
+            shutil.rmtree(rank_dir, ignore_errors=True)
+            return aside
 
     def open_incident(self) -> tuple[int, Path]:
         """Return the next incident's number and the hidden folder in which to collect it.

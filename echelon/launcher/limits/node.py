@@ -73,6 +73,10 @@ class NodeLimits:
         self._num_printed = num_printed
         self._ranks: dict[int, _Rank] = {}
 
+    def forget(self, rank: int) -> None:
+        """Forget a rank that was lost, before another process takes its place."""
+        self._ranks.pop(rank, None)
+
     def see(
         self,
         worker: Worker,

@@ -38,6 +38,7 @@ _OURS_ALONE = (
     "ECHELON_SECRET",
     "ECHELON_TORCH_BACKEND",
     "ECHELON_ON_LOSS",
+    "ECHELON_JOIN_AFTER",
     "ECHELON_MODULES_FILE",
     "ECHELON_STANDBY",
     "ECHELON_STANDBY_FD",
@@ -67,6 +68,7 @@ class Attempt:
     torch_backend: str = ""
     resume: str = ""  # the newest committed checkpoint
     on_loss: str = "end"
+    join_after: int = -1  # the newest epoch, for a process in the place of a lost rank
     lists_modules: bool = False  # for the standbys of later attempts
 
     @property
@@ -120,6 +122,8 @@ def worker_environment(
         env.pop(name, None)
     if attempt.on_loss != "end":
         env["ECHELON_ON_LOSS"] = attempt.on_loss
+    if attempt.join_after >= 0:
+        env["ECHELON_JOIN_AFTER"] = str(attempt.join_after)
     if attempt.lists_modules:
         env["ECHELON_MODULES_FILE"] = str(rank_dir / MODULES)
     if attempt.torch_backend:

@@ -9,9 +9,11 @@ decision is how long its workers may take to stop. Events are sent to the coordi
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import secrets
 import selectors
+import shutil
 import signal
 import socket
 import time
@@ -103,6 +105,8 @@ class NodeAgent:
         self.probes = Probes(directory.path, selector, tell)
         self._not_started = range(0)  # ranks whose attempt ended before they started
         self._start: m.Start | None = None
+        self._shared: environment.Attempt | None = None  # what the ranks of the attempt share
+        self._num_replaced = 0
         self._num_ended = 0
         self._swept: int | None = None
         self._oom_kills_before = oom_kills(os.getpid())
@@ -222,6 +226,38 @@ class NodeAgent:
             return 0
         return words[Live.STEP] - words[Live.FIRST_STEP]
 
+    def replace(self, command: m.Replace) -> None:
+        """Start a process in the place of a rank that has ended; its folder is kept aside."""
+        start, shared = self._start, self._shared
+        if start is None or shared is None or command.attempt != self.attempt:
+            return  # an earlier one
+        local_rank = command.rank - start.first_rank
+        old = self._workers[local_rank]
+        if old.exit_code is None or self._grace.is_running:  # a stop has been faster
+            self._tell(m.WorkerEnded(attempt=self.attempt, rank=command.rank, code=_NOT_STARTED))
+            return
+        self._num_replaced += 1
+        aside = self._set_aside(old)
+        joins = dataclasses.replace(shared, join_after=command.epoch)
+        try:
+            self._launch(start, joins, local_rank)
+        except LaunchError as err:
+            self._say(f"rank {command.rank}: {err}")
+            self._note_end(self._workers[local_rank], _NOT_STARTED, time.monotonic_ns())
+            return
+        with contextlib.suppress(OSError):  # the attempt's newest checkpoint is read from there
+            shutil.copy(aside / "checkpoint.json", old.folder)
+        how = "a standby" if local_rank in self._taken else "a new process"
+        self._say(f"{how} takes the place of rank {command.rank}")
+
+    def _set_aside(self, worker: Worker) -> Path:
+        """Rename the folder of a rank that was lost, and forget its ring."""
+        for known in (self._sighting, self._standings):
+            if known is not None:
+                known.forget(worker.rank)
+        self._memory.bring_home(worker.folder)
+        return self._directory.set_aside(worker.folder)
+
     # ---- commands ----
 
     def start(self, command: m.Start) -> None:
@@ -229,6 +265,7 @@ class NodeAgent:
         self.probes.close()
         self._start = command
         self._kept = None
+        self._num_replaced = 0
         self._next_limits_s = time.monotonic() + _LIMITS_S
         self._num_ended = 0
         self._grace = Grace()
@@ -269,7 +306,7 @@ class NodeAgent:
             self._tell(m.WorkerEnded(attempt=start.attempt, rank=rank, code=-signal.SIGTERM))
 
     def _start_workers(self, command: m.Start) -> None:
-        attempt = self._attempt(command)
+        attempt = self._shared = self._attempt(command)
         if command.num_nodes > 1:
             ranks = attempt.ranks
             here = f"rank {ranks[0]} runs" if len(ranks) == 1 else _ranks(ranks) + " run"
@@ -306,7 +343,8 @@ class NodeAgent:
         with contextlib.suppress(OSError):  # opening the files will report the error
             logs.mkdir(mode=0o700, parents=True, exist_ok=True)
         worker.logs = logs
-        group = self._containment.group(f"rank_{rank}_attempt_{attempt.number}")
+        again = f"_{self._num_replaced}" if self._num_replaced else ""
+        group = self._containment.group(f"rank_{rank}_attempt_{attempt.number}{again}")
         standby = self._standbys.take(env, self._processors[local_rank])
         if standby is None:
             pipes = self._spawn(local_rank, env, group)
@@ -651,7 +689,7 @@ class NodeAgent:
             pipe,
             number,
             source,
-            self._open(folder / f"{name}.log", "wb"),
+            self._open(folder / f"{name}.log", "ab"),  # of a rank that was lost, it may be there
             self._terminal if plan.is_shown(local_rank, number) else None,
             tuple(text.encode() for text in filters),
             self._open(filtered, "ab") if filters else None,

@@ -123,6 +123,16 @@ class Sighting:
         if self._limits is not None:
             self._limits.rest(time.monotonic_ns())
 
+    def forget(self, rank: int) -> None:
+        """Forget a rank that was lost, before another process takes its place."""
+        ring = self._rings.pop(rank, None)
+        if ring is not None:
+            ring.close()
+        for known in (self._activities, self._starting, self._num_signs, self._num_dumps):
+            known.pop(rank, None)
+        if self._limits is not None:
+            self._limits.forget(rank)
+
     def close(self) -> None:
         """Unmap the rings."""
         while self._rings:

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 
 from echelon.launcher.control import messages as m
 from echelon.launcher.incident.worker import Worker
-from echelon.recorder.continuation import SHRINK, Standing, State, read_standing
+from echelon.recorder.continuation import REPLACE, SHRINK, Standing, State, read_standing
+
+_STATES = (State.PROTECTED, State.DONE, State.JOINING)  # by their code in a row
 
 
 class Standings:
@@ -25,10 +27,14 @@ class Standings:
         self, start: m.Start, workers: Sequence[Worker], tell: Callable[[m.Event], None]
     ) -> None:
         self._attempt = start.attempt
-        self._is_on = start.on_loss == SHRINK
+        self._is_on = start.on_loss in (SHRINK, REPLACE)
         self._workers = workers
         self._tell = tell
         self._told: dict[int, Standing] = {}
+
+    def forget(self, rank: int) -> None:
+        """Forget what a lost rank reported, before another process takes its place."""
+        self._told.pop(rank, None)
 
     def look(self) -> None:
         """Send the new reports."""
@@ -49,23 +55,25 @@ def to_row(rank: int, standing: Standing) -> list[int]:
     age_ns = time.monotonic_ns() - standing.ready_mono_ns
     return [
         rank,
-        int(standing.state is State.DONE),
+        _STATES.index(standing.state),
         standing.epoch,
         standing.step,
         standing.repeats,
         age_ns // 1_000_000 if standing.ready_mono_ns else -1,
         standing.ready_mono_ns,
+        standing.meets,
     ]
 
 
 def of_row(row: Sequence[int]) -> tuple[int, Standing]:
     """Decode the rank and the standing in a row, with times on this process's clock."""
-    rank, is_done, epoch, step, repeats, age_ms, there_ns = row
+    rank, code, epoch, step, repeats, age_ms, there_ns, meets = row
     return rank, Standing(
-        state=State.DONE if is_done else State.PROTECTED,
+        state=_STATES[code],
         epoch=epoch,
         step=step,
         repeats=repeats,
         ready_mono_ns=0 if age_ms < 0 else time.monotonic_ns() - age_ms * 1_000_000,
         ready_there_ns=there_ns,
+        meets=meets,
     )

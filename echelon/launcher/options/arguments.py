@@ -107,17 +107,27 @@ def _add_failure_options(job: argparse._ArgumentGroup, default: Defaults) -> Non
     )
     job.add_argument(
         "--on-loss",
-        choices=("end", "shrink"),
+        choices=("end", "shrink", "replace"),
         default=default("on_loss", "end"),
         help="end: a rank that dies ends the attempt (default); shrink: where all ranks train by "
-        "echelon.dist.resilient.run, those that are left repeat the step and continue",
+        "echelon.dist.resilient.run, those that are left repeat the step and continue; replace: "
+        "the same, and a new process joins them in the lost rank's place, from a standby if one "
+        "is ready",
+    )
+    job.add_argument(
+        "--max-replacements",
+        type=not_negative,
+        default=default("max_replacements", "10"),
+        metavar="N",
+        help="with --on-loss replace: start at most N such processes in a job (default 10)",
     )
     job.add_argument(
         "--min-ranks",
         type=positive,
         default=default("min_ranks", "1"),
         metavar="N",
-        help="with --on-loss shrink: end the attempt where fewer ranks are left (default 1)",
+        help="with --on-loss shrink or replace: end the attempt where fewer ranks are left "
+        "(default 1)",
     )
     job.add_argument(
         "--exclude-after",

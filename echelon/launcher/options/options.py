@@ -50,7 +50,8 @@ class Options:
     exclude_after: int  # avoid a node after this many failures; 0: never
     stall_timeout_s: float
     on_stall: str  # "report", "stop", "restart" or "replace"
-    on_loss: str  # "end" or "shrink"
+    on_loss: str  # "end", "shrink" or "replace"
+    max_replacements: int
     min_ranks: int  # the least number of ranks that may continue after losses
     learned_limits: str  # "on" or "off"
     run_dir: Path | None
@@ -123,6 +124,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         stall_timeout_s=args.stall_timeout,
         on_stall=args.on_stall,
         on_loss=args.on_loss,
+        max_replacements=args.max_replacements,
         min_ranks=args.min_ranks,
         learned_limits=args.learned_limits,
         run_dir=args.run_dir,
@@ -159,13 +161,15 @@ def _without_effect(args: argparse.Namespace, meeting: Rendezvous | None) -> lis
     """Return one line for each option that has no effect in this job."""
     notes = []
     if args.min_ranks != 1 and args.on_loss == "end":
-        notes.append("--min-ranks has no effect without --on-loss shrink")
+        notes.append("--min-ranks has no effect without --on-loss shrink or replace")
     elif args.on_loss == "end" or meeting is not None:
         pass  # on several nodes, the number of ranks is known only once they have met
     elif args.nproc_per_node == 1:
         notes.append(f"--on-loss {args.on_loss} has no effect: no rank is left after a loss")
     elif args.min_ranks == args.nproc_per_node:
         notes.append(f"--on-loss {args.on_loss} has no effect: --min-ranks allows no loss")
+    if args.max_replacements != 10 and args.on_loss != "replace":
+        notes.append("--max-replacements has no effect without --on-loss replace")
     if args.on_stall == "replace" and args.on_loss == "end":
         notes.append("--on-stall replace works as restart without --on-loss shrink")
     if args.standby and args.no_python and not args.run_path:

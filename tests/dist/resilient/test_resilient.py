@@ -11,6 +11,7 @@ from torch import nn
 import echelon.dist as dist
 from echelon.dist import resilient
 from echelon.dist.fsdp import fully_shard
+from echelon.dist.resilient.joining import Joins
 from echelon.dist.resilient.kept import KeptState
 from echelon.dist.resilient.training import replicated
 from echelon.errors import CollectiveError, PeerLostError
@@ -157,7 +158,8 @@ def test_an_error_without_a_loss_says_so_in_words(monkeypatch, backend, error, s
     try:
         model = nn.Linear(2, 2)
         kept = KeptState(model, torch.optim.SGD(model.parameters(), lr=0.1), [])
-        one = replicated.Training(lambda _: fail, kept, 0, 1, None, is_protected=True)
+        joins = Joins(is_on=False)
+        one = replicated.Training(lambda _: fail, kept, 0, 1, None, joins, is_protected=True)
         with pytest.raises(type(error), match=says) as raised:
             one.train(resilient.World(dist.world(), 0, ()))
         assert "continuation/" not in str(raised.value)

@@ -271,7 +271,7 @@ def _on_two_nodes(folder, monkeypatch, *argv: str) -> jobs.Job:
 
 
 def _stands(job: jobs.Job, epoch: int, there_ns: int = 0) -> None:
-    rows = [[rank, 0, epoch, 5, 1, 0, there_ns] for rank in (2, 3)]
+    rows = [[rank, 0, epoch, 5, 1, 0, there_ns, 0] for rank in (2, 3)]
     job.take(job.other, m.Standings(attempt=0, ranks=rows))
 
 

@@ -72,8 +72,8 @@ def test_an_error_ends_the_attempt_and_a_kill_does_not(tmp_path):
     (continued,) = report["continuations"]
     assert continued.pop("seconds") >= 0
     assert continued == {
-        "attempt": 1, "epoch": 1, "lost_ranks": [1], "ended_for": {}, "num_ranks": 1, "step": 5,
-        "repeated": True, "steps_lost": 0,
+        "attempt": 1, "epoch": 1, "lost_ranks": [1], "joined_ranks": [], "ended_for": {},
+        "num_ranks": 1, "step": 5, "repeated": True, "steps_lost": 0,
     }  # fmt: skip
     error, kill = report["incidents"]
     assert (error["verdict"]["cause"], error["verdict"]["culprit_ranks"]) == ("exception", [1])

@@ -150,7 +150,14 @@ def test_on_several_nodes_the_number_of_ranks_is_not_known_yet(script):
 
 def test_a_least_number_of_ranks_without_losses_to_survive_has_no_effect(script):
     options = parse(["--min-ranks", "2", script], {})
-    assert options.notes == ("--min-ranks has no effect without --on-loss shrink",)
+    assert options.notes == ("--min-ranks has no effect without --on-loss shrink or replace",)
+
+
+def test_lost_ranks_can_be_replaced(script):
+    options = parse(["--nproc-per-node", "2", "--on-loss", "replace", script], {})
+    assert (options.on_loss, options.max_replacements, options.notes) == ("replace", 10, ())
+    ignored = parse(["--max-replacements", "3", script], {})
+    assert ignored.notes == ("--max-replacements has no effect without --on-loss replace",)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,19 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from echelon.dist import runtime
+from echelon.dist.group import ProcessGroup
 from echelon.dist.resilient.copies.choice import CopiesLostError
 from echelon.dist.resilient.epochs import Epochs, Superseded
+from echelon.dist.resilient.handover import receive_state, send_state
+from echelon.dist.resilient.joining import (
+    ADMITTED_S,
+    JOINS,
+    JoinDue,
+    Joins,
+    is_newcomer,
+    places_of,
+    wait_until_admitted,
+)
 from echelon.dist.resilient.kept import KeptState
 from echelon.dist.resilient.sharded import ShardedState
 from echelon.dist.resilient.training.world import World
@@ -40,7 +51,11 @@ _OTHER_S = 2.0  # the same after another error, which need not be anyone's death
 
 
 class Training(Generic[_T]):
-    """One call to `run` on this rank."""
+    """One call to `run` on this rank.
+
+    Args:
+        joins: what this rank knows of ranks that are about to join.
+    """
 
     def __init__(
         self,
@@ -49,9 +64,11 @@ class Training(Generic[_T]):
         first: int,
         total: int,
         on_commit: Callable[[int, _T], None] | None,
+        joins: Joins,
         *,
         is_protected: bool,
     ) -> None:
+        self._joins = joins
         self._prepare = prepare
         self._state = state
         self._first = first
@@ -64,11 +81,17 @@ class Training(Generic[_T]):
         self._finished = first - 1
         self._result: _T | None = None
         self._standing = Standing(state=State.PROTECTED)
-        self._epochs = Epochs(runtime.job_store(), runtime.own_rank())
+        after = runtime.join_after()
+        self._is_newcomer = after is not None  # until it has the state
+        self._epochs = Epochs(runtime.job_store(), runtime.own_rank(), after or 0)
 
     def train(self, world: World) -> None:
-        """Train up to the last step, in as many successive worlds as necessary."""
-        now = world
+        """Train up to the last step, in as many successive worlds as necessary.
+
+        Args:
+            world: the ranks that started together; not used by a rank that joins later.
+        """
+        now = self._be_admitted() if self._is_newcomer else world
         while True:
             try:
                 self._train_in(now)
@@ -88,7 +111,7 @@ class Training(Generic[_T]):
         compute = self._prepare(world)
         if world.epoch:  # random numbers that it drew, and whatever else it changed
             self._state.restore()
-            if world.group.size == 1:
+            if not self._is_kept(world):
                 self._state.drop()
         if not self._has_begun:
             self._begin(world)
@@ -98,8 +121,21 @@ class Training(Generic[_T]):
             result = compute(self._kept)
             self._check_groups()
             self._finished, self._result, self._is_inside = self._kept + 1, result, False
-            world.group.barrier()
-            self._commit(is_kept=world.group.size > 1)
+            entered = self._joins.end_step(world.group, self._epochs.number)
+            self._commit(is_kept=self._is_kept(world))
+            if entered and self._kept < self._total:
+                note_standing(replace(self._standing, meets=entered))
+                raise JoinDue(f"ranks join in epoch {entered}", operation="join")
+
+    def _is_kept(self, world: World) -> bool:
+        """Return whether a copy of the state may be needed: there are others, or may be again."""
+        return world.group.size > 1 or self._joins.is_on
+
+    def _be_admitted(self) -> World:
+        """Wait until the other ranks let this one join."""
+        self._has_begun = True
+        note_standing(Standing(state=State.JOINING))
+        return self._recover(JoinDue("this rank joins", operation="join"))
 
     def _enter(self, world: World) -> None:
         """Do the collective work that must precede `prepare` in a new world."""
@@ -110,7 +146,7 @@ class Training(Generic[_T]):
         if self._may_continue:
             self._note(self._first)
             world.group.barrier()
-        self._commit(is_kept=world.group.size > 1)
+        self._commit(is_kept=self._is_kept(world))
 
     @staticmethod
     def _check_groups() -> None:
@@ -167,6 +203,8 @@ class Training(Generic[_T]):
 
     def _next_epoch(self, err: CollectiveError, wait_s: float) -> Epoch:
         try:
+            if self._is_newcomer:
+                return wait_until_admitted(self._epochs)
             return self._epochs.next(wait_s)
         except StoreTimeoutError:
             raise _unrepeated(err, _why_none(err, wait_s)) from err
@@ -176,14 +214,40 @@ class Training(Generic[_T]):
 
     def _join(self, epoch: Epoch) -> World:
         """Agree on a step with an epoch's ranks, restore its initial state, and create a world."""
-        mine = {"process": process_identity()} | self._row(epoch)
-        timeout_s = runtime.world().timeout_s
+        own = JOINS if self._is_newcomer else self._row(epoch)
+        mine = {"process": process_identity()} | own
+        timeout_s = max(runtime.world().timeout_s, ADMITTED_S if self._is_newcomer else 0.0)
         rows = self._epochs.meet(epoch, mine, timeout_s)
+        source, newcomers = places_of(rows)
         target, repeats = self._agree(epoch, rows)
         facts = [row["process"] for row in rows]
         group = runtime.regroup(epoch.roster, epoch.number, facts)
-        self._arrive(target, repeats=repeats)
+        self._hand_over(group, source, newcomers)
+        self._arrive(target, repeats=0 if epoch.joins else repeats)
         return World(group, epoch.number, epoch.lost)
+
+    def _hand_over(self, group: ProcessGroup, source: int, newcomers: Sequence[int]) -> None:
+        """Send the state to the ranks that join, or receive it.
+
+        Raises:
+            PeerLostError: a rank was lost, or the connection to it broke.
+        """
+        try:
+            if group.rank == source:
+                for place in newcomers:
+                    send_state(group, place, self._kept_state().contents())
+            elif group.rank in newcomers:
+                self._kept_state().fill(receive_state(group, source))
+                self._kept_state().restore()
+                self._is_newcomer = False
+        except CollectiveError as err:
+            runtime.leave_groups()  # its error would be found in the next world's steps
+            raise PeerLostError(str(err), operation="join", ranks=err.ranks) from err
+
+    def _kept_state(self) -> KeptState:
+        """Return what a rank that joins receives from another one."""
+        assert isinstance(self._state, KeptState), self._state
+        return self._state
 
     def _row(self, epoch: Epoch) -> dict[str, Any]:  # noqa: ARG002 -- of sharded models
         """Return the values that this rank shares with the other ranks of an epoch."""
@@ -191,9 +255,13 @@ class Training(Generic[_T]):
 
     def _agree(self, epoch: Epoch, rows: list[dict[str, Any]]) -> tuple[int, int]:  # noqa: ARG002 -- of sharded models
         """Go back to the common step; return its number and how many steps are repeated."""
-        target = min(int(row["finished"]) for row in rows)
-        repeats = int(any(row["kept"] == target for row in rows) and target < self._total)
-        self._settle(target)
+        held = [row for row in rows if not is_newcomer(row)]
+        target = min(int(row["finished"]) for row in held)
+        repeats = int(any(row["kept"] == target for row in held) and target < self._total)
+        if self._is_newcomer:
+            self._kept = self._finished = target
+        else:
+            self._settle(target)
         return target, repeats
 
     def _arrive(self, target: int, *, repeats: int) -> None:

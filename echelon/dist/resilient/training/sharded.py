@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from echelon.dist import runtime
 from echelon.dist.resilient.copies.choice import Choice, CopiesLostError
+from echelon.dist.resilient.joining import Joins
 from echelon.dist.resilient.sharded import ShardedState, choice_of
 from echelon.dist.resilient.training.replicated import Training
 from echelon.dist.resilient.training.world import World
@@ -35,11 +36,12 @@ class ShardedTraining(Training[_T]):
         first: int,
         total: int,
         on_commit: Callable[[int, _T], None] | None,
+        joins: Joins,
         from_checkpoint: Callable[[], int] | None,
         *,
         is_protected: bool,
     ) -> None:
-        super().__init__(prepare, state, first, total, on_commit, is_protected=is_protected)
+        super().__init__(prepare, state, first, total, on_commit, joins, is_protected=is_protected)
         self._from_checkpoint = from_checkpoint
         self._choice: Choice | None = None  # None: from the checkpoint
         self._lost_text = ""

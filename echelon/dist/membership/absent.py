@@ -1,0 +1,64 @@
+"""The world of a process that takes the place of a lost rank, until it joins the other ranks.
+
+Such a process starts while the others train. So its program sees a world of the full size, in which
+it knows its own rank, but no other rank takes part in its operations before all have met.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import NoReturn
+
+from echelon.dist.backends.interface import Members, Pending, Watch
+from echelon.dist.operation.operation import Operation
+from echelon.errors import CollectiveError
+
+
+class AbsentEngine:
+    """An engine that refuses all operations; see `backends.interface.Engine`."""
+
+    name = "none"
+    device = "cpu"
+    nests = False
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+
+    def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
+        """Return "": `prepare` refuses all operations, with their names."""
+        del kind, dtype, reduce_op
+        return ""
+
+    def prepare(self, operation: Operation) -> NoReturn:
+        """Refuse an operation.
+
+        Raises:
+            CollectiveError: always.
+        """
+        raise CollectiveError(
+            f"{operation.kind} in group {self._members.name!r}: rank {self._members.rank} takes "
+            "the place of a lost rank, and the other ranks are in their steps already. Before "
+            "resilient.run, call no collectives in a program that runs with --on-loss replace",
+            group=self._members.name,
+            operation=operation.kind,
+            sequence=operation.sequence,
+        )
+
+    def execute(self, operation: Operation, watch: Watch) -> None:
+        """Never called, because `prepare` refuses the operation."""
+        raise AssertionError((operation, watch))
+
+    def submit(self, operation: Operation, watch: Watch) -> Pending:
+        """Never called, because `prepare` refuses the operation."""
+        raise AssertionError((operation, watch))
+
+    def batch(self) -> AbstractContextManager[object]:
+        """Return a context that does nothing."""
+        return contextlib.nullcontext()
+
+    def cut(self, reason: CollectiveError | None) -> None:
+        """Do nothing: no operation is in progress."""
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to release."""

@@ -1,0 +1,103 @@
+"""Let processes that take the places of lost ranks join the others at the end of a step.
+
+[Note: the step at which ranks join] The launcher publishes an epoch with `joins`. The ranks that
+train learn of it at different times, but must leave their step's groups together. So under
+`--on-loss replace`, each step ends with the minimum over all ranks of the newest such epoch that
+each has seen, in the place of a barrier. Once it is newer than the current epoch, all ranks have
+seen it and enter it. Nothing is thrown away, since the step was finished by all. After the last
+step no rank enters an epoch: the launcher then dismisses those that wait to join.
+
+A rank that joins brings nothing to the meeting of the epoch. If a rank dies there or while the
+state is handed over, that is a loss as any other: the launcher publishes a newer epoch, in which a
+rank without the state still joins.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from echelon.dist import runtime
+from echelon.dist.group import ProcessGroup
+from echelon.dist.resilient.epochs import Epochs
+from echelon.errors import CollectiveError
+from echelon.recorder.continuation import Epoch
+
+ADMITTED_S = 3600.0  # a rank that joins waits for the end of a step of the others
+JOINS = {"joins": True}  # the row of such a rank in the meeting of an epoch
+
+
+class JoinDue(CollectiveError):  # noqa: N818 -- not an error that a user sees
+    """All ranks have finished a step and enter an epoch with which other ranks join."""
+
+
+class Joins:
+    """The epochs with which ranks join, as this rank has seen them.
+
+    Args:
+        is_on: whether the launcher replaces lost ranks.
+    """
+
+    def __init__(self, *, is_on: bool) -> None:
+        self.is_on = is_on
+        self._newest = 0
+
+    def note(self, epoch: Epoch) -> None:
+        """Record that ranks wait to join. Callable on any thread."""
+        self._newest = epoch.number
+
+    def end_step(self, group: ProcessGroup, number: int) -> int:
+        """End a step on all ranks. Collective.
+
+        Args:
+            group: the ranks of the current epoch.
+            number: the number of that epoch.
+
+        Returns:
+            The number of the epoch to enter, the same on all ranks; 0 if there is none.
+        """
+        if not self.is_on:
+            group.barrier()
+            return 0
+        seen = np.array([self._newest], np.int64)
+        group.all_reduce(seen, "min")
+        return int(seen[0]) if seen[0] > number else 0
+
+
+def is_newcomer(row: Mapping[str, Any]) -> bool:
+    """Return whether a row of a meeting is that of a rank that joins without the state."""
+    return bool(row.get("joins"))
+
+
+def places_of(rows: Sequence[Mapping[str, Any]]) -> tuple[int, list[int]]:
+    """Return the rank that hands the state over, and those that receive it, within a new world.
+
+    Raises:
+        CollectiveError: no rank has the state.
+    """
+    newcomers = [place for place, row in enumerate(rows) if is_newcomer(row)]
+    source = next((place for place in range(len(rows)) if place not in newcomers), None)
+    if source is None:
+        raise CollectiveError("no rank is left that holds the training state")
+    return source, newcomers
+
+
+def wait_until_admitted(epochs: Epochs, timeout_s: float = ADMITTED_S) -> Epoch:
+    """Return the newest epoch with this rank; exit with 0 if the others finished without it.
+
+    Raises:
+        StoreTimeoutError: no such epoch was published within `timeout_s`.
+        StoreError: the store cannot be reached.
+    """
+    own = runtime.own_rank()
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        epoch = epochs.next(max(0.001, deadline_s - time.monotonic()))
+        if own in epoch.dismissed:
+            sys.exit(0)
+        if own in epoch.roster:
+            return epoch

@@ -1,0 +1,201 @@
+"""Start processes in the place of lost ranks, and let them join (`--on-loss replace`).
+
+The other ranks do not wait: they continue among themselves as under `--on-loss shrink`. A new
+process starts once the loss's incident has been collected, from a standby of its node if one is
+ready. It loads the program, reports that it has no state yet (`State.JOINING`), and is admitted by
+an epoch of its own, which the others enter at the end of a step. Until then it is not a rank, and
+its end changes nothing for the others.
+
+[Note: no endless replacement] `--max-replacements` bounds the processes of a job. A process that
+ends by itself before it has joined would do so again, so its rank is given up. One that the others
+have met, but that does not join, is killed after `JOINS_S`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from echelon.launcher.control import messages as m
+from echelon.launcher.coordinator import decide
+from echelon.launcher.coordinator.losses import LOST, Losses
+from echelon.launcher.coordinator.world import World
+from echelon.launcher.options.options import Options
+from echelon.recorder.continuation import REPLACE
+
+JOINS_S = 120.0  # from the meeting of the other ranks to the state's arrival
+_EXITS_S = 20.0  # for a dismissed process, on a busy machine
+
+
+class _Stage(Enum):
+    WANTED = "wanted"
+    STARTED = "started"
+    ADMITTED = "admitted"
+    DISMISSED = "dismissed"
+
+
+@dataclass(slots=True)
+class _Place:
+    """The place of one lost rank; `until_s` is when its process is killed."""
+
+    stage: _Stage = _Stage.WANTED
+    until_s: float = float("inf")
+
+
+class Replacements:
+    """The processes that take the places of the current attempt's lost ranks.
+
+    Args:
+        losses: publishes the epochs with which they join.
+        send: sends a command to a node.
+        say: prints a line.
+        joins_s: how long an admitted process may take to join, once other ranks wait for it.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        losses: Losses,
+        send: Callable[[str, m.Command], None],
+        say: Callable[[str], None],
+        joins_s: float = JOINS_S,
+    ) -> None:
+        self._is_on = options.on_loss == REPLACE
+        self._max = options.max_replacements
+        self._losses = losses
+        self._send = send
+        self._say = say
+        self._joins_s = joins_s
+        self._num_started = 0  # in this job
+        self._attempt = -1
+        self._places: dict[int, _Place] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a process is to start or to join."""
+        return bool(self._places)
+
+    def deadline_s(self) -> float:
+        """Return the time by which `step` must be called."""
+        return min((place.until_s for place in self._places.values()), default=float("inf"))
+
+    def is_joining(self, world: World, rank: int) -> bool:
+        """Return whether a rank's process has started, but is not a rank yet."""
+        self._follow(world)
+        place = self._places.get(rank)
+        return place is not None and place.stage in (_Stage.STARTED, _Stage.DISMISSED)
+
+    def _follow(self, world: World) -> None:
+        if world.number != self._attempt:
+            self._attempt = world.number
+            self._places.clear()
+
+    def note_lost(self, world: World, ended: Mapping[int, int]) -> None:
+        """Plan a process for each lost rank whose node is left.
+
+        Args:
+            ended: the ranks, with their exit codes.
+        """
+        self._follow(world)
+        if not self._is_on:
+            return
+        for rank, code in ended.items():
+            self._places.pop(rank, None)
+            if code >= 0:  # it was to join, and failed
+                self._say(f"rank {rank} is not replaced again: {decide.describe_code(code)}")
+            elif world.node_of(rank) in world.present:
+                self._places[rank] = _Place()
+
+    def note_ended(self, rank: int, code: int) -> decide.JoinerEnded:
+        """Handle the end of a process that had not joined."""
+        stage = self._places.pop(rank).stage
+        if stage is _Stage.STARTED:
+            how = "was lost with its node" if code == LOST else decide.describe_code(code)
+            self._say(f"the replacement of rank {rank} {how} before it joined")
+            if code < 0 and code != LOST:
+                self._places[rank] = _Place()
+        return decide.JoinerEnded(rank)
+
+    def step(self, world: World, now_s: float, *, may_start: bool) -> list[decide.Event]:
+        """Start, admit and kill what is due; return events for the attempt."""
+        self._follow(world)
+        if not self._places or world.attempt.phase is not decide.Phase.RUNNING:
+            return []
+        self._watch(world, now_s)
+        events = self._admit(world)
+        if may_start:
+            events += self._start(world)
+        return events
+
+    def _start(self, world: World) -> list[decide.Event]:
+        events: list[decide.Event] = []
+        for rank in self._at(_Stage.WANTED):
+            if self._num_started >= self._max:
+                del self._places[rank]
+                self._say(
+                    f"rank {rank} is not replaced: --max-replacements allows {self._max} in a job"
+                )
+                continue
+            self._num_started += 1
+            self._places[rank].stage = _Stage.STARTED
+            self._losses.forget_standing(rank)
+            replace = m.Replace(attempt=world.number, rank=rank, epoch=self._losses.newest)
+            self._send(world.node_of(rank), replace)
+            events.append(decide.JoinerStarted(rank))
+        return events
+
+    def _admit(self, world: World) -> list[decide.Event]:
+        """Admit all processes that wait, together."""
+        ready = [rank for rank in self._losses.waiting(world) if rank in self._at(_Stage.STARTED)]
+        if not ready or not self._losses.admit(world, ready):
+            return []
+        for rank in ready:
+            self._places[rank].stage = _Stage.ADMITTED
+        return [decide.JoinerAdmitted(rank) for rank in ready]
+
+    def _at(self, stage: _Stage) -> list[int]:
+        return [rank for rank, place in self._places.items() if place.stage is stage]
+
+    def _watch(self, world: World, now_s: float) -> None:
+        """Forget the processes that have joined; kill those that take too long."""
+        delaying = self._losses.delayed_by(world)
+        for rank, place in list(self._places.items()):
+            if place.stage is _Stage.ADMITTED and self._losses.has_joined(rank):
+                del self._places[rank]
+            elif rank in delaying and place.until_s == float("inf"):
+                place.until_s = now_s + self._joins_s
+            elif now_s >= place.until_s:
+                place.until_s = float("inf")
+                if place.stage is _Stage.ADMITTED:
+                    self._say(f"rank {rank} did not join within {self._joins_s:g} s; ending it")
+                self._kill(world, rank)
+
+    def _kill(self, world: World, rank: int) -> None:
+        self._send(world.node_of(rank), m.KillRanks(attempt=world.number, ranks=[rank]))
+
+    def dismiss(self, world: World, ranks: Iterable[int], now_s: float) -> None:
+        """End the processes that have not joined, because all ranks have finished.
+
+        A process that waits to join exits by itself, with code 0. Any other is killed.
+        """
+        waiting = [rank for rank in ranks if self._losses.is_waiting(world, rank)]
+        if waiting:
+            self._losses.dismiss(world, waiting)
+        for rank in ranks:
+            self._dismissed(rank, now_s)
+            if rank not in waiting:
+                self._kill(world, rank)
+
+    def note_taken_back(self, now_s: float) -> list[decide.Event]:
+        """Handle admissions that `Losses` has taken back; return events for the attempt."""
+        gone = [rank for rank in self._at(_Stage.ADMITTED) if not self._losses.is_admitted(rank)]
+        for rank in gone:
+            self._dismissed(rank, now_s)
+        return [decide.JoinerStarted(rank) for rank in gone]
+
+    def _dismissed(self, rank: int, now_s: float) -> None:
+        place = self._places[rank]
+        if place.stage is not _Stage.DISMISSED:
+            place.stage, place.until_s = _Stage.DISMISSED, now_s + _EXITS_S
+            self._say(f"rank {rank} is not replaced any more: the other ranks have finished")

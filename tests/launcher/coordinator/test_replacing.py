@@ -1,0 +1,280 @@
+"""Processes in the place of lost ranks, without a process: standings in files, epochs in a list."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from echelon.launcher.control import messages as m
+from echelon.launcher.coordinator import decide
+from echelon.launcher.coordinator.losses import LOST, Losses
+from echelon.launcher.coordinator.replacing import Replacements
+from echelon.launcher.coordinator.roster import Node
+from echelon.launcher.coordinator.world import World
+from echelon.launcher.job.report import Report
+from echelon.launcher.job.rundir import RunDirectory
+from echelon.launcher.options.options import parse
+from echelon.recorder.continuation import Epoch, Standing, State, note_standing
+from tests.launcher.coordinator.jobs import JobStore
+
+_SIZE = 3
+_KILLED = -signal.SIGKILL
+
+
+class _Store(JobStore):
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def publish(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+
+class _Job:
+    """The places of three ranks on one node."""
+
+    def __init__(self, folder, monkeypatch, *argv: str) -> None:
+        self.store, self.said, self.sent = _Store(), [], []
+        self.report = Report(job_id="x", world_size=_SIZE)
+        self.directory, self._monkeypatch = RunDirectory(folder, ""), monkeypatch
+        options = parse(
+            [*argv, "--on-loss", "replace", "--nproc-per-node", f"{_SIZE}", "--no-python", "true"],
+            {},
+        )
+        self.losses = Losses(options, self.directory, self.store, self.report, self.said.append)
+        self.replacements = Replacements(
+            options, self.losses, lambda _, command: self.sent.append(command), self.said.append,
+            joins_s=5.0,
+        )  # fmt: skip
+        node = Node(name=options.node_name, host="here", num_workers=_SIZE)
+        self.node = node.name
+        self.world, _ = World.of(
+            [node], number=0, grace_s=1.0, stop_on_stall=False, stall_timeout_s=60.0
+        )
+        for rank in range(_SIZE):
+            self.directory.make_rank_dir(rank, 0)
+            self.stands(rank)
+
+    def stands(self, rank: int, state: State = State.PROTECTED, **standing) -> None:
+        folder = self.directory.rank_dir(rank, 0)
+        self._monkeypatch.setenv("ECHELON_RANK_DIR", str(folder))
+        note_standing(Standing(state=state, **standing))
+
+    def lose(self, rank: int, code: int = _KILLED) -> bool:
+        """End a rank as the coordinator would record it."""
+        self.world.note_ended(rank, None if code == LOST else code)
+        if not self.losses.takes(self.world, {rank: code}):
+            return False
+        self.replacements.note_lost(self.world, {rank: code})
+        self.world.attempt.on(decide.WorkerLost(rank, "died", is_explained=True), 0.0)
+        return True
+
+    def step(self, now_s: float = 0.0, *, may_start: bool = True) -> list[decide.Action]:
+        self.losses.look(self.world)
+        events = self.replacements.note_taken_back(now_s)
+        events += self.replacements.step(self.world, now_s, may_start=may_start)
+        return [action for event in events for action in self.world.attempt.on(event, now_s)]
+
+    def start(self, rank: int) -> None:
+        """Let the process for a lost rank start, and wait to join."""
+        self.step()
+        self.wait(rank)
+
+    def wait(self, rank: int) -> None:
+        """Let the process for a lost rank wait to join."""
+        self.directory.set_aside(self.directory.rank_dir(rank, 0))
+        self.directory.make_rank_dir(rank, 0)
+        self.stands(rank, State.JOINING)
+
+    def end(self, rank: int) -> list[decide.Action]:
+        """Let a rank finish."""
+        self.stands(rank, State.DONE)
+        self.step()
+        self.world.note_ended(rank, 0)
+        return self.world.attempt.on(decide.WorkerEnded(rank, 0), 0.0)
+
+    @property
+    def newest(self) -> Epoch:
+        return Epoch.unpack(self.store.values[f"continuation/{self.losses.newest}/epoch"])
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    return _Job(tmp_path, monkeypatch)
+
+
+def _lose_and_continue(job) -> None:
+    assert job.lose(1)
+    for rank in (0, 2):
+        job.stands(rank, epoch=1, step=5)
+
+
+def test_a_lost_rank_is_replaced_once_its_incident_is_collected(job):
+    _lose_and_continue(job)
+    job.step(may_start=False)
+    assert job.sent == []
+    job.start(1)
+    assert job.sent == [m.Replace(attempt=0, rank=1, epoch=1)]
+    assert job.world.attempt.running == (0, 1, 2)
+    job.step()
+    assert job.newest == Epoch(number=2, roster=(0, 1, 2), lost=(), joins=(1,))
+    assert 1 not in job.world.ended
+    assert job.replacements.is_busy
+    for rank in range(_SIZE):
+        job.stands(rank, epoch=2, step=9)
+    job.step()
+    assert not job.replacements.is_busy
+    assert job.said[-1].startswith("rank 1 replaced in ")
+    assert job.said[-1].endswith("s: joined at step 9; 3 of 3 ranks")
+    assert [one["joined_ranks"] for one in job.report.continuations] == [[], [1]]
+
+
+def test_no_rank_is_admitted_before_the_others_have_met(job):
+    assert job.lose(1)
+    job.start(1)
+    job.step()
+    assert job.newest == Epoch(number=1, roster=(0, 2), lost=(1,))
+
+
+def test_two_ranks_that_wait_join_together(job):
+    assert job.lose(1)
+    assert job.lose(2)
+    job.stands(0, epoch=2, step=5)
+    job.start(1)
+    job.wait(2)
+    job.step()
+    assert job.newest == Epoch(number=3, roster=(0, 1, 2), lost=(), joins=(1, 2))
+
+
+def test_a_rank_that_dies_after_its_admission_is_lost_and_replaced_again(job):
+    _lose_and_continue(job)
+    job.start(1)
+    job.step()
+    assert job.lose(1)
+    assert job.newest == Epoch(number=3, roster=(0, 2), lost=(1,))
+    assert "continuation/2/meeting/gate" in job.store.values
+    for rank in (0, 2):
+        job.stands(rank, epoch=3, step=9)
+    job.start(1)
+    assert job.sent[-1] == m.Replace(attempt=0, rank=1, epoch=3)
+
+
+def test_a_member_that_dies_during_an_admission_leaves_it_in_force(job):
+    _lose_and_continue(job)
+    job.start(1)
+    job.step()
+    assert job.lose(0)
+    assert job.newest == Epoch(number=3, roster=(1, 2), lost=(0,))
+    for rank in (1, 2):
+        job.stands(rank, epoch=3, step=9)
+    job.step()
+    assert any(line.startswith("rank 1 replaced in ") for line in job.said)
+    assert job.report.continuations[-1]["joined_ranks"] == [1]
+
+
+def test_the_last_rank_with_the_state_cannot_be_lost(job):
+    _lose_and_continue(job)
+    job.start(1)
+    job.step()
+    assert job.lose(0)
+    assert not job.lose(2)
+    assert job.said[-1].endswith("no rank would be left that holds the state")
+
+
+@pytest.mark.parametrize(
+    ("code", "how", "retries"),
+    [(_KILLED, "was killed by SIGKILL", True), (1, "exited with code 1", False)],
+)
+def test_a_process_that_ends_before_it_joins_is_no_loss(job, code, how, retries):
+    _lose_and_continue(job)
+    job.start(1)
+    assert job.replacements.is_joining(job.world, 1)
+    event = job.replacements.note_ended(1, code)
+    assert job.world.attempt.on(event, 0.0) == []
+    assert job.said[-1] == f"the replacement of rank 1 {how} before it joined"
+    job.step()
+    assert len(job.sent) == (2 if retries else 1)
+    assert job.newest.number == 1
+
+
+def test_an_error_of_an_admitted_process_is_a_loss_that_is_not_replaced(job):
+    """Its program differs from that of the others: another process would fail as well."""
+    _lose_and_continue(job)
+    job.start(1)
+    job.step()
+    assert job.lose(1, code=1)
+    assert job.newest == Epoch(number=3, roster=(0, 2), lost=(1,))
+    job.step()
+    assert len(job.sent) == 1
+    assert not job.replacements.is_busy
+
+
+def test_replacements_are_limited(tmp_path, monkeypatch):
+    job = _Job(tmp_path, monkeypatch, "--max-replacements", "1")
+    _lose_and_continue(job)
+    job.start(1)
+    job.replacements.note_ended(1, _KILLED)
+    job.step()
+    assert len(job.sent) == 1
+    assert job.said[-1] == "rank 1 is not replaced: --max-replacements allows 1 in a job"
+
+
+def test_a_rank_of_a_lost_node_is_not_replaced(job):
+    job.world.lost.append(job.node)
+    assert job.lose(1, LOST)
+    assert not job.replacements.is_busy
+
+
+def test_a_process_that_waits_is_dismissed_when_the_others_have_finished(job):
+    _lose_and_continue(job)
+    job.start(1)
+    job.stands(0, State.DONE)  # before the look at which it would be admitted
+    job.end(0)
+    (dismiss,) = job.end(2)
+    assert dismiss == decide.DismissJoiners((1,))
+    job.replacements.dismiss(job.world, dismiss.ranks, now_s=1.0)
+    assert job.newest.dismissed == (1,)
+    assert job.sent[1:] == []
+    assert job.said[-1] == "rank 1 is not replaced any more: the other ranks have finished"
+    (over,) = job.world.attempt.on(job.replacements.note_ended(1, 0), 0.0)
+    assert isinstance(over, decide.EndAttempt)
+    assert not over.failed
+
+
+def test_a_process_that_still_loads_is_killed_when_the_others_have_finished(job):
+    _lose_and_continue(job)
+    job.step()
+    job.directory.set_aside(job.directory.rank_dir(1, 0))
+    job.end(0)
+    (dismiss,) = job.end(2)
+    job.replacements.dismiss(job.world, dismiss.ranks, now_s=1.0)
+    assert job.sent[-1] == m.KillRanks(attempt=0, ranks=[1])
+
+
+def test_an_admission_is_taken_back_when_a_rank_has_finished(job):
+    _lose_and_continue(job)
+    job.start(1)
+    job.step()
+    assert job.newest.joins == (1,)
+    job.end(0)
+    assert job.newest == Epoch(number=3, roster=(2,), lost=(1,), done=(0,), dismissed=(1,))
+    assert job.world.ended[1].code == _KILLED
+    (dismiss,) = job.end(2)
+    job.replacements.dismiss(job.world, dismiss.ranks, now_s=1.0)
+    job.step(now_s=100.0)
+    assert job.sent[-1] == m.KillRanks(attempt=0, ranks=[1])
+
+
+def test_a_process_for_which_the_others_wait_is_killed_in_the_end(job):
+    _lose_and_continue(job)
+    job.start(1)
+    job.step()
+    job.step(now_s=100.0)
+    assert job.sent[1:] == [], "no rank waits for it yet"
+    job.stands(0, epoch=1, step=5, meets=2)
+    job.step(now_s=200.0)
+    job.step(now_s=204.0)
+    assert job.sent[1:] == []
+    job.step(now_s=205.0)
+    assert job.sent[1:] == [m.KillRanks(attempt=0, ranks=[1])]
+    assert job.said[-1] == "rank 1 did not join within 5 s; ending it"
