@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
-
-import losses
+from benchmarks.losses.run import campaign
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
 
 def test_the_bits_are_those_of_an_undisturbed_run_whatever_is_killed_or_stopped(tmp_path):
-    found = losses.campaign(tmp_path, 1, 6)
+    found = campaign(tmp_path, 1, 6)
     assert len(found) >= 6
     assert {how for how, _ in found} == {"kill", "stop"}

@@ -1,6 +1,6 @@
 """Time from a rank's loss to the next committed step, and the bits at the end, over random losses.
 
-    python benchmarks/losses.py --kills 30 --seed 1 --keep launcher/losses
+    python -m benchmarks.losses.run --kills 30 --seed 1 --keep launcher/losses
 
 Trainings of five ranks on one node lose three or four ranks each, at moments drawn from the seed:
 in the forward, in the backward, after the optimizer, during the recovery from another loss, or some
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -28,10 +27,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.machine import Conditions
-from runner.options import finish, parser
+from benchmarks.runner.machine import Conditions
+from benchmarks.runner.options import finish, parser
+from benchmarks.runner.place import child_environ
 
-_ROOT = Path(__file__).resolve().parents[1]
 _LIMIT_S = 600.0
 _RANKS = 5
 _TOTAL = 40
@@ -82,12 +81,11 @@ def train(folder: Path, launcher: Sequence[str], faults: Sequence[Fault]) -> Tra
     """
     folder.mkdir()
     (folder / "plan.json").write_text(json.dumps(faults))
-    environ = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
-    rank = str(Path(__file__).with_name("losses_rank.py"))
+    rank = str(Path(__file__).with_name("rank.py"))
     done = subprocess.run(
         [sys.executable, "-m", *launcher, rank, str(folder), str(_TOTAL)],
-        capture_output=True, text=True, timeout=_LIMIT_S, env=environ, stdin=subprocess.DEVNULL,
-        check=False,
+        capture_output=True, text=True, timeout=_LIMIT_S, check=False,
+        stdin=subprocess.DEVNULL, env=child_environ(OMP_NUM_THREADS="1"),
     )  # fmt: skip
     fired = [folder / f"{number}.fired" for number in range(len(faults))]
     if done.returncode or not all(path.exists() for path in fired):
