@@ -272,7 +272,9 @@ class _Agent:
                 self._stop_alone("coordinator node lost")
                 return
             if self._user.deadline_s() <= time.monotonic():
-                self._terminal.say("the coordinator does not respond; this node stops on its own")
+                self._terminal.say(
+                    "the coordinator is not responding; this node is stopping on its own"
+                )
                 self._stop_alone("stopped by the user")
                 self._end_as_asked()
                 return

@@ -47,7 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = measure(world)
     if world.rank == 0:
         args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        print(f"{args.out}: {len(found['links'])} kinds of groups of {world.size} ranks")
+        kinds = len(found["links"])
+        print(
+            f"{args.out}: link speeds for {kinds} kinds of groups, measured on {world.size} ranks"
+        )
     dist.shutdown()
     return 0
 

@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"echelon prepare: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"echelon prepare: interrupted; {options.out} was not made", file=sys.stderr)
+        print(f"echelon prepare: interrupted; {options.out} was not created", file=sys.stderr)
         return 130
     return 0
 

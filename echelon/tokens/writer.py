@@ -94,7 +94,7 @@ class ShardWriter:
         if not folder.parent.is_dir():
             raise ValueError(f"cannot write {folder}: {folder.parent} is not a folder")
         if not 1 <= vocabulary_size <= 1 << 32:
-            raise ValueError(f"vocabulary_size must be 1 to 2**32, not {vocabulary_size}")
+            raise ValueError(f"vocabulary_size must be from 1 to 2**32, not {vocabulary_size}")
         if shard_tokens < 1:
             raise ValueError(f"shard_tokens must be at least 1, not {shard_tokens}")
         if end_of_document is not None and not 0 <= end_of_document < vocabulary_size:

@@ -339,7 +339,7 @@ def test_a_listening_descriptor_is_taken_over(closing):
     ("port", "is_master"), [(70000, False), (-1, False), (0, False), (65536, True)]
 )
 def test_a_port_that_no_server_can_have_is_refused_at_once(port, is_master):
-    with pytest.raises(ValueError, match=f"port {port}: a server's port is 1 to 65535"):
+    with pytest.raises(ValueError, match=f"port {port}: a server's port must be from 1 to 65535"):
         TCPStore("127.0.0.1", port, is_master=is_master, timeout=0.5)
 
 

@@ -323,8 +323,8 @@ class Calls:
             )
         if self._batch() is not None and not async_op:
             raise ValueError(
-                "recv from any rank inside coalesce() needs async_op=True: the returned work "
-                "names the source after the block"
+                "recv from any rank inside coalesce() needs async_op=True: the source is "
+                "known only after the block, from the returned work"
             )
 
     def _check_rank(self, rank: Any, name: str) -> int:

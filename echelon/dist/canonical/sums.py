@@ -77,7 +77,7 @@ class TreeSums:
             done = self._next == self.run.stop
             wanted = "none, the run is complete" if done else f"{self._next}"
             raise ValueError(
-                f"micro-batch {number} of {self.run} is out of turn: the next one is {wanted}"
+                f"micro-batch {number} of {self.run} is out of order: the next one is {wanted}"
             )
         if vector.shape != (self.numel,) or vector.device != self.device:
             raise ValueError(
@@ -96,8 +96,8 @@ class TreeSums:
         """
         if self._next != self.run.stop:
             raise ValueError(
-                f"micro-batches {self._next} to {self.run.stop - 1} of {self.run} were not "
-                "added yet"
+                f"micro-batches {self._next} to {self.run.stop - 1} of {self.run} have not "
+                "been added yet"
             )
         return list(self._nodes)
 

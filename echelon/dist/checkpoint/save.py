@@ -151,7 +151,7 @@ def _unless_lost(peers: Peers, error: Exception | None) -> Exception | None:
     if not isinstance(error, _LostPartError):
         return error
     if peers.rank == 0:
-        warnings.warn(f"{error}. The next save continues", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"{error}. The next save is attempted as usual", RuntimeWarning, stacklevel=2)
     return None
 
 

@@ -253,7 +253,7 @@ def _sources(modules: tuple[nn.Module, ...], ignored: set[int]) -> tuple[list[So
 def _check_parameter(title: str, parameter: nn.Parameter, *, is_sparse: bool) -> None:
     if is_sparse is True:
         raise ValueError(
-            f"parameter {title!r} has sparse gradients (sparse=True), and shards are reduced as "
+            f"parameter {title!r} has sparse gradients (sparse=True), but shards are reduced as "
             "dense vectors: use sparse=False, or pass the parameter to ignored_params="
         )
     if parameter._backward_hooks:

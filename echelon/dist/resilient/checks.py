@@ -22,13 +22,13 @@ def check_model(model: nn.Module, world: ProcessGroup) -> None:
     """
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(
-            "resilient.run does not cover DistributedDataParallel, whose groups it cannot "
-            "recreate: pass the wrapped module, and average gradients with SameBits"
+            "resilient.run does not support DistributedDataParallel, whose groups it cannot "
+            "recreate: pass the module inside it (ddp.module), and average gradients with SameBits"
         )
     if any(isinstance(one, DTensor) for one in model.parameters()):
         raise ValueError(
-            "resilient.run does not cover DTensors: a rank's parts are lost with the rank. Use "
-            "fully_shard, or restarts from a checkpoint"
+            "resilient.run does not support DTensors: a rank's parts are lost with the rank. Use "
+            "fully_shard, or restart from a checkpoint"
         )
     for unit in units_of(model):
         _check_unit(unit, world)

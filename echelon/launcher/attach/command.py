@@ -134,7 +134,7 @@ def _look(
     sighting = merge(here, answers)
     if not sighting.records:
         said = "; ".join(sighting.notes)
-        raise ValueError(f"found no rank of a job on any machine: {said}")
+        raise ValueError(f"found no job ranks on any machine: {said}")
     sizes = [one.world_size for one in ranks] + [one.world_size for one in answers]
     return sighting, max(sizes)
 
@@ -171,7 +171,7 @@ def _key(one: FoundRank) -> str:
 
 def _check(pid: int) -> None:
     if not Path(f"/proc/{pid}").is_dir():
-        raise ValueError(f"no process {pid} on this machine")
+        raise ValueError(f"there is no process {pid} on this machine")
 
 
 def _only_job(search: Search, *, may_be_none: bool) -> tuple[FoundRank, ...]:
@@ -181,14 +181,14 @@ def _only_job(search: Search, *, may_be_none: bool) -> tuple[FoundRank, ...]:
     if not jobs:
         denied = f"; {search.num_denied} processes may not be examined" if search.num_denied else ""
         raise ValueError(
-            "no rank of a job runs on this machine: no process has RANK and WORLD_SIZE, or the "
+            "no job ranks are running on this machine: no process has RANK and WORLD_SIZE, or the "
             f"variables of MPI or Slurm, in its environment{denied}. Name the processes: "
             "--attach PID ..."
         )
     if len(jobs) > 1:
         listed = ", ".join(f"{len(of)} ranks (pid {of[0].pid} ...)" for of in jobs.values())
         raise ValueError(
-            f"{len(jobs)} jobs run on this machine: {listed}. Choose one: --attach PID"
+            f"{len(jobs)} jobs are running on this machine: {listed}. Choose one: --attach PID"
         )
     return tuple(next(iter(jobs.values())))
 

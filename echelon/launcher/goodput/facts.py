@@ -128,7 +128,7 @@ def read_job(run_dir: Path) -> Job:
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise ValueError(
-                f"{path}: the file is too large to be a job's record of time (over {_MAX_BYTES} B)"
+                f"{path}: the file is too large to be a job's time record (over {_MAX_BYTES} B)"
             )
         top = json.loads(path.read_text())
     except OSError as err:

@@ -88,7 +88,7 @@ def read_identity(data: bytes, path: Path, damage: Damage) -> Identity:
         raise DumpFormatError(f"{path}: the ring's identity is damaged", path=path)
     for at, one in zip(IDENTITY_OFFSETS, found, strict=True):
         if one is None and any(data[at : at + BLOB_HEAD.itemsize]):
-            damage.warn("an identity is damaged: the other one is used")
+            damage.warn("one copy of the identity is damaged; using the other copy")
     return build(path, Identity, max(whole, key=lambda one: one[0])[1])
 
 

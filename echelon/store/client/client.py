@@ -87,7 +87,7 @@ class TCPStore(Store):
         self._timeout_s = seconds(timeout)
         if not 0 <= port <= 65535 or (port == 0 and not is_master):
             raise ValueError(
-                f"port {port}: a server's port is 1 to 65535; only a master may pass 0"
+                f"port {port}: a server's port must be from 1 to 65535; only a master may pass 0"
             )
         self._observer = job_observer() if observer is None else observer
         self._secret = trust.secret_bytes(job_secret(host_name, port) if secret is None else secret)

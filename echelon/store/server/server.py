@@ -250,7 +250,8 @@ class StoreServer:
         except concurrent.futures.TimeoutError:
             raise StoreTimeoutError(
                 f"store server on {self._endpoint}: its loop did not answer within "
-                f"{_CLOSE_S:.0f} s. Does other code in this process hold the interpreter lock?",
+                f"{_CLOSE_S:.0f} s. Is other code in this process holding the interpreter "
+                "lock (GIL)?",
                 endpoint=self._endpoint,
             ) from None
 

@@ -250,13 +250,13 @@ def _check_group(group: dict[str, Any], tensor_group: ProcessGroup | None) -> No
         part = slice_of(parameter)
         if part is not None and not _joins(tensor_group, part):
             raise ValueError(
-                f"Muon needs whole matrices, and this one, {list(shape)}, is divided among "
+                f"Muon needs whole matrices, but this one, {list(shape)}, is divided among "
                 f"{part.count} ranks of axis tp: pass tensor_group=mesh.group('tp'), got "
                 f"{tensor_group!r}"
             )
         if hasattr(parameter, "placements"):
             raise ValueError(
-                f"Muon needs whole matrices, and this DTensor {list(shape)} is divided as "
+                f"Muon needs whole matrices, but this DTensor {list(shape)} is divided as "
                 f'{parameter.placements}: put it into a group with "algorithm": "adamw"'
             )
 

@@ -27,13 +27,13 @@ def check_model(model: nn.Module) -> None:
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(
             "DistributedDataParallel adds gradients in an order that depends on the ranks: "
-            "pass the wrapped module to SameBits"
+            "pass the module inside it (ddp.module) to SameBits"
         )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise ValueError(
                 f"parameter {name!r} is a DTensor: with tensor parallelism the bits depend on the "
-                "number of parts, which SameBits does not cover"
+                "number of parts, which SameBits does not support"
             )
 
 
@@ -44,7 +44,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         ValueError: the optimizer is Muon or fused.
     """
     if isinstance(optimizer, Muon):
-        raise ValueError("SameBits does not cover Muon: its matrices are divided among the ranks")
+        raise ValueError(
+            "SameBits does not support Muon, whose matrices are divided among the ranks"
+        )
     if any(group.get("fused") for group in optimizer.param_groups):
         raise ValueError(
             f"{type(optimizer).__name__}(fused=True) rounds the last elements of a tensor "

@@ -94,10 +94,10 @@ class SameBitsPipeline:
         check_optimizer(optimizer)
         check_model(pipe.module)
         if pipe.replicas is None:
-            raise ValueError('pass Pipeline(replicas=...), such as mesh.group("dp")')
+            raise ValueError('create the Pipeline with replicas=, such as mesh.group("dp")')
         if pipe.num_ties or _num_shared(pipe.stages):
             raise ValueError(
-                "SameBitsPipeline does not cover ties: autograd adds the gradients of a shared "
+                "SameBitsPipeline does not support ties: autograd adds the gradients of a shared "
                 "parameter per micro-batch, but stages add theirs once per step"
             )
         self._pipe = pipe
@@ -112,8 +112,8 @@ class SameBitsPipeline:
         self.run = runs[self._replicas.rank]
         if len(self.run) != pipe.num_microbatches:
             raise ValueError(
-                f"this rank's pipeline has num_microbatches={pipe.num_microbatches}, and {self.run}"
-                f" needs {len(self.run)}: see echelon.dist.canonical.even_runs"
+                f"this rank's pipeline has num_microbatches={pipe.num_microbatches}, but "
+                f"{self.run} needs {len(self.run)}: see echelon.dist.canonical.even_runs"
             )
         self._gradients = {
             stage.index: Gradients(stage.module, self._replicas, runs) for stage in pipe.stages

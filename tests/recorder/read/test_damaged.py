@@ -226,7 +226,7 @@ def test_a_torn_identity_leaves_the_one_before_it(ring):
         file.write(b"?")
     record = read_ring(ring.path)
     assert record.identity.world_size == 16
-    assert record.warnings == ("an identity is damaged: the other one is used",)
+    assert record.warnings == ("one copy of the identity is damaged; using the other copy",)
 
 
 def test_a_truncated_ring_says_so(good, tmp_path):

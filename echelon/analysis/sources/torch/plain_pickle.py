@@ -41,12 +41,10 @@ class _NothingUnpickler(pickle.Unpickler):
     """An unpickler that resolves no classes and no functions."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
-        raise pickle.UnpicklingError(f"the pickle is refused because it loads {module}.{name}")
+        raise pickle.UnpicklingError(f"refusing to load the pickle: it loads {module}.{name}")
 
     def persistent_load(self, _: Any) -> NoReturn:
-        raise pickle.UnpicklingError(
-            "the pickle is refused because it contains a persistent object"
-        )
+        raise pickle.UnpicklingError("refusing to load the pickle: it contains a persistent ID")
 
 
 def load_plain(path: Path) -> Any:

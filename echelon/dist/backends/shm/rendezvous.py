@@ -110,8 +110,8 @@ def _check_one_host(members: Members, facts: list[dict[str, Any]]) -> None:
     elsewhere = [members.ranks[r] for r, fact in enumerate(facts) if not is_same_host(fact, mine)]
     if elsewhere:
         raise ValueError(
-            f"group {members.name!r}: backend 'shm' needs all ranks on one host; not on the "
-            f"same host as rank {members.ranks[members.rank]}: {elsewhere}"
+            f"group {members.name!r}: backend 'shm' needs all ranks on one host, but "
+            f"these are not on the same host as rank {members.ranks[members.rank]}: {elsewhere}"
         )
 
 

@@ -240,7 +240,7 @@ class Keeper:
             if step != failed and self._remove(step):
                 place = self._steps.path(step)
                 warnings.warn(
-                    f"{place}: removed, since the disk is full", RuntimeWarning, stacklevel=2
+                    f"{place}: removed because the disk is full", RuntimeWarning, stacklevel=2
                 )
                 return True
         return False

@@ -160,7 +160,7 @@ class Member:
     def _check_kind(self, data: torch.Tensor, place: torch.Tensor) -> None:
         if (data.shape, data.dtype, data.device) != (place.shape, place.dtype, place.device):
             raise ValueError(
-                f"{self.name!r} was {_described(place)} and was changed to {_described(data)} "
+                f"{self.name!r} was {_described(place)}, but was changed to {_described(data)} "
                 "after fully_shard: convert or move the model before fully_shard"
             )
 

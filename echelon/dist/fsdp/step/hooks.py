@@ -91,7 +91,7 @@ def _hook_gradient(unit: Unit, member: Member) -> None:
             return  # None: frozen between forward and backward
         if member.leaf.grad.is_sparse:
             raise RuntimeError(
-                f"the gradient of {member} in {unit} is sparse, and shards are reduced as dense "
+                f"the gradient of {member} in {unit} is sparse, but shards are reduced as dense "
                 "vectors: use sparse=False, or pass the parameter to ignored_params="
             )
         driver_of(unit).gradient_arrives(unit, member)

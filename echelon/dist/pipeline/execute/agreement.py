@@ -122,7 +122,7 @@ def agree(
         if len(set(trained.values())) > 1:
             frozen = ", ".join(sorted(name for name, flag in trained.items() if not flag))
             raise ValueError(
-                f"ties: of {list(tie)}, {frozen} does not require gradients but the others do: "
-                "the copies would not stay equal"
+                f"ties: of {list(tie)}, {frozen} does not require gradients, but the others "
+                "do, so the copies would not stay equal"
             )
     return f"pipeline/{every[0][2]}"

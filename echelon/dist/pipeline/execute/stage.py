@@ -133,8 +133,8 @@ class Stage:
         if seen:
             warnings.warn(
                 f"{self}: activation checkpointing recomputes {type(seen[0]).__name__} and others "
-                "in both halves of a split backward: once more than in a whole one, as the "
-                "schedules gpipe, 1f1b, interleaved_1f1b and looped_bfs have it",
+                "in both halves of a split backward, which is once more than in an unsplit one. "
+                "The schedules gpipe, 1f1b, interleaved_1f1b and looped_bfs do not split it",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -214,7 +214,7 @@ def collected(
         if not is_one_place:
             copy = _broadcast(group, copy, group.ranks.index(holders[owner]))
         if copy is None:
-            raise CollectiveError(f"the copy of rank {owner}'s shards cannot be read any more")
+            raise CollectiveError(f"the copy of rank {owner}'s shards can no longer be read")
         yield copy
 
 
@@ -230,7 +230,7 @@ def _broadcast(group: ProcessGroup, copy: torch.Tensor | None, root: int) -> tor
     assert copy is not None
     group.broadcast(copy, root=root)
     if crc_of(copy) != crc:
-        raise CollectiveError("a copy of a rank's shards was damaged on its way")
+        raise CollectiveError("a copy of a rank's shards was damaged in transit")
     return copy
 
 

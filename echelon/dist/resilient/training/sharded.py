@@ -144,13 +144,14 @@ def checkpoint_step(found: Sequence[Any], newest: int) -> int:
         ValueError: the values differ, or cannot be a step of this run.
     """
     if any(one != found[0] for one in found):
-        raise ValueError(f"from_checkpoint returned different steps on the ranks: {list(found)}")
+        raise ValueError(f"from_checkpoint returned a different step on some ranks: {list(found)}")
     step = found[0]
     if not isinstance(step, int) or isinstance(step, bool):
         kind = type(step).__qualname__
-        raise ValueError(f"from_checkpoint must return the number of a step, not {kind}")
+        raise ValueError(f"from_checkpoint must return a step number, not {kind}")
     if not 0 <= step <= newest + 1:
         raise ValueError(
-            f"the checkpoint is not of this run: it is at step {step}, the run at step {newest}"
+            f"the checkpoint does not belong to this run: the checkpoint is at step {step}, but "
+            f"the run is at step {newest}"
         )
     return step

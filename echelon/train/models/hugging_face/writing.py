@@ -274,7 +274,8 @@ def _check(
         raise ValueError(f"{folder}: the weights do not match the config: {'; '.join(problems)}")
     kinds = {stored[name].dtype for name in shapes}
     if not kinds <= {*_WEIGHT_DTYPES}:
-        raise ValueError(f"{folder}: weights can be stored as {', '.join(_WEIGHT_DTYPES)}: {kinds}")
+        known = ", ".join(_WEIGHT_DTYPES)
+        raise ValueError(f"{folder}: weights can be stored as {known}, not as {kinds}")
 
 
 def _pieces(expected: list[Whole], writer: _Writer, max_piece_bytes: int) -> dict[str, list[Whole]]:

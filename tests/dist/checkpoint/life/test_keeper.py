@@ -234,7 +234,7 @@ def test_room_is_made_only_if_asked_and_never_of_the_newest_or_the_best(tmp_path
         for step in (1, 2, 3):
             assert keeper.save(step, state_at(step), score=float(step))
         _fill(monkeypatch, tmp_path, room_for=3)
-        with pytest.warns(RuntimeWarning, match="step_00000002: removed, since the disk is full"):
+        with pytest.warns(RuntimeWarning, match="step_00000002: removed because the disk is full"):
             assert keeper.save(4, state_at(4))
         assert steps_in(tmp_path) == [1, 3, 4]
         _fill(monkeypatch, tmp_path, room_for=0)
