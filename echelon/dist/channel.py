@@ -49,8 +49,8 @@ class ChannelTags:
 class Channel:
     """One end of a channel to another rank. Use `ProcessGroup.channel` to create it.
 
-    In each direction, host arrays arrive in order, and so do device arrays. Messages that are not
-    received never block collectives, tags or other channels.
+    In each direction, host arrays arrive in the order in which they were sent, and so do device
+    arrays. A message that is not received never blocks collectives, tags or other channels.
 
     Attributes:
         peer: the rank within the group at the other end.

@@ -1,7 +1,7 @@
-"""Choose the dtype in which an engine's levels accumulate, and provide memory for the sums.
+"""Choose the dtype in which a two-level engine accumulates, and provide memory for the sums.
 
-Sums of 16-bit floats are passed between levels as float32, so they are rounded only once, at the
-end.
+Sums of 16-bit floats are passed from one level to the other as float32, so they are rounded only
+once, at the end.
 """
 
 from __future__ import annotations

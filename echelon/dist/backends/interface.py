@@ -81,8 +81,8 @@ class Members:
         rank: this rank within the group.
         ranks: global ranks, in group order.
         options: the options passed to `init`.
-        device: the kind of device whose arrays the engine must carry, such as "cuda" or "xpu"; ""
-            means the engine's own kind.
+        device: the kind of device whose arrays the engine must transfer, such as "cuda" or "xpu";
+            "" means the engine's own kind.
         device_index: the index of this rank's device among the devices of that kind.
         address: the address at which other hosts reach this host; "" if the store does not provide
             it.
@@ -166,7 +166,7 @@ class Engine(Protocol):
 
     Attributes:
         name: the backend's name, as shown to users.
-        device: the kind of device whose arrays the engine carries: "cpu", "cuda" or "xpu".
+        device: the kind of device whose arrays the engine transfers: "cpu", "cuda" or "xpu".
         nests: whether a signal handler may call a collective while it interrupts another collective
             of the same group.
 
@@ -180,7 +180,7 @@ class Engine(Protocol):
 
     @property
     def device(self) -> str:
-        """The kind of device whose arrays the engine carries."""
+        """The kind of device whose arrays the engine transfers."""
 
     @property
     def nests(self) -> bool:

@@ -4,7 +4,7 @@ A backend is either listed in `_OWN` or provided by an installed package through
 group `echelon.backends`. The entry point's object is a function like `create` in
 `echelon.dist.backends.shm.backend`. It may have two attributes: `not_ready`, a function that
 returns why the backend cannot run here, and `device`, the kind of device whose arrays the backend
-carries.
+transfers.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ def reduce_scatter(
         runs: the runs of all ranks, from `agree_runs`.
         splits: number of elements in each rank's block, in rank order; None means as even as
             possible.
-        scratch: memory for the received blocks, in which the returned sums lie; None means new
-            memory. In a group of one rank, nothing is received, and `sums` are returned.
+        scratch: memory for the received blocks and the returned sums; None means new memory. In a
+            group of one rank, nothing is received, and `sums` are returned.
 
     Returns:
         The sums of this rank's block. Their `total()` is the final result if the runs together

@@ -10,9 +10,10 @@ import torch
 
 
 class Scratch:
-    """Memory for the blocks that `reduce_scatter` receives. It is as large as the largest request.
+    """Memory for the blocks that `reduce_scatter` receives.
 
-    The tensors that one call returns are overwritten by the next call.
+    The memory grows to the size of the largest request. The tensors that one call returns are
+    overwritten by the next call.
 
     Example:
         >>> scratch = Scratch()

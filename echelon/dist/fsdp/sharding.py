@@ -61,8 +61,8 @@ def fully_shard(
         mp_policy: the dtypes of computation and communication.
         ignored_params: parameters that are not sharded; the caller must keep them equal on all
             ranks.
-        offload_policy: a policy for keeping shards in host memory. It has no effect, except a
-            warning, if the parameters are already in host memory.
+        offload_policy: a policy for keeping shards in host memory. If the parameters are already in
+            host memory, the policy has no effect, and a warning is issued.
         prefetch: how many units to gather ahead of time while this unit computes.
         memory_budget_bytes: how much memory all units of the group may use on a rank, in addition
             to the unit that is computing. One third is for units gathered ahead, one third for

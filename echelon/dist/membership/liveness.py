@@ -329,7 +329,7 @@ class Liveness:
         return [rank for rank in late if not store.check([f"{self._arrivals}/{rank}"])]
 
     def _ask(self, operation: Operation, store: Store) -> tuple[dict[int, Answer], list[int]]:
-        """Ask the other ranks for their calls and waits; return answers and silent ranks."""
+        """Ask the other ranks for their calls and waits; return the answers and silent ranks."""
         if self._board is None:
             return {}, []
         question = f"{operation.kind}-{operation.peer}-{operation.sequence}"

@@ -1,8 +1,8 @@
 """Run the thread that transfers the bytes of a group's messages.
 
-Callers only append to a queue and wake the thread; only the thread itself takes locks. So calls are
-safe on any thread, in a signal handler, and in a process that is about to fork. The thread starts
-with the first message.
+Callers only append to a queue and wake the thread; only the thread itself takes locks. Calls are
+therefore safe on any thread, in a signal handler, and in a process that is about to fork. The
+thread starts with the first message.
 """
 
 from __future__ import annotations

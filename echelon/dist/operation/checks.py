@@ -51,7 +51,7 @@ def check_reduce_op(op: str, dtype: str) -> str:
 def check_pair(
     call: str, large_name: str, large: View, small_name: str, small: View, size: int, rank: int
 ) -> None:
-    """Check that `large` holds `size` parts like `small`, and that both overlap only in place.
+    """Check that `large` is `size` times as long as `small`, and that they overlap only in place.
 
     The operation is in place if the small array is exactly part `rank` of the large array.
 

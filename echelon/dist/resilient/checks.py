@@ -44,7 +44,7 @@ def check_units(model: nn.Module, before: Sequence[Unit]) -> None:
     """Check that `prepare` has left the model divided as it was when `run` began.
 
     Raises:
-        ValueError: it has not.
+        ValueError: `prepare` has divided a part of the model.
     """
     if units_of(model) != list(before):
         raise ValueError(

@@ -77,7 +77,7 @@ def run(
 
     Raises:
         ValueError: there is no world, `model` can be neither copied nor restored, `prepare` has
-            sharded a part of it, what is not sharded differs between ranks, or a protected `run`
+            sharded a part of the model, unsharded state differs between ranks, or a protected `run`
             was already called in this process.
         CollectiveError: a collective failed, and the launcher did not publish a new epoch, because
             too few ranks are left or no rank has died.

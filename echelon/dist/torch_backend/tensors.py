@@ -43,7 +43,11 @@ def flat_source(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def flat_target(tensors: Sequence[Tensor]) -> tuple[Tensor, Finish | None]:
-    """Return one target for several results, and a function that copies data into them."""
+    """Return a flat buffer for the results of all `tensors`, and a function that fills `tensors`.
+
+    The function copies the buffer's contents into `tensors`. It is None if they already form one
+    contiguous piece of memory, which then serves as the buffer.
+    """
     whole = _as_one_piece(tensors)
     if whole is not None:
         return whole, None
@@ -63,7 +67,10 @@ def source(tensor: Tensor) -> Tensor:
 
 
 def target(tensor: Tensor) -> tuple[Tensor, Finish | None]:
-    """Return a contiguous target for a result, and a function that copies data into it."""
+    """Return a contiguous buffer for a result, and a function that copies it into `tensor`.
+
+    The function is None if `tensor` itself is contiguous and serves as the buffer.
+    """
     if tensor.is_contiguous():
         return tensor.detach(), None
     buffer = tensor.detach().contiguous()

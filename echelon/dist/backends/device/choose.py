@@ -45,14 +45,14 @@ def create(
     """Create the engine for a group's arrays on a device; every member must call this.
 
     Args:
-        members: the members of the group, with this rank's device.
+        members: the members of the group, and the device of this rank.
         store: the part of the store that is reserved for the engine.
         host: the name of the backend for host arrays.
         deadline_s: the deadline on the monotonic clock.
         is_staged: whether arrays may be transferred only through the host.
 
     Raises:
-        ValueError: a rank cannot carry arrays on its device.
+        ValueError: a rank cannot transfer arrays from its device.
         CollectiveTimeoutError: some members did not call this function by `deadline_s`.
     """
     name = "" if is_staged else registry.for_device(members.device)[0]

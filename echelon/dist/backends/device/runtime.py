@@ -40,17 +40,17 @@ class DeviceRuntime:
         return self.torch.as_tensor(owner, device=f"{self.device}:{index}")
 
     def run(self, stream: Any, job: Callable[[], object]) -> None:
-        """Call `job`; its torch kernels are queued on a given stream."""
+        """Call `job`, and queue its torch kernels on a given stream."""
         with self.accelerator.stream(stream):
             job()
 
     def empty_like(self, tensor: Any, length: int, stream: Any) -> Any:
-        """Return an uninitialized tensor for use on a stream, with the dtype of another tensor."""
+        """Return an uninitialized tensor of another tensor's dtype, for use on a stream."""
         with self.accelerator.stream(stream):
             return tensor.new_empty(length)
 
     def copy(self, tensor: Any, callers: Sequence[Any]) -> Any:
-        """Return a copy of a tensor, made behind the work on the caller's streams."""
+        """Return a copy of a tensor, queued behind the work on the caller's streams."""
         for stream in callers[1:]:
             callers[0].wait_stream(stream)
         return tensor.clone()

@@ -2,19 +2,19 @@
 
 This engine is the fallback for installations without a compiler, and the reference in tests of the
 C core. In the first phase of each chunk, every rank writes its data into its slot, announces the
-data, and waits for the other ranks. Each rank then compares the calls of all ranks, and may read
-all data.
+data, and waits for the other ranks. Each rank then compares the calls of all ranks, and can read
+the data of all ranks.
 
     up to 16 KB, or two ranks   each rank sums all slots                         1 phase
     larger sums                 each rank sums its share, then copies all shares 2 phases
     everything else                                                              1 phase
 
-Each rank alternates between two slots, for even and odd chunks. When a rank writes chunk k+2, all
-ranks have announced chunk k+1, so they have finished reading chunk k.
+Each rank alternates between two slots, for even and odd chunks. By the time a rank writes chunk
+k+2, all ranks have announced chunk k+1, so they have finished reading chunk k.
 
-If there are more ranks than usable cores, a waiting rank sleeps on the futex at once. Otherwise it
-first yields the core for up to 300 us. A yield that takes over 30 us shows that the core is busy,
-and the rank then stops yielding for a while.
+If there are more ranks than usable cores, a waiting rank sleeps on the futex at once. With enough
+cores, it first yields the core repeatedly, for up to 300 us in total. A single yield that takes
+over 30 us shows that the core is busy, and the rank then stops yielding for a while.
 """
 
 from __future__ import annotations

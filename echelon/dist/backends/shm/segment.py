@@ -3,7 +3,7 @@
     per rank: control block (one page) ... | per rank: two data slots | per pair: message ring
 
 A control block holds
-    0     u32  published: number of phases that this rank has announced; others sleep on it
+    0     u32  published: number of phases that the rank has announced; other ranks sleep on it
     4     u32  failed: a `Fault` once the rank has abandoned the group
     8     u32  number of ranks that it blames, then up to 64 of these ranks as u32
     272   u32  number of collectives that the rank finished before it failed
@@ -92,7 +92,7 @@ class Segment:
         return raw[2 : 2 + int.from_bytes(raw[:2], "little")]
 
     def blame(self, rank: int, fault: int, blamed: list[int], num_ended: int) -> None:
-        """Record that `rank` has left the group after a failure, and the ranks that it blames.
+        """Record that `rank` has left the group after a failure, and which ranks it blames.
 
         Args:
             num_ended: the number of collectives that `rank` had finished.

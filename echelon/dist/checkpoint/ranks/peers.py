@@ -1,6 +1,7 @@
 """Find the ranks that save and load together.
 
-They are the ranks of echelon's world, of torch.distributed's default group, or this process alone.
+The ranks are those of echelon's world or of torch.distributed's default group. If neither exists,
+this process saves and loads by itself.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ _current: PendingSave | None = None
 
 
 def start(path: str, write: Callable[[float], None], timeout_s: float) -> PendingSave:
-    """Start a background save, which calls `write` on a thread with a monotonic deadline."""
+    """Start a background save: a thread calls `write` with a deadline on the monotonic clock."""
     global _current
     _current = PendingSave(path, write, timeout_s)
     return _current

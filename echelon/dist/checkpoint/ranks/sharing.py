@@ -1,7 +1,8 @@
 """Lay out the data that several ranks need as lines of bytes.
 
-Each line contains the tensors that one set of ranks needs. The set consists of all ranks for the
-replicas of a whole model, and of some ranks for the replicas of a shard.
+Each line contains the tensors that one set of ranks needs. If the tensors are replicas of a whole
+model, the set contains all ranks. If they are replicas of a shard, the set contains only the ranks
+that hold this shard.
 """
 
 from __future__ import annotations

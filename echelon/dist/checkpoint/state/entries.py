@@ -1,4 +1,4 @@
-"""List a state's entries with their kinds, and name the parameters of these entries."""
+"""List a state's entries with their kinds, and map the parameters in the entries to paths."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ class _ModuleHooks:
         return output
 
     def _detached_from_unit(self, output: Any) -> Any:
-        """Replace outputs that are inputs, or that share memory with parameters, by new tensors.
+        """Return new tensors in place of outputs that are inputs or share memory with parameters.
 
         The gradient of an output marks the beginning of the unit's backward, and the gradient of an
         input marks the end, so one tensor must not be both.

@@ -21,8 +21,8 @@ _Group: Any = getattr(checkpoint, "GraphExecGroup", None)  # of newer versions o
 def recomputed_once() -> AbstractContextManager[object]:
     """Make the backward calls inside the block recompute each checkpointed region only once.
 
-    The calls inside one block must not use a saved tensor twice. So each half of a backward needs
-    its own block.
+    The calls inside one block must not use a saved tensor twice. Each half of a backward therefore
+    needs its own block.
     """
     if _Group is None or _Group._get_current_group() is not None:
         return nullcontext()

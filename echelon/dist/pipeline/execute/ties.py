@@ -2,8 +2,8 @@
 
 Each stage has a copy, and all copies start with the first stage's value. At the end of each step,
 every copy gets the same gradient: the sum of the stages' gradients, added in the order of the
-stages. So the copies stay equal. If several stages on one rank hold the same parameter object,
-autograd adds their gradients, and the object counts as one copy.
+stages. The copies therefore stay equal. If several stages on one rank hold the same parameter
+object, autograd adds their gradients, and the object counts as one copy.
 """
 
 from __future__ import annotations

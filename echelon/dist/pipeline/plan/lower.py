@@ -1,9 +1,9 @@
 """Lower a plan of computations by adding messages and sharding actions.
 
 [Note: one order for all messages] Both ends of a message are added to their rows at the same time
-in a simulated run. So every row is part of one overall order, in which a send and its receive are
-adjacent. Ranks that follow that order cannot wait for each other in a cycle, even if a send blocks
-until its receiver has joined.
+in a simulated run. Every row is therefore part of one overall order, in which a send and its
+receive are adjacent. Ranks that follow that order cannot wait for each other in a cycle, even if a
+send blocks until its receiver has joined.
 """
 
 from __future__ import annotations

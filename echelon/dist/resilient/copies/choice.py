@@ -1,9 +1,9 @@
-"""Decide where copies are kept, and which copies are restored after a loss. Pure functions.
+"""Decide where copies are kept, and which copies are restored after a loss.
 
 Two ranks are at the same place if they can map each other's memory, which means that they run on
 one host in one PID namespace. A copy in shared memory exists as long as any rank at that place is
-alive. A second copy, at another place, protects against the loss of a whole place. It is
-kept on another machine if there is one.
+alive. A second copy, at another place, protects against the loss of a whole place. If there are
+several machines, the second copy is kept on another machine.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ def partners_of(places: Sequence[Hashable], machines: Sequence[Hashable] = ()) -
     """Return, for each rank, the rank at another place that keeps the second copy of its shards.
 
     The ranks of each place send their copies to the next place, and the ranks of the last place
-    send them to the first. The copies are divided evenly among the ranks there. Places on the same
-    machine, such as two containers, are skipped if there is one on another machine.
+    send them to the first. The copies are divided evenly among the ranks of the receiving place. A
+    place on the sender's own machine, such as another container, is skipped if there is a place on
+    another machine.
 
     Args:
         places: the place of each rank.
@@ -61,7 +62,7 @@ class Version:
     """A state, identified by its step and by the epoch whose ranks it was divided among.
 
     Attributes:
-        step: the first step that has not been done in this state.
+        step: the next step to run from this state.
         epoch: the epoch whose ranks divided the state.
     """
 

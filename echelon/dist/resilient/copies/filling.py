@@ -1,7 +1,8 @@
-"""Copy tensors into one vector of bytes and compute its CRC-32, in one pass where C can do it.
+"""Copy tensors into one byte buffer and compute the buffer's CRC-32, in one pass if C can do so.
 
-The C core reads each source once and writes past the caches. Without it, torch copies and zlib
-reads the whole vector again, which takes three to four times as long. The CRC is the same.
+The C core reads each source once, and bypasses the caches when it writes. Without the C core, torch
+copies the tensors and zlib reads the whole buffer again, which takes three to four times as long.
+The CRC is the same.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ Piece = tuple[int, torch.Tensor]  # where it begins, in bytes, and a contiguous 
 
 
 def fill(vector: torch.Tensor, pieces: Sequence[Piece]) -> int:
-    """Write pieces into a vector, [num_bytes] of uint8, and zeros between them; return its CRC-32.
+    """Fill a byte buffer with pieces, and with zeros between them; return the buffer's CRC-32.
 
-    Other threads run in the meantime.
+    Other threads can run during the call.
 
     Args:
-        vector: what to overwrite; contiguous.
-        pieces: in order, without overlaps.
+        vector: the buffer to overwrite, [num_bytes] of uint8, contiguous.
+        pieces: the pieces in ascending order of position, without overlaps.
     """
     as_bytes = [(first, _bytes_of(one)) for first, one in pieces if one.numel()]
     if _has_core:
@@ -44,7 +45,7 @@ def fill(vector: torch.Tensor, pieces: Sequence[Piece]) -> int:
 
 
 def crc_of(vector: torch.Tensor) -> int:
-    """Return the CRC-32 of a vector, [num_bytes] of uint8."""
+    """Return the CRC-32 of a byte buffer, [num_bytes] of uint8."""
     if not vector.numel():
         return 0
     data = vector.numpy().data

@@ -1,17 +1,17 @@
 """Provide anonymous shared memory that holds one state of one rank's shards.
 
 The memory does not have a name in any file system, and exists until all processes have closed it.
-The other ranks on the host open it when a world begins. So the memory outlives the rank that writes
-it, and is freed once all ranks have ended.
+The other ranks on the host open it when a world begins. The memory therefore outlives the rank that
+writes it, and is freed once all ranks have ended.
 
     token | stamp, with its own CRC | padding up to a page | content
 
-A forked child, such as a worker of a data loader, closes all of them at once. It uses none, and
-would keep the memory allocated after its parent has released it.
+A forked child, such as a data loader's worker, closes all of its parent's memories at once. An open
+memory would remain allocated in the child after the parent has released it.
 
-The stamp is erased before the content changes, and is written once the content is complete. So a
-copy does not have a stamp if its rank died while writing. The CRC of the content is checked before
-a copy is used.
+The stamp is erased before the content changes, and is written once the content is complete. If a
+rank dies while writing a copy, the copy therefore has no stamp. The CRC of the content is checked
+before a copy is used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Write a rank's shards into one vector of bytes, and restore other shards from several vectors.
+"""Serialize a rank's shards, and restore shards that are divided differently.
+
+A rank's shards are serialized into one byte buffer:
 
     length of the index, 8 bytes | index | padding | tensors, each aligned to 64 bytes
 
@@ -35,7 +37,7 @@ class _Run:
         start: the index of the first element.
         length: the number of elements.
         dtype: the dtype of the elements.
-        offset: the position of the first element in the vector, in bytes after the index.
+        offset: the position of the first element in the buffer, in bytes after the index.
     """
 
     name: str
@@ -52,9 +54,9 @@ class _Run:
 
 
 class _Scalars:
-    """Tensors without dims, such as step counts, as one vector per dtype.
+    """Zero-dimensional tensors, such as step counts, combined into one vector per dtype.
 
-    An optimizer has one or more for each parameter, and to pickle a tensor takes 0.1 ms.
+    An optimizer often has one such tensor per parameter, and pickling each one takes 0.1 ms.
     """
 
     def __init__(self) -> None:
@@ -62,7 +64,7 @@ class _Scalars:
         self._values: dict[torch.dtype, Any] = defaultdict(list)
 
     def takes(self, name: str, key: str, value: Any) -> bool:
-        """Take a value if it is such a tensor on the host; return whether it is."""
+        """Take a value if it is a 0-dim tensor on the host; return whether it was taken."""
         if type(value) is not torch.Tensor or value.dim() or value.device.type != "cpu":
             return False
         values = self._values[value.dtype]
@@ -71,23 +73,23 @@ class _Scalars:
         return True
 
     def pack(self) -> None:
-        """Copy the values; no more can be taken."""
+        """Copy the values that were taken. No further values can be taken afterwards."""
         self._values = {dtype: torch.stack(values) for dtype, values in self._values.items()}
 
     def items(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield parameter, key and value."""
+        """Yield the parameter's name, the key and the tensor for each value."""
         for (name, key), (dtype, place) in self._places.items():
             yield name, key, self._values[dtype][place].clone()
 
 
 @dataclass(frozen=True, slots=True)
 class _Index:
-    """The index of a vector.
+    """The index of a buffer.
 
     Attributes:
         runs: the runs of elements.
-        values: the optimizer's values that are not divided, keyed by parameter and key.
-        scalars: those of them that are tensors without dims.
+        values: the optimizer's other undivided values, keyed by parameter and key.
+        scalars: the optimizer's zero-dimensional tensors.
         keys: the keys of each parameter's optimizer state, in order.
     """
 
@@ -105,7 +107,7 @@ class ShardsWriter:
         optimizer: the optimizer of the model's parameters.
 
     Attributes:
-        num_bytes: the size of the vector.
+        num_bytes: the size of the buffer that `write` needs.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -140,7 +142,7 @@ class ShardsWriter:
 
     @torch.no_grad()
     def write(self, content: torch.Tensor) -> int:
-        """Write the shards into a vector, [num_bytes] of uint8; return its CRC-32."""
+        """Write the shards into a byte buffer, [num_bytes] of uint8; return the buffer's CRC-32."""
         length = len(self._index).to_bytes(_LENGTH_BYTES, "little")
         head = torch.frombuffer(bytearray(length + self._index), dtype=torch.uint8)
         runs = zip(self._runs, self._tensors, strict=True)
@@ -148,10 +150,10 @@ class ShardsWriter:
 
 
 class ShardsReader:
-    """A reader of the runs in one vector.
+    """A reader of the runs in one buffer.
 
     Args:
-        content: a vector that `ShardsWriter` wrote.
+        content: a buffer that `ShardsWriter` wrote.
     """
 
     def __init__(self, content: torch.Tensor) -> None:
@@ -173,7 +175,7 @@ class IncompleteCopiesError(Exception):
 
 
 class ShardsRestore:
-    """An object that restores this rank's shards and their optimizer state from several vectors.
+    """An object that restores this rank's shards and their optimizer state from several buffers.
 
     Args:
         model: a sharded model, whose shards are overwritten.
@@ -188,7 +190,7 @@ class ShardsRestore:
 
     @torch.no_grad()
     def add(self, vector: torch.Tensor) -> None:
-        """Copy the elements that this rank needs from one vector."""
+        """Copy the elements that this rank needs from one buffer."""
         reader = ShardsReader(vector)
         index = reader.index
         for name, keys in index.keys.items():
@@ -219,7 +221,7 @@ class ShardsRestore:
         """Load the restored state into the optimizer.
 
         Raises:
-            IncompleteCopiesError: none of the vectors contained an element that this rank needs.
+            IncompleteCopiesError: an element that this rank needs was not in any of the buffers.
         """
         for name, shard in self._shards.items():
             state = self._states.get(name)

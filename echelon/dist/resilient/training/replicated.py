@@ -3,11 +3,11 @@
 [Note: kept and finished] Each rank has two numbers. `kept` is the step at whose start the rank
 copied its state. `finished` is the first step that the rank has not finished. Each step ends with a
 barrier. A rank increases `finished` before the barrier. After the barrier, the rank copies its
-state and increases `kept`. So the numbers of the survivors differ by at most one step. The
+state and increases `kept`. The survivors' numbers therefore differ by at most one step. The
 survivors continue from the lowest value of `finished`. Every survivor has the state for that step,
 either live or as a copy.
 
-The start counts as a step, which a rank has finished once `prepare` has returned.
+The first call of `prepare` also counts as a step, which a rank has finished once the call returns.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 [Note: sharded models] The live state of a lost rank is gone, so the survivors continue from the
 newest step for which copies of all shards exist. Each rank copies the start of a step before the
 barrier that ends the step. A rank that has passed the barrier knows that all of these copies are
-complete. So a step is committed one step later than for a replicated model, and `ShardedState`
-keeps two steps.
+complete. A step is therefore committed one step later than for a replicated model, and
+`ShardedState` keeps the states of two steps.
 """
 
 from __future__ import annotations

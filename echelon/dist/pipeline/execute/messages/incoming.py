@@ -97,7 +97,7 @@ class Incoming:
     def is_here(self, thing: Thing) -> bool:
         """Return whether `take` would not block.
 
-        On a device, only the header must have arrived.
+        For tensors on a device, it is enough that the header has arrived.
         """
         if self._place[thing] >= self._num_posted:
             return False

@@ -31,8 +31,9 @@ class Outgoing:
     def outputs(self, thing: Thing, tensors: Sequence[torch.Tensor]) -> None:
         """Send a micro-batch's outputs.
 
-        The receiver may already have posted a receive of the previous step's size. So exactly that
-        many bytes are sent over the data channel, and any further bytes over the spill channel.
+        The receiver may already have posted a receive of the previous step's size. Exactly that
+        many bytes are therefore sent over the data channel, and any further bytes over the spill
+        channel.
 
         Raises:
             ValueError: the tensors cannot be sent.

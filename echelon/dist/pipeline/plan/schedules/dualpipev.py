@@ -1,9 +1,9 @@
 """DualPipeV: two chunks per rank in a V, with forwards and backwards overlapped.
 
 Rank r holds stages r and 2p - 1 - r. In the steady state, each action combines a forward and a
-backward, and the communication of one is hidden behind the computation of the other. The backward
-is split only near the ramps. (The schedule is DeepSeek's DualPipe, cut in half as Sea AI Lab
-proposed.)
+backward, and the communication of one is hidden behind the computation of the other. Backwards
+are split only near the beginning and the end of the schedule. (The schedule is DeepSeek's DualPipe,
+cut in half as Sea AI Lab proposed.)
 
 The schedule is regular for 2p or more micro-batches. With fewer micro-batches, the order for 2p
 micro-batches is used, and the missing micro-batches are left out.

@@ -1,7 +1,7 @@
 """Build a row and count its actions, so that a schedule only has to name stages.
 
-Micro-batches pass through a stage in order. So the number of actions of one kind so far is also the
-index of the next micro-batch for that kind.
+Micro-batches pass through a stage in order. The number of actions of one kind in the row is
+therefore also the index of the next micro-batch for that kind.
 """
 
 from __future__ import annotations
