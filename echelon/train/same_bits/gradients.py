@@ -172,7 +172,7 @@ class _Sums:
 
 
 def _add(left: Taken, right: Taken) -> Taken:
-    """Return the sums, in the memory of `left`. A gradient that is absent counts as zeros."""
+    """Add `right` to `left` in place, and return the sums. A missing gradient counts as zero."""
     pairs = list(zip(left, right, strict=True))
     both = [(one, other) for one, other in pairs if one is not None and other is not None]
     if both:

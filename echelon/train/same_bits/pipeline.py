@@ -51,8 +51,8 @@ class SameBitsPipeline:
     number of stages, replicas and shards. Creating this object is collective.
 
     Args:
-        pipe: the pipeline, which must have `replicas`, at least a group of one rank. The pipeline's
-            number of micro-batches must be the length of this rank's run.
+        pipe: the pipeline. Its `replicas` must be set, possibly to a group of one rank. Its number
+            of micro-batches must be the length of this rank's run.
         optimizer: the optimizer of the pipeline's parameters.
         micro_batches: the number of micro-batches per step, over all replicas.
         seed: the seed of the run.
@@ -128,7 +128,7 @@ class SameBitsPipeline:
         blocks until all ranks have computed their micro-batches, at most for the groups' timeout.
 
         Args:
-            step: the number of the optimizer step, which helps to seed the random numbers.
+            step: the number of the optimizer step, which is part of the random numbers' seed.
             batch: a function that takes the number of a micro-batch within the step and returns its
                 inputs and targets, each a tensor or a tuple of tensors. The function is called on
                 the ranks of the first and the last stage. Its result must depend only on the

@@ -111,9 +111,9 @@ class SameBits:
         computed their micro-batches, at most for the group's timeout.
 
         Args:
-            step: the number of the optimizer step, which helps to seed the random numbers.
+            step: the number of the optimizer step, which is part of the random numbers' seed.
             compute: a function that takes the number of a micro-batch within the step and returns
-                the micro-batch's loss, a tensor without dims. The loss must depend only on the
+                the micro-batch's loss, a scalar tensor. The loss must depend only on the
                 number, and must always be computed in the same shape.
 
         Returns:
@@ -122,7 +122,7 @@ class SameBits:
         Raises:
             NotReproducibleError: at the first step, a micro-batch gave different bits when it was
                 computed again or on another rank; raised on all ranks.
-            ValueError: a loss has dims, a forward pass changed a buffer of the model, or a
+            ValueError: a loss is not a scalar, a forward pass changed a buffer of the model, or a
                 micro-batch called a collective.
             CollectiveError: a rank was lost or did not join.
         """
