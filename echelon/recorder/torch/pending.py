@@ -105,7 +105,7 @@ class Pending:
             recorder.completed(record)
 
     def start(self) -> None:
-        """Start the thread that polls works four times a second."""
+        """Start the thread that polls pending `Work` objects four times a second."""
         atexit.register(self._closing.set)
         threading.Thread(target=self._watch, name="echelon-pending", daemon=True).start()
 
