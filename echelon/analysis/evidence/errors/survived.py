@@ -111,7 +111,7 @@ def without_survived(evidence: Evidence) -> tuple[Evidence, tuple[Survived, ...]
 
 
 def _is_over(facts: RankEvidence, breaks: Sequence[_Break]) -> npt.NDArray[np.bool_]:
-    """Return which of a rank's rows belong to survived mismatches: [num_rows]."""
+    """Return a mask of the rows that belong to mismatches the group survived: [num_rows]."""
     rows = facts.rows
     over = np.zeros(len(rows), np.bool_)
     for one in breaks:
