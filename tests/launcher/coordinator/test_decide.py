@@ -12,8 +12,12 @@ from echelon.launcher.coordinator.decide import (
     SETTLE_S,
     Attempt,
     CollectIncident,
+    DismissJoiners,
     EndAttempt,
     EndedBy,
+    JoinerAdmitted,
+    JoinerEnded,
+    JoinerStarted,
     KillWorkers,
     LeaveRequested,
     Phase,
@@ -192,3 +196,47 @@ def test_survivors_that_fail_after_a_loss_make_one_incident_of_both():
         *_STOP,
     ]
     assert attempt.on(WorkerEnded(2, -15), 2.0) == [EndAttempt(EndedBy.WORKER, failed=True)]
+
+
+def _replacing() -> Attempt:
+    """An attempt of two ranks, in which a process was started in the place of rank 1."""
+    attempt = _attempt()
+    attempt.on(WorkerLost(1, "was killed", is_explained=True), 1.0)
+    assert attempt.on(JoinerStarted(1), 2.0) == []
+    assert attempt.running == (0, 1)
+    return attempt
+
+
+def test_a_process_that_has_not_joined_is_dismissed_when_all_workers_have_succeeded():
+    attempt = _replacing()
+    assert attempt.on(WorkerEnded(0, 0), 3.0) == [DismissJoiners((1,))]
+    assert attempt.on(JoinerEnded(1), 4.0) == [EndAttempt(EndedBy.WORKER, failed=False)]
+
+
+def test_the_end_of_a_process_that_has_not_joined_changes_nothing():
+    attempt = _replacing()
+    assert attempt.on(JoinerEnded(1), 3.0) == []
+    assert (attempt.running, attempt.phase) == ((0,), Phase.RUNNING)
+
+
+def test_an_admitted_process_is_a_worker():
+    attempt = _replacing()
+    assert attempt.on(JoinerAdmitted(1), 3.0) == []
+    assert attempt.on(WorkerEnded(0, 0), 4.0) == []
+    assert attempt.on(WorkerEnded(1, 0), 5.0) == [EndAttempt(EndedBy.WORKER, failed=False)]
+
+
+def test_a_process_that_has_not_joined_is_stopped_with_the_workers():
+    attempt = _replacing()
+    assert attempt.on(StopRequested(signal.SIGTERM), 3.0) == [
+        StopWorkers(signal.SIGTERM, urgent=True)
+    ]
+    assert attempt.on(WorkerEnded(0, -signal.SIGTERM), 4.0) == []
+    assert attempt.on(JoinerEnded(1), 5.0) == [EndAttempt(EndedBy.SIGNAL, failed=True)]
+
+
+def test_an_admission_that_is_taken_back_leaves_a_process_to_dismiss():
+    attempt = _replacing()
+    attempt.on(JoinerAdmitted(1), 3.0)
+    attempt.on(JoinerStarted(1), 4.0)
+    assert attempt.on(WorkerEnded(0, 0), 5.0) == [DismissJoiners((1,))]
