@@ -1,8 +1,8 @@
 """Find ranks that have left a loop while other ranks are still inside it.
 
-A rank that runs out of batches leaves the batch loop before the other ranks do. Then the stacks of
-the ranks differ in one function: one rank is inside the loop, and another is at a later line. The
-loop is found by parsing the source file, which is never run.
+A rank that runs out of batches leaves the batch loop before the other ranks do. The ranks' stacks
+then differ in one function: one rank is inside the loop, and another is at a later line. The loop
+is found by parsing the source file, which is never run.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Turn two examinations of a job into a verdict.
 
 The rules of `fr-analyze` expect a job in which no rank is making progress. With `--attach`, a user
-may examine a job at any moment. So this module first decides whether the job is making progress,
-and then whether the cause may lie on another machine. The confidence of a verdict is limited,
-because the two examinations are only a few seconds apart.
+may examine a job at any moment. This module therefore first decides whether the job is making
+progress, and then whether the cause may lie on another machine. The confidence of a verdict is
+limited, because the two examinations are only a few seconds apart.
 """
 
 from __future__ import annotations

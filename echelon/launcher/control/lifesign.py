@@ -1,8 +1,8 @@
 """Show other machines that a launcher is alive, by means of a listening socket.
 
 The kernel accepts connections even for a process that is stopped or starved. When the process ends,
-the kernel refuses them. So a killed node is detected quickly, while a node on a busy machine gets
-more time to reconnect.
+the kernel refuses new connections. A killed node is therefore detected quickly, while a node on a
+busy machine gets more time to reconnect.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ _KEPT = 64
 class LivedTime:
     """A clock that stops while the process is not running.
 
-    Pure: the caller passes the time to every method, in seconds.
+    The clock does not read the time itself: the caller passes it to every method, in seconds.
 
     Args:
         step_s: the longest interval between two ticks that counts in full, in seconds. The rest of

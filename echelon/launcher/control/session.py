@@ -1,4 +1,4 @@
-"""Keep the state of a session across reconnections. Pure: no socket and no clock.
+"""Keep the state of a session across reconnections, without a socket or a clock.
 
 Messages are numbered and kept until the other side has acknowledged them. When a connection breaks,
 the session continues on the next connection, and no message is lost or delivered twice. The amount

@@ -1,4 +1,4 @@
-"""Derive the next actions of an attempt from its events. Pure: no clock, process or socket.
+"""Derive the next actions of an attempt from its events, without clocks, processes or sockets.
 
     RUNNING --a worker fails--> SETTLING --0.5 s, or all ended--> STOPPING --backstop--> KILLING
        |                                                             ^                     |

@@ -9,10 +9,10 @@ and one line gives the reason. An epoch can also admit processes that take the p
 they have joined.
 
 [Note: one world] Only the launcher that hosts the store publishes epochs, and a world begins only
-once all ranks of an epoch have met in that store. So ranks that are cut off from the store never
-begin another world. They cannot finish a step of the former world either, because its barrier needs
-all of its ranks. With failover, a host cannot know whether it has been cut off and replaced. So
-with failover, the loss of a node is an ordinary failure.
+once all ranks of an epoch have met in that store. Ranks that are cut off from the store therefore
+never begin another world. These ranks cannot finish a step of the former world either, because the
+barrier of that world needs all of its ranks. With failover, a host cannot know whether it has been
+cut off and replaced, so the loss of a node is treated as an ordinary failure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Choose the nodes of the next world from the nodes that join and leave. Pure.
+"""Choose the nodes of the next world from the nodes that join and leave.
 
 A world begins once one of these conditions holds:
 

@@ -1,4 +1,4 @@
-"""Prepare the start of a world by assigning ranks to nodes. Pure."""
+"""Prepare the start of a world by assigning ranks to nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find the new host after a host is lost, or stand for election. Pure.
+"""Find the new host after a host is lost, or stand for election.
 
 A node first asks whether a majority would vote for it. Only then does it ask for votes. The
 electors start at staggered times, in rank order, so the first remaining elector usually wins

@@ -1,10 +1,10 @@
-"""Decide how an elector votes. Pure.
+"""Decide how an elector votes.
 
 With every heartbeat, an elector promises the host not to vote for another node for a while. This
 promise ends early only if the host's machine shows that the launcher is gone.
 
 An elector votes for only one candidate per term, and rejects a candidate whose mandate is older
-than its own. So an elected host knows every change that took effect.
+than its own. An elected host therefore knows every change that took effect.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keep two worlds from running at once, by means of leases and permits. Pure.
+"""Keep two worlds from running at once, by means of leases and permits.
 
     host                                  node
     beat n at h        ------------->     promise: no vote for another host until now + P

@@ -1,4 +1,4 @@
-"""Vote without running ranks, so that either of two nodes can continue alone. Pure.
+"""Vote without running ranks, so that either of two nodes can continue alone.
 
 The witness keeps one `Elector` per job, and writes nothing to disk. After a restart, the witness
 does not vote in a job until the job's host registers again, because its promises are lost. Only a

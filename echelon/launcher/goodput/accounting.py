@@ -1,4 +1,4 @@
-"""Classify each second of each rank from the recorded facts, without gaps or overlaps. Pure.
+"""Classify each second of each rank from the recorded facts, without gaps or overlaps.
 
 Every rank's time is cut into consecutive segments, and each segment is divided among the categories
 below. The times of a rank add up exactly to the job's time.

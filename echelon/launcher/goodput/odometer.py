@@ -1,4 +1,4 @@
-"""Derive the laps of a rank from successive readings of the live words in its ring. Pure.
+"""Derive the laps of a rank from successive readings of the live words in its ring.
 
 If the program updates the words during a reading, some time may be counted in the next step
 instead. The totals are still correct, because each lap counts the increase since the previous lap.

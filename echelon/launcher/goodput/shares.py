@@ -1,4 +1,4 @@
-"""Add up a job's time for each rank and for all ranks, and the cost of each failure. Pure."""
+"""Add up a job's time for each rank and for all ranks, and the cost of each failure."""
 
 from __future__ import annotations
 

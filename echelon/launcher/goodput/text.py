@@ -24,7 +24,7 @@ _REASON_CHARS = 60
 
 
 def as_text(job: Job, account: Shares) -> str:
-    """Return tables of categories and failures, followed by lines about survived losses."""
+    """Return tables of categories and failures, then lines about losses that the job survived."""
     parts = [*_categories(account), *_losses(account), *_continued(job)]
     return "\n".join([_title(job, account), "", *parts]) + "\n"
 

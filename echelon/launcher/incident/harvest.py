@@ -10,7 +10,7 @@
        that has not moved is stuck.
 
 A signal interrupts the system call in which a thread is waiting, and may end the hang that is being
-examined. So signals are sent only as a last resort, and `HostFacts.stacks_from` records them.
+examined. Signals are therefore a last resort, and `HostFacts.stacks_from` records their use.
 
 The collection is a generator that yields how long it needs to wait. The agent's loop runs between
 the steps, so output keeps flowing and the user can stop the job at any time.

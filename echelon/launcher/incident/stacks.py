@@ -1,7 +1,7 @@
 """Read one worker's stacks from outside or, if that fails, request them with a signal.
 
 A signal interrupts the system call in which a thread is waiting, and may end the hang that is being
-examined. So signals are sent only as a last resort, and `HostFacts.stacks_from` records them.
+examined. Signals are therefore a last resort, and `HostFacts.stacks_from` records their use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decide when to examine ranks before the stall rule's fixed limit has passed. Pure.
+"""Decide when to examine ranks before the stall rule's fixed limit has passed.
 
 An early examination is due if all three conditions hold:
 
@@ -50,7 +50,7 @@ class Look:
 
 
 class LimitRule:
-    """The state of the rule for early examinations. Pure: the caller passes all times.
+    """The state of the rule for early examinations. The caller passes all times.
 
     Args:
         report_s: the longest time between two reports of a node, in seconds.

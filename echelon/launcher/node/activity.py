@@ -8,9 +8,10 @@ An inactive worker inside a collective of torch's Gloo backend counts as having 
 A Gloo thread that waits for the interpreter's lock is recognized by how often it wakes up.
 
 Less than 1/50 of a core counts as inactivity, because threads that poll a clock always use some
-processor time. On an overloaded machine, a worker that is computing may get no more than that. So a
-worker that is often ready to run but has no processor also counts as active, as do the compilers
-that it has started. This excuse expires after a while, because a hung rank may look similar.
+processor time. On an overloaded machine, a worker that is computing may get no more than that. A
+worker that is often ready to run but has no processor therefore also counts as active, as do the
+compilers that it has started. This rule applies only for a while, because a hung rank may look
+similar.
 """
 
 from __future__ import annotations

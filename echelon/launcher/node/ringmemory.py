@@ -2,7 +2,7 @@
 
 [Note: why rings are not on the disk] The kernel writes the pages of a mapped file back to the disk.
 If a program stores to such a page during the write, the store may wait for the file system. On a
-busy disk, this wait stops a rank for seconds. So the launcher keeps the rings in a folder in
+busy disk, this wait stops a rank for seconds. The launcher therefore keeps the rings in a folder in
 /dev/shm, where stores never wait. Once the workers have ended, each ring is moved to its place in
 the run directory. If the agent is killed, the guard moves the rings.
 

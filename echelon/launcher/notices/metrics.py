@@ -1,4 +1,4 @@
-"""Compute a job's metrics, and format them in the Prometheus text format. Pure."""
+"""Compute a job's metrics, and format them in the Prometheus text format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Create notices about a job's incidents and restarts and about its end, as JSON objects. Pure."""
+"""Create notices about a job's incidents and restarts and about its end, as JSON objects."""
 
 from __future__ import annotations
 

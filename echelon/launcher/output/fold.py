@@ -19,7 +19,7 @@ class _Held:
 
 
 class Fold:
-    """The lines that are being held. Pure: the caller passes the time."""
+    """The lines that are being held. The caller passes the current time."""
 
     def __init__(self) -> None:
         self._held: dict[bytes, _Held] = {}

@@ -1,4 +1,4 @@
-"""Decide what follows a failure, given the earlier failures and the table. Pure.
+"""Decide what follows a failure, given the earlier failures and the table.
 
 A failure repeats an earlier failure if both have the same cause and site, and the job has completed
 no new step since the earlier failure. If the step differs, the error may not be deterministic, so

@@ -1,4 +1,4 @@
-"""Find the members and pairs that are slower than the rest. Pure.
+"""Find the members and pairs that are slower than the rest.
 
 An outlier is worse than the median by a factor of at least 1.5, and by more than five scaled median
 absolute deviations (1.4826 MAD estimates a standard deviation). The factor protects healthy links

@@ -1,4 +1,4 @@
-"""Schedule the pairwise measurements. Pure.
+"""Schedule the pairwise measurements.
 
 All pairs of n members are measured in n - 1 rounds (n if n is odd). In each round, a member belongs
 to at most one pair. The schedule uses the circle method of round-robin tournaments.

@@ -1,8 +1,8 @@
 """Export JSON objects from stdin, one per line, over OTLP/HTTP until stdin closes.
 
 `Feed` runs this module as a separate process. Each export is synchronous and takes at most
-OTEL_EXPORTER_OTLP_TIMEOUT. So messages wait only in the pipe and in the feed's queue, which are
-both bounded.
+OTEL_EXPORTER_OTLP_TIMEOUT. Messages therefore wait only in the pipe and in the feed's queue, which
+are both bounded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Summarise a rank's time as a row of columns, one letter per column. Pure."""
+"""Summarise a rank's time as a row of columns, one letter per column."""
 
 from __future__ import annotations
 
