@@ -52,7 +52,7 @@ class Picture:
 
     @property
     def whole(self) -> Evidence:
-        """The whole evidence, including the calls of survived mismatches."""
+        """The whole evidence, including the calls of mismatches that the job survived."""
         return self.recorded or self.evidence
 
     @cached_property
@@ -190,7 +190,7 @@ class Picture:
 
 
 def take_picture(recorded: Evidence) -> Picture:
-    """Leave out survived mismatches, match the records, and build the wait-for graph."""
+    """Match the records and build the wait-for graph, without mismatches that the job survived."""
     evidence, survived = without_survived(recorded)
     lanes = all_lanes(evidence)
     if evidence.foreign == "torch":

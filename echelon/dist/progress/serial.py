@@ -1,9 +1,9 @@
 """Run the collectives of a blocking engine one at a time, on one thread.
 
-Every collective runs on that thread, even if the caller waits for it. So a Python signal handler
-never interrupts a collective halfway: the handler runs on the caller's thread, which is only
-waiting. Collectives that the handler calls are queued behind the current one. Callers do not need
-locks, because handlers can safely reenter the queue (`queue.SimpleQueue`).
+Every collective runs on that thread, even if the caller waits for it. A Python signal handler
+therefore never interrupts a collective halfway: the handler runs on the caller's thread, which is
+only waiting. Collectives that the handler calls are queued behind the current one. Callers do not
+need locks, because handlers can safely reenter the queue (`queue.SimpleQueue`).
 """
 
 from __future__ import annotations

@@ -95,7 +95,10 @@ class _Break:
 
 
 def without_survived(evidence: Evidence) -> tuple[Evidence, tuple[Survived, ...]]:
-    """Return the evidence without the calls of survived mismatches, and the mismatches."""
+    """Leave out the mismatches that all members survived.
+
+    Return the remaining evidence, and these mismatches.
+    """
     breaks = [] if evidence.foreign else list(_breaks(evidence))
     if not breaks or _ended_alike(evidence):
         return evidence, ()
@@ -171,7 +174,7 @@ def _by_operation(evidence: Evidence, whole: _Break) -> Iterator[_Break]:
 
 
 def _all_survived(evidence: Evidence, breaks: Sequence[_Break]) -> list[tuple[_Break, Survived]]:
-    """Return the survived mismatches, newest first."""
+    """Return the mismatches that all members survived, newest first."""
     errors = frozenset().union(*(one.errors(evidence) for one in breaks))
     ordered = sorted(breaks, key=lambda one: -int(_earliest_row(evidence, one)["created_ns"]))
     found: dict[int, Survived] = {}
