@@ -11,6 +11,7 @@ from torch import nn
 import echelon.dist as dist
 from echelon.dist import resilient
 from echelon.dist.fsdp import fully_shard
+from echelon.dist.resilient.joining import Joins
 from echelon.dist.resilient.sharded import ShardedState
 from echelon.dist.resilient.training.sharded import ShardedTraining
 from echelon.errors import CollectiveError
@@ -104,7 +105,8 @@ def training():
         model = fully_shard(nn.Linear(2, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         state = ShardedState(model, optimizer)
-        yield ShardedTraining(lambda _: fail, state, 0, 9, None, None, is_protected=False)
+        joins = Joins(is_on=False)
+        yield ShardedTraining(lambda _: fail, state, 0, 9, None, joins, None, is_protected=False)
         state.drop()
     finally:
         dist.shutdown()
