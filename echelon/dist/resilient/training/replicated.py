@@ -215,6 +215,8 @@ class Training(Generic[_T]):
     def _join(self, epoch: Epoch) -> World:
         """Agree on a step with an epoch's ranks, restore its initial state, and create a world."""
         own = JOINS if self._is_newcomer else self._row(epoch)
+        if not self._is_newcomer:  # the launcher then gives a rank that joins a limited time
+            note_standing(replace(self._standing, meets=epoch.number))
         mine = {"process": process_identity()} | own
         timeout_s = max(runtime.world().timeout_s, ADMITTED_S if self._is_newcomer else 0.0)
         rows = self._epochs.meet(epoch, mine, timeout_s)
