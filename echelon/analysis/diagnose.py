@@ -123,7 +123,7 @@ def merged_stacks(evidence: Evidence) -> tuple[Branch, ...]:
 
 
 def _with_survived(picture: Picture, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Add the errors that the job survived to the verdict."""
+    """Add to the verdict the errors that the job survived."""
     root = next((place for place, finding in enumerate(findings) if not finding.info), None)
     if root is None or not picture.survived:
         return findings

@@ -203,7 +203,7 @@ def _as_sure_as_seen(picture: Picture, finding: Finding) -> Finding:
 
 
 def _against(picture: Picture, root: Hypothesis, rival: Hypothesis) -> str:
-    """Describe what distinguishes a rival from the root, or return "" if nothing does."""
+    """Return what distinguishes a rival from the root, or "" if nothing does."""
     ranks = rival.finding.culprit_ranks
     if not ranks:
         return "singles out no rank"

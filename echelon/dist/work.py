@@ -88,8 +88,8 @@ class Work:
         """Block until the operation has ended.
 
         Args:
-            timeout_s: how long to wait. None means the operation's own timeout, and 0 does not
-                block.
+            timeout_s: how long to wait. None means the operation's own timeout; with 0, the call
+                does not block.
 
         Raises:
             ValueError: `timeout_s` is negative or not a duration.

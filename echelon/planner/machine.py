@@ -67,7 +67,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The speed of one rank's computation and communication, each with bounds.
+    """The speed of one rank's computation and communication, with bounds for each figure.
 
     Attributes:
         flops_per_s: the operations per second that training reaches while it computes.

@@ -2,9 +2,9 @@
 
     echelon run --nproc-per-node 2 -m echelon.planner.pairs FILE '[[[0, 1]]]' [BACKEND]
 
-The measurement runs as a separate job and takes seconds. All ranks measure an all_reduce, and then
-the given pairs in rounds. In a round, each rank belongs to at most one pair. The first rank of each
-host writes the results to FILE on that host.
+The measurement runs as a separate job and takes a few seconds. All ranks measure an all_reduce, and
+then the given pairs in rounds. In a round, each rank belongs to at most one pair. The first rank of
+each host writes the results to FILE on that host.
 """
 
 from __future__ import annotations

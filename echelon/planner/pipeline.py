@@ -1,4 +1,4 @@
-"""Estimate the cost and memory of a pipeline's schedule by simulating it; results are cached."""
+"""Estimate a pipeline schedule's cost and memory use by simulating it; results are cached."""
 
 from __future__ import annotations
 

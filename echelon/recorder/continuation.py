@@ -34,7 +34,7 @@ class Epoch:
         lost: the ranks that the attempt has lost so far, in ascending order.
         done: the ranks that have finished all steps.
         left: the ranks that exited before their last step. If there are any, no rank can continue.
-        joins: the ranks of the roster that join with this epoch, in the place of lost ranks.
+        joins: the ranks of the roster that join with this epoch, in place of lost ranks.
         dismissed: ranks that were to join and must exit, because the others have finished.
     """
 
@@ -72,7 +72,7 @@ def epoch_key(number: int) -> str:
 
 
 def meeting_key(number: int) -> str:
-    """Return the key below which the ranks of an epoch meet at a gate in the store.
+    """Return the key of the gate in the store at which the ranks of an epoch meet.
 
     The gate is opened by the last rank to arrive, or by the launcher when a newer epoch begins.
     """

@@ -43,7 +43,7 @@ class Place:
 
 
 def load(path: Path) -> Evidence:
-    """Read all evidence below a folder.
+    """Read all evidence in a folder and its subfolders.
 
     Raises:
         DumpFormatError: files exist, but none can be read.

@@ -156,7 +156,7 @@ def should_stop() -> bool:
 
 
 def request_stop(reason: str = "request_stop") -> None:
-    """Request a stop of all ranks, so that `should_stop` soon returns True.
+    """Ask all ranks to stop, so that `should_stop` soon returns True.
 
     Only one rank needs to call this function, on any thread.
 

@@ -8,8 +8,8 @@ A group has several engines in three cases:
   other groups it copies the arrays and uses the host engine.
 * Its backend is a device backend ("nccl"). The group has a device engine from the start, and a host
   engine for objects, barriers and host arrays.
-* Its backend does not support messages. Another host engine then carries them. (oneCCL's CPU
-  plug-in crashes in sends and receives.)
+* Its backend does not support messages. Another host engine then transfers the messages. (oneCCL's
+  CPU plug-in crashes in sends and receives.)
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Router:
         return engine
 
     def _compare(self, operation: Operation, watch: Watch) -> None:
-        """Compare all members' calls over the host engine."""
+        """Compare all members' calls through the host engine."""
         meeting = Operation(
             "barrier", operation.sequence, timeout_s=operation.timeout_s, call=operation.call
         )

@@ -214,8 +214,8 @@ class TwoLevelEngine(HostEngine):
     def _start_comparing(self, operation: Operation, watch: Watch) -> _Agree:
         """Compare calls inside the host and start comparing them between hosts.
 
-        The returned function completes the comparison. The caller's memory must not be written
-        before the function has returned.
+        The returned function completes the comparison. The caller's memory must not be modified
+        before that function has returned.
         """
         assert self._across is not None
         plain = Operation("all_gather", 0, dtype="uint8")

@@ -76,7 +76,7 @@ class PartialBlocks:
         """Write this rank's values into its message.
 
         Args:
-            message: [message_numel], float64, zeros.
+            message: [message_numel], float64, initially all zeros.
             values: [n], this rank's part of the parameter.
             start: index of the first element of `values` within the parameter.
         """

@@ -92,7 +92,7 @@ def reshard(module: nn.Module) -> None:
 def reduce_gradients(module: nn.Module) -> None:
     """Average the gradients of the whole parameters over the ranks.
 
-    The result is added to the shards' `.grad`. A gradient that a rank does not have counts as zero.
+    The result is added to the shards' `.grad`. A gradient that is missing on a rank counts as zero.
     Collective.
 
     Raises:

@@ -7,8 +7,8 @@
 | MASTER_ADDR, MASTER_PORT | the store |
 | TORCHELASTIC_USE_AGENT_STORE | "True": the launcher hosts the store; else rank 0 does |
 | TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT | namespace of this attempt's keys |
-| ECHELON_ON_LOSS | "shrink" or "replace": when a rank dies, the launcher publishes who is left |
-| ECHELON_JOIN_AFTER | this process takes a lost rank's place, in an epoch after this one |
+| ECHELON_ON_LOSS | "shrink" or "replace": when a rank dies, the launcher publishes the survivors |
+| ECHELON_JOIN_AFTER | this process takes a lost rank's place, in an epoch after the given one |
 | ECHELON_SHM | "python": use the shm backend's pure-Python engine, even if the C core was built |
 """
 

@@ -43,7 +43,7 @@ class Header:
 
     Attributes:
         tag: in EAGER and OFFER, the message's tag; negative for channels.
-        number: in OFFER, GRANT and DATA, the sender's number of the offered message.
+        number: in OFFER, GRANT and DATA, the number that the sender gave to the offered message.
         size: size of the payload in bytes; in OFFER, of the whole message.
         dtype: in EAGER and OFFER, the key of the dtype's name (see `dtype_key`).
     """

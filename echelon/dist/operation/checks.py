@@ -68,7 +68,7 @@ def check_pair(
 
 
 def check_rows(call: str, out: View, x: View) -> None:
-    """Check that two arrays are on one device and that their rows match in dtype and shape.
+    """Check that two arrays are on the same device and that their rows match in dtype and shape.
 
     Raises:
         ValueError: the rows do not match.

@@ -1,4 +1,4 @@
-"""Assemble the whole model from all ranks' parts: first from shards, then slices, then stages."""
+"""Assemble the whole model from all ranks' parts: first shards, then slices, then stages."""
 
 from __future__ import annotations
 

@@ -137,10 +137,10 @@ class KeptState:
         }
 
     def fill(self, contents: dict[str, Any]) -> None:
-        """Take what another rank has kept as this rank's own; `restore` then makes it live.
+        """Adopt the state that another rank kept; `restore` then makes it this rank's live state.
 
         Raises:
-            ValueError: the model, the optimizer or `also` are not like those of the other rank.
+            ValueError: the model, the optimizer or `also` does not match that of the other rank.
         """
         self.keep()  # what is there to be restored
         own = list(zip(self._names(), [live for live, _ in self._tensors], strict=True))

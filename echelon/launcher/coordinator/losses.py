@@ -113,10 +113,11 @@ class Losses:
         self._causes[rank] = cause
 
     def takes(self, world: World, ended: Mapping[int, int]) -> bool:
-        """Return whether the attempt continues without some ranks. If it does, publish an epoch.
+        """Return whether the attempt continues without the ended ranks; if so, publish an epoch.
 
         Args:
-            ended: the exit codes of ranks that ended at the same time, as in `subprocess`, or LOST.
+            ended: the exit codes (as in `subprocess`, or LOST), keyed by rank, of the ranks that
+                ended at the same time.
         """
         is_running = world.attempt.phase is decide.Phase.RUNNING
         if not self._is_on or not is_running:
@@ -240,7 +241,7 @@ class Losses:
         self._awaited = None
 
     def _take_back(self, world: World, epoch: Epoch) -> None:
-        """Take back an admission: a rank finished its last step before it learned of it."""
+        """Withdraw an admission of which a rank learned only after its last step."""
         for rank in epoch.joins:
             world.take_back(rank, *self._joining.pop(rank))
         self._lost = sorted({*self._lost, *epoch.joins})
@@ -378,7 +379,7 @@ class Losses:
 
 
 def _is_own_end(code: int) -> bool:
-    """Return whether a rank ended by itself, or was stopped as the whole job may be."""
+    """Return whether a rank ended by itself, or by a signal that may also stop the whole job."""
     return code >= 0 or -code in _STOPS
 
 

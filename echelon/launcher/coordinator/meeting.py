@@ -90,7 +90,7 @@ class StoreProcess:
         return process
 
     def admit(self, address: str) -> None:
-        """Admit torch's clients from a numeric address, without blocking.
+        """Admit torch's clients that connect from a numeric IP address, without blocking.
 
         Raises:
             LaunchError: the server cannot be reached.

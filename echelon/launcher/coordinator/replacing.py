@@ -1,4 +1,4 @@
-"""Start processes in the place of lost ranks, and let them join (`--on-loss replace`).
+"""Start processes to replace lost ranks, and let them join (`--on-loss replace`).
 
 The other ranks do not wait: they continue among themselves as under `--on-loss shrink`. A new
 process starts once the loss's incident has been collected, from a standby of its node if one is
@@ -6,9 +6,10 @@ ready. It loads the program, reports that it has no state yet (`State.JOINING`),
 an epoch of its own, which the others enter at the end of a step. Until then it is not a rank, and
 its end changes nothing for the others.
 
-[Note: no endless replacement] `--max-replacements` bounds the processes of a job. A process that
-ends by itself before it has joined would do so again, so its rank is given up. One that the others
-have met, but that does not join, is killed after `JOINS_S`.
+[Note: no endless replacement] `--max-replacements` limits the number of replacement processes in a
+job. If a process ends by itself before it has joined, another one would end in the same way, so its
+rank is given up. A process that does not join although the other ranks have met it is killed after
+`JOINS_S`.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ class Replacements:
     """The processes that take the places of the current attempt's lost ranks.
 
     Args:
-        losses: publishes the epochs with which they join.
-        send: sends a command to a node.
-        say: prints a line.
+        losses: the object that publishes the epochs with which the processes join.
+        send: a function that sends a command to a node.
+        say: a function that prints a line.
         joins_s: how long an admitted process may take to join, once other ranks wait for it.
     """
 

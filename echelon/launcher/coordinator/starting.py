@@ -19,7 +19,7 @@ def world_of(
 
     Args:
         nodes: the nodes in rank order.
-        now_mono_ns: the current time of the clock that measures the ranks' progress.
+        now_mono_ns: the current time on the clock that measures the ranks' progress.
     """
     return World.of(
         nodes,

@@ -16,7 +16,7 @@ from echelon.recorder.stall.watchdog import Sight, Stall, StallRule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LostEarlier:
-    """The ranks that an attempt had lost and survived before an event.
+    """The ranks whose loss an attempt had survived before an event.
 
     Attributes:
         ranks: the first epoch without each lost rank, keyed by rank.
@@ -87,7 +87,7 @@ class World:
         Args:
             nodes: the nodes in rank order.
             report_s: the longest time between two reports of a node whose ranks are running.
-            now_mono_ns: the current time of the clock that measures the ranks' progress; None means
+            now_mono_ns: the current time on the clock that measures the ranks' progress; None means
                 the monotonic clock.
         """
         now_mono_ns = time.monotonic_ns() if now_mono_ns is None else now_mono_ns

@@ -3,7 +3,7 @@
 A node first asks whether a majority would vote for it. Only then does it ask for votes. The
 electors start at staggered times, in rank order, so the first remaining elector usually wins
 immediately. If the votes are split, each candidate waits for a different time before it tries
-again. A node that is not an elector only asks which node is the host.
+again. A node that is not an elector does nothing but ask which node is the host.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Elector:
 
     Args:
         name: the node's own name.
-        promise_s: how long a heartbeat of the host binds the elector, in seconds.
+        promise_s: how long a heartbeat from the host binds the elector, in seconds.
     """
 
     def __init__(self, name: str, promise_s: float) -> None:

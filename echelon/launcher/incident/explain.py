@@ -1,9 +1,9 @@
 """Analyse an incident with `echelon.analysis` in a separate process.
 
 The analysis of thousands of ranks may take a minute and gigabytes of memory, and may fail.
-Therefore it runs in a child process with a low priority and a memory limit. The child process
-starts with the collection of an incident, so that its imports are done when the incident is
-complete. A restart waits only a few seconds for the result.
+Therefore it runs in a child process with a low priority and a memory limit. The child process is
+started when the collection of an incident begins, so that its imports are done by the time the
+incident is complete. A restart waits only a few seconds for the result.
 
     agent -> child   one line of JSON: {incident, shown, columns}
     child -> agent   one JSON object: {report, story, text, file_text, circumstances}

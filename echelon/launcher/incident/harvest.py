@@ -65,7 +65,7 @@ def harvest_steps(
     is_urgent: Callable[[], bool],
     gap_s: float = _SECOND_LOOK_S,
 ) -> Steps:
-    """Collect black boxes like `harvest`, but yield each waiting time, in seconds.
+    """Collect black boxes as `harvest` does, but yield each waiting time, in seconds.
 
     Args:
         is_urgent: a function that returns whether to stop waiting.

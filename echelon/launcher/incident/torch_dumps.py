@@ -44,7 +44,7 @@ def installed_torch() -> tuple[int, ...]:
 def torch_environment(
     environ: Mapping[str, str], folder: Path, version: tuple[int, ...] | None = None
 ) -> dict[str, str]:
-    """Return the environment variables to set for a worker, unless the user has set them.
+    """Return the environment variables to set for a worker, except those that the user has set.
 
     Variables that the installed version of torch has deprecated are left out, to avoid warnings.
 

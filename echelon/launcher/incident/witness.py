@@ -64,11 +64,11 @@ class Witness:
         return self.worker.alive and not _tells_all(self.record)
 
     def has_answered(self) -> bool:
-        """Return whether there is no need to wait for the stacks any longer."""
+        """Return whether the wait for the stacks can end."""
         return self._stacks is None or self._stacks.have_arrived()
 
     def has_torch_answered(self) -> bool:
-        """Return whether there is no need to wait for torch's dump any longer."""
+        """Return whether the wait for torch's dump can end."""
         torch = self.worker.torch
         return not self._waits_for_torch or torch is None or torch.has_come()
 

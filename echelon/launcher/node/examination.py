@@ -19,7 +19,7 @@ class Examination:
 
     Attributes:
         command: the request for the snapshot.
-        due_s: the time of the monotonic clock at which the next step is due.
+        due_s: the time on the monotonic clock at which the next step is due.
     """
 
     def __init__(self, command: m.Collect, workers: Sequence[Worker], occasion: Occasion) -> None:

@@ -1,7 +1,7 @@
 """Defaults for `echelon run` from the environment of a cluster's scheduler.
 
 Slurm      `srun --ntasks-per-node=1 echelon run train.py`: the number of nodes, this node's rank,
-           the endpoint (the first node of the job, and a port derived from the job's number) and
+           the endpoint (the first node of the job, and a port derived from the job ID) and
            the job's name
 Kubernetes the JOB_COMPLETION_INDEX of an Indexed Job is this node's rank; the training operators
            set `PET_*` variables

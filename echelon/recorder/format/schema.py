@@ -4,8 +4,9 @@ The writer, the readers and `echelon.analysis` share this module, which contains
 Everything is little-endian. Every stamp is a reading of the monotonic clock in nanoseconds; 0 means
 that the event has not happened. Every rank is a global rank.
 
-A new field raises `FORMAT_MINOR`; a changed or removed field raises `FORMAT_MAJOR`. Readers accept
-any minor version of their own major version. `docs/dump-format.md` describes the format in prose.
+A new field increments `FORMAT_MINOR`; a changed or removed field increments `FORMAT_MAJOR`. Readers
+accept any minor version of their own major version. `docs/dump-format.md` describes the format in
+prose.
 
 [Note: what makes a slot readable] A slot is `stamp, length, crc, payload, stamp`. The writer fills
 a slot from front to back. A reader accepts a slot only if both stamps agree and belong to the slot,

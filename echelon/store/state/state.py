@@ -218,7 +218,7 @@ class StoreState:
     # Waiting.
 
     def wait(self, owner: Hashable, wants: Wants, keys: list[bytes]) -> Waiter | None:
-        """Start waiting until all keys are present; return None if they already are.
+        """Start a wait for all keys; return None if all keys are already present.
 
         A non-empty queue also counts as present for WAKE and CLAIM, but not for VALUE and VALUES.
         """

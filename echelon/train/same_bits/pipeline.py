@@ -45,7 +45,7 @@ Take = Callable[[int, Stage, list[Taken]], None]
 
 
 class SameBitsPipeline:
-    """Pipeline training steps whose gradients, losses and norms do not depend on the layout.
+    """Training steps with a pipeline; gradients, losses and norms do not depend on the layout.
 
     Weights, losses and norms have the same bits as those of `SameBits` on the whole model, for any
     number of stages, replicas and shards. Creating this object is collective.

@@ -1,9 +1,9 @@
 """Train to the same weights, bit for bit, on any number of ranks.
 
 Each micro-batch is computed by one rank, in its own shape and with its own random numbers.
-Gradients, losses and the norm are added in the canonical tree over the numbers of the
-micro-batches. Sharded units stay gathered while a step's micro-batches are computed, so that ranks
-may have different numbers of micro-batches.
+Gradients, losses and the norm are summed in the canonical tree over the micro-batch numbers.
+Sharded units stay gathered while a step's micro-batches are computed, so that ranks may have
+different numbers of micro-batches.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Measure how many of a rank's latest calls repeat earlier calls in the same order.
 
-Training repeats itself, so a long run of the latest calls is familiar if a rank is merely waiting.
-If a rank left out a call, made an extra call or changed the order, only its most recent calls are
-familiar.
+Training repeats itself. If a rank is merely waiting, a long run of its latest calls therefore
+repeats earlier calls. If a rank left out a call, made an extra call or changed the order, only its
+few most recent calls do.
 """
 
 from __future__ import annotations

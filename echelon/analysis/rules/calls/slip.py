@@ -1,11 +1,11 @@
-"""Detect a slipped stream of collectives, and the number of calls by which it slipped.
+"""Detect a slipped stream of collectives, and determine by how many calls it slipped.
 
 The signs of a slip, strongest first:
 
 - The streams agree again after a shift.
 - The step numbers differ.
 - The rank made the call that usually follows or precedes the expected call.
-- The data loader has ended on this rank but not on the other ranks.
+- The data loader is exhausted on this rank but not on the other ranks.
 - The rank has left the loop for a barrier.
 """
 

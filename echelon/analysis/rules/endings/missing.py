@@ -12,7 +12,7 @@ _LATE_S = 1.0  # how late a rank must have been for a stall that was over before
 
 
 def find_missing(picture: Picture) -> list[Finding]:
-    """Suspect the ranks that left no readable record."""
+    """Report the ranks that left no readable record as suspects."""
     missing = picture.evidence.missing
     if not missing or not picture.evidence.ranks:
         return []

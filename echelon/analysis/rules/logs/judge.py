@@ -2,7 +2,7 @@
 
 A root cause is an uncaught exception, a known error message, or a launcher's report that a signal
 killed the rank. If ranks logged only consequences, the suspect is the rank that logged nothing.
-Logs cannot show that a job is healthy, because a hanging job logs nothing.
+Logs cannot show that a job is healthy, because a hung job logs nothing.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _with_killed(picture: Picture, troubles: list[Trouble], job: Sequence[Said])
 
 
 def _root(picture: Picture, troubles: list[Trouble], said: dict[int, tuple[Said, ...]]) -> Finding:
-    """Choose the root among the ranks' troubles."""
+    """Choose the root from the ranks' troubles."""
     ranks = picture.evidence.ranks
     first = picture.evidence.incident.ended
     told = [one for one in troubles if one.rank in first]

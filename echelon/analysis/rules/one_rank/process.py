@@ -95,7 +95,7 @@ def read_throttling(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_heartbeat(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Detect a process in which C code has been holding the interpreter's lock."""
+    """Detect a process in which C code has been holding the interpreter lock."""
     age = heartbeat_age_s(facts)
     if (
         not facts.host.alive

@@ -45,7 +45,7 @@ def heartbeat_age_s(facts: RankEvidence) -> float:
 
 
 def heartbeat_lines(facts: RankEvidence) -> tuple[str, ...]:
-    """Describe the age of the heartbeat if it is old."""
+    """Return a line with the heartbeat's age, or () if the heartbeat is recent."""
     age = heartbeat_age_s(facts)
     return (f"rank {facts.rank}: its heartbeat is {seconds(age)} old",) if age > 1 else ()
 

@@ -35,7 +35,7 @@ _MAX_TASKS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a rank ended, according to a launcher. `code` is as in `subprocess.Popen.returncode`."""
+    """How a rank ended, according to a launcher. `code` is a return code as in `subprocess`."""
 
     rank: int
     code: int

@@ -58,7 +58,7 @@ class _Logs:
 
 
 def load_logs(path: Path) -> Evidence | None:
-    """Load the logs below a folder, or a single log. Return None if there are no logs.
+    """Load all logs under a folder, or a single log. Return None if there are no logs.
 
     A text file counts as a log only if it names a rank or contains a known message.
     """

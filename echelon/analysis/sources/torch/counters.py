@@ -3,7 +3,7 @@
 `pg_status` is keyed by local group numbers, which increase in the order in which the rank created
 its groups. The entries of the dump map these numbers to names. If a group has no entries, its name
 is taken from `pg_config`: numeric names have the same order as the numbers, and other names are
-matched by the descriptions that other ranks give.
+matched through the descriptions in other ranks' dumps.
 
 Each entry contains two counters of its group, one for collectives and one for messages. `pg_status`
 contains the counter that changed last.

@@ -148,7 +148,7 @@ def _status(value: Any) -> dict[int, tuple[int, int]]:
 
 
 def ranks_in(value: Any) -> tuple[int, ...]:
-    """Read global ranks from "[0, 1]" or from a list of numbers; () if there are none."""
+    """Return the global ranks given as "[0, 1]" or as a list of numbers; () if there are none."""
     if isinstance(value, str):
         numbers = [int(number) for number in _NUMBER.findall(value)]
     elif isinstance(value, list):

@@ -1,11 +1,11 @@
 """Convert torch's entries to rows, and handle the quirks of torch's format.
 
 - Gloo's state is always "scheduled"; `retired` means finished *or* failed.
-- With NCCL, the watchdog timed out if an entry is retired but not completed.
+- With NCCL, an entry that is retired but not completed shows that the watchdog timed out.
 - Only the closing entry of a coalesced block (`coalesced`) has a state. All operations of a block
   share one sequence number and are compared as a set.
 - `record_id` and `p2p_seq_id` are counted per process, and are never compared between ranks.
-- Reduce operation, root, splits, tag and step are not recorded.
+- The reduce operation, root, splits, tag and step are not recorded.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class Rings:
         return done
 
     def broken(self) -> list[tuple[int, str]]:
-        """Return the peers that have ended and whose data has all been read, with the reasons."""
+        """Return the ended peers whose data has all been read, and the reason why each ended."""
         return [
             (peer, why)
             for peer, why in self._gone()

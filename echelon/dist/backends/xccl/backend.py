@@ -379,7 +379,7 @@ class XcclEngine:
     def _all_gather_uneven(
         self, operation: Operation, watch: Watch, source: Flat, target: Flat
     ) -> None:
-        """Gather all ranks' parts, padded to the longest part, and remove the padding."""
+        """Gather all ranks' parts, padded to the length of the longest, and remove the padding."""
         splits = operation.output_splits
         if not max(splits):
             return

@@ -88,7 +88,7 @@ def rank_path(path: str, rank: int) -> str:
 
 
 def shared_path(path: str) -> tuple[str, int]:
-    """Split a path into the shared path and the rank; the rank is -1 in a shared path."""
+    """Split a path into the shared path and the rank, which is -1 if the path contains no rank."""
     shared, _, rank = path.rpartition("/@")
     return (shared, int(rank)) if shared and rank.isdigit() else (path, -1)
 

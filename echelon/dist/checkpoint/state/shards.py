@@ -154,7 +154,7 @@ def owner(tensor: Tensor) -> Tensor:
 
 
 def wrap(data: Tensor, like: Tensor) -> Tensor:
-    """Return local elements as optimizer state for `like`, in a DTensor if `like` is one."""
+    """Return local elements as optimizer state for `like`: a DTensor if `like` is one."""
     if not _is_dtensor(like):
         return data
     return type(like).from_local(

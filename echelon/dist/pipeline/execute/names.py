@@ -1,4 +1,4 @@
-"""Combine a rank's stages into one module whose parameters have the whole model's names.
+"""Combine a rank's stages into one module with parameters named as in the whole model.
 
 Checkpoints store tensors by name. If each stage numbered its layers from 0, names would clash
 between stages, and a checkpoint of stages could be loaded only into the same stages.
@@ -15,7 +15,7 @@ from echelon.dist.pipeline.execute.stage import Stage
 
 
 class StageModules(nn.Module):
-    """A rank's stages as one module whose parameters and state have the model's names.
+    """A rank's stages as one module with parameters and state named as in the whole model.
 
     The module only contains the stages' modules; it does not compute anything.
     """

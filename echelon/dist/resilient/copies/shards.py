@@ -88,7 +88,7 @@ class _Index:
 
     Attributes:
         runs: the runs of elements.
-        values: the optimizer's other undivided values, keyed by parameter and key.
+        values: the optimizer's undivided values except `scalars`, keyed by parameter and key.
         scalars: the optimizer's zero-dimensional tensors.
         keys: the keys of each parameter's optimizer state, in order.
     """

@@ -100,7 +100,7 @@ class WorldCopies:
 
     @property
     def num_bytes(self) -> int:
-        """The size of all memories that this rank keeps, in bytes."""
+        """The total size in bytes of the copies that this rank keeps, including its own."""
         held = [self._own, *self._kept.values()]
         return sum(memory.num_bytes for one in held for memory in one.memories)
 

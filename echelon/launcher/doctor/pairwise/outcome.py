@@ -97,7 +97,7 @@ class Outcome:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Outcome:
-        """Read the output of `to_json`. Use it only for data from a member of the job."""
+        """Read the output of `to_json`. Use this method only on data from a member of the job."""
         return cls(
             hosts=values["hosts"],
             names=values["names"],

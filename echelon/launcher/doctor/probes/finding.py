@@ -59,8 +59,7 @@ class Finding:
 
     Attributes:
         text: what was measured, what is wrong, or why nothing was checked.
-        figures: the measurements by name. Names in `_s` are in seconds, and names in `_bytes` are
-            in bytes.
+        figures: the measurements by name. The suffix `_s` means seconds, and `_bytes` means bytes.
     """
 
     probe: str

@@ -5,9 +5,9 @@ another, at idle priority, while training is running steadily. When an attempt s
 take suitable standbys that are ready. All other ranks start as usual.
 
 If a standby ends unexpectedly, another standby is started after a pause, up to `_MAX_LOST` times.
-No standbys are kept in any of these cases, which are reported in one line:
+In each of these cases, no standbys are kept, and the reason is reported in one line:
 
-- The program's folder hides a library that standbys load.
+- A module in the program's folder shadows a library that standbys load.
 - The program sets a variable that such a library reads.
 - The interpreter does not run the hook (hook/sitecustomize.py).
 """

@@ -90,7 +90,7 @@ class Whole:
 
 
 def wholes(config: ModelConfig) -> list[Whole]:
-    """Return a model's tensors in the form of `transformers`, without a tied head.
+    """Return a model's tensors in the form that `transformers` uses, without a tied head.
 
     Raises:
         ValueError: `transformers` has no such model.

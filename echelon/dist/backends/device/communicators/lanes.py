@@ -19,7 +19,7 @@ class Lanes:
     """The lanes of one group on one device. Lanes are created on demand.
 
     Args:
-        library: the library whose communicators carry the messages.
+        library: the library whose communicators transfer the messages.
         rank: this process's rank in the group.
         name: the group's name, for errors.
         index: the index of this rank's device.

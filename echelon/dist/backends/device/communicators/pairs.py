@@ -1,4 +1,4 @@
-"""Provide lanes, which carry messages between two ranks on a device.
+"""Provide lanes, which transfer messages between the devices of two ranks.
 
 A send blocks its stream and its communicator until the receive runs. Every lane therefore has its
 own communicator and its own stream, so lanes never wait for each other. A lane leads from one rank
@@ -46,7 +46,7 @@ class Lane:
     """One end of a lane.
 
     Args:
-        library: the library whose communicators carry the messages.
+        library: the library whose communicators transfer the messages.
         way: the lane's direction and name.
         rank: this process's rank in the group.
         index: the index of this rank's device.

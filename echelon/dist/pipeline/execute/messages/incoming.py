@@ -54,7 +54,7 @@ class Incoming:
 
     Args:
         link: the link to the peer.
-        order: the things that the peer sends in this step, in sending order.
+        order: the results that the peer sends in this step, in the order in which they are sent.
         device: the device of the data.
     """
 
