@@ -38,10 +38,16 @@ class _Stage(Enum):
 
 @dataclass(slots=True)
 class _Place:
-    """The place of one lost rank; `until_s` is when its process is killed."""
+    """The place of one lost rank.
+
+    Attributes:
+        until_s: when its process is killed or, if that has been ordered, no longer awaited.
+        is_killed: whether a dismissed process has been ordered to be killed.
+    """
 
     stage: _Stage = _Stage.WANTED
     until_s: float = float("inf")
+    is_killed: bool = False
 
 
 class Replacements:
@@ -123,11 +129,18 @@ class Replacements:
         self._follow(world)
         if not self._places or world.attempt.phase is not decide.Phase.RUNNING:
             return []
-        self._watch(world, now_s)
-        events = self._admit(world)
+        self._forget_lost_nodes(world)
+        events = self._watch(world, now_s)
+        events += self._admit(world)
         if may_start:
             events += self._start(world)
         return events
+
+    def _forget_lost_nodes(self, world: World) -> None:
+        """Give up the places whose node was lost before their process started."""
+        for rank in self._at(_Stage.WANTED):
+            if world.node_of(rank) not in world.present:
+                del self._places[rank]
 
     def _start(self, world: World) -> list[decide.Event]:
         events: list[decide.Event] = []
@@ -158,19 +171,34 @@ class Replacements:
     def _at(self, stage: _Stage) -> list[int]:
         return [rank for rank, place in self._places.items() if place.stage is stage]
 
-    def _watch(self, world: World, now_s: float) -> None:
+    def _watch(self, world: World, now_s: float) -> list[decide.Event]:
         """Forget the processes that have joined; kill those that take too long."""
         delaying = self._losses.delayed_by(world)
+        events: list[decide.Event] = []
         for rank, place in list(self._places.items()):
             if place.stage is _Stage.ADMITTED and self._losses.has_joined(rank):
                 del self._places[rank]
             elif rank in delaying and place.until_s == float("inf"):
                 place.until_s = now_s + self._joins_s
             elif now_s >= place.until_s:
-                place.until_s = float("inf")
-                if place.stage is _Stage.ADMITTED:
-                    self._say(f"rank {rank} did not join within {self._joins_s:g} s; ending it")
-                self._kill(world, rank)
+                events += self._end(world, rank, now_s)
+        return events
+
+    def _end(self, world: World, rank: int, now_s: float) -> list[decide.Event]:
+        """Kill a process that takes too long; stop waiting for one that survives SIGKILL."""
+        place = self._places[rank]
+        if place.stage is _Stage.ADMITTED:
+            place.until_s = float("inf")
+            self._say(f"rank {rank} did not join within {self._joins_s:g} s; ending it")
+            self._kill(world, rank)
+            return []
+        if not place.is_killed:
+            place.until_s, place.is_killed = now_s + _EXITS_S, True
+            self._kill(world, rank)
+            return []
+        place.until_s = float("inf")  # the place is kept: the process may still end
+        self._say(f"the replacement of rank {rank} survived SIGKILL for {_EXITS_S:g} s")
+        return [decide.JoinerEnded(rank)]
 
     def _kill(self, world: World, rank: int) -> None:
         self._send(world.node_of(rank), m.KillRanks(attempt=world.number, ranks=[rank]))
@@ -179,13 +207,23 @@ class Replacements:
         """End the processes that have not joined, because all ranks have finished.
 
         A process that waits to join exits by itself, with code 0. Any other is killed.
+
+        Args:
+            ranks: the ranks of these processes when they were to be dismissed. Some of the
+                processes may have ended since then.
         """
+        for rank in self._at(_Stage.WANTED):
+            del self._places[rank]
+        ranks = [rank for rank in ranks if rank in self._places]
+        if not ranks or world.attempt.phase is not decide.Phase.RUNNING:
+            return
         waiting = [rank for rank in ranks if self._losses.is_waiting(world, rank)]
         if waiting:
             self._losses.dismiss(world, waiting)
         for rank in ranks:
             self._dismissed(rank, now_s)
             if rank not in waiting:
+                self._places[rank].is_killed = True
                 self._kill(world, rank)
 
     def note_taken_back(self, now_s: float) -> list[decide.Event]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+import time
+from collections.abc import Callable
 
 import pytest
 
@@ -14,8 +17,10 @@ from echelon.launcher.coordinator.roster import Node
 from echelon.launcher.coordinator.world import World
 from echelon.launcher.job.report import Report
 from echelon.launcher.job.rundir import RunDirectory
+from echelon.launcher.node.standings import to_row
 from echelon.launcher.options.options import parse
 from echelon.recorder.continuation import Epoch, Standing, State, note_standing
+from tests.launcher.coordinator import jobs
 from tests.launcher.coordinator.jobs import JobStore
 
 _SIZE = 3
@@ -278,3 +283,134 @@ def test_a_process_for_which_the_others_wait_is_killed_in_the_end(job):
     job.step(now_s=205.0)
     assert job.sent[1:] == [m.KillRanks(attempt=0, ranks=[1])]
     assert job.said[-1] == "rank 1 did not join within 5 s; ending it"
+
+
+def test_a_dismissed_process_that_survives_sigkill_is_not_awaited(job):
+    _lose_and_continue(job)
+    job.start(1)
+    job.end(0)
+    (dismiss,) = job.end(2)
+    job.replacements.dismiss(job.world, dismiss.ranks, now_s=0.0)
+    assert job.step(now_s=100.0) == []
+    assert job.sent[-1] == m.KillRanks(attempt=0, ranks=[1])
+    (over,) = job.step(now_s=200.0)
+    assert isinstance(over, decide.EndAttempt)
+    assert not over.failed
+    assert job.said[-1] == "the replacement of rank 1 survived SIGKILL for 20 s"
+    assert job.replacements.is_joining(job.world, 1), "its end is no loss, whenever it comes"
+
+
+def test_a_place_is_given_up_when_its_node_is_lost_before_its_process_starts(job):
+    _lose_and_continue(job)
+    job.world.lost.append(job.node)
+    job.step()
+    assert job.sent == []
+    assert not job.replacements.is_busy
+
+
+class _Launcher:
+    """A whole coordinator that replaces ranks, with nodes that answer each collection."""
+
+    def __init__(self, folder, monkeypatch, *, num_nodes: int, nproc: int) -> None:
+        monkeypatch.setattr(decide, "SETTLE_S", 0.0)
+        self._directory, self._monkeypatch = RunDirectory(folder, ""), monkeypatch
+        self._harvested: set[int] = set()
+        shape = ["--nnodes", f"{num_nodes}", "--nproc-per-node", f"{nproc}"]
+        self.job = jobs.Job(
+            folder, "--on-loss", "replace", *shape,
+            nproc=nproc, store=_Store(), endpoint="127.0.0.1:1" if num_nodes > 1 else "",
+        )  # fmt: skip
+
+    def stands(self, rank: int, state: State = State.PROTECTED, **standing) -> None:
+        folder = self._directory.rank_dir(rank, 0)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._monkeypatch.setenv("ECHELON_RANK_DIR", str(folder))
+        note_standing(Standing(state=state, **standing))
+
+    def end_together(self, codes: dict[int, int]) -> None:
+        """End ranks of the host; their ends arrive before the next step."""
+        for rank, code in codes.items():
+            self.job.coordinator.take(self.job.host, _ended(rank, code))
+        self.job.step()
+
+    def look_until(self, condition: Callable[[], object]) -> None:
+        give_up_s = time.monotonic() + 60.0
+        while not condition():
+            assert time.monotonic() < give_up_s, self.job.terminal.text
+            time.sleep(0.01)
+            self.job.look()
+            self._answer_collections()
+
+    def start_joiners(self, *ranks: int) -> None:
+        """Let processes start in the place of lost ranks; they load their program."""
+        self.look_until(lambda: len(self.job.commands(m.Replace)) == len(ranks))
+        for rank in ranks:
+            shutil.rmtree(self._directory.rank_dir(rank, 0), ignore_errors=True)
+
+    def _answer_collections(self) -> None:
+        for collect in self.job.commands(m.Collect):
+            if collect.incident not in self._harvested:
+                self._harvested.add(collect.incident)
+                for node in (self.job.host, self.job.other):
+                    self.job.take(node, m.Harvested(incident=collect.incident, exit_codes=[]))
+
+
+def _ended(rank: int, code: int) -> m.WorkerEnded:
+    return m.WorkerEnded(attempt=0, rank=rank, code=code)
+
+
+@pytest.fixture
+def launcher(tmp_path, monkeypatch):
+    """Three ranks on one node."""
+    launcher = _Launcher(tmp_path, monkeypatch, num_nodes=1, nproc=3)
+    for rank in range(3):
+        launcher.stands(rank)
+    yield launcher
+    launcher.job.coordinator.close()
+
+
+def test_dismissed_processes_may_end_together(launcher):
+    launcher.end_together({1: _KILLED, 2: _KILLED})
+    launcher.stands(0, epoch=2, step=3)
+    launcher.start_joiners(1, 2)
+    launcher.stands(0, State.DONE, epoch=2, step=3)
+    launcher.end_together({0: 0})
+    assert launcher.job.commands(m.KillRanks) == [
+        m.KillRanks(attempt=0, ranks=[rank]) for rank in (1, 2)
+    ]
+    launcher.end_together({1: _KILLED, 2: _KILLED})
+    assert launcher.job.commands(m.ClearUp) == [m.ClearUp(attempt=0)]
+
+
+def test_the_last_rank_and_a_process_that_loads_may_end_together(launcher):
+    launcher.end_together({1: _KILLED})
+    for rank in (0, 2):
+        launcher.stands(rank, epoch=1, step=3)
+    launcher.start_joiners(1)
+    for rank in (0, 2):
+        launcher.stands(rank, State.DONE, epoch=1, step=3)
+    launcher.end_together({0: 0, 2: 0, 1: 1})
+    assert launcher.job.commands(m.ClearUp) == [m.ClearUp(attempt=0)]
+
+
+def test_the_loss_of_a_node_whose_rank_is_to_be_replaced_does_not_hang_the_job(
+    tmp_path, monkeypatch
+):
+    launcher = _Launcher(tmp_path, monkeypatch, num_nodes=2, nproc=2)
+    job = launcher.job
+    own, far = job.coordinator._world.nodes[job.host], job.coordinator._world.nodes[job.other]
+    for rank in own:
+        launcher.stands(rank)
+    rows = [to_row(rank, Standing(state=State.PROTECTED)) for rank in far]
+    job.take(job.other, m.Standings(attempt=0, ranks=rows))
+    job.take(job.other, _ended(far[1], _KILLED))
+    job.take(job.other, m.Left(reason="gone"))
+    for rank in own:
+        launcher.stands(rank, epoch=2, step=3)
+    launcher.look_until(lambda: not job.coordinator._replacements.is_busy)
+    for rank in own:
+        launcher.stands(rank, State.DONE, epoch=2, step=3)
+    launcher.end_together(dict.fromkeys(own, 0))
+    launcher.look_until(lambda: job.commands(m.ClearUp, job.host))
+    assert job.commands(m.Replace) == []
+    job.coordinator.close()
