@@ -137,7 +137,8 @@ class ProcessGroup(Collectives, PointToPoint):
         Args:
             objs: on `root`, one object per rank in rank order; ignored on other ranks.
             root: a rank within this group.
-            timeout_s: the timeout for each of two collectives; None means the group's timeout.
+            timeout_s: the timeout for each of the call's two collectives; None means the group's
+                timeout.
         """
         root = self._check_object_call("scatter_object", root)
         parts = None

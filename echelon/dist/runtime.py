@@ -325,7 +325,7 @@ def first_error() -> CollectiveError | None:
 
 
 def join_after() -> int | None:
-    """Return the newest epoch when this process started in the place of a lost rank.
+    """Return the epoch that was newest when this process was started to replace a lost rank.
 
     Returns:
         None if this process was started together with the others, or has joined them.

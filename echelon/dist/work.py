@@ -56,7 +56,7 @@ class Work:
     def error(self) -> BaseException | None:
         """The operation's error, or None if the operation has not failed.
 
-        Reading the error may take up to 2 s, to determine the rank at fault.
+        Reading the error may block for up to 2 s while the rank at fault is determined.
         """
         if not self.is_settled and self.pending.done:
             self._state.settle(self)

@@ -1,7 +1,7 @@
 """Read the kernel's files about processes, and distinguish missing files from denied ones.
 
-A container may deny access to any file. The name of a denied file is recorded, and its text is
-empty.
+A container may deny access to any file. The name of a denied file is recorded, and the file is
+treated as empty.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Machine:
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def link(self, size: int, *, is_across: bool) -> Link:
-        """Return the link for a group size, or else for the nearest size that was measured."""
+        """Return the link for the measured group size that is nearest to `size`."""
         known = [link for link in self.links if link.is_across == is_across] or list(self.links)
         return min(known, key=lambda link: abs(math.log(link.size / max(size, 1))))
 

@@ -104,7 +104,7 @@ def time_link(
     num_small: int = _SMALL_CALLS,
     num_large: int = _LARGE_CALLS,
 ) -> tuple[list[float], list[float]]:
-    """Return the latency (s) per ring step and the bandwidth (bytes/s) of several all_reduces.
+    """Return the latencies (s) per ring step and the bandwidths (bytes/s) of all_reduces.
 
     All ranks of `world` measure at the same time, each in its group of at least two ranks.
     """
@@ -126,7 +126,7 @@ def _calls(world: ProcessGroup, group: ProcessGroup, x: Any, number: int) -> lis
 
 
 def _overlap(world: ProcessGroup, product: Callable[[], object]) -> dict[str, float]:
-    """Return the median fraction of a collective that computation hid, with bounds."""
+    """Return the median fraction of a collective's time that computation hid, with bounds."""
     x = np.ones(_LARGE_NUMBERS, np.float32)
     shares = []
     for _ in range(9):

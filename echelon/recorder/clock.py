@@ -1,8 +1,9 @@
 """Measure the offset between this host's monotonic clock and rank 0's.
 
 Ranks on the same host share the kernel's clock, so their offset is 0. Between hosts, the offset is
-measured by round trips, as in NTP. Rank 0 reads its clock during the round trip, so the midpoint is
-the best estimate, and half of the round trip bounds the error. The shortest round trip is used.
+measured by round trips, as in NTP. Rank 0 reads its clock during the round trip, so the midpoint of
+the round trip is the best estimate of that moment, and half of the round trip bounds the error. The
+shortest round trip is used.
 
 Between hosts, the offset is measured once, when the world is created. Monotonic clocks drift apart
 by some microseconds per second, so the offset becomes inaccurate over time. The analysis detects

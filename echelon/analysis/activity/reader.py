@@ -1,8 +1,8 @@
 """Classify what a thread is doing from its stack.
 
-The frames inside the innermost line of user code show what that line called. Outside that line,
-only the frames of phases that may call user code are considered: loading, a checkpoint, the
-compiler. C frames are used if user code calls C++ directly, as with `work.wait()` or a store's
+The frames called from the innermost line of user code show what that line is doing. Of the other
+frames, only those of phases that may call user code are considered: data loading, checkpointing and
+compilation. C frames are used if user code calls C++ directly, as with `work.wait()` or a store's
 `get`.
 """
 

@@ -84,7 +84,7 @@ class Agreement:
         self._wish = reason
 
     def reached(self) -> bool:
-        """Count a call; return True if the ranks agreed on this call. Blocks only while they agree.
+        """Count a call; return True if the ranks have agreed on it. Blocks only to reach agreement.
 
         Every rank must call this method the same number of times. The first call after `ask`
         publishes the request.
@@ -109,7 +109,7 @@ class Agreement:
         return self._is_closed
 
     def unanswered(self) -> str:
-        """Return a request that has not taken effect yet, from any rank, or "".
+        """Return a pending request from any rank, or "" if there is none.
 
         May be called after `close`.
 
@@ -211,7 +211,7 @@ class Agreement:
             self._is_passed.clear()
 
     def _decide(self, client: Store, wish: str) -> bool:
-        """Hold this rank, exchange call numbers with the other ranks, and choose a common call."""
+        """Make `reached` block, exchange the ranks' call numbers, and choose a common call."""
         with self._lock:
             if self._is_closed:
                 return False

@@ -167,8 +167,8 @@ class Engine(Protocol):
     Attributes:
         name: the backend's name, as shown to users.
         device: the kind of device whose arrays the engine transfers: "cpu", "cuda" or "xpu".
-        nests: whether a signal handler may call a collective while it interrupts another collective
-            of the same group.
+        nests: whether a signal handler that interrupts a collective may call another collective of
+            the same group.
 
     For operations on the host, the engine calls `watch.check()`. For operations on a device, the
     process's watcher thread calls it.

@@ -1,4 +1,4 @@
-"""Divide a sharded model among other ranks, in place, after the world has changed.
+"""Redistribute a sharded model in place, among the ranks of a new group.
 
 The modules, the optimizer's parameters and all hooks remain the same objects.
 """

@@ -26,7 +26,7 @@ class AbsentEngine:
         self._members = members
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
-        """Return "": `prepare` refuses all operations, with their names."""
+        """Return "", because `prepare` refuses every operation with an error that names it."""
         del kind, dtype, reduce_op
         return ""
 

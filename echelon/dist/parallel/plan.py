@@ -36,7 +36,8 @@ class Plan:
               gathered.
 
         stages: called with the model, the index of a stage and the number of stages; returns the
-            stage's module, with the model's names. None if the model cannot run as a pipeline.
+            stage's module, whose parameters are named as in the model. None if the model cannot run
+            as a pipeline.
         divisors: attributes, such as the number of heads, that must be multiples of the number of
             ranks. The keys are the names that messages use for the attributes.
 

@@ -32,7 +32,7 @@ def cut(model: nn.Module, plan: Plan, schedule: Schedule, group: ProcessGroup) -
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """Map every name of a parameter to the first of the parameter's names."""
+    """Map each parameter name to the first name of the same parameter."""
     first: dict[int, str] = {}
     return {
         name: first.setdefault(id(parameter), name)

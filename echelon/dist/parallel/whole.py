@@ -15,10 +15,10 @@ def full_state_dict(model: nn.Module, axes: Axes, names: dict[str, str]) -> dict
     """Return the state of the whole model on the host, as `state_dict()` would. Collective.
 
     Args:
-        model: this rank's part of the model, with the whole model's names.
+        model: this rank's part of the model, whose parameters are named as in the whole model.
         axes: the mesh axes over which the model is divided.
-        names: maps every name of a parameter in the whole model to the first of the parameter's
-            names; tied parameters have several names.
+        names: maps each parameter name in the whole model to the first name of the same parameter;
+            tied parameters have several names.
 
     Raises:
         CollectiveError: a rank was lost or did not join.

@@ -1,12 +1,12 @@
-"""Hand the training state to a rank that joins, from the lowest rank that has it.
+"""Send the training state to a joining rank, from the lowest rank that has the state.
 
     head: one message with the tree of values, in which a reference stands for each tensor, and the
           tensors' dtypes and shapes
     each tensor's elements, one message per tensor
     tail: one message with the CRC of each tensor
 
-The tree is plain data, as in a checkpoint: nothing is unpickled. The rank that joins checks names,
-dtypes and shapes against its own model before it takes anything.
+The tree is plain data, as in a checkpoint: nothing is unpickled. The joining rank checks names,
+dtypes and shapes against its own model before it accepts any data.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def send_state(group: ProcessGroup, peer: int, contents: Any) -> None:
     Args:
         group: the world in which the rank joins.
         peer: the rank within the group.
-        contents: dicts, lists and tuples of plain values, tensors and NumPy arrays. If it has a
-            value of another kind, the error is sent instead.
+        contents: dicts, lists and tuples of plain values, tensors and NumPy arrays. If there is a
+            value of any other kind, the error is sent instead.
 
     Raises:
         CollectiveError: the rank was lost.

@@ -1,15 +1,16 @@
-"""Let processes that take the places of lost ranks join the others at the end of a step.
+"""Let replacements of lost ranks join the other ranks at the end of a step.
 
-[Note: the step at which ranks join] The launcher publishes an epoch with `joins`. The ranks that
-train learn of it at different times, but must leave their step's groups together. So under
-`--on-loss replace`, each step ends with the minimum over all ranks of the newest such epoch that
-each has seen, in the place of a barrier. Once it is newer than the current epoch, all ranks have
-seen it and enter it. Nothing is thrown away, since the step was finished by all. After the last
-step no rank enters an epoch: the launcher then dismisses those that wait to join.
+[Note: the step at which ranks join] The launcher publishes an epoch with `joins`. The training
+ranks learn of the epoch at different times, but must leave the groups of their step together. Under
+`--on-loss replace`, each step therefore ends not with a barrier but with an all_reduce: the
+minimum, over all ranks, of the newest such epoch that each rank has seen. If the minimum is newer
+than the current epoch, all ranks have seen that epoch, and they enter it. No work is lost, because
+all ranks have finished the step. After the last step, no rank enters another epoch, and the
+launcher dismisses the ranks that are waiting to join.
 
-A rank that joins brings nothing to the meeting of the epoch. If a rank dies there or while the
-state is handed over, that is a loss as any other: the launcher publishes a newer epoch, in which a
-rank without the state still joins.
+A joining rank has no state to offer when the ranks of the epoch meet. If a rank dies during the
+meeting or while the state is being sent, the loss is handled like any other: the launcher publishes
+a newer epoch, in which a rank without the state still joins.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def places_of(rows: Sequence[Mapping[str, Any]]) -> tuple[int, list[int]]:
 
 
 def wait_until_admitted(epochs: Epochs, timeout_s: float = ADMITTED_S) -> Epoch:
-    """Return the newest epoch with this rank; exit with 0 if the others finished without it.
+    """Return the newest epoch that includes this rank; exit with code 0 if this rank is dismissed.
 
     Raises:
         StoreTimeoutError: no such epoch was published within `timeout_s`.

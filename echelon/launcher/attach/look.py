@@ -217,7 +217,7 @@ def _waits(record: Record) -> bool:
 def _left(
     ranks: Sequence[FoundRank], records: Sequence[Record], waiting: Sequence[int]
 ) -> tuple[Left, ...]:
-    """Return the ranks that have left a loop early; empty unless all ranks are waiting."""
+    """Return the ranks that have left a loop early, or () if not all ranks are waiting."""
     if len(waiting) != len(records):
         return ()
     pids = {one.rank: one.pid for one in ranks}

@@ -157,7 +157,7 @@ class Losses:
             self._awaited = None
 
     def look(self, world: World) -> int | None:
-        """Report once all ranks of the newest epoch are ready to continue training.
+        """Report when all ranks of the newest epoch are ready to continue training.
 
         A rank may finish its training without noticing a loss. The other ranks would then wait for
         it indefinitely, so an epoch that lists this rank as done is published.

@@ -45,7 +45,8 @@ class World:
         epochs: when the first rank of each complete epoch was ready, on the monotonic clock.
         epochs_there: when ranks on other nodes were ready, on their own nodes' clocks, keyed by
             epoch.
-        published: the first epoch without each lost rank, including epochs that are not complete.
+        published: for each lost rank, the first epoch that excludes the rank, even if the epoch is
+            not complete.
     """
 
     number: int

@@ -83,7 +83,7 @@ class Elector:
         return max(0.0, promised_s - now_s, self._bound_until_s - now_s)
 
     def on_beat(self, term: int, host: str, now_s: float) -> bool:
-        """Handle a host's heartbeat; return False if this elector knows a later host."""
+        """Handle a host's heartbeat; return False if this elector knows of a later host."""
         if term < self.term or (self.host and term == self.term and host != self.host):
             return False
         self.term, self.host = term, host

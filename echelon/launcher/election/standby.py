@@ -29,7 +29,7 @@ class Standby:
     Args:
         name: the node's own name.
         bind_address: the "host:port" that the node listens on.
-        promise_s: how long a heartbeat of the host binds this node, in seconds. A value from the
+        promise_s: how long a heartbeat from the host binds this node, in seconds. A value from the
             host takes precedence.
         is_open: whether this node hosts the job from the start.
 
@@ -171,7 +171,7 @@ class Standby:
         return candidacy
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable once votes arrive. Call this during a search."""
+        """Return a descriptor that becomes readable when votes arrive. Call during a search."""
         assert self._canvasser is not None
         return self._canvasser.votes.fileno()
 

@@ -29,7 +29,7 @@ class Inheritance:
         former: the former host's name.
         hellos: the greetings of the connected nodes.
         events: the events that these nodes have reported since they connected.
-        fenced_until_s: when the ranks of unconnected nodes are certain to be dead, as a time of
+        fenced_until_s: when the ranks of unconnected nodes are certain to be dead, on the clock of
             `lease.now_s`.
     """
 

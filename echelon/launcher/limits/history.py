@@ -7,7 +7,7 @@ A history provides two times:
   above both the 99.9th percentile and the longest sample. The margin is larger if durations are
   uneven.
 * `patience_s`: how long an operation or phase may take if earlier ones have exceeded the fixed
-  limit and succeeded. This time needs few samples, and is bounded.
+  limit and succeeded. It needs only a few samples, and is bounded.
 
 The first samples do not count towards `limit_s`, because compilers, caches and connections are
 still cold.

@@ -5,7 +5,7 @@ nothing from the package. The guard can fork safely, because it has no other thr
 killed agent long enough to kill the workers and every process that they have started.
 
 * Each worker leads its own session and receives a death signal when the guard exits.
-* The guard is the child subreaper. Any process that a worker leaves behind, even after `setsid`,
+* The guard is a child subreaper. Any process that a worker leaves behind, even after `setsid`,
   becomes a child of the guard.
 * The guard reaps the workers itself, so the pid of a running worker is never reused. Other
   processes are signalled through a pidfd, after their parentage has been checked.

@@ -1,6 +1,6 @@
 """Write the workers' output unchanged to one file per stream, and line by line to the terminal.
 
-The terminal shows only complete lines, each with the rank in front. Text that ends in a carriage
+The terminal shows only complete lines, each prefixed with its rank. Text that ends in a carriage
 return, such as a progress bar, is a live line. A live line stays at the bottom of the terminal
 until the next live line replaces it. If the output is not a terminal, live lines are not shown.
 """

@@ -331,7 +331,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The arguments of an operation, which are equal on all ranks of a well-matched collective.
+    """The arguments of an operation, which are equal on all ranks of a correctly called collective.
 
     If the full lists did not fit into the slot, `shapes` and the splits are empty, and `summary`
     contains (number of tensors, number of elements, CRC32 of the full lists).

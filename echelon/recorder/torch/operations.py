@@ -158,7 +158,7 @@ class Operations:
     def _follow(
         self, recorder: Recorder, record: int, result: Any, layout: Layout, args: Sequence[Any]
     ) -> None:
-        """Track the work that an operation started. An operation without a work is complete."""
+        """Track the `Work` that an operation started. An operation without one is complete."""
         boxed = result[-1] if isinstance(result, tuple) and result else result
         if boxed is None or isinstance(boxed, tuple):
             recorder.completed(record)

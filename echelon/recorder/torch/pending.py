@@ -1,15 +1,15 @@
 """Track operations that have been called but have not completed yet.
 
-A work is polled where the program itself waits: after `Work.wait`, after `wait_tensor`, at the end
-of a backward pass, before the next operation, and after an optimizer step. In addition, a thread
-polls four times a second. Callbacks are not used, because they would need the interpreter's lock on
-the backend's thread.
+A `Work` object is polled where the program itself waits: after `Work.wait`, after `wait_tensor`, at
+the end of a backward pass, before the next operation, and after an optimizer step. In addition, a
+thread polls four times a second. Callbacks are not used, because they would need the interpreter's
+lock on the backend's thread.
 
-Some works never report completion, such as Gloo's reduce_scatter. Such a work counts as complete
-when the program's wait for it returns.
+Some `Work` objects, such as that of Gloo's reduce_scatter, never report completion. Such an
+operation counts as complete when the program's wait for it returns.
 
-A work keeps its tensors alive, so a completed work is dropped at once. At most `_MAX_WORKS` works
-are kept; older works count as complete.
+A `Work` object keeps its tensors alive, so it is dropped as soon as it is complete. At most
+`_MAX_WORKS` objects are kept; the operations of older ones count as complete.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ class Peer(asyncio.Protocol):
         self._take(num_bytes)
 
     def _take(self, num_bytes: int) -> None:
-        """Execute commands from the received bytes until the slice of time is used up.
+        """Execute commands from the received bytes until the time slice is used up.
 
         Args:
             num_bytes: the number of bytes received since the last call.

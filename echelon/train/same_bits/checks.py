@@ -101,7 +101,7 @@ def unchanged_buffers(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def no_collectives(group: ProcessGroup) -> Iterator[None]:
-    """Refuse collectives on the world and on a group inside the context.
+    """Inside the context, refuse collectives on the world and on a group.
 
     Raises:
         ValueError: a collective was called. Its result would depend on the number of ranks.

@@ -17,8 +17,8 @@ from echelon.dist.group import ProcessGroup
 def square_sums(module: nn.Module, group: ProcessGroup) -> dict[str, float]:
     """Return the sum of squares of each gradient, keyed by the parameter's name.
 
-    Collective over `group` and the groups of the sharded units. Parameters that all ranks hold
-    whole are divided among the ranks, each of which computes the sums of its part.
+    Collective over `group` and the groups of the sharded units. Parameters that all ranks hold in
+    full are divided among the ranks, each of which computes the sums of its part.
 
     Args:
         module: a module whose gradients have been reduced.

@@ -1,8 +1,8 @@
 """Train a pipeline to the same weights, bit for bit, as the whole model in one process.
 
-Each stage adds the gradients of its micro-batches in the canonical tree, over its replicas or
-shards. The state of the random generators travels with the activations. The norm is summed over the
-parameters in the order of their names, and does not depend on where the model is divided.
+Each stage sums the gradients of its micro-batches, over its replicas or shards, in the order of the
+canonical tree. The state of the random generators travels with the activations. The norm is summed
+over the parameters in the order of their names, and does not depend on where the model is divided.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class _Break:
 def without_survived(evidence: Evidence) -> tuple[Evidence, tuple[Survived, ...]]:
     """Leave out the mismatches that all members survived.
 
-    Return the remaining evidence, and these mismatches.
+    Return the remaining evidence, and the mismatches that were left out.
     """
     breaks = [] if evidence.foreign else list(_breaks(evidence))
     if not breaks or _ended_alike(evidence):

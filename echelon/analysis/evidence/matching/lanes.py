@@ -1,4 +1,4 @@
-"""Arrange the collectives of each group as a matrix of members by sequence numbers.
+"""Arrange each group's collectives in a matrix of members (rows) by sequence numbers (columns).
 
 Cells in the same column belong to the same collective. All later steps of the analysis, such as the
 vote and the wait-for graph, use these matrices.

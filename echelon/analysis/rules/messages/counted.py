@@ -1,6 +1,6 @@
 """Compare message counts between ranks that run the same program.
 
-A ring that has wrapped around may no longer show the message that was left out, but the number of
+If a ring has wrapped around, it may no longer show that a message was left out, but the number of
 operations is still known. Ranks of one pipeline stage have launched the same number of operations
 when they reach a common collective.
 """

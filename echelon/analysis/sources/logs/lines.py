@@ -1,4 +1,4 @@
-"""Read lines of logs within size limits, and strip the labels that launchers add.
+"""Read log lines within size limits, and strip the labels that launchers add.
 
 Examples of labels are `[default3]:` (torchrun), `3: ` (srun `--label`) and `3| ` (echelon). torch
 itself adds `[rank3]:` to tracebacks and warnings.

@@ -5,7 +5,7 @@
     other sums                             all_to_all of shares, summed here in rank order with
                                            float32 accumulation, then all_gather: 2 n bytes per rank
     reduce_scatter                         all_to_all of parts, summed here: n bytes per rank
-                                           (Gloo's own performs a whole all_reduce)
+                                           (Gloo's own performs a full all_reduce)
     reduce                                 reduce_scatter, then gather
     two ranks: all_reduce, reduce_scatter, all_gather     swaps, see `Transport.swap`
 

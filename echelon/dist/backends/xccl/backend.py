@@ -117,7 +117,7 @@ class _Shared:
         self.is_stuck = False
 
     def give_up(self, *kept: Any) -> None:
-        """Abandon the worker and its memory, but let the process exit."""
+        """Abandon the worker and keep its memory alive; the process can exit without the worker."""
         self.is_stuck = True
         keep_for_ever(self, kept)
 
@@ -332,7 +332,7 @@ class XcclEngine:
     def _reduce_scatter_uneven(
         self, operation: Operation, watch: Watch, source: Flat, target: Flat
     ) -> None:
-        """Exchange parts padded to the longest part, and sum them here in rank order."""
+        """Exchange parts padded to the longest part's length, and sum them here in rank order."""
         longest = max(operation.input_splits)
         if not longest:
             return

@@ -49,7 +49,7 @@ def dtype_bytes(dtype: str) -> int:
 class Range:
     """Elements of a tensor that are contiguous in a file, starting at byte `offset`.
 
-    The range is the run [start, start + length). `repeats` adds further runs of the same length.
+    The range starts with the run [start, start + length); `repeats` adds more runs of that length.
     """
 
     file: int

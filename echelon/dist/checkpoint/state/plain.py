@@ -33,7 +33,7 @@ class TensorAt:
 
 
 def pack(value: Any, where: str) -> bytes:
-    """Encode a tree of plain values and `TensorAt` as bytes.
+    """Encode a tree of plain values and `TensorAt` objects as bytes.
 
     Raises:
         TypeError: the tree holds a value of another type.

@@ -1,4 +1,4 @@
-"""Define the actions that the driver carries out for the order."""
+"""Define the actions that `Order` returns and the driver carries out."""
 
 from __future__ import annotations
 

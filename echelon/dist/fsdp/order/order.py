@@ -286,7 +286,7 @@ class Order:
         self._opened = [weakref.ref(one) for one in opened]
 
     def _recording(self, entry: Entry | None = None) -> Recording:
-        """Return the recording of the outermost running forward, or else of `entry`."""
+        """Return the recording of the outermost running forward, or of `entry` if there is none."""
         opened = self._open()
         outermost = opened[0] if opened else entry
         assert outermost is not None

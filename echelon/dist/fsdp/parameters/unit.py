@@ -152,7 +152,7 @@ class Unit:
     # ---- parameters ----
 
     def start_gather(self, near: ProcessGroup | None = None) -> None:
-        """Start gathering the unit, among neighbouring ranks if they have kept parts of it.
+        """Start gathering the unit; if `near` is given, only among the ranks of that group.
 
         Raises:
             ValueError: a shard was converted or moved.

@@ -15,7 +15,7 @@ from echelon.dist.parallel.tensor.styles import Setting
 
 @dataclass(frozen=True)
 class Undivided:
-    """The parameters that every rank of the group holds whole.
+    """The parameters that every rank of the group holds in full.
 
     Attributes:
         partial: parameters for which each rank computes only part of the gradient; these parts are

@@ -1,6 +1,6 @@
 """If a step fails on one rank, end all groups that the step uses, on every rank.
 
-In these groups, other ranks may be waiting for the failed rank. The error on the other ranks names
+Other ranks may be waiting for the failed rank in these groups. The error on the other ranks names
 the failed rank.
 """
 

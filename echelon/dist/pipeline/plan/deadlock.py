@@ -1,8 +1,8 @@
 """Detect deadlocks between ranks that execute their rows in order, and find the cause.
 
 There are two machine models. With asynchronous messages, as in echelon's executor, an action waits
-only for the data it needs. `rendezvous` is the strictest model: a send and its receive block both
-ranks until the two meet. A plan that runs in the strictest model runs anywhere.
+only for the data it needs. `rendezvous` is the strictest possible model: a send and its receive
+block both ranks until the two meet. A plan that runs in the strictest model runs anywhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Copy tensors into one byte buffer and compute the buffer's CRC-32, in one pass if C can do so.
+"""Copy tensors into one byte buffer and compute its CRC-32; the C core does both in one pass.
 
 The C core reads each source once, and bypasses the caches when it writes. Without the C core, torch
 copies the tensors and zlib reads the whole buffer again, which takes three to four times as long.

@@ -247,7 +247,7 @@ class Training(Generic[_T]):
             raise PeerLostError(str(err), operation="join", ranks=err.ranks) from err
 
     def _kept_state(self) -> KeptState:
-        """Return what a rank that joins receives from another one."""
+        """Return the state that a joining rank receives from another rank."""
         assert isinstance(self._state, KeptState), self._state
         return self._state
 

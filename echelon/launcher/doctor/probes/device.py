@@ -1,7 +1,7 @@
 """Check the health of this machine's GPUs with NVIDIA's management library.
 
 The check changes no setting and resets no device. A device is broken if it does not answer, has
-uncorrected memory errors, or has a memory row that must still be remapped or cannot be remapped. A
+uncorrected memory errors, or has a bad memory row whose remapping is pending or has failed. A
 throttled device only counts as slow.
 """
 

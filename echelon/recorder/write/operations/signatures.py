@@ -1,4 +1,4 @@
-"""Store each signature, which contains an operation's arguments, once in `recent`."""
+"""Store each distinct signature (the arguments of an operation) once in `recent`."""
 
 from __future__ import annotations
 

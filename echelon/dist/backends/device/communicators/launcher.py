@@ -37,7 +37,8 @@ class Launcher:
         """Run a job on the caller's thread or on the launcher's thread.
 
         Args:
-            key: a key for the connections that the job uses; None for a job that may always block.
+            key: identifies the connections that the job uses; None if the job may block on every
+                call.
         """
         with self._changed:
             is_free = not self._is_busy and not self._jobs

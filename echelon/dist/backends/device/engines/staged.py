@@ -5,7 +5,7 @@ operation's input is copied to the host, the host engine carries out the operati
 is copied back. One thread per group (the pump) moves operations from one stage to the next. `wait`
 blocks until the copy of the result has been queued on the device.
 
-The group's host arrays use a separate host engine.
+Operations on host arrays go through a separate host engine.
 """
 
 from __future__ import annotations

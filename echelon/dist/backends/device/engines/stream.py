@@ -5,8 +5,8 @@ Each operation is queued on one of the engine's streams, behind the work on the 
 Calls that may block the host run on a separate thread (`Launcher`), where the operation's
 timeout also applies.
 
-Collectives share one communicator and one stream. Messages have lanes (`Lane`). While a graph
-is being captured, operations are queued directly on the captured stream.
+Collectives share one communicator and one stream. Messages use lanes (see `Lane`). While a graph is
+being captured, operations are queued directly on the captured stream.
 
 The engine does not compare the ranks' calls, so a mismatch leads to a timeout. The black box then
 shows the mismatch.

@@ -100,7 +100,7 @@ class Exchange:
         }
 
     def want(self, things: Sequence[Thing]) -> None:
-        """Post the receives for `things`, and all receives announced by headers."""
+        """Post the receives for `things`, and any other receives whose headers have arrived."""
         for thing in things:
             self._incoming[self._routes.source(thing)].want(thing)
         for incoming in self._incoming.values():

@@ -109,7 +109,7 @@ def pack(tensors: Iterable[torch.Tensor], payload: torch.Tensor) -> None:
 
 
 def unpack(specs: Iterable[Spec], payload: torch.Tensor) -> Tensors:
-    """Return views of a payload's tensors, as leaves with the `requires_grad` of the header."""
+    """Return views of a payload's tensors: leaves whose `requires_grad` is set from their specs."""
     tensors: Tensors = []
     at = 0
     for spec in specs:

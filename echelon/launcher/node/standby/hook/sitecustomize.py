@@ -1,4 +1,4 @@
-"""Pause a Python process between its start and its script, with the libraries loaded.
+"""Pause a Python process before it runs its script, with the libraries already loaded.
 
 [Note: how a standby waits] A standby is started with the rank's own command line, such as `python
 -u train.py`. This folder is at the front of its PYTHONPATH, so the interpreter imports this file
