@@ -18,7 +18,7 @@ REPORT_FORMAT = 1
 
 
 class Cause(str, Enum):
-    """The reason why a job stopped (see `docs/verdicts.md`).
+    """The reason a job stopped (see `docs/verdicts.md`).
 
     Example:
         >>> Cause("host_hang") is Cause.HOST_HANG

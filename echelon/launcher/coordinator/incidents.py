@@ -40,8 +40,8 @@ class Incidents:
     Args:
         node_name: the name of this node.
         tell: a function that sends a command to nodes.
-        examined: a function that is called with each examined stall, and its incident if one was
-            kept.
+        examined: a function that is called with each examined stall and its incident, or None if no
+            incident was kept.
         observers: the objects that report on the job.
         stalls_end: whether a lasting stall ends the job's ranks.
     """

@@ -1,10 +1,10 @@
 """Start processes to replace lost ranks, and let them join (`--on-loss replace`).
 
 The other ranks do not wait: they continue among themselves as under `--on-loss shrink`. A new
-process starts once the loss's incident has been collected, from a standby of its node if one is
+process starts once the loss's incident has been collected, from a standby on its node if one is
 ready. It loads the program, reports that it has no state yet (`State.JOINING`), and is admitted by
 an epoch of its own, which the others enter at the end of a step. Until then it is not a rank, and
-its end changes nothing for the others.
+the other ranks are not affected if it ends.
 
 [Note: no endless replacement] `--max-replacements` limits the number of replacement processes in a
 job. If a process ends by itself before it has joined, another one would end in the same way, so its

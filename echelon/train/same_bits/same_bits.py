@@ -113,8 +113,8 @@ class SameBits:
         Args:
             step: the number of the optimizer step, which is part of the random numbers' seed.
             compute: a function that takes the number of a micro-batch within the step and returns
-                the micro-batch's loss, a scalar tensor. The loss must depend only on the
-                number, and must always be computed in the same shape.
+                the micro-batch's loss, a scalar tensor. The loss must depend only on the number,
+                and must always be computed from data of the same shape.
 
         Returns:
             The mean of the micro-batches' losses, with the same bits on every rank.
