@@ -180,7 +180,7 @@ def test_the_rank_that_hands_the_state_over_may_die(tmp_path):
     [
         ["1.0@step 5", "1.1@meeting", "0.0@step 12"],
         ["1.0@step 5", "1.1@receiving", "1.2@prepare"],
-        ["1.0@step 5", "2.0@meeting", "0.0@prepare"],
+        ["1.0@step 5", "2.0@meeting", "0.0@step 13"],
         ["1.0@step 5", "2.0@step 5", "1.1@receiving", "0.0@step 13"],
     ],
 )
