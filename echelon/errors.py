@@ -146,7 +146,7 @@ class CollectiveError(EchelonError):
 
 
 class CollectiveMismatchError(CollectiveError):
-    """Ranks called different operations under the same sequence number of a group.
+    """Ranks called different operations with the same sequence number in one group.
 
     Example:
         >>> world = dist.init()  # on each of 2 ranks

@@ -108,7 +108,7 @@ def _is_weak(picture: Picture, finding: Finding) -> bool:
 def choose(picture: Picture, hypotheses: Sequence[Hypothesis]) -> Choice:
     """Choose the root, and further roots for ranks that the first root does not explain.
 
-    The confidence in the root is lowered if rival hypotheses explain equally many ranks.
+    The confidence in the root is lowered if rival hypotheses explain just as many ranks.
     """
     if not hypotheses:
         return Choice(roots=(), rest=())

@@ -81,7 +81,7 @@ class Channel:
 
         Raises:
             ValueError: the group has not yet made a collective call on the device, or has too many
-                tags and channels on it.
+                tags and channels on that device.
         """
         data = view(like, "like", writable=False)
         return self._message(

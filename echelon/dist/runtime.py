@@ -144,8 +144,8 @@ def init(
     After `shutdown`, a program may call `init` again with the same store if every rank does so.
 
     In a process that takes the place of a lost rank (`echelon run --on-loss replace`), the call
-    returns at once. The world then has its size and ranks, but refuses all operations until
-    `resilient.run` has let the process join the others.
+    returns at once. The world already has its full size and its rank numbers, but refuses all
+    operations until `resilient.run` has let the process join the others.
 
     Args:
         backend: "shm", "gloo", "shm+gloo", "xccl", "nccl" or a plug-in's name. None means "shm" if
@@ -269,7 +269,7 @@ def leave_groups() -> None:
 
 
 def regroup(ranks: Sequence[int], epoch: int, facts: Facts) -> ProcessGroup:
-    """Create a new world of some of this world's ranks. Messages show the old rank numbers.
+    """Create a new world from some of this world's ranks. Messages show the old rank numbers.
 
     Every rank of the new world must call this function. The call blocks until all of these ranks
     have joined.

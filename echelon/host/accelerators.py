@@ -27,7 +27,7 @@ def num_intel(drm: Path = Path("/sys/class/drm")) -> int:
 
 
 def visible_devices(text: str) -> list[str]:
-    """Parse a CUDA_VISIBLE_DEVICES value; a -1 hides all entries that follow it."""
+    """Parse a CUDA_VISIBLE_DEVICES value; an entry of -1 hides all entries that follow it."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     return names[: names.index("-1")] if "-1" in names else names
 

@@ -77,7 +77,7 @@ class Hosting:
         """Start the store, and write the file that lets other programs find the job.
 
         Raises:
-            LaunchError: the store does not start, or the file cannot be written.
+            LaunchError: the store does not start, or the job file cannot be written.
         """
         self._keep_store(self._make_store(secret), secret)
 
@@ -85,7 +85,7 @@ class Hosting:
         """Start the store in the background on the first call; return whether the store is ready.
 
         Raises:
-            LaunchError: the store does not start, or the file cannot be written.
+            LaunchError: the store does not start, or the job file cannot be written.
         """
         if self._store is None and self._starting is None:
             pool = ThreadPoolExecutor(1, "echelon-store")

@@ -60,7 +60,8 @@ class Layout:
             without a pipeline.
         microbatches: the number of micro-batches into which each data rank divides its share of the
             batch.
-        recompute: whether blocks keep only their inputs, and backward recomputes everything else.
+        recompute: whether blocks keep only their inputs, so that the backward pass recomputes
+            everything else.
     """
 
     pp: int = 1

@@ -1,8 +1,8 @@
 """Estimate the memory that a layout needs on a rank, part by part.
 
 Weights, gradients and AdamW's state take 4 + 4 + 8 bytes per parameter (ZeRO, Rajbhandari et al.
-2020, with fp32 weights kept), divided by the size of axis "shard". The buffers of `fully_shard` are
-described in docs/sharding.md, "The budget". Activations are counted tensor by tensor for this
+2020, with fp32 weights kept), divided by the size of the "shard" axis. The buffers of `fully_shard`
+are described in docs/sharding.md, "The budget". Activations are counted tensor by tensor for this
 repository's blocks, whose attention does not keep scores (Korthikanti et al. 2022, table 2, without
 dropout).
 

@@ -91,7 +91,7 @@ class Model:
 
     @property
     def query_width(self) -> int:
-        """The number of features of all query heads together."""
+        """The total number of features across all query heads."""
         return self.heads * self.head_width
 
     @property
@@ -131,7 +131,7 @@ class Model:
         return 2.0 * self.block_matrices + 4.0 * self.query_width * context
 
     def head_flops(self) -> float:
-        """The operations of the head's forward pass on one token."""
+        """The number of operations in the head's forward pass on one token."""
         return 2.0 * self.vocabulary * self.width
 
     def train_flops(self, context: int) -> float:

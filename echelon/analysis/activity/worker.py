@@ -56,7 +56,7 @@ class WorkerState:
         return 3 if self.activity.doing in (Doing.USER, Doing.LOCK, Doing.NETWORK) else 2
 
     def words(self) -> str:
-        """Describe the process and its activity, as a phrase after "waits for "."""
+        """Describe the process and its activity in a phrase that completes "waits for ..."."""
         child = self.child
         name = f"its {self.role.value} (pid {child.pid})"
         if self.role is Role.PROGRAM:

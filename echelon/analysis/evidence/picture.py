@@ -68,7 +68,7 @@ class Picture:
 
     @cached_property
     def graph(self) -> WaitGraph:
-        """The graph of waits that are considered stuck, and of the waits on which they depend."""
+        """The graph of the waits considered stuck and of the waits on which these depend."""
         waits = [wait for wait in self.all_waits.waits if not self.is_over(wait)]
         old = [wait for wait in waits if self.is_stuck(wait)]
         return WaitGraph(tuple(self._with_reached(old, waits)))
@@ -190,7 +190,7 @@ class Picture:
 
 
 def take_picture(recorded: Evidence) -> Picture:
-    """Match the records and build the wait-for graph, without mismatches that the job survived."""
+    """Match the records and build the wait-for graph, ignoring mismatches that the job survived."""
     evidence, survived = without_survived(recorded)
     lanes = all_lanes(evidence)
     if evidence.foreign == "torch":

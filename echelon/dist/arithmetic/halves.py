@@ -29,7 +29,7 @@ def widen(out: Float32s, part: Flat, dtype: str) -> None:
 
 
 def narrow(out: Flat, total: Float32s, dtype: str) -> None:
-    """Round float32 values to 16-bit floats, and store the result in `out` of the same length."""
+    """Round float32 values to 16-bit floats and store them in `out`, which has the same length."""
     torch = _torch(total)
     if torch is None:
         narrow_slowly(out, total, dtype)

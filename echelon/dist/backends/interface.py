@@ -14,7 +14,7 @@ Failure: an engine raises what it observed, and `GroupState` decides what it mea
 |---|---|
 | an error from `errors.mismatch` | the engine compared the ranks' calls, and they differ |
 | an error from `errors.build` | the engine itself knows which ranks are late or dead |
-| `EndedElsewhere` | another operation ended this one; the rank where it failed may know more |
+| `EndedElsewhere` | another operation ended this one; the other rank's error may be more precise |
 | `ConnectionBroken` | a connection broke; the group determines which rank is dead |
 | `Refused` | all ranks refuse the operation in the same way; the group remains usable |
 | whatever `watch.check()` raised | the group ended, or the operation's deadline passed |
@@ -125,8 +125,8 @@ class Watch(Protocol):
 
         Args:
             needed: a function that returns the group ranks that the operation still needs; None
-                means all other ranks. A timeout names these ranks, and only the death of one of
-                them ends the operation.
+                means all other ranks. A timeout names these ranks, and the death of any other rank
+                does not end the operation.
 
         Raises:
             CollectiveTimeoutError: `deadline_s` has passed.

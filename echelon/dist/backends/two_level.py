@@ -78,7 +78,7 @@ _Agree = Callable[[], Flat]  # returns every rank's call and small data, in rank
 
 
 class TwoLevelEngine(HostEngine):
-    """An engine that carries out operations on two levels, inside hosts and between hosts."""
+    """An engine that carries out operations on two levels: within hosts and between hosts."""
 
     name = "shm+gloo"
 
@@ -323,7 +323,7 @@ class TwoLevelEngine(HostEngine):
             np.copyto(data, whole[: len(data)])
 
     def _conclude(self, operation: Operation, out: Flat, total: Flat) -> None:
-        """Convert totals to the result's dtype, after dividing them for an average."""
+        """Convert totals to the result's dtype; for an average, divide them first."""
         if operation.reduce_op == "avg":
             divide(total, self._size, wide_of(operation))
         convert(operation.dtype, out, total)

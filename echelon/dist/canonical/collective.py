@@ -66,12 +66,12 @@ def reduce_scatter(
         splits: number of elements in each rank's block, in rank order; None means as even as
             possible.
         scratch: memory for the received blocks and the returned sums; None means new memory. In a
-            group of one rank, nothing is received, and `sums` are returned.
+            group of one rank, nothing is received, and the sums are returned as they are.
 
     Returns:
-        The sums of this rank's block. Their `total()` is the final result if the runs together
-        cover all numbers. If numbers are missing, next reduce these sums over the other ranks that
-        have the same block.
+        The sums of this rank's block. Their `total()` is the final result if the runs cover all
+        micro-batches. Otherwise, these sums must still be reduced over the other ranks that have
+        the same block.
 
     Raises:
         ValueError: micro-batches are missing, or `runs` or `splits` do not match.
@@ -111,12 +111,12 @@ def all_reduce(group: ProcessGroup, sums: TreeSums, runs: Sequence[Run]) -> torc
     Collective: blocks until all ranks have called this function or the group's timeout expires.
 
     Args:
-        group: a group whose ranks have adjacent runs that together cover all numbers.
+        group: a group whose ranks have adjacent runs that jointly cover all micro-batches.
         sums: complete sums, whose vectors have the same length on all ranks.
         runs: the runs of all ranks, from `agree_runs`.
 
     Raises:
-        ValueError: micro-batches are missing, or the runs do not cover all numbers.
+        ValueError: micro-batches are missing, or the runs do not cover all micro-batches.
         CollectiveError: a rank was lost, did not join, or passed a different length.
     """
     if runs and (runs[0].start, runs[-1].stop) != (0, sums.run.total):

@@ -1,7 +1,8 @@
 """The world of a process that takes the place of a lost rank, until it joins the other ranks.
 
-Such a process starts while the others train. So its program sees a world of the full size, in which
-it knows its own rank, but no other rank takes part in its operations before all have met.
+Such a process starts while the other ranks are training. Its program sees a world of full size and
+its own rank in that world. Until the process has joined the other ranks, every operation is
+refused.
 """
 
 from __future__ import annotations

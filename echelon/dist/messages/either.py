@@ -17,14 +17,14 @@ from echelon.dist.messages.transfer import Transfer
 
 
 class Inside(Pending, Protocol):
-    """A receive inside the host that can be withdrawn."""
+    """A receive from a rank on the same host; the receive can be withdrawn."""
 
     def withdraw(self) -> bool:
         """Cancel the receive; see `messages.transfer.Withdrawable`."""
 
     @property
     def source(self) -> int:
-        """The rank, within its own group, that sent the received message; -1 until then."""
+        """The sender's rank in the group of this host; -1 until a message has been received."""
 
 
 class EitherPending:
@@ -69,7 +69,7 @@ class EitherPending:
 
     @property
     def source(self) -> int:
-        """The group rank that sent the received message; -1 until then."""
+        """The sender's group rank; -1 until a message has been received."""
         inside = self._inside.source if self._inside.done else -1
         return self._near[inside] if inside >= 0 else self._across.source
 

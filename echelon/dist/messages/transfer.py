@@ -81,7 +81,7 @@ class Transfer(Outcome):
         self._claims: dict[str, bool] = {}  # empty, or whether it gets a message: see `take`
 
     def take(self) -> bool:
-        """Claim a message for a receive that accepts any rank.
+        """Claim a message for a receive that accepts messages from any rank.
 
         Returns:
             False if the receive was cancelled, or if its rival already has a message.

@@ -50,8 +50,8 @@ class Operation:
 
     Attributes:
         kind: one of `OPERATIONS`, or `OPEN`.
-        sequence: the number of a collective in the group, from 0; or the number of a send or
-            receive among the messages with this peer in this direction.
+        sequence: for a collective, its number in the group, from 0; for a send or receive, its
+            number among the messages with this peer in this direction.
         dtype: the data's true dtype ("bfloat16" is stored as uint16); "" for a barrier.
         device: the device of the data: "cpu", "cuda", "xpu", ...; "cpu" for a barrier.
         reduce_op: one of `REDUCE_OPS`, or "" if the operation does not reduce.

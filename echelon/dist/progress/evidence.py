@@ -49,7 +49,7 @@ class Evidence(Protocol):
         """Return a more precise error for a failed operation, or `error` if none is known."""
 
     def hear(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Return the verdict of another rank whose failure ended the operation, or else `error`.
+        """Return the verdict of the rank whose failure ended the operation, or `error` if unknown.
 
         Blocks for at most 3 s while the other rank determines which rank is at fault.
         """

@@ -48,7 +48,7 @@ class Joins:
         self._newest = 0
 
     def note(self, epoch: Epoch) -> None:
-        """Record that ranks wait to join. Callable on any thread."""
+        """Record that ranks are waiting to join. Callable on any thread."""
         self._newest = epoch.number
 
     def end_step(self, group: ProcessGroup, number: int) -> int:

@@ -19,7 +19,7 @@ from echelon.dist.fsdp.parameters.member import member_of
 
 
 class Stateful(Protocol):
-    """An object with its own state, such as a schedule, an average of the weights or a sampler.
+    """An object that has a state of its own: a schedule, an average of the weights, a sampler, ...
 
     Example:
         >>> schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)

@@ -1,8 +1,8 @@
 """Keep the state of a sharded model so that the state survives the loss of ranks.
 
 Each rank keeps its own copy of the state that is equal on all ranks (buffers, parameters that are
-not sharded, schedules), and of its random numbers. Each rank copies its shards into memory that
-outlives the rank. The last two states are kept, so that one of them is always complete.
+not sharded, schedules), and of the state of its random generators. Each rank copies its shards into
+memory that outlives the rank. The last two states are kept, so that one of them is always complete.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def both(finishes: Sequence[Finish | None]) -> Finish | None:
 
 
 def check_own(tensors: Sequence[Tensor], own: Tensor, rank: int, what: str) -> None:
-    """Check that the tensor for this rank in a list has the same size as the rank's own tensor.
+    """Check that this rank's entry in a list of tensors has the size of the rank's own tensor.
 
     Raises:
         ValueError: the sizes differ.

@@ -4,7 +4,7 @@ A hung rank is killed only if three conditions hold:
 
 - `Losses` would let the attempt continue without the rank.
 - The verdict is `certain`, and its cause is the hang of a process.
-- With the causes `host_hang` and `gil_hang`, the process used no processor time, so it cannot be
+- If the cause is `host_hang` or `gil_hang`, the process used no processor time, so it cannot be
   computing.
 
 Any other stall is handled as with `--on-stall restart`.

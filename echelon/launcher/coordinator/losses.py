@@ -202,7 +202,7 @@ class Losses:
         return [rank for rank in world.ended if _is_joining(known, rank)]
 
     def admit(self, world: World, ranks: Sequence[int]) -> bool:
-        """Publish an epoch with which ranks join; return whether that succeeded."""
+        """Publish an epoch in which ranks join; return whether the epoch was published."""
         taken = {rank: world.admit(rank) for rank in ranks}
         lost = [rank for rank in self._lost if rank not in ranks]
         if self._publish(world, lost, self._standings(world), joins=ranks):
@@ -213,7 +213,7 @@ class Losses:
         return True
 
     def delayed_by(self, world: World) -> list[int]:
-        """Return the admitted ranks for which other ranks wait, now that these have met."""
+        """Return the admitted ranks that have not joined while other ranks are waiting for them."""
         epoch = self._awaited
         if epoch is None or not self._joining:
             return []

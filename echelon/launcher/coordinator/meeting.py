@@ -33,7 +33,7 @@ class MeetingPlace(Protocol):
     port: int
 
     def admit(self, address: str) -> None:
-        """Admit clients from an address, although they cannot prove that they are members."""
+        """Admit clients from an address even though they cannot prove that they are members."""
 
     def publish(self, key: str, value: str) -> None:
         """Store a value for the ranks to read. Key and value are one word each."""

@@ -204,9 +204,9 @@ class Replacements:
         self._send(world.node_of(rank), m.KillRanks(attempt=world.number, ranks=[rank]))
 
     def dismiss(self, world: World, ranks: Iterable[int], now_s: float) -> None:
-        """End the processes that have not joined, because all ranks have finished.
+        """Now that all ranks have finished, end the processes that have not joined.
 
-        A process that waits to join exits by itself, with code 0. Any other is killed.
+        A process that is waiting to join exits by itself, with code 0. Any other process is killed.
 
         Args:
             ranks: the ranks of these processes when they were to be dismissed. Some of the

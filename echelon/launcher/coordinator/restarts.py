@@ -94,8 +94,8 @@ class Restarts:
             low: the minimum number of nodes in a world.
             explain: a function that returns the facts about the failure. It is called only if
                 needed.
-            others: a function that returns how many other nodes, besides the given nodes, could
-                take part.
+            others: a function that returns how many nodes could take part, not counting the given
+                nodes.
         """
         is_leave = end.failed and end.ended_by is EndedBy.LEAVE
         if not (is_leave or self.is_failure(end)):

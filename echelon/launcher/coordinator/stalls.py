@@ -25,7 +25,7 @@ _MAX_DOUBLINGS = 4
 
 
 class Stalls:
-    """The current stall of a job, if it has been examined and has not cleared.
+    """A job's current stall, from its examination until it clears.
 
     Args:
         is_open: a function that returns whether an incident is still waiting for its verdict.
@@ -107,7 +107,7 @@ class Stalls:
         return min(self._until_s, self._hung.deadline_s())
 
     def step(self, now_s: float) -> None:
-        """End the stalled ranks once the verdict or the elapsed time requires this."""
+        """End the stalled ranks once the verdict or the elapsed time requires it."""
         undead = self._hung.undead(now_s)
         if undead is not None and undead[1].attempt.phase is Phase.RUNNING:
             line, world = undead

@@ -199,7 +199,7 @@ class _Cut:
 
 
 def _parts(lap: Lap, left: int, stalled: int, numbering: _Numbering) -> dict[Category, int]:
-    """Divide a lap's time, without stalls, into categories."""
+    """Divide a lap's time, excluding stalls, into categories."""
     spent = _without(lap.spent, stalled)
     saving = min(spent.checkpoint_ns, left)
     left -= saving

@@ -1,4 +1,4 @@
-"""Run `echelon report [RUN]`, which shows how each second of a job's ranks was spent.
+"""Run `echelon report [RUN]`, which shows how a job's ranks spent each second.
 
 The command reads the run directory of the hosting node. The job may be running, may have ended, or
 may have been killed.

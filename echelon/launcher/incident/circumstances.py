@@ -80,8 +80,8 @@ class Circumstances:
     """The facts about a rank's failure, read from the rank's dump.
 
     Attributes:
-        cause: the cause according to the error that the rank raised; "" if the rank raised no
-            error, or an error about another rank.
+        cause: the cause according to the error that the rank raised; "" if the rank raised no error
+            or raised an error about another rank.
         site: what was raised and where; "" if no error was raised.
         is_outside: whether the error is about the network or a file system.
         owns_memory: whether the job itself used up the memory; None if unknown.

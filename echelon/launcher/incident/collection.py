@@ -17,7 +17,7 @@ class Collection:
 
     Args:
         nodes: the nodes that will send dumps.
-        deadline_s: a time of the monotonic clock. Nodes that have not sent all their dumps by then
+        deadline_s: a time on the monotonic clock. Nodes that have not sent all their dumps by then
             are left out.
         is_survived: whether the attempt continues despite the incident.
         lost_earlier: the losses that were handled before this incident.

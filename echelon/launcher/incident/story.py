@@ -1,4 +1,4 @@
-"""Collect the root cause's last output, which is shown before the verdict.
+"""Collect the last output of the rank at fault, which is shown before the verdict.
 
 The first of these that exists is shown: the traceback in TORCHELASTIC_ERROR_FILE, the last
 traceback in the rank's stderr, or the last lines of stderr. A single line lists all victims.

@@ -1,9 +1,9 @@
 """Compare one rank's current operations and phases with its history.
 
 [Note: phases excuse] A checkpoint, a compilation or an evaluation may take a long time, and other
-ranks may be waiting for it. If a rank is in a phase that has not exceeded its limit, or has no
-limit, no rank is therefore examined early. Phases in which collectives are called, such as an epoch
-or a step, are not considered.
+ranks may be waiting for it. Therefore, while any rank is in a phase that has no limit or has not
+exceeded its limit, no rank is examined early. Phases in which collectives are called, such as an
+epoch or a step, are not considered.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ _Steps = Generator[int, bytes, p.Message | None]
 
 
 class Parser:
-    """An incremental parser from a byte stream to messages.
+    """An incremental parser that turns a byte stream into messages.
 
     Until the owner sets `admitted`, only small commands are allowed.
 

@@ -1,10 +1,10 @@
 """Log a run's figures for each step; rank 0 writes the log.
 
-[Note: what the shares mean] `data_wait` is the time that the training thread spent in
-`recorder.span("data_wait")`, which `TokenLoader` and `recorder.watch` open. `exposed_communication`
-is the time for which the training thread was blocked in collectives and messages. It includes
-transfers that computation did not hide, and waits for late ranks (in a pipeline, the bubble). Both
-figures are fractions of the iteration's time.
+[Note: what the shares mean] Both figures are fractions of the iteration's time. `data_wait` is the
+part that the training thread spent in `recorder.span("data_wait")`, which `TokenLoader` and
+`recorder.watch` open. `exposed_communication` is the part for which the training thread was blocked
+in collectives and messages. It includes transfers that computation did not hide, and waits for late
+ranks (in a pipeline, the bubble).
 """
 
 from __future__ import annotations

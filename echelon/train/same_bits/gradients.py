@@ -34,7 +34,7 @@ class Gradients:
         device: the device of the gradients; None if no parameter requires gradients.
 
     Raises:
-        ValueError: a unit is sharded among ranks that together do not have all micro-batches.
+        ValueError: a unit is sharded among ranks that do not hold all micro-batches between them.
         CollectiveMismatchError: the runs of a unit's ranks are not contiguous.
     """
 

@@ -226,7 +226,7 @@ def vectors_of(
     """Return the vectors of all trainable parameters. Collective.
 
     Raises:
-        ValueError: a unit is sharded among ranks that together do not have all micro-batches.
+        ValueError: a unit is sharded among ranks that do not hold all micro-batches between them.
         CollectiveMismatchError: the runs of a unit's ranks are not contiguous.
     """
     run, scratch = runs[group.rank], Scratch()

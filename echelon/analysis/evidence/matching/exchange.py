@@ -1,4 +1,4 @@
-"""Index the sends and receives in echelon's records by pair of ranks.
+"""For each pair of ranks, index the sends and receives in echelon's records.
 
 Both sides number their messages, so the n-th send of a pair matches the n-th receive.
 """

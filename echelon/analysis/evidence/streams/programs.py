@@ -92,7 +92,7 @@ def _keys(streams: Streams) -> Mapping[int, npt.NDArray[np.int64]]:
 def _steps_away(
     ranks: Sequence[int], rank: int, peers: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.int64]:
-    """Return each peer's cyclic distance from a rank within a group, counting from 1."""
+    """Return each peer's cyclic distance from a rank within a group, plus 1."""
     order = np.argsort(np.array(ranks))
     places = order[np.searchsorted(np.array(ranks), peers, sorter=order) % len(ranks)]
     own = ranks.index(rank) if rank in ranks else 0

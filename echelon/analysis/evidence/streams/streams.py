@@ -123,7 +123,7 @@ class Streams:
         return self._by_row.get((rank, row))
 
     def counterpart(self, message: Message) -> Message | None:
-        """Return the other side of a pending message, or None if it has not been posted.
+        """Return the other side of a pending message, or None if the peer has not posted it.
 
         The n-th send in a direction matches the n-th receive. If the oldest messages are missing,
         messages are counted from a common collective.

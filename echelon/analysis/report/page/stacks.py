@@ -1,4 +1,4 @@
-"""Render the page's stacks, both merged into one tree and side by side."""
+"""Render the page's stacks in two views: merged into one tree, and side by side."""
 
 from __future__ import annotations
 

@@ -298,7 +298,7 @@ def silent_slip(lanes: Lanes) -> Slip | None:
 
 
 def _first_lasting_difference(steps: npt.NDArray[Any]) -> int | None:
-    """Return the first column in which the step numbers differ after having agreed."""
+    """Return the first column in which step numbers differ; None unless they agreed before it."""
     high = steps.max(axis=0)
     low = np.where(steps < 0, np.iinfo(np.int32).max, steps).min(axis=0)
     shared = (steps >= 0).sum(axis=0) >= 2

@@ -85,7 +85,7 @@ def find_ended(picture: Picture) -> list[Finding]:
 
 
 def in_order(picture: Picture, endings: list[Ending]) -> tuple[list[Ending], bool]:
-    """Sort endings with the root first, and return whether their order is known.
+    """Return the endings in order, root first, and whether their order is known.
 
     The order is known if the ranks' clocks are comparable or if the coordinator observed the order.
     """
@@ -362,7 +362,7 @@ def _moment_ns(facts: RankEvidence) -> int:
 
 
 def exit_words(code: int) -> str:
-    """Describe how a process ended: `by SIGKILL`, `with exit code 3`."""
+    """Describe how a process ended, for example `by SIGKILL` or `with exit code 3`."""
     if code >= 0:
         return f"with exit code {code}"
     try:

@@ -146,7 +146,7 @@ def was_cut_by_gloo(stderr: str) -> bool:
 
 
 def cpp_abort(stderr: str) -> str:
-    """Return the line that the C++ runtime logged when it aborted a process, or ""."""
+    """Return the line that the C++ runtime logged on aborting a process, or "" if there is none."""
     found = _CPP_ABORT.findall(stderr)
     return found[-1] if found else ""
 

@@ -127,7 +127,8 @@ def read_loss(picture: Picture, rank: int) -> Reading:
 def read_absence(picture: Picture, rank: int) -> Reading:
     """Detect a rank that left no readable record.
 
-    Without a launcher, the confidence is low, because the record may have been lost in copying.
+    Without a launcher, the confidence is low, because the record may have been lost while files
+    were being copied.
     """
     if picture.evidence.incident.absent.get(rank):
         return read_loss(picture, rank)

@@ -4,7 +4,7 @@ torch's Gloo backend runs each collective on a thread that waits with a timeout;
 idle backend wait without a timeout. The threads' system calls therefore show which ranks are inside
 a collective. Before a group exists, ranks wait for the store in a socket call.
 
-Only stacks can show which collective a rank is in, and where in its code.
+Only stacks can show which collective a rank is in, and which line of its program made the call.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def _keeps_waiting(picture: Picture) -> tuple[int, ...]:
 def sleepers(picture: Picture) -> tuple[int, ...]:
     """Return the few ranks that are asleep while the main threads of the other ranks wait.
 
-    Returns () if any rank has a record. The result is useful for sends and receives, in which the
-    main thread itself waits.
+    Returns () if any rank has a record. The result is meaningful for sends and receives, in which
+    the main thread itself waits.
     """
     return picture.remembered("sleepers", _sleepers)
 

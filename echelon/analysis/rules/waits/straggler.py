@@ -50,7 +50,7 @@ class Laggards:
 
 
 def laggards(found: Arrivals, hosts: list[str]) -> Laggards | None:
-    """Return the members that were last most often, or None if there were too few collectives.
+    """Return the members that most often arrived last, or None if there were too few collectives.
 
     The result is a single rank, the ranks of one host, or a few ranks that take turns at being
     last.

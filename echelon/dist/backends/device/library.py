@@ -30,7 +30,7 @@ class Communicator(Protocol):
         Args:
             kind: all_reduce, reduce, all_gather, reduce_scatter, broadcast, send or recv.
             source, target: flat tensors; both are the same tensor for a broadcast.
-            reduce_op: one of `DeviceLibrary.reduce_ops`, or "".
+            reduce_op: one of `DeviceLibrary.reduce_ops`; "" if the kind does not reduce.
             peer: the root of a collective, or the other rank of a message, as a rank within the
                 communicator.
             stream: a stream of the communicator's device.

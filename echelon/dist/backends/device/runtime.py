@@ -40,7 +40,7 @@ class DeviceRuntime:
         return self.torch.as_tensor(owner, device=f"{self.device}:{index}")
 
     def run(self, stream: Any, job: Callable[[], object]) -> None:
-        """Call `job`, and queue its torch kernels on a given stream."""
+        """Call `job` so that its torch kernels are queued on `stream`."""
         with self.accelerator.stream(stream):
             job()
 

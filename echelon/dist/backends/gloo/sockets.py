@@ -1,7 +1,7 @@
-"""Carry a group's messages as byte streams over TCP, separately from Gloo's connections.
+"""Transfer a group's messages as byte streams over TCP, separately from Gloo's connections.
 
 Gloo's sends and receives cannot be polled or interrupted, and they do not report which peer failed.
-Messages therefore have their own connections, which are opened on demand. Each connection carries
+Messages therefore have their own connections, which are opened on demand. Each connection transfers
 data in one direction only, so closing it never discards bytes in flight.
 
 A connection begins with 40 bytes from the sender: its rank, and a digest of a secret that the group

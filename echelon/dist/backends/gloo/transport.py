@@ -163,8 +163,8 @@ class Transport:
     def break_off(self) -> None:
         """Close the connections here and at the peers, even while operations are waiting on them.
 
-        Gloo has no call for this, but a receive that times out closes all connections. A broken
-        object is never destroyed, because Gloo's destructor might block indefinitely.
+        Gloo has no call for this, but a receive that times out closes all connections. The Gloo
+        object is then never destroyed, because Gloo's destructor might block indefinitely.
         """
         made = self._made
         self.keep()

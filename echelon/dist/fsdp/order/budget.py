@@ -48,7 +48,7 @@ class Budget:
 
     Args:
         num_bytes: the budget. None means six times the largest unit that contains no other unit, or
-            more if a unit requests more than two units ahead.
+            a larger multiple if more than two units are to be gathered while a unit computes.
     """
 
     def __init__(self, num_bytes: int | None = None) -> None:

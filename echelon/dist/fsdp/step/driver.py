@@ -65,7 +65,7 @@ class Driver:
         replicas: the ranks that hold the same chunk as this rank, or None.
         order: the order, which decides what to gather, release and reduce.
         units: the units, keyed by number.
-        sizes: the sizes of the units, keyed by number. Some of these units may be deleted.
+        sizes: the sizes of the units, keyed by number. Some of these units may no longer exist.
         hashes: a running hash of the gathers, and a running hash of the reductions.
     """
 

@@ -34,7 +34,7 @@ class Listener(Protocol):
         """
 
     def random_state(self, stage: Stage) -> torch.Tensor:
-        """Return the generators' state, as uint8, for the next stage."""
+        """Return the generators' state, as a uint8 tensor, for the next stage."""
 
     def computed(self, stage: Stage, microbatch: int, *, is_complete: bool) -> None:
         """Take the gradients after a backward.
@@ -56,7 +56,7 @@ class SeparateStep(Step):
         inputs: see `Step`.
         targets: see `Step`.
         num_microbatches: see `Step`.
-        listener: takes the gradients.
+        listener: the object that receives the gradients.
     """
 
     def __init__(

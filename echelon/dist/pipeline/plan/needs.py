@@ -52,7 +52,7 @@ def makes(action: Action) -> list[Thing]:
 def needs(action: Action, num_stages: int) -> list[Thing]:
     """Return the products that a computation needs before it begins.
 
-    An overlap needs the products of all its parts before it begins.
+    An overlap can begin only once all its parts have the products that they need.
     """
     return [thing for part in action.computations for thing in _needs(part, num_stages)]
 

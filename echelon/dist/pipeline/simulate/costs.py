@@ -22,8 +22,8 @@ class Costs:
         backward: duration of a full backward; None means input_grad + weight_grad.
         overlap: duration of an overlapped pair, as a fraction of the sum of its parts.
         latency: latency of a message between two ranks.
-        bandwidth: number of bytes that a link carries per unit of time; each link sends one message
-            at a time.
+        bandwidth: number of bytes that a link transfers per unit of time; each link sends one
+            message at a time.
         message_bytes: size of a stage's output for one micro-batch, and of its gradient.
         activation_bytes: number of bytes that a stage keeps for one micro-batch until its weight
             gradients are computed.

@@ -134,7 +134,7 @@ class ShardedTraining(Training[_T]):
 
 
 def checkpoint_step(found: Sequence[Any], newest: int) -> int:
-    """Return the step from which all ranks train again.
+    """Return the step from which all ranks resume training.
 
     Args:
         found: the result of `from_checkpoint` on each rank.

@@ -1,4 +1,4 @@
-"""Run `echelon.planner.pairs` with the options of the future job and a time limit.
+"""Run `echelon.planner.pairs` under a time limit, with the options of the planned job.
 
 The measurement uses a temporary run directory. If the run fails, the directory is kept and the
 message contains its path.

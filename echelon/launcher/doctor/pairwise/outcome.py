@@ -24,8 +24,7 @@ class Outcome:
         names: the names of the members of pairs: the hosts, or the ranks of a single host.
         pairs: the finding for each measured pair, keyed by the pair's members.
         nodes: the findings from each host's own probes.
-        collective: the measurement of all ranks together on the job's backend; None if not
-            measured.
+        collective: the measurement across all ranks on the job's backend; None if there is none.
     """
 
     hosts: list[str]

@@ -50,7 +50,7 @@ class Calls:
     def find(
         self, frame: FrameType | None, call: tuple[Any, ...], tails: _Tails | None = None
     ) -> bytes:
-        """Return the packed fields of a call, and cache the fields under the calling line.
+        """Return the packed fields of a call, and cache the fields by calling line.
 
         Args:
             tails: the arguments that the same line has passed in earlier calls.

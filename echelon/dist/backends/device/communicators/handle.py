@@ -44,7 +44,7 @@ class Handle:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[Communicator]:
-        """Give one thread at a time exclusive use of the communicator inside the block.
+        """Give the calling thread exclusive use of the communicator while the block runs.
 
         Raises:
             HandleEnded: the communicator is ending or has ended.
