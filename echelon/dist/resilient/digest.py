@@ -20,8 +20,8 @@ _NAMED = (type, FunctionType, BuiltinFunctionType)
 def digest(value: Any) -> str:
     """Return a hash of a tree of tensors, arrays and other values.
 
-    Equal values have equal hashes on all ranks. The order of sets and dicts does not matter.
-    Objects are hashed by their pickled state.
+    Equal values of the same types have equal hashes on all ranks. The order of sets and dicts does
+    not matter. Objects are hashed by their pickled state.
 
     Raises:
         ValueError: an object cannot be pickled, or refers to itself.
@@ -32,9 +32,10 @@ def digest(value: Any) -> str:
     elif numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
         text = _of_array(value)
     elif isinstance(value, dict):
-        text = " ".join(sorted(f"{digest(key)}: {digest(one)}" for key, one in value.items()))
+        items = sorted(f"{digest(key)}: {digest(one)}" for key, one in value.items())
+        text = " ".join([type(value).__qualname__, *items])
     elif isinstance(value, (list, tuple)):
-        text = " ".join(map(digest, value))
+        text = " ".join([type(value).__qualname__, *map(digest, value)])
     elif isinstance(value, (set, frozenset)):
         text = " ".join(sorted(map(digest, value)))
     elif type(value) in _PLAIN:

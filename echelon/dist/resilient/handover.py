@@ -5,57 +5,61 @@
     each tensor's elements, one message per tensor
     tail: one message with the CRC of each tensor
 
-The tree is plain data, as in a checkpoint: nothing is unpickled. The joining rank checks names,
-dtypes and shapes against its own model before it accepts any data.
+The tree is plain data: nothing is unpickled. The joining rank checks names and dtypes against its
+own model before it accepts any data. Then all ranks compare hashes of their states.
 """
 
 from __future__ import annotations
 
+import warnings
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from echelon.dist.channel import Channel
-from echelon.dist.checkpoint.disk.tensor_bytes import as_bytes, dtype_named
-from echelon.dist.checkpoint.state.plain import TensorAt, pack, unpack
+from echelon.dist.checkpoint.disk.tensor_bytes import as_bytes
+from echelon.dist.checkpoint.state.plain import pack, unpack
 from echelon.dist.group import ProcessGroup
 from echelon.dist.resilient.copies.filling import crc_of
+from echelon.dist.resilient.digest import digest
+from echelon.dist.resilient.parcel import Parcel
 from echelon.errors import CollectiveError
 
 _NAME = "handover"
+_OWN = ("buffer ", "also")  # a rank may have its own, such as the statistics of its batches
 
 
-def send_state(group: ProcessGroup, peer: int, contents: Any) -> None:
+def send_state(group: ProcessGroup, peer: int, contents: Callable[[], dict[str, Any]]) -> None:
     """Send a tree of values to a rank; block until it has been sent.
 
     Args:
         group: the world in which the rank joins.
         peer: the rank within the group.
-        contents: dicts, lists and tuples of plain values, tensors and NumPy arrays. If there is a
-            value of any other kind, the error is sent instead.
+        contents: returns the tree; see `Parcel`. If it fails, or the tree cannot be sent, the error
+            is sent instead: this rank has all it needs, and continues.
 
     Raises:
         CollectiveError: the rank was lost.
     """
     channel = group.channel(peer, _NAME)
-    tensors: list[torch.Tensor] = []
     try:
-        head = pack({"tree": _referring(contents, tensors), "kinds": _kinds(tensors)}, "the state")
-    except TypeError as err:
-        _send_bytes(channel, pack({"error": str(err)}, "the error"))
+        parcel = Parcel.of(contents())
+        crcs = _crcs(parcel)
+    except Exception as err:  # noqa: BLE001 -- of the user's objects
+        _send_bytes(channel, pack({"error": str(err) or type(err).__qualname__}, "the error"))
         return
-    _send_bytes(channel, head)
-    crcs = np.zeros(len(tensors) + 1, np.int64)
-    for i, tensor in enumerate(tensors):
+    _send_bytes(channel, parcel.head)
+    for tensor in parcel.tensors:
         content = _elements(tensor)
-        crcs[i] = crc_of(content)
         if content.numel():
             channel.send(content)
     channel.send(crcs)
 
 
-def receive_state(group: ProcessGroup, peer: int) -> Any:
+def receive_state(group: ProcessGroup, peer: int) -> dict[str, Any]:
     """Return the tree that a rank sends with `send_state`; block until all of it has arrived.
 
     Raises:
@@ -63,47 +67,67 @@ def receive_state(group: ProcessGroup, peer: int) -> Any:
         CollectiveError: the rank was lost, or the state arrived damaged.
     """
     channel = group.channel(peer, _NAME)
-    head = unpack(_receive_bytes(channel))
-    if "error" in head:
-        raise ValueError(f"this rank cannot join: {head['error']}")
-    contents = [_received(channel, *kind) for kind in head["kinds"]]
-    crcs = np.zeros(len(contents) + 1, np.int64)
+    head = _receive_bytes(channel)
+    error = unpack(head).get("error")
+    if error is not None:
+        raise ValueError(f"this rank cannot join: {error}")
+    parcel = Parcel.to_fill(head)
+    for tensor in parcel.tensors:
+        if tensor.numel():
+            channel.recv(tensor.reshape(-1).view(torch.uint8))
+    crcs = np.zeros(len(parcel.tensors) + 1, np.int64)
     channel.recv(crcs)
-    if any(crc_of(_elements(one)) != crc for one, crc in zip(contents, crcs[:-1], strict=True)):
-        raise CollectiveError("the training state was damaged on its way to the rank that joins")
-    return _resolved(head["tree"], contents)
+    if not np.array_equal(crcs, _crcs(parcel)):
+        raise _damaged()
+    return parcel.contents()
 
 
-def _kinds(tensors: list[torch.Tensor]) -> list[Any]:
-    return [[str(one.dtype).removeprefix("torch."), list(one.shape)] for one in tensors]
+def check_alike(
+    group: ProcessGroup, source: int, newcomers: Sequence[int], parts: Mapping[str, Any]
+) -> None:
+    """Compare the state of all ranks, once some have received it. Collective.
+
+    Args:
+        group: the world in which ranks join.
+        source: the rank within the group that has sent the state.
+        newcomers: the ranks within the group that have received it.
+        parts: this rank's state, keyed by description.
+
+    Raises:
+        ValueError: this rank has not received the state as it was sent, or the other ranks have
+            different parameters or optimizer states.
+        CollectiveError: a rank was lost.
+    """
+    rows = group.all_gather_object({what: _hash(value) for what, value in parts.items()})
+    for what, sent in rows[source].items():
+        others = [place for place, row in enumerate(rows) if row.get(what) != sent]
+        if group.rank in others and group.rank in newcomers:
+            raise ValueError(f"this rank cannot join: {what} is not as it was sent")
+        apart = [group.ranks[place] for place in others if place not in newcomers]
+        if not apart:
+            continue
+        text = (
+            f"{what} of rank {group.ranks[source]} differs from that of rank "
+            f"{', '.join(map(str, apart))}"
+        )
+        if not what.startswith(_OWN):
+            raise ValueError(f"{text}: a lost rank of this model cannot be replaced")
+        if group.rank == source:
+            warnings.warn(
+                f"{text}: ranks that join receive the former", RuntimeWarning, stacklevel=2
+            )
 
 
-def _referring(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return a tree with references in the place of tensors, which are appended to the list."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return TensorAt(str(len(tensors) - 1))
-    if isinstance(value, np.ndarray):
-        tensors.append(torch.from_numpy(value.copy()))
-        return TensorAt(str(len(tensors) - 1), "array")
-    if isinstance(value, dict):
-        return {key: _referring(one, tensors) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        found = [_referring(one, tensors) for one in value]
-        return tuple(found) if isinstance(value, tuple) else found
-    return value
+def _hash(value: Any) -> str:
+    try:
+        return digest(value)
+    except ValueError:
+        return ""  # no rank can compare it
 
 
-def _resolved(value: Any, tensors: list[torch.Tensor]) -> Any:
-    if isinstance(value, TensorAt):
-        found = tensors[int(value.path)]
-        return found.numpy() if value.role == "array" else found
-    if isinstance(value, dict):
-        return {key: _resolved(one, tensors) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        found_all = [_resolved(one, tensors) for one in value]
-        return tuple(found_all) if isinstance(value, tuple) else found_all
-    return value
+def _crcs(parcel: Parcel) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return the CRC of each tensor, and a zero, so that the message is never empty."""
+    return np.array([*(crc_of(_elements(one)) for one in parcel.tensors), 0], np.int64)
 
 
 def _elements(tensor: torch.Tensor) -> torch.Tensor:
@@ -113,21 +137,21 @@ def _elements(tensor: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(as_bytes(tensor), dtype=torch.uint8)
 
 
-def _received(channel: Channel, dtype: str, shape: list[int]) -> torch.Tensor:
-    found = torch.empty(shape, dtype=dtype_named(dtype))
-    if found.numel():
-        channel.recv(found.reshape(-1).view(torch.uint8))
-    return found
+def _damaged() -> CollectiveError:
+    return CollectiveError("the training state was damaged on its way to the rank that joins")
 
 
 def _send_bytes(channel: Channel, data: bytes) -> None:
-    channel.send(np.array([len(data)], np.int64))
+    channel.send(np.array([len(data), zlib.crc32(data)], np.int64))
     channel.send(np.frombuffer(bytearray(data), np.uint8))
 
 
 def _receive_bytes(channel: Channel) -> bytes:
-    length = np.zeros(1, np.int64)
-    channel.recv(length)
-    data = np.empty(int(length[0]), np.uint8)
-    channel.recv(data)
-    return data.tobytes()
+    facts = np.zeros(2, np.int64)  # the length and the CRC
+    channel.recv(facts)
+    found = np.empty(int(facts[0]), np.uint8)
+    channel.recv(found)
+    data = found.tobytes()
+    if zlib.crc32(data) != facts[1]:
+        raise _damaged()
+    return data

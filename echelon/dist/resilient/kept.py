@@ -55,6 +55,8 @@ class KeptState:
         self._optimizer = optimizer
         self._also = list(also)
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []  # (live, its copy)
+        self._trains: list[bool] = []  # whether each of them requires a gradient
+        self._modes: list[tuple[nn.Module, bool]] = []  # `training` of each module
         self._owned: list[tuple[dict[str, Any], dict[str, Any]]] = []  # modules' tensors by name
         self._state: dict[torch.Tensor, dict[str, Any]] = {}  # the optimizer's, by parameter
         self._settings: list[dict[str, Any]] = []  # of its parameter groups
@@ -81,6 +83,8 @@ class KeptState:
         live = [one for one in every.values() if member_of(one) is None]
         before = {id(one): kept for one, kept in self._tensors}
         self._tensors = [(one, _copied(one, before.get(id(one)))) for one in live]
+        self._trains = [one.requires_grad for one in live]
+        self._modes = [(module, module.training) for module in self._model.modules()]
         known, self._state = self._state, {}
         for parameter, values in self._optimizer.state.items():
             if member_of(parameter) is not None:
@@ -97,7 +101,11 @@ class KeptState:
         for values, before in self._owned:  # a step may have assigned other tensors
             values.clear()
             values.update(before)
-        for live, kept in self._tensors:
+        for module, is_training in self._modes:
+            module.training = is_training
+        for (live, kept), trains in zip(self._tensors, self._trains, strict=True):
+            if live.requires_grad != trains and live.is_leaf:
+                live.requires_grad_(trains)
             if live.shape == kept.shape:
                 live.copy_(kept)
             else:
@@ -113,23 +121,35 @@ class KeptState:
         names = {id(one): f"parameter {name!r}" for name, one in self._model.named_parameters()}
         names |= {id(one): f"buffer {name!r}" for name, one in self._model.named_buffers()}
         own = {names[id(live)]: kept for live, kept in self._tensors if id(live) in names}
+        places = self._places()
         return {
             **own,
             "a parameter outside the model": [
                 kept for live, kept in self._tensors if id(live) not in names
             ],
-            "the optimizer's state": list(self._state.values()),
+            "the optimizer's state": {
+                places.get(one, -1): values for one, values in self._state.items()
+            },
             "the optimizer's settings": self._settings,
             "also": self._others,
         }
 
+    def joined_parts(self) -> dict[str, Any]:
+        """Return the state that a rank which joins receives, without random numbers."""
+        return {
+            **self.parts(),
+            "the training mode of a module": self._named_modes(),
+            "requires_grad of a parameter": self._trains,
+        }
+
     def contents(self) -> dict[str, Any]:
         """Return all that is kept, for a rank that joins; see `fill`."""
-        places = {one: at for at, one in enumerate(self._trained())}
+        places, names = self._places(), self._names()
         return {
-            "tensors": [
-                [name, kept] for name, (_, kept) in zip(self._names(), self._tensors, strict=True)
-            ],
+            "tensors": [[names[id(live)], kept] for live, kept in self._tensors],
+            "trains": self._trains,
+            "modes": self._named_modes(),
+            "groups": self._groups(),
             "state": [[places[one], values] for one, values in self._state.items()],
             "settings": self._settings,
             "also": self._others,
@@ -143,16 +163,27 @@ class KeptState:
             ValueError: the model, the optimizer or `also` does not match that of the other rank.
         """
         self.keep()  # what is there to be restored
-        own = list(zip(self._names(), [live for live, _ in self._tensors], strict=True))
+        names = self._names()
+        own = [[names[id(live)], live.dtype] for live, _ in self._tensors]
         told = contents["tensors"]
-        if [[name, live.dtype] for name, live in own] != [[name, one.dtype] for name, one in told]:
-            raise ValueError("the parameters and buffers differ from those of the other ranks")
-        if len(contents["settings"]) != len(self._settings):
-            raise ValueError("the optimizer's groups differ from those of the other ranks")
-        if len(contents["also"]) != len(self._also):
-            raise ValueError("also= differs from that of the other ranks")
+        alike = {
+            "the parameters and buffers differ": own == [[name, one.dtype] for name, one in told],
+            "the modules differ": [name for name, _ in self._named_modes()]
+            == [name for name, _ in contents["modes"]],
+            "the optimizer's groups differ": self._groups() == contents["groups"],
+            "also= differs": len(contents["also"]) == len(self._also),
+        }
+        for what, is_alike in alike.items():
+            if not is_alike:
+                raise ValueError(f"{what} from those of the other ranks")
         self._tensors = [
-            (live, kept.to(live.device)) for (_, live), (_, kept) in zip(own, told, strict=True)
+            (live, kept.to(live.device))
+            for (live, _), (_, kept) in zip(self._tensors, told, strict=True)
+        ]
+        self._trains = contents["trains"]
+        self._modes = [
+            (module, is_training)
+            for (module, _), (_, is_training) in zip(self._modes, contents["modes"], strict=True)
         ]
         trained = self._trained()
         self._state = {
@@ -165,19 +196,40 @@ class KeptState:
     def _trained(self) -> list[torch.Tensor]:
         return [one for group in self._optimizer.param_groups for one in group["params"]]
 
-    def _names(self) -> list[str]:
-        """Return a name for each tensor that is kept, in order."""
+    def _places(self) -> dict[torch.Tensor, int]:
+        """Return the place of each of the optimizer's parameters."""
+        return {one: at for at, one in enumerate(self._trained())}
+
+    def _groups(self) -> list[list[str]]:
+        """Return the names of the parameters in each of the optimizer's groups."""
+        names = self._names()
+        return [
+            [names[id(one)] for one in group["params"]] for group in self._optimizer.param_groups
+        ]
+
+    def _named_modes(self) -> list[list[Any]]:
+        """Return the name of each module, and whether it was training."""
+        modes = {id(module): is_training for module, is_training in self._modes}
+        return [
+            [name, modes.get(id(module), module.training)]
+            for name, module in self._model.named_modules()
+        ]
+
+    def _names(self) -> dict[int, str]:
+        """Return a name for each tensor, keyed by its id."""
         names = {id(one): f"parameter {at}" for at, one in enumerate(self._trained())}
         for prefix, module in reversed(list(self._model.named_modules())):
             for values in (module._parameters, module._buffers):
                 names |= {
                     id(one): f"{prefix}.{name}" for name, one in values.items() if one is not None
                 }
-        return [names[id(live)] for live, _ in self._tensors]
+        return names
 
     def drop(self) -> None:
         """Release the copies, which are not needed once this rank is the only one left."""
         self._tensors.clear()
+        self._trains.clear()
+        self._modes.clear()
         self._owned.clear()
         self._state.clear()
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
+import enum
+import math
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from echelon.dist.resilient.handover import receive_state, send_state
+from echelon.dist.resilient.handover import check_alike, receive_state, send_state
 from echelon.dist.resilient.joining import Joins, is_newcomer, places_of
 from echelon.dist.resilient.kept import KeptState
 from echelon.errors import CollectiveError
@@ -37,6 +39,36 @@ class _Group:
 
     def barrier(self) -> None:
         self.newest.append(-1)
+
+
+class _Hashes:
+    """A group of rank 3, 5 and 7 whose other members have reported hashes of their states."""
+
+    def __init__(self, rank: int, states: list[dict]) -> None:
+        self.rank, self.ranks, self._states = rank, (3, 5, 7), states
+
+    def all_gather_object(self, mine):
+        rows = []
+        for state in self._states:
+            group = _Gather()
+            _compared(group, state)
+            rows.append(group.mine)
+        assert mine == rows[self.rank]
+        return rows
+
+
+class _Gather:
+    """A group of one rank, which keeps what the rank reports."""
+
+    rank, ranks = 0, (0,)
+
+    def all_gather_object(self, mine):
+        self.mine = mine
+        return [mine]
+
+
+def _compared(group, state, source=0, newcomers=()) -> None:
+    check_alike(group, source, newcomers, state)
 
 
 class _Counter:
@@ -71,7 +103,7 @@ def test_a_rank_that_joins_has_the_state_of_the_other_bit_for_bit():
     kept.keep()
     drawn = torch.rand(4), np.random.rand(2)
     group = _Group()
-    send_state(group, 0, kept.contents())
+    send_state(group, 0, kept.contents)
     other, its_optimizer, its_also, its_kept = _made(2, 0, None)
     parameters = list(other.parameters())
     its_kept.fill(receive_state(group, 0))
@@ -95,13 +127,175 @@ def test_a_rank_that_joins_has_the_state_of_the_other_bit_for_bit():
     assert np.array_equal(np.random.rand(2), drawn[1])
 
 
+def _ordered():
+    """As a module's state_dict: the versions of its classes are an attribute."""
+    found = OrderedDict([("b", 1), ("a", 2)])
+    found._metadata = OrderedDict({"": {"version": 2}})
+    return found
+
+
+def _handed_over(value):
+    group = _Group()
+    send_state(group, 0, lambda: {"also": [{"value": value}]})
+    found = receive_state(group, 0)["also"][0]["value"]
+    assert not group.messages
+    return found
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.float32(0.1), np.float64(0.1), np.int8(-3), np.bool_(True), np.str_("ab"),
+        np.datetime64("2026-01-02"), np.array(3.0), np.arange(3, dtype=">f4"),
+        np.array(["a", "bc"]), np.arange(4, dtype=np.uint16).reshape(2, 2), np.empty((0, 3)),
+        np.arange(3, dtype=np.longdouble), Counter({30: 1, 60: 2}), _ordered(), {(1, 2): [3, (4,)]},
+        {np.int64(2): 1}, torch.Size([2, 3]), -0.0, 5e-324, 2**80, -(2**63), True, None, b"ab", "",
+        {}, [], (),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_a_value_arrives_with_its_type(value):
+    """A float32 that became a float would be rounded elsewhere from then on."""
+    found = _handed_over(value)
+    assert type(found) is type(value)
+    if isinstance(value, np.ndarray):
+        assert (found.dtype.str, found.shape) == (value.dtype.str, value.shape)
+        assert found.flags.writeable
+        assert np.array_equal(found, value)
+        return
+    assert found == value
+    assert repr(found) == repr(value)
+    assert getattr(found, "__dict__", {}) == getattr(value, "__dict__", {})
+    if isinstance(value, dict):
+        assert [type(key) for key in found] == [type(key) for key in value]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor(2.0), torch.ones(1).expand(4), torch.rand(3, 2).t(), torch.empty(0, 3),
+        torch.rand(3, dtype=torch.complex64).conj(), torch.ones(4).to(torch.float8_e4m3fn),
+        torch.ones(2, requires_grad=True), nn.Parameter(torch.ones(2)),
+        nn.Parameter(torch.ones(2), requires_grad=False),
+    ],
+    ids=range(9),
+)  # fmt: skip
+def test_a_tensor_arrives_as_it_was(value):
+    found = _handed_over(value)
+    assert type(found) is type(value)
+    assert (found.dtype, found.requires_grad) == (value.dtype, value.requires_grad)
+    assert found.tolist() == value.tolist()
+
+
+def test_a_tensor_that_occurs_twice_is_sent_once():
+    shared = torch.rand(3)
+    one, two = _handed_over([shared, shared])
+    assert one is two
+
+
+_Pair = namedtuple("_Pair", "one two")  # noqa: PYI024
+_Colour = enum.IntEnum("_Colour", ["RED"])
+_LOOP: list = []
+_LOOP.append(_LOOP)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (defaultdict(int), r"also\[0\]\['value'\] has type defaultdict"),
+        (_Pair(1, 2), "has type _Pair"),
+        ({1}, "has type set"),
+        ([deque()], r"\['value'\]\[0\] has type deque"),
+        (_Colour.RED, "has type _Colour"),
+        (np.array([None]), "has dtype object"),
+        (np.zeros(2, "i4,f4"), "has dtype"),
+        (torch.eye(3).to_sparse(), "is a sparse, quantized or meta tensor"),
+        (torch.empty(2, device="meta"), "is a sparse, quantized or meta tensor"),
+        (_LOOP, "contains itself"),
+        ("\ud800", "surrogates not allowed"),
+    ],
+    ids=range(11),
+)
+def test_a_value_that_would_arrive_as_another_is_refused(value, says):
+    with pytest.raises(ValueError, match=says):
+        _handed_over(value)
+
+
+def test_a_state_that_cannot_be_made_is_refused_where_it_is_missing():
+    group = _Group()
+    send_state(group, 0, lambda: math.inf["tensors"])
+    with pytest.raises(ValueError, match="this rank cannot join: 'float' object"):
+        receive_state(group, 0)
+
+
+def test_a_rank_that_joins_trains_the_same_modules_and_parameters():
+    """The others may have frozen some of them in an earlier step."""
+    model, *_, kept = _made(1, 1, 0)
+    model[1].eval()
+    model[0].bias.requires_grad_(False)
+    kept.keep()
+    other, *_, its_kept = _made(2, 0, 0)
+    other.train()
+    its_kept.fill(kept.contents())
+    its_kept.restore()
+    assert [one.training for one in other.modules()] == [True, True, False, True]
+    assert [one.requires_grad for one in other.parameters()] == [
+        one.requires_grad for one in model.parameters()
+    ]
+    its_kept.keep()
+    assert not other[0].bias.requires_grad
+    _compared(
+        _Hashes(1, [one.joined_parts() for one in (kept, its_kept, kept)]),
+        its_kept.joined_parts(),
+        newcomers=[1],
+    )
+
+
+def test_groups_of_an_optimizer_that_have_other_parameters_are_refused():
+    model, optimizer, _, kept = _made(1, 0, 0)
+    kept.keep()
+    contents = kept.contents()
+    optimizer.add_param_group({"params": [optimizer.param_groups[0]["params"].pop()]})
+    with pytest.raises(ValueError, match="the optimizer's groups differ"):
+        kept.fill(contents)
+    assert model is not None
+
+
+def test_a_rank_that_has_received_another_state_does_not_join():
+    """The others have what they need, and continue."""
+    sent, received = {"also": [np.float32(1)], "x": 1}, {"also": [1.0], "x": 1}
+    states = [sent, received, sent]
+    with pytest.raises(ValueError, match="this rank cannot join: also is not as it was sent"):
+        _compared(_Hashes(1, states), received, newcomers=[1])
+    for rank in (0, 2):
+        _compared(_Hashes(rank, states), sent, newcomers=[1])
+
+
+def test_ranks_with_different_parameters_are_not_joined_by_another():
+    one, other = {"parameter 'a'": torch.zeros(2)}, {"parameter 'a'": torch.ones(2)}
+    says = "parameter 'a' of rank 3 differs from that of rank 7: a lost rank"
+    for rank in range(3):
+        with pytest.raises(ValueError, match=says):
+            _compared(_Hashes(rank, [one, one, other]), [one, one, other][rank], newcomers=[1])
+
+
+def test_one_rank_warns_of_what_each_rank_has_for_itself():
+    """Such as the statistics of a BatchNorm: the rank that joins has those of the sender."""
+    one, other = {"buffer 'mean'": torch.zeros(2)}, {"buffer 'mean'": torch.ones(2)}
+    with pytest.warns(RuntimeWarning, match="buffer 'mean' of rank 3 differs from that of rank 7"):
+        _compared(_Hashes(0, [one, one, other]), one, newcomers=[1])
+    _compared(_Hashes(2, [one, one, other]), other, newcomers=[1])
+
+
 def test_a_state_that_cannot_be_sent_is_refused_where_it_is_missing():
     """The rank that would send it goes on training."""
     *_, kept = _made(1, 0, object())
     kept.keep()
     group = _Group()
-    send_state(group, 0, kept.contents())
-    with pytest.raises(ValueError, match="this rank cannot join: the state: cannot save an object"):
+    send_state(group, 0, kept.contents)
+    with pytest.raises(
+        ValueError, match=r"cannot join: also\[0\]\['value'\] has type object, where only"
+    ):
         receive_state(group, 0)
     assert not group.messages
 
@@ -110,7 +304,7 @@ def test_a_state_that_was_damaged_on_its_way_is_refused():
     *_, kept = _made(1, 1, 0)
     kept.keep()
     group = _Group()
-    send_state(group, 0, kept.contents())
+    send_state(group, 0, kept.contents)
     group.messages[2].view(np.uint8)[0] ^= 1  # the first tensor's
     with pytest.raises(CollectiveError, match="was damaged on its way"):
         receive_state(group, 0)

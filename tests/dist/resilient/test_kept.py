@@ -97,3 +97,16 @@ def test_tensors_that_a_step_assigns_or_resizes_are_those_from_before_again():
     assert module.weight is weight
     assert scale.tolist() == [1.0], "only the optimizer has it"
     assert len(training.optimizer.param_groups) == 2
+
+
+def test_modules_and_parameters_that_a_step_freezes_are_trained_again():
+    training = _Training()
+    training.model[2].bias.requires_grad_(False)
+    training.kept.keep()
+    training.model.eval()
+    training.model[0].weight.requires_grad_(False)
+    training.model[2].bias.requires_grad_(True)
+    training.kept.restore()
+    assert all(module.training for module in training.model.modules())
+    trains = [name for name, one in training.model.named_parameters() if one.requires_grad]
+    assert trains == ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight"]

@@ -21,7 +21,7 @@ from echelon.dist import runtime
 from echelon.dist.group import ProcessGroup
 from echelon.dist.resilient.copies.choice import CopiesLostError
 from echelon.dist.resilient.epochs import Epochs, Superseded
-from echelon.dist.resilient.handover import receive_state, send_state
+from echelon.dist.resilient.handover import check_alike, receive_state, send_state
 from echelon.dist.resilient.joining import (
     ADMITTED_S,
     JOINS,
@@ -229,19 +229,24 @@ class Training(Generic[_T]):
         return World(group, epoch.number, epoch.lost)
 
     def _hand_over(self, group: ProcessGroup, source: int, newcomers: Sequence[int]) -> None:
-        """Send the state to the ranks that join, or receive it.
+        """Send the state to the ranks that join, or receive it; then compare it on all ranks.
 
         Raises:
+            ValueError: this rank cannot join, or other ranks have different states.
             PeerLostError: a rank was lost, or the connection to it broke.
         """
+        if not newcomers:
+            return
         try:
             if group.rank == source:
                 for place in newcomers:
-                    send_state(group, place, self._kept_state().contents())
+                    send_state(group, place, self._kept_state().contents)
             elif group.rank in newcomers:
                 self._kept_state().fill(receive_state(group, source))
                 self._kept_state().restore()
-                self._is_newcomer = False
+                self._kept_state().keep()  # what `also` has made of it is compared
+            check_alike(group, source, newcomers, self._kept_state().joined_parts())
+            self._is_newcomer = False
         except CollectiveError as err:
             runtime.leave_groups()  # its error would be found in the next world's steps
             raise PeerLostError(str(err), operation="join", ranks=err.ranks) from err
